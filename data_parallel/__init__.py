@@ -1,0 +1,1 @@
+"""Data parallelism: every process holds a whole model, or its shard of one."""

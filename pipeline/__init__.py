@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the layers are cut into stages, and micro-batches flow through them."""

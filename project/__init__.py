@@ -1,0 +1,1 @@
+"""The programs: what a person runs."""

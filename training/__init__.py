@@ -1,0 +1,1 @@
+"""What every run shares, whatever the strategy: processes, data, model, checkpoints, records."""
