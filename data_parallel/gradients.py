@@ -1,0 +1,250 @@
+"""Averages the gradients of the ranks.
+
+Problem: after backward every rank holds the gradient of its own examples; before the optimizer
+steps all must hold the mean. Three ways, from the one to explain to the one to use:
+
+    per_parameter   average_gradients: an all-reduce for each parameter, after backward
+    flat            average_gradients_flat: one all-reduce of everything, after backward
+    overlap         GradientBuckets: a few all-reduces, each as soon as its last gradient is there
+
+Idea of the buckets: backward produces gradients from the last layer to the first. Parameters are
+grouped, in that order, into flat buckets; p.grad is a view of its place in the bucket. When the
+last gradient of a bucket has arrived the bucket is all-reduced asynchronously, while backward
+goes on with the layers before it. Afterwards nothing is copied back: the optimizer reads the
+views.
+
+    backward:    block 3 | block 2 | block 1 | block 0 | embedding |
+    network:             | bucket 0 .... | bucket 1 ...... | bucket 2 |
+
+Cost: a ring all-reduce of G bytes of gradients over W ranks sends 2 * G * (W-1)/W bytes from
+each rank, whatever the grouping; the grouping decides how often its latency is paid, and the
+overlap how much of the rest is hidden. Memory: the buckets are the gradients; with `comm_dtype`
+a copy in that type is held while a bucket is on its way.
+
+Papers: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+GRADIENT_SYNCS = ("per_parameter", "flat", "overlap")
+
+
+def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Replaces every gradient by its mean over the ranks, one parameter at a time.
+
+    A parameter that has a gradient on some ranks only counts as zero on the others; one that
+    has none anywhere keeps none, so that the optimizer leaves it alone.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p, somewhere in zip(parameters, _has_gradient(parameters, group), strict=True):
+        if not somewhere:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        dist.all_reduce(p.grad, group=group)
+        p.grad /= dist.get_world_size(group)
+
+
+def average_gradients_flat(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """The same with one all-reduce per type of gradient: packed, reduced, and copied back."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    somewhere = _has_gradient(parameters, group)
+    used = [p for p, has in zip(parameters, somewhere, strict=True) if has]
+    for dtype in dict.fromkeys(p.dtype for p in used):
+        alike = [p for p in used if p.dtype == dtype]
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in alike]
+        )
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        for p, part in zip(alike, flat.split([p.numel() for p in alike]), strict=True):
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+            p.grad.copy_(part.view_as(p))
+
+
+def _has_gradient(
+    parameters: list[nn.Parameter], group: dist.ProcessGroup | None
+) -> list[bool]:
+    """For each parameter, whether any rank has a gradient of it."""
+    if not parameters:
+        return []
+    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+    has = has.to(parameters[0].device)
+    dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
+    return [bool(h) for h in has.tolist()]
+
+
+class _Bucket:
+    """A flat buffer of gradients, and behind them one flag per parameter.
+
+    A flag is 1 where the rank has a gradient of that parameter. Being summed along with the
+    gradients, the flags tell each rank, at no further collective, which parameters have a
+    gradient on any rank.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.numel = sum(p.numel() for p in parameters)
+        first = parameters[0]
+        self.flat = torch.zeros(
+            self.numel + len(parameters), dtype=first.dtype, device=first.device
+        )
+        self.gradients, self.flags = self.flat[: self.numel], self.flat[self.numel :]
+        parts = self.gradients.split([p.numel() for p in parameters])
+        self.views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+        self.waiting = len(parameters)  # gradients that this backward has not brought yet
+        self.complete = True  # every parameter has a gradient on this rank
+        self.work: dist.Work | None = None
+        self.sent: Tensor | None = None  # what is on its way: flat itself, or a copy in comm_dtype
+
+
+class GradientBuckets:
+    """Averages gradients over the ranks while backward is still running.
+
+        buckets = GradientBuckets(model)
+        with buckets.no_sync():          # accumulation: local, no communication
+            loss(first).backward()
+        loss(second).backward()          # the buckets leave as they fill
+        buckets.finish()                 # p.grad is the mean over the ranks
+        optimizer.step()
+        optimizer.zero_grad()
+
+    All ranks must call finish() equally often, with or without a backward before it: a rank
+    that has no examples left takes part with zeros. Ranks send the buckets in the same order,
+    whatever the order in which their gradients arrive, since collectives are matched by order.
+
+    Args:
+        model: its trainable parameters; a tied weight is one parameter and is sent once. Must
+            be on its device before, and keep its parameters after.
+        group: the ranks to average over; by default all of them.
+        bucket_bytes: a bucket is closed when the next parameter would make it larger. A
+            parameter that is larger by itself gets a bucket of its own.
+        comm_dtype: the type in which gradients travel and are summed, by default their own.
+
+    Raises:
+        ValueError: bucket_bytes is not positive, or the model has nothing to train.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = 4 << 20,
+        comm_dtype: torch.dtype | None = None,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes {bucket_bytes} must be positive, for example {4 << 20}")
+        # Backward reaches the parameters roughly in the reverse of the order of their creation.
+        parameters = [p for p in model.parameters() if p.requires_grad][::-1]
+        if not parameters:
+            raise ValueError("the model has no parameter that requires a gradient")
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        self.comm_dtype = comm_dtype
+        self.buckets = [_Bucket(ps) for ps in group_parameters(parameters, bucket_bytes)]
+        self._sync = True
+        self._next = 0  # the first bucket not yet sent
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._make_hook(bucket, i))
+            for bucket in self.buckets
+            for i, p in enumerate(bucket.parameters)
+        ]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward accumulates gradients locally and sends nothing."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def finish(self) -> None:
+        """Sends what has not left yet, waits for all, and leaves the mean in every p.grad."""
+        while self._next < len(self.buckets):
+            self._send(self.buckets[self._next])
+        for bucket in self.buckets:
+            self._receive(bucket)
+        self._next = 0
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters; their gradients stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _make_hook(self, bucket: _Bucket, i: int):  # type: ignore[no-untyped-def]
+        def hook(_: Tensor) -> None:
+            if bucket.work is not None:
+                raise RuntimeError(
+                    "backward ran again while the gradients of the last one were being averaged: "
+                    "call finish() after each backward, or accumulate inside no_sync()"
+                )
+            self._adopt(bucket, i)
+            if self._sync:
+                bucket.waiting -= 1
+                while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+                    self._send(self.buckets[self._next])
+
+        return hook
+
+    @staticmethod
+    def _adopt(bucket: _Bucket, i: int) -> None:
+        """Makes p.grad the view, where it is not yet: after optimizer.zero_grad() autograd has
+        left a tensor of its own, which is moved in by one copy and freed. (Keeping the view and
+        zeroing it would move twice as much memory: zero it, then read, add and write.)"""
+        p, view = bucket.parameters[i], bucket.views[i]
+        if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
+            view.copy_(p.grad)
+            p.grad = view
+
+    def _send(self, bucket: _Bucket) -> None:
+        for i, p in enumerate(bucket.parameters):
+            self._adopt(bucket, i)  # a gradient that came by another way than backward
+            if p.grad is None:
+                bucket.views[i].zero_()
+        here = [p.grad is not None for p in bucket.parameters]
+        bucket.complete = all(here)
+        if bucket.complete:
+            bucket.flags.fill_(1)
+        else:
+            bucket.flags.copy_(torch.tensor(here))
+        bucket.sent = bucket.flat if self.comm_dtype is None else bucket.flat.to(self.comm_dtype)
+        bucket.work = dist.all_reduce(bucket.sent, group=self.group, async_op=True)
+        self._next += 1
+
+    def _receive(self, bucket: _Bucket) -> None:
+        assert bucket.work is not None and bucket.sent is not None
+        bucket.work.wait()
+        if bucket.sent is not bucket.flat:
+            bucket.flat.copy_(bucket.sent)
+        bucket.gradients.div_(self.world_size)
+        # The flags are read, which on a GPU waits for it, only where they can say something new.
+        somewhere = [True] * len(bucket.views) if bucket.complete else bucket.flags.tolist()
+        for p, view, has in zip(bucket.parameters, bucket.views, somewhere, strict=True):
+            p.grad = view if has else None
+        bucket.work, bucket.sent, bucket.waiting = None, None, len(bucket.parameters)
+
+
+def group_parameters(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Cuts the parameters, in their order, into groups of one type and device and of at most
+    bucket_bytes each, unless a single parameter is larger. Groups come in the order in which
+    their last parameter does."""
+    done: list[list[nn.Parameter]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for p in parameters:
+        group = filling.setdefault((p.dtype, p.device), [])
+        if group and sum(q.nbytes for q in group) + p.nbytes > bucket_bytes:
+            done.append(group)
+            group = filling[p.dtype, p.device] = []
+        group.append(p)
+    return done + [group for group in filling.values() if group]

@@ -1,0 +1,171 @@
+"""The command line that the programs share, and what must hold of it before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from data_parallel.dataset import split_batch_size
+from training.launch import DEVICES, Settings, UserError
+
+PRECISIONS = ("fp32", "bf16")
+PADDINGS = ("longest", "max_length")
+
+
+def count(text: str) -> int:
+    """A positive whole number."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be 1 or more")
+    return value
+
+
+def count_or_all(text: str) -> int | None:
+    """A positive whole number, or None for `all`."""
+    return None if text == "all" else count(text)
+
+
+def positive(text: str) -> float:
+    """A positive, finite number."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be positive and finite")
+    return value
+
+
+def fraction(text: str) -> float:
+    """A number from 0 up to, but not, 1."""
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and less than 1, as 0.1")
+    return value
+
+
+def boolean(text: str) -> bool:
+    """True or False, as the course writes it: --pytest True."""
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
+    return text.lower() in ("true", "1")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults, and keeps the line breaks of the description."""
+
+
+def parser_for(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that every program has."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=_Help, allow_abbrev=False
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--dataset", default="builtin",
+        help="builtin: German-English sentences from a grammar. Or a folder with train.de, "
+        "train.en, validation.*, test.*; or a JSONL, CSV or Parquet file or folder; or the name "
+        "of a dataset on the hub, as bbaaaa/iwslt14-de-en-preprocess",
+    )  # fmt: skip
+    data.add_argument("--src", default="de", help="language to translate from")
+    data.add_argument("--tgt", default="en", help="language to translate to")
+    for split, n in (("train", 5000), ("validation", 1000), ("test", 100)):
+        data.add_argument(
+            f"--n_{split}", type=count_or_all, default=n, help=f"{split} pairs at most, or 'all'"
+        )
+    data.add_argument(
+        "--padding", choices=PADDINGS, default="longest",
+        help="longest: batches of like lengths, padded to their longest; max_length: a plain "
+        "shuffle, all padded to --model_max_length",
+    )  # fmt: skip
+    data.add_argument(
+        "--model_max_length", type=count, default=128, help="longest sequence; pairs are cut to it"
+    )
+
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model", default="auto",
+        help="gpt2-mini, gpt2, gpt2-medium, gpt2-large or gpt2-xl, trained from scratch; or a "
+        "folder or hub id with weights to start from; auto: gpt2 on a GPU, gpt2-mini without",
+    )  # fmt: skip
+    for name, what in (("n_layer", "blocks"), ("n_embd", "width"), ("n_head", "attention heads")):
+        model.add_argument(f"--{name}", type=count, help=f"{what}, instead of the preset's")
+    model.add_argument(
+        "--vocab_size", type=count,
+        help="rows of the embedding; by default the size of the trained tokenizer (at most 4096 "
+        "tokens), rounded up to a multiple of 64",
+    )  # fmt: skip
+    model.add_argument("--dropout", type=fraction, default=0.1, help="as in GPT-2")
+
+    run = parser.add_argument_group("training")
+    run.add_argument("--n_epochs", type=count, default=10, help="passes over the training pairs")
+    run.add_argument(
+        "--batch_size", type=count, default=64,
+        help="pairs in a step, over all ranks and micro-batches together",
+    )  # fmt: skip
+    run.add_argument(
+        "--learning_rate", type=positive,
+        help="of AdamW; by default 1e-3 for gpt2-mini, 1e-4 for the larger ones",
+    )  # fmt: skip
+    run.add_argument(
+        "--precision", choices=PRECISIONS, default="fp32",
+        help="bf16: matrix products in bfloat16, weights and optimizer in fp32",
+    )  # fmt: skip
+    run.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout")
+    run.add_argument(
+        "--workdir", type=Path, default=Path("workdir"),
+        help="where tokenizer, results and figures go; results of an earlier run are replaced",
+    )  # fmt: skip
+    run.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
+    run.add_argument(
+        "--timeout", type=positive, default=300.0,
+        help="seconds after which a rank that does not answer ends the run",
+    )  # fmt: skip
+    return parser
+
+
+def launch_settings(args: argparse.Namespace) -> Settings:
+    """How the ranks of these options are started."""
+    return Settings(
+        world_size=args.world_size,
+        device=args.device,
+        master_port=args.master_port,
+        timeout=args.timeout,
+        cores_per_rank=args.cores_per_rank,
+    )
+
+
+def check_batch(args: argparse.Namespace) -> None:
+    """Raises UserError where the global batch does not fit the ranks or the data."""
+    try:
+        split_batch_size(args.batch_size, args.world_size)
+    except ValueError as error:
+        raise UserError(f"--batch_size {args.batch_size}: {error}") from None
+    if args.n_train is not None and args.world_size > args.n_train:
+        raise UserError(
+            f"--world_size {args.world_size} --n_train {args.n_train}: each rank needs an example; "
+            f"--world_size {args.n_train} or less works"
+        )
+
+
+def claim_workdir(folder: Path) -> None:
+    """Makes the folder, or raises UserError where nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"--workdir {folder}: nothing can be written there ({error.strerror}); "
+            "name a folder of your own, as --workdir workdir"
+        ) from error
+
+
+def run_program(main: Callable[[], None]) -> None:
+    """Runs a program: a user's mistake is one line and status 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -1,0 +1,184 @@
+"""Trains GPT-2 to translate, on several processes with data parallelism.
+
+Every process holds the whole model and a part of each batch; gradients are averaged over the
+processes while they are computed. The losses are those of one process with the whole batch.
+
+    python project/run_data_parallel.py --world_size 2 --batch_size 128 --n_epochs 10
+    torchrun --nproc-per-node 2 project/run_data_parallel.py
+    python project/run_data_parallel.py --pytest True --n_epochs 1      then: pytest -k a4_1_2
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script: the packages are beside this folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor, nn
+
+from data_parallel.gradients import (
+    GRADIENT_SYNCS,
+    GradientBuckets,
+    average_gradients,
+    average_gradients_flat,
+)
+from project.options import (
+    boolean,
+    check_batch,
+    claim_workdir,
+    count,
+    launch_settings,
+    parser_for,
+    positive,
+    run_program,
+)
+from project.session import check_model, open_session, read_texts
+from project.utils import autocast, save_grad_weights, train
+from training.data import Step
+from training.launch import UserError, World, launch, setup, torchrun_world_size
+from training.model import target_loss
+from training.text import Texts
+
+__all__ = ["average_gradients", "main", "run_dp", "setup"]
+
+
+def make_gradient_sync(
+    args: argparse.Namespace, model: nn.Module
+) -> tuple[Callable[[nn.Module], None], Callable[[], AbstractContextManager[None]]]:
+    """The function that makes the gradients those of all ranks, and the context in which
+    backward only accumulates."""
+    if args.gradient_sync == "overlap":
+        buckets = GradientBuckets(
+            model,
+            bucket_bytes=int(args.bucket_mb * 2**20),
+            comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
+        )
+        return lambda _: buckets.finish(), buckets.no_sync
+    by_hand = average_gradients if args.gradient_sync == "per_parameter" else average_gradients_flat
+    return by_hand, nullcontext
+
+
+def make_backward(
+    args: argparse.Namespace,
+    world: World,
+    model: nn.Module,
+    no_sync: Callable[[], AbstractContextManager[None]],
+) -> Callable[[Step], Tensor]:
+    """The function that computes a rank's gradients of a step.
+
+    Gradients are averaged over the ranks, so each rank's summed loss is divided by the *mean*
+    number of target tokens per rank, which all know, and not by its own: the average then is the
+    gradient of the mean over all target tokens of the global batch.
+    """
+
+    def backward(step: Step) -> Tensor:
+        total = torch.zeros((), device=world.device)
+        scale = world.world_size / max(1, step.target_tokens)
+        for i, batch in enumerate(step.micro_batches):
+            last = i == len(step.micro_batches) - 1
+            with nullcontext() if last else no_sync():
+                with autocast(world.device, args.precision):
+                    loss = target_loss(model, batch)
+                (loss * scale).backward()
+            total += loss.detach()
+        return total
+
+    return backward
+
+
+def run_dp(world: World, args: argparse.Namespace, texts: Texts) -> None:
+    """One rank of the program: trains, evaluates after each epoch, writes its results."""
+    session = open_session(args, world, texts)
+    model = session.model.to(world.device)
+    loss_fn = partial(target_loss, model)
+    if not args.pytest:
+        session.start(loss_fn)
+    torch.manual_seed(args.seed * 100_003 + world.rank)  # dropout differs between the ranks
+    average_gradients_fn, no_sync = make_gradient_sync(args, model)
+    backward_fn = make_backward(args, world, model, no_sync)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=session.learning_rate, fused=world.device.type != "mps"
+    )
+    loader = session.loader(world.world_size, world.rank, args.accumulation_steps)
+    for epoch in range(args.n_epochs):
+        totals = train(
+            model, optimizer, loader.steps(epoch), backward_fn, f"Epoch {epoch}",
+            world.rank, average_gradients_fn, len(loader),
+        )  # fmt: skip
+        if args.pytest:
+            print(f"rank {world.rank} wrote {save_grad_weights(model, world.rank)}", flush=True)
+            return
+        session.end_epoch(epoch, totals, loss_fn, world.rank)
+    session.close()
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options, with what is wrong with them said before anything is started."""
+    parser = parser_for(__doc__)
+    ranks = parser.add_argument_group("data parallelism")
+    ranks.add_argument(
+        "--world_size", type=count, default=torchrun_world_size() or 2,
+        help="processes; torchrun decides where it starts them",
+    )  # fmt: skip
+    ranks.add_argument(
+        "--gradient_sync", choices=GRADIENT_SYNCS, default="overlap",
+        help="per_parameter: an all-reduce for each, after backward; flat: one for all; overlap: "
+        "buckets, each as soon as it is full, while backward runs",
+    )  # fmt: skip
+    ranks.add_argument("--bucket_mb", type=positive, default=4.0, help="size of a bucket, in MiB")
+    ranks.add_argument(
+        "--comm_dtype", choices=("fp32", "bf16"), default="fp32",
+        help="the type in which the buckets travel",
+    )  # fmt: skip
+    ranks.add_argument(
+        "--accumulation_steps", type=count, default=1,
+        help="parts into which each rank cuts its share of a batch, to need less memory",
+    )  # fmt: skip
+    ranks.add_argument(
+        "--cores_per_rank", type=count,
+        help="CPU cores of a rank; by default all cores are shared out",
+    )  # fmt: skip
+    ranks.add_argument(
+        "--master_port", type=int,
+        help="port on 127.0.0.1 where the ranks meet; by default 11868, or a free one",
+    )  # fmt: skip
+    ranks.add_argument(
+        "--pytest", type=boolean, default=False,
+        help="True: an epoch without evaluation, then each rank writes its gradients to "
+        "tests/model{rank}_gradients.pth",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    started = torchrun_world_size()
+    if started is not None and started != args.world_size:
+        raise UserError(
+            f"--world_size {args.world_size}: torchrun started {started} ranks; leave it out"
+        )
+    if args.comm_dtype != "fp32" and args.gradient_sync != "overlap":
+        raise UserError(
+            f"--comm_dtype {args.comm_dtype} --gradient_sync {args.gradient_sync}: only the "
+            "buckets of --gradient_sync overlap travel in another type"
+        )
+    check_batch(args)
+    check_model(args)
+    claim_workdir(args.workdir)
+    return args
+
+
+def main() -> None:
+    """The program."""
+    args = parse()
+    texts = read_texts(args, args.world_size)
+    for note in texts.notes:
+        print(note)
+    launch(run_dp, launch_settings(args), args, texts)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,276 @@
+"""What the programs do alike before and after training: texts to model, model to results."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from data_parallel.dataset import Partition
+from project.utils import (
+    EpochTotals,
+    autocast,
+    evaluate_bleu,
+    evaluate_loss,
+    generate,
+    get_tokenizer,
+    sum_over_ranks,
+)
+from training.data import (
+    PAD,
+    Batch,
+    Encoded,
+    GlobalBatches,
+    RankLoader,
+    encode,
+    eos,
+    load_tokenizer,
+    to_batch,
+)
+from training.launch import UserError, World
+from training.model import PRESETS, build_model, gpt2_config, load_pretrained, round_vocab
+from training.record import HEADER, EpochResult, clear_results, epoch_line, write_epoch
+from training.text import SPLITS, Texts, load_texts
+
+MAX_VOCAB = 4096  # tokens that BPE may learn where --vocab_size does not say
+EVAL_BATCH = 64
+
+
+def read_texts(args: argparse.Namespace, world_size: int) -> Texts:
+    """The texts that the options name; see `training.text.load_texts`."""
+    sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
+    return load_texts(args.dataset, args.src, args.tgt, sizes, 1234, world_size)
+
+
+def model_name(args: argparse.Namespace, device: torch.device) -> str:
+    """The model that --model means here."""
+    if args.model != "auto":
+        return args.model
+    return "gpt2" if device.type == "cuda" else "gpt2-mini"
+
+
+@dataclass
+class Session:
+    """A run's model and data on one rank."""
+
+    args: argparse.Namespace
+    world: World
+    texts: Texts
+    tokenizer: PreTrainedTokenizerFast
+    model: GPT2LMHeadModel  # on the CPU, until the program places it
+    examples: dict[str, list[Encoded]]
+    sentences: list[str] = field(default_factory=list)  # the last translations of the test split
+
+    @property
+    def learning_rate(self) -> float:
+        """--learning_rate, or what suits the model's size."""
+        return self.args.learning_rate or (1e-3 if self.model.config.n_embd <= 512 else 1e-4)
+
+    @cached_property
+    def pad_id(self) -> int:
+        """The id of the padding token."""
+        return self.tokenizer.convert_tokens_to_ids(PAD)
+
+    def loader(self, world_size: int, rank: int, accumulation: int = 1) -> RankLoader:
+        """The training steps of one of `world_size` data-parallel ranks."""
+        examples, args = self.examples["train"], self.args
+        lengths = [len(e.ids) for e in examples]
+        fixed = args.padding == "max_length"
+        return RankLoader(
+            examples,
+            GlobalBatches(lengths, args.batch_size, args.seed, by_length=not fixed),
+            rank=rank,
+            world_size=world_size,
+            pad_id=self.pad_id,
+            device=self.world.device,
+            length=args.model_max_length if fixed else None,
+            accumulation=accumulation,
+        )
+
+    def validation_batches(self, world_size: int, rank: int) -> list[Batch]:
+        """This rank's part of the validation split, batches of like lengths."""
+        mine = sorted(self.examples["validation"], key=lambda e: len(e.ids))[rank::world_size]
+        length = self.args.model_max_length if self.args.padding == "max_length" else None
+        return [
+            to_batch(mine[i : i + EVAL_BATCH], self.pad_id, self.world.device, length)
+            for i in range(0, len(mine), EVAL_BATCH)
+        ]
+
+    def validation_loss(self, loss_fn: Callable[[Batch], Tensor]) -> float:
+        """The mean over all target tokens of the validation split, over all ranks."""
+        world = self.world
+        batches = self.validation_batches(world.world_size, world.rank)
+        with autocast(world.device, self.args.precision):
+            sums = evaluate_loss(self.model, batches, loss_fn, "Validating", world.rank)
+        loss_sum, targets = sum_over_ranks(sums, world.device)
+        return loss_sum / max(1.0, targets)
+
+    def translate(self) -> tuple[list[str], float]:
+        """The translations of the test split, each rank having done a part, and their BLEU."""
+        world, args, test = self.world, self.args, self.texts.splits["test"]
+        mine = Partition(test, range(world.rank, len(test), world.world_size))
+        with autocast(world.device, args.precision):
+            parts = gather_over_ranks(
+                generate(
+                    self.model, [mine[i] for i in range(len(mine))], args.src, args.tgt,
+                    self.tokenizer, args.model_max_length, world.device, "Translating", world.rank,
+                ),
+                world.world_size,
+            )  # fmt: skip
+        sentences = [parts[i % len(parts)][i // len(parts)] for i in range(len(test))]
+        return sentences, evaluate_bleu(test, sentences, args.tgt)["bleu"]
+
+
+    def start(self, loss_fn: Callable[[Batch], Tensor]) -> None:
+        """Says what is about to be trained, and how well it does before."""
+        clear_results(self.args.workdir)
+        self.say(self.describe())
+        self.say(HEADER)
+        _, bleu = self.translate()
+        self.say(epoch_line("start", bleu, self.validation_loss(loss_fn)))
+
+    def end_epoch(
+        self,
+        epoch: int,
+        totals: EpochTotals,
+        loss_fn: Callable[[Batch], Tensor],
+        file_rank: int | None,
+    ) -> None:
+        """Evaluates, writes the result files of this rank, and says a line."""
+        loss_sum, targets = sum_over_ranks(
+            (totals.loss_sum, totals.target_tokens), self.world.device
+        )
+        sentences, bleu = self.translate()
+        result = EpochResult(
+            training_loss=loss_sum / max(1.0, targets),
+            validation_loss=self.validation_loss(loss_fn),
+            bleu=bleu,
+            training_time=totals.seconds,
+            tokens_per_sec=totals.positions / totals.seconds,
+            real_tokens_per_sec=totals.tokens / totals.seconds,
+        )
+        test = self.texts.splits["test"]
+        write_epoch(self.args.workdir, epoch, result, test, sentences, file_rank)
+        self.sentences = sentences
+        speeds = (result.tokens_per_sec, result.real_tokens_per_sec)
+        self.say(
+            epoch_line(
+                str(epoch), bleu, result.validation_loss, result,
+                sum_over_ranks(speeds, self.world.device),
+            )
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Shows a few translations, and where the results are."""
+        src, tgt, test = self.args.src, self.args.tgt, self.texts.splits["test"]
+        self.say("")
+        for pair, sentence in list(zip(test, self.sentences, strict=True))[:3]:
+            self.say(f"  {src:>9}   {pair[src]}")
+            self.say(f"  {tgt:>9}   {pair[tgt]}")
+            self.say(f"  {'this model':>9}  {sentence}\n")
+        self.say(f"Results, translations and tokenizer are in {self.args.workdir}/.")
+
+    def describe(self) -> str:
+        """What is trained, on what, and how, in two lines."""
+        args, config, world = self.args, self.model.config, self.world
+        sizes = " / ".join(f"{len(self.texts.splits[split]):,}" for split in SPLITS)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return (
+            f"{model_name(args, world.device)}: {config.n_layer} blocks of width {config.n_embd}, "
+            f"vocabulary {config.vocab_size:,}, {parameters / 1e6:.1f} M parameters\n"
+            f"{args.dataset}: {sizes} pairs to train / validate / test, {args.src} to {args.tgt}; "
+            f"batches of {args.batch_size}, {args.precision}, {world.device.type}"
+        )
+
+    def say(self, text: str) -> None:
+        """Prints, on rank 0 alone."""
+        if self.world.is_main:
+            print(text, flush=True)
+
+
+def gather_over_ranks(value: list[str], world_size: int) -> list[list[str]]:
+    """Every rank's value, by rank, on every rank."""
+    if world_size == 1:
+        return [value]
+    parts: list[list[str]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(parts, value)
+    return parts
+
+
+def open_session(args: argparse.Namespace, world: World, texts: Texts) -> Session:
+    """Makes tokenizer, token ids and model. Rank 0 writes tokenizer and config to the workdir,
+    and the others read the tokenizer there, so that all have the same."""
+    name = model_name(args, world.device)
+    if world.is_main:
+        _make_tokenizer(args, name, texts.splits["train"])
+    if dist.is_initialized():
+        dist.barrier()
+    tokenizer = load_tokenizer(args.workdir)
+    vocab_size = args.vocab_size or round_vocab(len(tokenizer))
+    if name in PRESETS:
+        config = gpt2_config(
+            name, vocab_size, args.model_max_length, dropout=args.dropout,
+            n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
+        )  # fmt: skip
+        model = build_model(config, args.seed)
+    else:
+        model = load_pretrained(name, len(tokenizer), args.dropout)
+    if world.is_main:
+        model.config.save_pretrained(args.workdir)
+    examples = {
+        split: encode(pairs, tokenizer, args.src, args.tgt, args.model_max_length)
+        for split, pairs in texts.splits.items()
+    }
+    return Session(args, world, texts, tokenizer, model, examples)
+
+
+def _make_tokenizer(args: argparse.Namespace, name: str, pairs: Sequence[dict[str, str]]) -> None:
+    if name in PRESETS:
+        size = args.vocab_size or MAX_VOCAB
+        get_tokenizer(pairs, size, args.src, args.tgt, args.workdir)
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"--model {name}: no tokenizer comes with it ({reason})") from error
+    tokenizer.add_special_tokens(
+        {"pad_token": PAD, "additional_special_tokens": [eos(args.src), eos(args.tgt)]}
+    )
+    tokenizer.save_pretrained(args.workdir)
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Raises UserError for model options that cannot work, before any process starts."""
+    least = 256 + 3
+    if args.vocab_size is not None and args.vocab_size < least:
+        raise UserError(
+            f"--vocab_size {args.vocab_size}: a byte-level vocabulary has at least {least} tokens; "
+            "--vocab_size 2048 works"
+        )
+    if args.model in PRESETS or args.model == "auto":
+        name = "gpt2-mini" if args.model == "auto" else args.model
+        gpt2_config(
+            name, 64, args.model_max_length,
+            n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
+        )  # fmt: skip
+        return
+    given = [n for n in ("n_layer", "n_embd", "n_head", "vocab_size") if getattr(args, n)]
+    if given:
+        raise UserError(
+            f"--{given[0]} with --model {args.model}: weights come with their sizes; only the "
+            f"presets can be changed ({', '.join(PRESETS)})"
+        )
+    folder = Path(args.model)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")) | any(folder.glob("*.bin")):
+        raise UserError(
+            f"--model {args.model}: the folder holds no weights (*.safetensors); "
+            f"presets need none: {', '.join(PRESETS)}"
+        )

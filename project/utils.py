@@ -1,0 +1,239 @@
+"""The course's functions: tokenizer, batches, training, evaluation.
+
+They are the loop that a reader follows, and know no strategy: what differs between strategies is
+handed to them as functions (how a step's gradients are computed, how they are averaged).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sacrebleu.metrics import BLEU
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedTokenizerFast
+
+from training.data import Batch, Step, encode, eos, load_tokenizer, to_batch, train_tokenizer
+
+
+def get_tokenizer(
+    examples: Sequence[dict[str, str]], vocab_size: int, src_key: str, tgt_key: str, workdir: Path
+) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE tokenizer on `examples`, writes it to workdir/tokenizer.json, and
+    returns it as it is read back. One rank calls this; the others `load_tokenizer(workdir)`."""
+    train_tokenizer(examples, vocab_size, src_key, tgt_key).save_pretrained(workdir)
+    return load_tokenizer(workdir)
+
+
+def collate_batch(
+    examples: Sequence[dict[str, str]],
+    src_key: str,
+    tgt_key: str,
+    tokenizer: PreTrainedTokenizerFast,
+    model_max_length: int,
+    device: torch.device | str,
+) -> Batch:
+    """Tokenises pairs and pads them, the course's way.
+
+    Returns:
+        input_ids, labels, label_token_weights, each [B, model_max_length]; weight 1 on target
+        tokens alone. (And target_index, see `training.data.to_batch`.)
+    """
+    encoded = encode(examples, tokenizer, src_key, tgt_key, model_max_length)
+    pad_id = tokenizer.convert_tokens_to_ids(tokenizer.pad_token)
+    return to_batch(encoded, pad_id, device, model_max_length)
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """The context in which a forward pass runs under --precision."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class EpochTotals:
+    """What one rank did in an epoch of training; loss_sum is in nats, seconds of wall clock."""
+
+    loss_sum: float
+    target_tokens: int
+    positions: int
+    tokens: int
+    seconds: float
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[Step],
+    backward_fn: Callable[[Step], Tensor],
+    desc: str,
+    rank: int = 0,
+    average_gradients_fn: Callable[[nn.Module], None] | None = None,
+    n_steps: int | None = None,
+) -> EpochTotals:
+    """An epoch.
+
+    Args:
+        backward_fn: computes this rank's gradients of the step's loss, which is the mean over all
+            target tokens of the *global* batch, and returns this rank's summed loss.
+        average_gradients_fn: called after backward: makes the gradients those of all ranks.
+
+    The gradients of the last step are left in place.
+    """
+    model.train()
+    start = time.perf_counter()
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    targets = positions = tokens = 0
+    bar = tqdm(steps, desc, n_steps, disable=None if rank == 0 else True, leave=False)
+    for step in bar:
+        optimizer.zero_grad()
+        loss = backward_fn(step).cpu()
+        if average_gradients_fn is not None:
+            average_gradients_fn(model)
+        optimizer.step()
+        mine = sum(len(batch["target_index"]) for batch in step.micro_batches)
+        loss_sum += loss
+        targets, positions, tokens = targets + mine, positions + step.positions, tokens + step.tokens
+        elapsed = time.perf_counter() - start
+        bar.set_postfix(
+            loss=f"{loss.item() / max(1, mine):.3f}",
+            tokens_per_sec=f"{positions / elapsed:,.0f}",
+            refresh=False,
+        )
+    return EpochTotals(
+        loss_sum.item(), targets, positions, tokens, time.perf_counter() - start
+    )
+
+
+def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """Sums each value over the ranks of the default group; as they are where there is none."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(values)
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+@torch.no_grad()
+def evaluate_loss(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss_fn: Callable[[Batch], Tensor],
+    desc: str,
+    rank: int = 0,
+) -> tuple[float, int]:
+    """This rank's summed loss in nats, and its target tokens: the mean over all target tokens is
+    a quotient of sums over ranks, and not a mean of the batches' means."""
+    model.eval()
+    loss_sum, targets = 0.0, 0
+    for batch in tqdm(batches, desc, disable=None if rank == 0 else True, leave=False):
+        if targets_here := len(batch["target_index"]):
+            loss_sum += loss_fn(batch).item()
+            targets += targets_here
+    return loss_sum, targets
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    examples: Sequence[dict[str, str]],
+    src_key: str,
+    tgt_key: str,
+    tokenizer: PreTrainedTokenizerFast,
+    model_max_length: int,
+    device: torch.device | str,
+    desc: str,
+    rank: int = 0,
+    batch_size: int = 64,
+) -> list[str]:
+    """Translates greedily, many sentences at a time, keys and values of the prefix cached.
+
+    A sentence ends at its end token, or where source and translation fill model_max_length.
+    """
+    model.eval()
+    prompts = [tokenizer(example[src_key] + eos(src_key))["input_ids"] for example in examples]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    sentences = [""] * len(examples)
+    for chunk in tqdm(chunks, desc, disable=None if rank == 0 else True, leave=False):
+        stop = tokenizer.convert_tokens_to_ids(eos(tgt_key))
+        rows = _decode(
+            model, [prompts[i] for i in chunk], stop, len(tokenizer), model_max_length, device
+        )
+        for i, row in zip(chunk, rows, strict=True):
+            sentences[i] = tokenizer.decode(row).strip()
+    return sentences
+
+
+def _decode(
+    model: Any,
+    prompts: list[list[int]],
+    stop: int,
+    vocab_size: int,
+    max_length: int,
+    device: torch.device | str,
+) -> list[list[int]]:
+    """The greedy continuation of each prompt, up to `stop` or to max_length with the prompt.
+
+    Prompts are padded on the left, so that all rows grow at the same place; the mask hides the
+    padding and positions are counted from each row's first token.
+    """
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros(len(prompts), longest, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    ids, mask = ids.to(device), mask.to(device)
+    positions = (mask.cumsum(1) - 1).clamp(0, max_length - 1)
+    cache = DynamicCache(config=model.config)
+    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    generated: list[Tensor] = []
+    for _ in range(max_length - min(map(len, prompts))):
+        hidden = model.transformer(
+            input_ids=ids, attention_mask=mask, position_ids=positions,
+            past_key_values=cache, use_cache=True,
+        )[0]  # fmt: skip
+        # Rows of the embedding beyond the tokenizer's are no tokens.
+        ids = model.lm_head(hidden[:, -1])[:, :vocab_size].argmax(-1, keepdim=True)
+        generated.append(ids)
+        done |= ids[:, 0] == stop
+        if done.all():
+            break
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        # A row that has filled its length only waits for the others; its tokens are cut below.
+        positions = (positions[:, -1:] + 1).clamp(max=max_length - 1)
+    rows = torch.cat(generated, dim=1).tolist() if generated else [[] for _ in prompts]
+    return [list(_until(row[: max_length - len(p)], stop)) for row, p in zip(rows, prompts, strict=True)]
+
+
+def _until(row: Iterable[int], stop: int) -> Iterator[int]:
+    for token in row:
+        if token == stop:
+            return
+        yield token
+
+
+def evaluate_bleu(
+    examples: Sequence[dict[str, str]], gen_sents: Sequence[str], tgt_key: str
+) -> dict[str, float]:
+    """The corpus BLEU of the translations, by sacrebleu: {"bleu": 0 ... 100}."""
+    references = [[example[tgt_key] for example in examples]]
+    return {"bleu": BLEU().corpus_score(list(gen_sents), references).score}
+
+
+def save_grad_weights(model: nn.Module, rank: int) -> Path:
+    """Writes the gradients, by parameter name, to tests/model{rank}_gradients.pth."""
+    path = Path("tests") / f"model{rank}_gradients.pth"
+    path.parent.mkdir(exist_ok=True)
+    gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+    torch.save(gradients, path)
+    return path

@@ -1,0 +1,345 @@
+"""Starts the ranks of a run on this machine, or takes them from torchrun.
+
+Problem: a person types one command and wants N processes that know each other, on this machine
+and on nothing that is reachable from outside it; if one of them fails, all must end, quickly,
+with the one traceback that matters.
+
+Idea: the parent binds the meeting point (a TCP store) to 127.0.0.1 *before* it starts anybody
+and hands the socket over to rank 0. So no port can be lost to another run, and nothing listens on
+another interface, as torch's store does by default. The parent then watches the ranks: each
+reports how it ended through a pipe of its own. A rank that dies without a word was killed, and
+that is the cause; otherwise the earliest report is, for the others fail in consequence.
+A rank whose parent has gone ends itself.
+
+This is the only module that reads or writes the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+DEFAULT_PORT = 11868
+LOOPBACK = "127.0.0.1"
+DEVICES = ("auto", "cpu", "cuda", "mps")
+_GRACE = 2.0  # seconds for the other ranks' reports, and then to end when asked
+
+
+class UserError(Exception):
+    """A mistake of the user's: programs print it as one line and end with status 2. The text
+    gives the value, the rule, and a setting that works."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is. `local_rank` counts on this machine, `rank` over all of them."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 prints, draws the progress bars and writes what is written once."""
+        return self.rank == 0
+
+
+def torchrun_world_size() -> int | None:
+    """The number of ranks that torchrun started, or None where it started none."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def core_slice(index: int, slices: int, cores_each: int | None = None) -> list[int]:
+    """The cores of slice `index` of `slices`: this process' cores dealt out in equal, consecutive
+    parts; with more slices than cores they share cores in turn. Empty where the system does not
+    tell which cores a process may use (macOS)."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    each = cores_each or max(1, len(cores) // slices)
+    return [cores[(index * each + i) % len(cores)] for i in range(min(each, len(cores)))]
+
+
+def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
+    """`auto` takes a GPU if there is one. More ranks than GPUs share them in turn."""
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise UserError("--device cuda: no GPU is visible here; --device cpu works everywhere")
+    if device == "mps" and (local_world_size > 1 or not torch.backends.mps.is_available()):
+        raise UserError(
+            f"--device mps with {local_world_size} ranks: an Apple GPU takes one rank; "
+            "--world_size 1, or --device cpu, works"
+        )
+    if device == "cuda" or (device == "auto" and gpus):
+        return torch.device("cuda", local_rank % gpus)
+    return torch.device("mps" if device == "mps" else "cpu")
+
+
+def choose_backend(device: str, local_world_size: int) -> str:
+    """NCCL where every rank has a GPU of its own, gloo otherwise."""
+    on_gpu = choose_device(device, 0, local_world_size).type == "cuda"
+    return "nccl" if on_gpu and torch.cuda.device_count() >= local_world_size else "gloo"
+
+
+def listen(port: int | None = None) -> socket.socket:
+    """A socket that listens on the loopback interface, on `port`; by default on 11868 or, where
+    that is taken, on a free port. Raises UserError where a given port is taken."""
+    for candidate in (port,) if port is not None else (DEFAULT_PORT, 0):
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((LOOPBACK, candidate))
+            sock.listen(128)
+            return sock
+        except (OSError, OverflowError) as error:
+            sock.close()
+            reason = error
+    raise UserError(
+        f"--master_port {port}: cannot listen on {LOOPBACK}:{port} ({reason}); "
+        "without the option a free port is chosen"
+    )
+
+
+def setup(
+    rank: int,
+    world_size: int,
+    backend: str,
+    *,
+    port: int = DEFAULT_PORT,
+    listener: socket.socket | None = None,
+    timeout: float = 300.0,
+) -> None:
+    """Joins the default process group of the ranks on this machine, over loopback only.
+
+    Rank 0 hosts the meeting point, on `listener` if it was given one, else on `port`.
+
+    Raises:
+        UserError: rank 0 cannot listen on the port.
+        torch.distributed.DistError: a rank did not come within `timeout` seconds.
+    """
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+    limit = timedelta(seconds=timeout)
+    if rank == 0:
+        listener = listener or listen(port)
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            LOOPBACK, port, world_size, True, limit, False, master_listen_fd=listener.detach()
+        )
+    else:
+        store = dist.TCPStore(LOOPBACK, port, world_size, False, limit)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=limit
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How ranks are started; the options that every program shares."""
+
+    world_size: int
+    device: str = "auto"
+    master_port: int | None = None
+    timeout: float = 300.0
+    cores_per_rank: int | None = None
+
+
+def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
+    """Runs main(world, *args) on every rank, and returns when all have returned.
+
+    Under torchrun this process is a rank; otherwise `settings.world_size` processes are started
+    here. `main` and `args` must be picklable.
+
+    Raises:
+        UserError: the device or the port cannot be had.
+        SystemExit: a rank failed (status 1); its traceback has been printed. Or this process was
+            told to end (128 + signal); the ranks have been ended.
+    """
+    if torchrun_world_size() is not None:
+        return _join_torchrun(main, settings, args)
+    backend = choose_backend(settings.device, settings.world_size)
+    listener = listen(settings.master_port)
+    port = listener.getsockname()[1]
+    if settings.master_port is None and port != DEFAULT_PORT:
+        print(f"Port {DEFAULT_PORT} is taken; the ranks meet on {port}.", file=sys.stderr)  # noqa: T201
+    context = mp.get_context("spawn")
+    processes, reports = [], []
+    with _signals_raise():
+        try:
+            for rank in range(settings.world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank_main,
+                    name=f"rank {rank}",
+                    args=(main, args, rank, settings, backend, port, sender)
+                    + ((listener,) if rank == 0 else ()),
+                )
+                process.start()
+                sender.close()
+                processes.append(process)
+                reports.append(receiver)
+            listener.close()
+            _watch(processes, reports)
+        finally:
+            listener.close()
+            _end(processes)
+    return None
+
+
+def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence[Any]) -> None:
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = choose_device(settings.device, local_rank, local_size)
+    _claim(device, local_rank, local_size, settings.cores_per_rank)
+    dist.init_process_group(
+        choose_backend(settings.device, local_size), timeout=timedelta(seconds=settings.timeout)
+    )
+    try:
+        main(World(dist.get_rank(), dist.get_world_size(), local_rank, device), *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _claim(device: torch.device, index: int, slices: int, cores_each: int | None) -> None:
+    """Makes the device this process' own: the current GPU, or its slice of the cores."""
+    quiet_libraries()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif cores := core_slice(index, slices, cores_each):
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+
+
+def quiet_libraries() -> None:
+    """Silences the advice and progress bars of libraries; the programs have their own."""
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "true",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def _rank_main(
+    main: Callable[..., None],
+    args: Sequence[Any],
+    rank: int,
+    settings: Settings,
+    backend: str,
+    port: int,
+    report: Connection,
+    listener: socket.socket | None = None,
+) -> None:
+    """A rank's life. Sends the time and None when done, or a traceback when not."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    try:
+        device = choose_device(settings.device, rank, settings.world_size)
+        _claim(device, rank, settings.world_size, settings.cores_per_rank)
+        setup(
+            rank, settings.world_size, backend,
+            port=port, listener=listener, timeout=settings.timeout,
+        )  # fmt: skip
+        main(World(rank, settings.world_size, rank, device), *args)
+        dist.destroy_process_group()
+    except BaseException as error:
+        text = str(error) if isinstance(error, UserError) else traceback.format_exc()
+        report.send((time.time(), isinstance(error, UserError), text))
+        sys.stdout.flush()
+        os._exit(1)  # not through destructors, which may wait for the other ranks
+    report.send((time.time(), False, None))
+
+
+def _end_with_parent() -> NoReturn:
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+class _signals_raise:  # noqa: N801
+    """Within it, the signals that ask this process to end raise SystemExit, so that its ranks
+    are ended first. Ctrl-C does so already."""
+
+    def __enter__(self) -> None:
+        self.before = {}
+        if threading.current_thread() is threading.main_thread():
+            for name in ("SIGTERM", "SIGHUP", "SIGINT"):
+                if hasattr(signal, name):
+                    number = getattr(signal, name)
+                    self.before[number] = signal.signal(number, self._raise)
+
+    @staticmethod
+    def _raise(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def _watch(processes: list[Any], reports: list[Connection]) -> None:
+    """Returns when every rank is done.
+
+    Raises:
+        UserError: the first rank that failed raised one.
+        SystemExit: with status 1, after saying which rank failed first, and how.
+    """
+    silent = dict(enumerate(reports))  # the ranks not heard of yet
+    failures: list[tuple[float, int, bool, str]] = []
+    deadline = None
+    while silent and (deadline is None or time.time() < deadline):
+        for report in wait(list(silent.values()), deadline and max(0.0, deadline - time.time())):
+            rank = reports.index(report)  # type: ignore[arg-type]
+            del silent[rank]
+            try:
+                when, is_user_error, text = reports[rank].recv()
+            except EOFError:  # it died without a word: that is the cause, whatever others report
+                processes[rank].join(_GRACE)
+                when, is_user_error, text = 0.0, False, _how_it_died(processes[rank].exitcode)
+            if text is not None:
+                failures.append((when, rank, is_user_error, text))
+                deadline = deadline or time.time() + _GRACE
+    if failures:
+        _, rank, is_user_error, text = min(failures)
+        if is_user_error:
+            raise UserError(text)
+        print(f"\nrank {rank} failed; the run has been ended.\n{text}", file=sys.stderr)  # noqa: T201
+        raise SystemExit(1)
+    for process in processes:
+        process.join(_GRACE)
+
+
+def _how_it_died(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"It was ended by {signal.Signals(-exitcode).name}."
+    return f"It exited with status {exitcode} before it was done."
+
+
+def _end(processes: list[Any]) -> None:
+    """Ends the ranks that still run: asked first, then not."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    deadline = time.time() + _GRACE
+    for process in processes:
+        process.join(max(0.0, deadline - time.time()))
+        if process.is_alive():
+            process.kill()
+            process.join()

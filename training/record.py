@@ -1,0 +1,101 @@
+"""What a run leaves behind: result files, and the table that a person reads.
+
+A run writes under its workdir, per rank r (data parallel) or without rank (pipeline), and per
+epoch e:
+
+    rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json      an EpochResult
+    rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json               [{"example": ..., "gen": ...}]
+
+Figures are drawn from these files, never from numbers typed in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_RESULT_FILE = re.compile(r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch\d+\.json")
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """One epoch as one rank saw it.
+
+    training_time is in seconds, without evaluation. tokens_per_sec counts every position of this
+    rank's batches, padding included, as the course does; real_tokens_per_sec only the tokens.
+    Losses are nats per target token, over all ranks; bleu is of the whole test split.
+    """
+
+    training_loss: float
+    validation_loss: float
+    bleu: float
+    training_time: float
+    tokens_per_sec: float
+    real_tokens_per_sec: float
+
+
+def clear_results(workdir: Path) -> None:
+    """Removes the result files of an earlier run, so that no figure mixes two runs."""
+    for path in workdir.iterdir():
+        if _RESULT_FILE.fullmatch(path.name):
+            path.unlink()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes readable JSON, umlauts as they are. Written aside and renamed: a reader never sees
+    half a file."""
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def write_epoch(
+    workdir: Path,
+    epoch: int,
+    result: EpochResult,
+    examples: Sequence[dict[str, str]],
+    generated: Sequence[str],
+    rank: int | None = None,
+) -> None:
+    """Writes the two files of an epoch. Without a rank, under the names of a pipeline run."""
+    results, gen = ("eval_results", "gen") if rank is None else (
+        f"rank{rank}_results", f"rank{rank}_gen"
+    )  # fmt: skip
+    write_json(workdir / f"{results}_epoch{epoch}.json", asdict(result))
+    write_json(
+        workdir / f"{gen}_epoch{epoch}.json",
+        [{"example": e, "gen": g} for e, g in zip(examples, generated, strict=True)],
+    )
+
+
+def read_results(workdir: Path, prefix: str) -> list[dict[str, float]]:
+    """The results of all epochs, in order, of `prefix`: `rank0_results` or `eval_results`."""
+    found = {
+        int(path.stem.rpartition("epoch")[2]): json.loads(path.read_text(encoding="utf-8"))
+        for path in workdir.glob(f"{prefix}_epoch*.json")
+    }
+    return [found[epoch] for epoch in sorted(found)]
+
+
+HEADER = "epoch   train loss   valid. loss    BLEU    time   positions/s   real tokens/s"
+
+
+def epoch_line(
+    epoch: str,
+    bleu: float,
+    validation_loss: float,
+    result: EpochResult | None = None,
+    speeds: Sequence[float] = (),
+) -> str:
+    """A row under HEADER. `speeds` are positions and real tokens per second, of all ranks; the row
+    of a model that is not trained yet has neither these nor a result."""
+    if result is None:
+        return f"{epoch:>5}   {'':>10}   {validation_loss:>11.3f}   {bleu:>5.1f}"
+    return (
+        f"{epoch:>5}   {result.training_loss:>10.3f}   {validation_loss:>11.3f}   {bleu:>5.1f}   "
+        f"{result.training_time:>4.0f}s   {speeds[0]:>11,.0f}   {speeds[1]:>13,.0f}"
+    )
