@@ -5,7 +5,7 @@ steps all must hold the mean. Three ways, from the one to explain to the one to 
 
     per_parameter   average_gradients: an all-reduce for each parameter, after backward
     flat            average_gradients_flat: one all-reduce of everything, after backward
-    overlap         GradientBuckets: a few all-reduces, each as soon as its last gradient is there
+    overlap         GradientBuckets: a few, each started as soon as its last gradient is there
 
 Idea of the buckets: backward produces gradients from the last layer to the first. Parameters are
 grouped, in that order, into flat buckets; p.grad is a view of its place in the bucket. When the
@@ -19,7 +19,8 @@ views.
 Cost: a ring all-reduce of G bytes of gradients over W ranks sends 2 * G * (W-1)/W bytes from
 each rank, whatever the grouping; the grouping decides how often its latency is paid, and the
 overlap how much of the rest is hidden. Memory: the buckets are the gradients; with `comm_dtype`
-a copy in that type is held while a bucket is on its way.
+a copy in that type is held while a bucket is on its way. CPU ranks of one machine have no network
+to hide: they add each other's buckets in shared memory, see `shared_memory.py`.
 
 Papers: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
@@ -27,12 +28,14 @@ VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from data_parallel.shared_memory import SharedBuffers, aligned
 
 GRADIENT_SYNCS = ("per_parameter", "flat", "overlap")
 
@@ -71,9 +74,7 @@ def average_gradients_flat(model: nn.Module, group: dist.ProcessGroup | None = N
             p.grad.copy_(part.view_as(p))
 
 
-def _has_gradient(
-    parameters: list[nn.Parameter], group: dist.ProcessGroup | None
-) -> list[bool]:
+def _has_gradient(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[bool]:
     """For each parameter, whether any rank has a gradient of it."""
     if not parameters:
         return []
@@ -86,25 +87,62 @@ def _has_gradient(
 class _Bucket:
     """A flat buffer of gradients, and behind them one flag per parameter.
 
-    A flag is 1 where the rank has a gradient of that parameter. Being summed along with the
-    gradients, the flags tell each rank, at no further collective, which parameters have a
-    gradient on any rank.
+    A flag is 1 where the rank has a gradient of that parameter. Being summed over the ranks along
+    with the gradients, or just before them, the flags tell each rank, at no further collective,
+    which parameters have a gradient on any rank.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.numel = sum(p.numel() for p in parameters)
-        first = parameters[0]
-        self.flat = torch.zeros(
-            self.numel + len(parameters), dtype=first.dtype, device=first.device
-        )
-        self.gradients, self.flags = self.flat[: self.numel], self.flat[self.numel :]
-        parts = self.gradients.split([p.numel() for p in parameters])
-        self.views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+        self.dtype, self.device = parameters[0].dtype, parameters[0].device
         self.waiting = len(parameters)  # gradients that this backward has not brought yet
         self.complete = True  # every parameter has a gradient on this rank
         self.work: dist.Work | None = None
-        self.sent: Tensor | None = None  # what is on its way: flat itself, or a copy in comm_dtype
+        self.sent: Tensor | None = None  # what is on its way: all, or flags, or a copy
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffer, rounded up so that the next one starts on a cache line."""
+        return aligned((self.numel + len(self.parameters)) * self.dtype.itemsize)
+
+    def lay_out(self, flat: Tensor) -> None:
+        """Takes `flat`, zeros, as the buffer."""
+        self.flat = flat
+        self.gradients, self.flags = flat[: self.numel], flat[self.numel :]
+        parts = self.gradients.split([p.numel() for p in self.parameters])
+        self.views = [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def adopt(self, i: int) -> None:
+        """Makes the gradient of parameter i a view of the buffer, where it is not yet: after
+        optimizer.zero_grad() autograd has left a tensor of its own, which is moved in by one copy
+        and freed. (Keeping the view and zeroing it would move twice as much memory: zero it, then
+        read, add and write.)"""
+        p, view = self.parameters[i], self.views[i]
+        if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
+            view.copy_(p.grad)
+            p.grad = view
+
+    def complete_locally(self) -> None:
+        """Puts zeros where this rank has no gradient, and sets the flags."""
+        for i, p in enumerate(self.parameters):
+            self.adopt(i)  # a gradient that came by another way than backward
+            if p.grad is None:
+                self.views[i].zero_()
+        here = [p.grad is not None for p in self.parameters]
+        self.complete = all(here)
+        if self.complete:
+            self.flags.fill_(1)
+        else:
+            self.flags.copy_(torch.tensor(here))
+
+    def hand_back(self) -> None:
+        """Gives every parameter that has a gradient on any rank its view."""
+        # The flags are read, which on a GPU waits for it, only where they can say something new.
+        somewhere = [True] * len(self.views) if self.complete else self.flags.tolist()
+        for p, view, has in zip(self.parameters, self.views, somewhere, strict=True):
+            p.grad = view if has else None
+        self.work, self.sent, self.waiting = None, None, len(self.parameters)
 
 
 class GradientBuckets:
@@ -129,6 +167,7 @@ class GradientBuckets:
         bucket_bytes: a bucket is closed when the next parameter would make it larger. A
             parameter that is larger by itself gets a bucket of its own.
         comm_dtype: the type in which gradients travel and are summed, by default their own.
+        share_memory: lets CPU ranks of one machine sum in shared memory, where they can.
 
     Raises:
         ValueError: bucket_bytes is not positive, or the model has nothing to train.
@@ -140,6 +179,7 @@ class GradientBuckets:
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = 4 << 20,
         comm_dtype: torch.dtype | None = None,
+        share_memory: bool = True,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes {bucket_bytes} must be positive, for example {4 << 20}")
@@ -151,6 +191,11 @@ class GradientBuckets:
         self.world_size = dist.get_world_size(group)
         self.comm_dtype = comm_dtype
         self.buckets = [_Bucket(ps) for ps in group_parameters(parameters, bucket_bytes)]
+        self.shared: SharedBuffers | None = None
+        on_cpu = all(bucket.device.type == "cpu" for bucket in self.buckets)
+        if share_memory and on_cpu and comm_dtype is None:
+            self.shared = SharedBuffers.open(sum(b.nbytes for b in self.buckets), group)
+        self._lay_out()
         self._sync = True
         self._next = 0  # the first bucket not yet sent
         self._handles = [
@@ -158,6 +203,20 @@ class GradientBuckets:
             for bucket in self.buckets
             for i, p in enumerate(bucket.parameters)
         ]
+
+    def _lay_out(self) -> None:
+        self._as_held: list[list[Tensor]] = []  # with shared memory: a bucket as each rank has it
+        offset = 0
+        for b in self.buckets:
+            numel = b.numel + len(b.parameters)
+            if self.shared is None:
+                b.lay_out(torch.zeros(numel, dtype=b.dtype, device=b.device))
+                continue
+            b.lay_out(self.shared.view(self.shared.rank, offset, numel, b.dtype))
+            self._as_held.append(
+                [self.shared.view(r, offset, b.numel, b.dtype) for r in range(self.world_size)]
+            )
+            offset += b.nbytes
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -172,8 +231,12 @@ class GradientBuckets:
         """Sends what has not left yet, waits for all, and leaves the mean in every p.grad."""
         while self._next < len(self.buckets):
             self._send(self.buckets[self._next])
+        for i in range(len(self.buckets)):
+            self._receive(i)
+        if self.shared is not None:
+            dist.barrier(self.group)  # until all ranks have written their parts of my buckets
         for bucket in self.buckets:
-            self._receive(bucket)
+            bucket.hand_back()
         self._next = 0
 
     def close(self) -> None:
@@ -182,14 +245,14 @@ class GradientBuckets:
             handle.remove()
         self._handles = []
 
-    def _make_hook(self, bucket: _Bucket, i: int):  # type: ignore[no-untyped-def]
+    def _make_hook(self, bucket: _Bucket, i: int) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
             if bucket.work is not None:
                 raise RuntimeError(
                     "backward ran again while the gradients of the last one were being averaged: "
                     "call finish() after each backward, or accumulate inside no_sync()"
                 )
-            self._adopt(bucket, i)
+            bucket.adopt(i)
             if self._sync:
                 bucket.waiting -= 1
                 while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
@@ -197,48 +260,33 @@ class GradientBuckets:
 
         return hook
 
-    @staticmethod
-    def _adopt(bucket: _Bucket, i: int) -> None:
-        """Makes p.grad the view, where it is not yet: after optimizer.zero_grad() autograd has
-        left a tensor of its own, which is moved in by one copy and freed. (Keeping the view and
-        zeroing it would move twice as much memory: zero it, then read, add and write.)"""
-        p, view = bucket.parameters[i], bucket.views[i]
-        if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
-            view.copy_(p.grad)
-            p.grad = view
-
     def _send(self, bucket: _Bucket) -> None:
-        for i, p in enumerate(bucket.parameters):
-            self._adopt(bucket, i)  # a gradient that came by another way than backward
-            if p.grad is None:
-                bucket.views[i].zero_()
-        here = [p.grad is not None for p in bucket.parameters]
-        bucket.complete = all(here)
-        if bucket.complete:
-            bucket.flags.fill_(1)
+        bucket.complete_locally()
+        if self.shared is not None:
+            bucket.sent = bucket.flags  # says that this rank's bucket is full
+        elif self.comm_dtype is None:
+            bucket.sent = bucket.flat
         else:
-            bucket.flags.copy_(torch.tensor(here))
-        bucket.sent = bucket.flat if self.comm_dtype is None else bucket.flat.to(self.comm_dtype)
+            bucket.sent = bucket.flat.to(self.comm_dtype)
         bucket.work = dist.all_reduce(bucket.sent, group=self.group, async_op=True)
         self._next += 1
 
-    def _receive(self, bucket: _Bucket) -> None:
+    def _receive(self, i: int) -> None:
+        bucket = self.buckets[i]
         assert bucket.work is not None and bucket.sent is not None
         bucket.work.wait()
+        if self.shared is not None:
+            self.shared.average(self._as_held[i])
+            return
         if bucket.sent is not bucket.flat:
             bucket.flat.copy_(bucket.sent)
         bucket.gradients.div_(self.world_size)
-        # The flags are read, which on a GPU waits for it, only where they can say something new.
-        somewhere = [True] * len(bucket.views) if bucket.complete else bucket.flags.tolist()
-        for p, view, has in zip(bucket.parameters, bucket.views, somewhere, strict=True):
-            p.grad = view if has else None
-        bucket.work, bucket.sent, bucket.waiting = None, None, len(bucket.parameters)
 
 
 def group_parameters(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
     """Cuts the parameters, in their order, into groups of one type and device and of at most
     bucket_bytes each, unless a single parameter is larger. Groups come in the order in which
-    their last parameter does."""
+    they are full."""
     done: list[list[nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for p in parameters:
