@@ -101,16 +101,18 @@ def train(
         optimizer.step()
         mine = sum(len(batch["target_index"]) for batch in step.micro_batches)
         loss_sum += loss
-        targets, positions, tokens = targets + mine, positions + step.positions, tokens + step.tokens
+        targets, positions, tokens = (
+            targets + mine,
+            positions + step.positions,
+            tokens + step.tokens,
+        )
         elapsed = time.perf_counter() - start
         bar.set_postfix(
             loss=f"{loss.item() / max(1, mine):.3f}",
             tokens_per_sec=f"{positions / elapsed:,.0f}",
             refresh=False,
         )
-    return EpochTotals(
-        loss_sum.item(), targets, positions, tokens, time.perf_counter() - start
-    )
+    return EpochTotals(loss_sum.item(), targets, positions, tokens, time.perf_counter() - start)
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
@@ -212,7 +214,10 @@ def _decode(
         # A row that has filled its length only waits for the others; its tokens are cut below.
         positions = (positions[:, -1:] + 1).clamp(max=max_length - 1)
     rows = torch.cat(generated, dim=1).tolist() if generated else [[] for _ in prompts]
-    return [list(_until(row[: max_length - len(p)], stop)) for row, p in zip(rows, prompts, strict=True)]
+    return [
+        list(_until(row[: max(0, max_length - len(prompt))], stop))
+        for row, prompt in zip(rows, prompts, strict=True)
+    ]
 
 
 def _until(row: Iterable[int], stop: int) -> Iterator[int]:
