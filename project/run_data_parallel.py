@@ -79,7 +79,7 @@ def make_backward(
     """
 
     def backward(step: Step) -> Tensor:
-        total = torch.zeros((), device=world.device)
+        losses = []
         scale = world.world_size / max(1, step.target_tokens)
         for i, batch in enumerate(step.micro_batches):
             last = i == len(step.micro_batches) - 1
@@ -87,8 +87,8 @@ def make_backward(
                 with autocast(world.device, args.precision):
                     loss = target_loss(model, batch)
                 (loss * scale).backward()
-            total += loss.detach()
-        return total
+            losses.append(loss.detach())
+        return torch.stack(losses).sum() if losses else torch.zeros(())
 
     return backward
 

@@ -173,4 +173,6 @@ def target_loss(model: Any, batch: Batch) -> Tensor:
     hidden = model.transformer(input_ids=batch["input_ids"], use_cache=False)[0]
     at = batch["target_index"]
     logits = model.lm_head(hidden.flatten(0, 1)[at])
-    return F.cross_entropy(logits.float(), batch["labels"].flatten()[at], reduction="sum")
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()  # the sum over the vocabulary needs more than 8 bits
+    return F.cross_entropy(logits, batch["labels"].flatten()[at], reduction="sum")
