@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (as everywhere)
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
