@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from tests.training.programs import describe
-from training.launch import DEFAULT_PORT, LOOPBACK, Settings, launch
+from training import launch as launcher
+from training.launch import Settings, launch, listen
 
 
 @pytest.fixture(autouse=True)
@@ -28,22 +26,22 @@ class Described:
 
     ranks: list[dict[str, Any]]
     stderr: str
+    taken_port: int
 
 
 @pytest.fixture(scope="session")
-def described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Described]:
-    """A run of two ranks while port 11868 is taken, with more work than fits a pipe's buffer."""
+def described(tmp_path_factory: pytest.TempPathFactory) -> Described:
+    """A run of two ranks while the default port is taken, with more work than a pipe holds."""
     folder = tmp_path_factory.mktemp("described")
     capture = pytest.MonkeyPatch()
     printed: list[str] = []
-    with socket.socket() as taken:
-        with suppress(OSError):  # another program's; as good
-            taken.bind((LOOPBACK, DEFAULT_PORT))
-            taken.listen()
+    with listen(0) as taken:
+        port = taken.getsockname()[1]
+        capture.setattr(launcher, "DEFAULT_PORT", port)  # 11868 may be another program's
         capture.setattr("sys.stderr.write", printed.append, raising=False)
         try:
             launch(describe, Settings(2, device="cpu", timeout=60), folder, "x" * 1_000_000)
         finally:
             capture.undo()
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    yield Described(ranks, "".join(printed))
+    return Described(ranks, "".join(printed), port)
