@@ -57,7 +57,7 @@ def make_gradient_sync(
     if args.gradient_sync == "overlap":
         buckets = GradientBuckets(
             model,
-            bucket_bytes=int(args.bucket_mb * 2**20),
+            bucket_bytes=max(1, int(args.bucket_mb * 2**20)),
             comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
         )
         return lambda _: buckets.finish(), buckets.no_sync
@@ -175,8 +175,6 @@ def main() -> None:
     """The program."""
     args = parse()
     texts = read_texts(args, args.world_size)
-    for note in texts.notes:
-        print(note)
     launch(run_dp, launch_settings(args), args, texts)
 
 

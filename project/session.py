@@ -35,7 +35,14 @@ from training.data import (
     to_batch,
 )
 from training.launch import UserError, World
-from training.model import PRESETS, build_model, gpt2_config, load_pretrained, round_vocab
+from training.model import (
+    PRESETS,
+    build_model,
+    check_pretrained,
+    gpt2_config,
+    load_pretrained,
+    round_vocab,
+)
 from training.record import HEADER, EpochResult, clear_results, epoch_line, write_epoch
 from training.text import SPLITS, Texts, load_texts
 
@@ -127,11 +134,11 @@ class Session:
         sentences = [parts[i % len(parts)][i // len(parts)] for i in range(len(test))]
         return sentences, evaluate_bleu(test, sentences, args.tgt)["bleu"]
 
-
     def start(self, loss_fn: Callable[[Batch], Tensor]) -> None:
         """Says what is about to be trained, and how well it does before."""
-        clear_results(self.args.workdir)
-        self.say(self.describe())
+        if self.world.is_main:  # before the others write theirs: translate() waits for all
+            clear_results(self.args.workdir)
+        self.say("\n".join([self.describe(), *self.texts.notes]))
         self.say(HEADER)
         _, bleu = self.translate()
         self.say(epoch_line("start", bleu, self.validation_loss(loss_fn)))
@@ -228,6 +235,11 @@ def open_session(args: argparse.Namespace, world: World, texts: Texts) -> Sessio
         split: encode(pairs, tokenizer, args.src, args.tgt, args.model_max_length)
         for split, pairs in texts.splits.items()
     }
+    if not any(example.num_targets for example in examples["train"]):
+        raise UserError(
+            f"--model_max_length {args.model_max_length}: every source sentence fills it, and no "
+            "target is left to learn; --model_max_length 128 works"
+        )
     return Session(args, world, texts, tokenizer, model, examples)
 
 
@@ -274,3 +286,4 @@ def check_model(args: argparse.Namespace) -> None:
             f"--model {args.model}: the folder holds no weights (*.safetensors); "
             f"presets need none: {', '.join(PRESETS)}"
         )
+    check_pretrained(args.model, args.model_max_length)

@@ -101,16 +101,18 @@ def train(
         optimizer.step()
         mine = sum(len(batch["target_index"]) for batch in step.micro_batches)
         loss_sum += loss
-        targets, positions, tokens = targets + mine, positions + step.positions, tokens + step.tokens
+        targets, positions, tokens = (
+            targets + mine,
+            positions + step.positions,
+            tokens + step.tokens,
+        )
         elapsed = time.perf_counter() - start
         bar.set_postfix(
             loss=f"{loss.item() / max(1, mine):.3f}",
             tokens_per_sec=f"{positions / elapsed:,.0f}",
             refresh=False,
         )
-    return EpochTotals(
-        loss_sum.item(), targets, positions, tokens, time.perf_counter() - start
-    )
+    return EpochTotals(loss_sum.item(), targets, positions, tokens, time.perf_counter() - start)
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:

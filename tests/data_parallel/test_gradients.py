@@ -329,7 +329,11 @@ def _leftovers(rank: int, _: int) -> list[str]:
     shared = buckets.shared is not None
     after = sorted(p.name for p in Path("/dev/shm").iterdir())
     dist.barrier()
-    return [str(shared), *(n for n in after if n not in before), *(n for n in memfds() if "gradients" in n)]
+    return [
+        str(shared),
+        *(n for n in after if n not in before),
+        *(n for n in memfds() if "gradients" in n),
+    ]
 
 
 def test_shared_memory_has_no_name_and_keeps_one_descriptor(ranks: Ranks) -> None:

@@ -171,9 +171,7 @@ def _mean_of_means(rank: int, world_size: int, n: int, batch_size: int) -> Resul
     )
     average, no_sync = make_gradient_sync(args, model)
     mine = sum(len(b["target_index"]) for b in step.micro_batches)
-    wrong = argparse.Namespace(
-        micro_batches=step.micro_batches, target_tokens=mine * world_size
-    )
+    wrong = argparse.Namespace(micro_batches=step.micro_batches, target_tokens=mine * world_size)
     make_backward(args, World(rank, world_size), model, no_sync)(wrong)  # type: ignore[arg-type]
     average(model)
     return [], _gradients(model), _weights(model)
