@@ -12,7 +12,7 @@ without a generator argument, and some (GPT-2's attention) call them as function
 `nn.Dropout` modules would miss them. A `TorchFunctionMode` is thread-local and sees all calls
 of torch functions: those that draw get the stage's generator, all others pass through. Rejected:
 a `TorchDispatchMode` (Python for every kernel, several times the cost), patching
-`torch.nn.functional` (global), a lock around the default generator (stages would wait for each other).
+`torch.nn.functional` (global), a lock around the default generator (stages wait for each other).
 
 Cost: about 1.5 us per torch call in Python, 0.1 ms for a GPT-2 block's forward, which computes
 for 10 to 100 ms; none in eval mode, none in backward. Masks are as fast as torch's own.

@@ -111,14 +111,15 @@ class Stage:
                 "backward(retain_graph=True) the first time"
             )
         kept = self._kept[i] if retain_graph else self._kept.pop(i)
-        pairs = [
-            (y, gradients[k]) for y, k in zip(kept.outputs, kept.output_positions, strict=True)
-        ]
-        pairs = [(y, dy) for y, dy in pairs if dy is not None]
+        pairs = []
+        for output, position in zip(kept.outputs, kept.output_positions, strict=True):
+            gradient = gradients[position]
+            if gradient is not None:
+                pairs.append((output, gradient.to(self.device, non_blocking=True)))
         result: list[Tensor | None] = [None] * kept.num_inputs
         if not pairs or not (kept.inputs or self.parameters):
             return result
-        incoming = [dy.to(self.device, non_blocking=True) for _, dy in pairs if dy is not None]
+        incoming = [dy for _, dy in pairs]
         found = torch.autograd.grad(
             [y for y, _ in pairs],
             [*kept.inputs, *self.parameters],
