@@ -9,8 +9,8 @@ the deterministic flags are global, and need not be).
 Idea. ``cpu:0`` and ``cpu:1`` are *logical* devices: worker k of n binds itself to the k-th of n
 slices of the cores this process may use, and has as many intra-op threads. Threads that OpenMP
 starts later inherit the binding. ``torch.set_num_threads`` sets the calling thread's count, but
-also the count with which threads to come begin: so ``create_workers`` sets the caller's own again
-once all workers are up. Where the system cannot bind a thread (macOS), only the count is set.
+also the count that every thread takes at its first parallel operator: so a worker makes that first
+use at once, and ``create_workers`` sets the caller's own count again when all workers are up. Where the system cannot bind a thread (macOS), only the count is set.
 
 Every task is answered, whatever it raises: ``SystemExit`` and ``KeyboardInterrupt`` too are handed
 back, with their traceback, and the worker goes on.
@@ -172,6 +172,7 @@ def _run(
             with contextlib.suppress(OSError):  # a sandbox may forbid it: slower, not wrong
                 os.sched_setaffinity(0, cores)  # 0: the calling thread
         torch.set_num_threads(len(cores))
+        torch.get_num_threads()  # a thread takes the process's count on its first use: use it now
     up.set()
     worker(in_queue, out_queue, device)
 
