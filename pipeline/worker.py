@@ -10,7 +10,8 @@ Idea. ``cpu:0`` and ``cpu:1`` are *logical* devices: worker k of n binds itself 
 slices of the cores this process may use, and has as many intra-op threads. Threads that OpenMP
 starts later inherit the binding. ``torch.set_num_threads`` sets the calling thread's count, but
 also the count that every thread takes at its first parallel operator: so a worker makes that first
-use at once, and ``create_workers`` sets the caller's own count again when all workers are up. Where the system cannot bind a thread (macOS), only the count is set.
+use at once, and ``create_workers`` sets the caller's own count again when all workers are up.
+Where the system cannot bind a thread (macOS), only the count is set.
 
 Every task is answered, whatever it raises: ``SystemExit`` and ``KeyboardInterrupt`` too are handed
 back, with their traceback, and the worker goes on.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
+from typing import cast
 
 import pytest
 import torch
@@ -10,6 +11,12 @@ from pipeline_models import Call
 from torch import nn
 
 from pipeline.partition import WithDevice, _split_module, balance, measure_costs, parse_balance
+
+
+def split(model: nn.Sequential) -> tuple[list[nn.Sequential], list[str]]:
+    partitions, devices = _split_module(model)
+    assert isinstance(partitions, nn.ModuleList)
+    return cast("list[nn.Sequential]", list(partitions)), [str(device) for device in devices]
 
 
 @pytest.mark.a4_2_1
@@ -20,8 +27,8 @@ def test_consecutive_layers_of_a_device_form_a_partition() -> None:
         WithDevice(nn.Conv2d(20, 64, 5), "cpu:0"),
         WithDevice(nn.Conv2d(64, 128, 5), "cpu:1"),
     )
-    partitions, devices = _split_module(model)
-    assert devices == [torch.device("cpu:0"), torch.device("cpu:1")]
+    partitions, devices = split(model)
+    assert devices == ["cpu:0", "cpu:1"]
     assert [len(partition) for partition in partitions] == [2, 1]
     assert partitions[1][0] is model[2].module
 
@@ -35,9 +42,9 @@ def test_layers_on_gpus_need_no_with_device() -> None:
         WithDevice(nn.Dropout(0.5), "cuda:0"),
         nn.Conv2d(20, 64, 5).to("cuda:1"),
     )
-    partitions, devices = _split_module(model)
+    partitions, devices = split(model)
     assert [len(partition) for partition in partitions] == [2, 1]
-    assert [next(partition.parameters()).device for partition in partitions] == devices
+    assert [str(next(p.parameters()).device) for p in partitions] == devices
 
 
 def test_layers_without_parameters_stay_with_the_layer_before() -> None:
@@ -46,8 +53,8 @@ def test_layers_without_parameters_stay_with_the_layer_before() -> None:
         nn.Flatten(), WithDevice(nn.Linear(2, 2), "cpu:0"), relu,
         WithDevice(nn.Linear(2, 2), "cpu:1"), relu,
     )  # fmt: skip
-    partitions, devices = _split_module(model)
-    assert [str(device) for device in devices] == ["cpu:0", "cpu:1"]
+    partitions, devices = split(model)
+    assert devices == ["cpu:0", "cpu:1"]
     names = [[type(layer).__name__ for layer in partition] for partition in partitions]
     assert names == [["Flatten", "Linear", "ReLU"], ["Linear", "ReLU"]]
 
@@ -55,9 +62,9 @@ def test_layers_without_parameters_stay_with_the_layer_before() -> None:
 def test_nested_sequentials_are_taken_apart() -> None:
     inner = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
     model = nn.Sequential(WithDevice(inner, "cpu:0"), nn.Sequential(WithDevice(nn.Tanh(), "cpu:1")))
-    partitions, devices = _split_module(model)
+    partitions, devices = split(model)
     assert [len(partition) for partition in partitions] == [3, 1]
-    assert [str(device) for device in devices] == ["cpu:0", "cpu:1"]
+    assert devices == ["cpu:0", "cpu:1"]
 
 
 def test_with_device_is_transparent_outside_a_pipe() -> None:
@@ -89,7 +96,7 @@ def test_balance_finds_the_best_of_all_cuts(costs: list[float]) -> None:
         assert len(sizes) == n
         assert min(sizes) > 0
         assert ends[-1] == len(costs)
-        assert max(sum(costs[a:b]) for a, b in zip(ends, ends[1:], strict=False)) == best
+        assert max(sum(costs[a:b]) for a, b in pairwise(ends)) == best
 
 
 def test_balance_from_text() -> None:
