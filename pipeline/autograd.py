@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from . import microbatch
@@ -108,9 +107,10 @@ class _Pipelined(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
+        if torch.is_grad_enabled():  # the result would silently lack its dependence on the input
+            raise RuntimeError("a pipeline cannot be differentiated twice: no create_graph=True")
         retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         with hooks_held(call.parameters):
             pieces = call.pipe.backward_clocks(call.stages, call.split(gradients), retain_graph)
