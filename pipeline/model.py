@@ -107,7 +107,9 @@ def loss_of_targets(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     """
     ids, weights = target
     chosen = weights != 0
-    losses = F.cross_entropy(logits.float(), ids[chosen], reduction="none")
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    losses = F.cross_entropy(logits, ids[chosen], reduction="none")
     return (losses * weights[chosen]).sum()
 
 

@@ -152,7 +152,9 @@ def test_a_copy_of_a_tied_parameter_on_another_device_follows_the_original() -> 
     def model(copied: bool) -> nn.Sequential:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-        model[2].weight = nn.Parameter(model[0].weight.detach().clone()) if copied else model[0].weight
+        model[2].weight = (
+            nn.Parameter(model[0].weight.detach().clone()) if copied else model[0].weight
+        )
         return model
 
     x, _ = batch()
@@ -231,8 +233,12 @@ def test_a_gradient_moves_into_dot_grad_without_a_copy() -> None:
     x, _ = batch()
     with Pipe(cut(model, (1, 1)), split_size=2) as pipe:
         pipe(x).sum().backward()
-        assert sorted(seen) == sorted(p.grad.data_ptr() for p in model.parameters() if p.grad is not None)
+        assert sorted(seen) == sorted(
+            p.grad.data_ptr() for p in model.parameters() if p.grad is not None
+        )
         take_gradients(model)
         seen.clear()
         pipe.train_step(x, x, square_error)
-        assert sorted(seen) == sorted(p.grad.data_ptr() for p in model.parameters() if p.grad is not None)
+        assert sorted(seen) == sorted(
+            p.grad.data_ptr() for p in model.parameters() if p.grad is not None
+        )
