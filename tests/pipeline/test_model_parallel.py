@@ -1,4 +1,4 @@
-"""GPT2ModelParallel and GPT2LMHeadModelParallel: the course's classes, the plain model's numbers."""
+"""GPT2ModelParallel and GPT2LMHeadModelParallel: the course's, the plain model's numbers."""
 
 from __future__ import annotations
 

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from pipeline_models import (
-    DEVICES, Call, assert_close, batch, cut, gradients, pipe_threads, square_error, tower,
+    DEVICES,
+    Call,
+    assert_close,
+    batch,
+    cut,
+    gradients,
+    pipe_threads,
+    square_error,
+    tower,
 )  # fmt: skip
 from torch import Tensor, nn
 
@@ -127,8 +135,9 @@ def test_autocast_reaches_the_workers() -> None:
             expected, found = model(x), pipe(x)
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, expected)
-        want = torch.autograd.grad(expected.float().sum(), model.parameters())
-        got = torch.autograd.grad(found.float().sum(), model.parameters())
+        parameters = list(model.parameters())
+        want = torch.autograd.grad(expected.float().sum(), parameters)
+        got = torch.autograd.grad(found.float().sum(), parameters)
         assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True] * 4
         with torch.autocast("cpu", torch.bfloat16):
             pipe.train_step(x, x, lambda output, _: output.float().sum())

@@ -44,7 +44,7 @@ class Wire(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         if ctx.fuse.armed:
             ctx.fuse.blow()
         return g, None
@@ -99,7 +99,7 @@ def test_an_error_on_any_stage_is_raised_as_it_was_and_the_pipe_works_again(
 
 
 def test_an_error_in_the_loss_function() -> None:
-    def fail(output: Tensor, target: Tensor) -> Tensor:
+    def fail(*_: Tensor) -> Tensor:
         raise SystemExit(3)
 
     x, y = batch(8)
@@ -146,8 +146,7 @@ def test_a_worker_that_ended_between_calls_is_replaced(step: Callable[[Pipe], No
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals")
 def test_ctrl_c_while_waiting_ends_the_step_and_the_pipe_works_again() -> None:
     """The signal arrives while stage 1 computes; the step ends when that computation does."""
-    main = threading.main_thread().ident
-    assert main is not None
+    main = threading.get_ident()
     interrupted = threading.Event()
     release = threading.Event()
 

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from pipeline_models import (
-    DEVICES, Call, assert_same_bits, batch, cut, square_error, take_gradients, tower,
+    DEVICES,
+    Call,
+    assert_same_bits,
+    batch,
+    cut,
+    square_error,
+    take_gradients,
+    tower,
 )  # fmt: skip
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812

@@ -7,8 +7,16 @@ import threading
 import pytest
 import torch
 from pipeline_models import (
-    DEVICES, Call, assert_close, assert_same_bits, batch, cut, gradients, square_error,
-    take_gradients, tower,
+    DEVICES,
+    Call,
+    assert_close,
+    assert_same_bits,
+    batch,
+    cut,
+    gradients,
+    square_error,
+    take_gradients,
+    tower,
 )  # fmt: skip
 from torch import Tensor, nn
 
@@ -96,7 +104,7 @@ def test_activations_are_really_freed_not_just_not_counted() -> None:
                 return h * 2
 
             @staticmethod
-            def backward(ctx: object, g: Tensor) -> Tensor:  # type: ignore[override]
+            def backward(_: object, g: Tensor) -> Tensor:
                 return g * 2
 
         return Call(Save.apply)
@@ -188,12 +196,12 @@ def test_the_worker_that_ran_the_forward_runs_the_backward() -> None:
 
     class Watch(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: object, h: Tensor) -> Tensor:
+        def forward(_: object, h: Tensor) -> Tensor:
             ran.append(("forward", threading.current_thread().name))
             return h.clone()
 
         @staticmethod
-        def backward(ctx: object, g: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(_: object, g: Tensor) -> Tensor:
             ran.append(("backward", threading.current_thread().name))
             return g
 
