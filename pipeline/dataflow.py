@@ -126,7 +126,7 @@ class Dataflow:
             )  # fmt: skip
 
     def _loss(self, output: Any, target: Any) -> Tensor:
-        device = self._stages[-1].device
+        device = self._stages[-1].memory
         loss = self._loss_fn(output, pytree.tree_map_only(Tensor, lambda t: t.to(device), target))
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

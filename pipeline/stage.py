@@ -57,7 +57,8 @@ class Stage:
     ) -> None:
         self.index = index
         self.module = module
-        self.device = torch.device("cpu") if device.type == "cpu" else device
+        self.device = device  # may be logical, as cpu:1; tensors are moved to where they are
+        self.memory = torch.device("cpu") if device.type == "cpu" else device
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.gradients: list[Tensor | None] = [None] * len(self.parameters)
         self.peak_alive = 0
@@ -81,7 +82,7 @@ class Stage:
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 wanted = leaf.requires_grad and torch.is_grad_enabled()
-                leaf = leaf.detach().to(self.device, non_blocking=True)
+                leaf = leaf.detach().to(self.memory, non_blocking=True)
                 leaves[k] = leaf.requires_grad_() if wanted else leaf
                 positions += [k] if wanted else []
         with self._randomness.of(self._seed, i) if self._draws else contextlib.nullcontext():
@@ -115,7 +116,7 @@ class Stage:
         for output, position in zip(kept.outputs, kept.output_positions, strict=True):
             gradient = gradients[position]
             if gradient is not None:
-                pairs.append((output, gradient.to(self.device, non_blocking=True)))
+                pairs.append((output, gradient.to(self.memory, non_blocking=True)))
         result: list[Tensor | None] = [None] * kept.num_inputs
         if not pairs or not (kept.inputs or self.parameters):
             return result

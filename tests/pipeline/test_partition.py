@@ -117,8 +117,9 @@ def test_more_stages_than_layers_says_so() -> None:
 
 
 def test_measured_costs_tell_a_heavy_layer_and_touch_no_gradient() -> None:
-    layers = [nn.Linear(256, 256), Call(torch.tanh), nn.Linear(256, 4096)]
-    costs = measure_costs(layers, torch.randn(64, 256), lambda output: output.sum())
+    """The last layer has 8000 times the work of the first: no load of the machine hides that."""
+    layers = [nn.Linear(16, 16), Call(torch.tanh), nn.Linear(16, 128_000)]
+    costs = measure_costs(layers, torch.randn(64, 16), lambda output: output.sum())
     assert len(costs) == 3
-    assert costs[2] > 3 * costs[0] > 0
+    assert costs[2] > costs[0] > 0
     assert [p.grad for layer in layers for p in layer.parameters()] == [None] * 4

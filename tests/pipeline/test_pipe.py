@@ -145,6 +145,30 @@ def test_autocast_reaches_the_workers() -> None:
                 if p.grad is not None] == [True] * 4  # fmt: skip
 
 
+def test_autocast_is_for_forwards_only() -> None:
+    seen: list[bool] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(_: object, h: Tensor) -> Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return h.clone()
+
+        @staticmethod
+        def backward(_: object, g: Tensor) -> Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return g
+
+    model = nn.Sequential(nn.Linear(4, 4), Call(Look.apply))
+    x = torch.randn(6, 4)
+    with Pipe(cut(model, (1, 1)), split_size=6) as pipe:
+        with torch.autocast("cpu", torch.bfloat16):
+            pipe.train_step(x, x, lambda output, _: output.float().sum())
+            output = pipe(x)
+        output.float().sum().backward()
+    assert seen == [True, False] * 2
+
+
 def test_wrong_batches_say_what_is_needed() -> None:
     with Pipe(cut(tower())) as pipe:
         with pytest.raises(ValueError, match="first dimension of every tensor, but there: 2, 3"):

@@ -14,6 +14,7 @@ from pipeline_models import batch, cut, gradients, square_error, tower
 from torch import Tensor, nn
 
 from pipeline.crew import Crew
+from pipeline.dataflow import Dataflow
 from pipeline.pipe import Pipe
 from pipeline.worker import Task
 
@@ -85,7 +86,7 @@ def test_an_error_on_any_stage_is_raised_as_it_was_and_the_pipe_works_again(
             fuse.armed = (direction, kind)
             with pytest.raises(kind, match="on purpose") as caught:
                 step(pipe)
-            note = f"in the {direction} of micro-batch 0 on stage {s} (cpu)"
+            note = f"in the {direction} of micro-batch 0 on stage {s} (cpu:{s})"
             assert getattr(caught.value, "__notes__", None) == [note]
             assert [f.name for f in traceback.extract_tb(caught.value.__traceback__)][-1] == "blow"
             assert set(gradients(model).values()) == {None}
@@ -144,31 +145,42 @@ def test_a_worker_that_ended_between_calls_is_replaced(step: Callable[[Pipe], No
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals")
-def test_ctrl_c_while_waiting_ends_the_step_and_the_pipe_works_again() -> None:
-    """The signal arrives while stage 1 computes; the step ends when that computation does."""
+def test_ctrl_c_while_waiting_ends_the_step_and_the_pipe_works_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The signal arrives while stage 1 computes its first micro-batch; no other is begun."""
     main = threading.get_ident()
-    interrupted = threading.Event()
-    release = threading.Event()
+    stopped = threading.Event()
+    stop = Dataflow.stop
+
+    def stop_and_tell(self: Dataflow) -> None:
+        stop(self)
+        stopped.set()
 
     class Interrupt(nn.Module):
+        calls = 0
+
         def forward(self, x: Tensor) -> Tensor:
-            if not interrupted.is_set():
-                interrupted.set()
+            self.calls += 1
+            if self.calls == 1:
                 signal.pthread_kill(main, signal.SIGINT)
-                release.wait(30)
+                assert stopped.wait(30)
             return x
 
     def handler(*_: object) -> None:
-        release.set()
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(Dataflow, "stop", stop_and_tell)
     previous = signal.signal(signal.SIGINT, handler)
     try:
-        model = nn.Sequential(*tower(), Interrupt())
+        interrupt = Interrupt()
+        model = nn.Sequential(*tower(), interrupt)
         with Pipe(cut(model, (2, 5)), split_size=2) as pipe:
             with pytest.raises(KeyboardInterrupt):
                 one_f_one_b(pipe)
+            assert interrupt.calls == 1
             assert set(gradients(model).values()) == {None}
             one_f_one_b(pipe)
+            assert interrupt.calls == 5
     finally:
         signal.signal(signal.SIGINT, previous)
