@@ -44,8 +44,8 @@ from .schedule import (
     clock_cycles,
     find,
     forward_only,
-    gpipe,
     merge,
+    validate,
 )
 from .stage import Stage
 from .worker import Context, Task
@@ -79,6 +79,7 @@ class Pipe(nn.Module):
         self.peak_alive = [0] * len(self.devices)
         self._crew = Crew(self.devices)
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
+        self._plans: dict[Any, list[tuple[int, list[Action]]]] = {}
         self._stages: list[Stage] = []  # those of the forward in progress
 
     def close(self) -> None:
@@ -164,8 +165,7 @@ class Pipe(nn.Module):
         self._refresh_replicas()
         stages = self._new_stages()
         with hooks_held(trained_parameters(stages, self.replicas)), torch.enable_grad():
-            build = find(schedule) if isinstance(schedule, str) else schedule
-            loss = self._run(stages, x, target, loss_fn, build, num_microbatches, scale)
+            loss = self._run(stages, x, target, loss_fn, schedule, num_microbatches, scale)
         self.peak_alive = [stage.peak_alive for stage in stages]
         own, tied = gradients_by_stage(stages, self.replicas)
         self.run_on_stages(lambda s: deliver(own[s]))
@@ -181,14 +181,10 @@ class Pipe(nn.Module):
         scale: float | Tensor = 1.0,
     ) -> Tensor:
         """The loss of `train_step`, without gradients."""
-
-        def forwards(n: int, m: int) -> Schedule:
-            return forward_only(gpipe(n, m))
-
         self._refresh_replicas()
         with torch.no_grad():
             stages = self._new_stages()
-            return self._run(stages, x, target, loss_fn, forwards, num_microbatches, scale)
+            return self._run(stages, x, target, loss_fn, "gpipe", num_microbatches, scale)
 
     def run_on_stages(self, function: Callable[[int], T]) -> list[T]:
         """``function(s)`` for every stage s on its worker, at the same time: optimizer steps."""
@@ -212,7 +208,7 @@ class Pipe(nn.Module):
         x: Any,
         target: Any,
         loss_fn: LossFunction,
-        build: BuildSchedule,
+        schedule: str | BuildSchedule,
         num_microbatches: int | None,
         scale: float | Tensor,
     ) -> Tensor:
@@ -223,16 +219,29 @@ class Pipe(nn.Module):
             sizes = microbatch.sizes_by_number(batch, num_microbatches)
         inputs, targets = microbatch.split(x, sizes), microbatch.split(target, sizes)
         flow = Dataflow(stages, inputs, targets, loss_fn, scale, self.recorder)
-        worker_of: dict[int, int] = {}  # stages that share a device share a worker, and its list
-        owners = [worker_of.setdefault(id(q), len(worker_of)) for q in self.in_queues]
-        lists = merge(build(len(stages), len(sizes)), owners)
         context = Context()
-        jobs = [
-            (owners.index(w), Task(partial(flow.run, actions), context))
-            for w, actions in enumerate(lists)
-        ]
+        plan = self._plan(schedule, len(sizes), context.grad_enabled)
+        jobs = [(s, Task(partial(flow.run, actions), context)) for s, actions in plan]
         self._crew.run(jobs, stop=flow.stop)
         return flow.loss()
+
+    def _plan(
+        self, schedule: str | BuildSchedule, m: int, backward: bool
+    ) -> list[tuple[int, list[Action]]]:
+        """Per worker, a stage that it serves and the actions of all of those. Checked once."""
+        key = (schedule, m, backward)
+        if key in self._plans:
+            return self._plans[key]
+        build = find(schedule) if isinstance(schedule, str) else schedule
+        actions = build(len(self.devices), m)
+        validate(actions, m)
+        worker_of: dict[int, int] = {}  # stages that share a device share a worker
+        owners = [worker_of.setdefault(id(queue), len(worker_of)) for queue in self.in_queues]
+        lists = merge(actions if backward else forward_only(actions), owners)
+        plan = [(owners.index(w), actions) for w, actions in enumerate(lists)]
+        if isinstance(schedule, str):  # a function may be a new one in every step
+            self._plans[key] = plan
+        return plan
 
     def _new_stages(self) -> list[Stage]:
         seed = StepSeed()

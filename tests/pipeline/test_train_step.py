@@ -147,6 +147,17 @@ def test_a_schedule_of_ones_own() -> None:
     assert_close(gradients(same), gradients(plain))
 
 
+def test_a_schedule_that_forgets_an_action_is_refused_before_anything_runs() -> None:
+    def forgetful(n: int, m: int) -> sched.Schedule:
+        return [actions[:-1] for actions in sched.gpipe(n, m)]
+
+    x, y = batch(8)
+    model = tower()
+    with Pipe(cut(model)) as pipe, pytest.raises(ValueError, match="stage 0: B3 is missing"):
+        pipe.train_step(x, y, square_error, schedule=forgetful, num_microbatches=4)
+    assert set(gradients(model).values()) == {None}
+
+
 def test_gradients_accumulate_over_steps() -> None:
     x, y = batch(8)
     plain, same = tower(), tower()
