@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -245,8 +245,12 @@ class Pipe(nn.Module):
 
     def _new_stages(self) -> list[Stage]:
         seed = StepSeed()
-        pairs = zip(self.partitions, self.devices, strict=True)
-        return [Stage(j, partition, device, seed) for j, (partition, device) in enumerate(pairs)]
+        stages, layers = [], 0
+        for j, device in enumerate(self.devices):
+            partition = cast(nn.Sequential, self.partitions[j])
+            stages.append(Stage(j, partition, device, seed, layers))
+            layers += len(partition)
+        return stages
 
     def _refresh_replicas(self) -> None:
         """Copies of tied parameters follow what the optimizer did to the originals."""

@@ -3,9 +3,10 @@
 Problem. Torch has one default CPU generator for all threads. Two stages that draw their dropout
 masks from it at the same time get different masks in every run.
 
-Idea. Each (stage, micro-batch) draws from a source of its own, seeded from the default generator
+Idea. Each (layer, micro-batch) draws from a source of its own, seeded from the default generator
 of the caller: `torch.manual_seed` governs all of it, the same seed gives the same bits under every
-schedule, and a run that draws nothing leaves the default generator untouched.
+schedule and every cut of the layers (a cut by measured costs may differ from run to run), and a
+step that draws nothing leaves the default generator untouched.
 
 How the draws are redirected. Modules call `F.dropout` and `F.scaled_dot_product_attention`
 without a generator argument, and some (GPT-2's attention) call them as functions, so replacing
@@ -62,20 +63,20 @@ class StepSeed:
 
 
 class StageRandomness(TorchFunctionMode):
-    """Inside ``with randomness.of(step, i):`` torch draws from micro-batch i's own source."""
+    """Inside ``with randomness.of(step, layer, i):`` torch draws from their own source."""
 
-    def __init__(self, stage: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._stage = stage
         self._cuda = device if device.type == "cuda" else None
         self._generator = torch.Generator()
         self._step = StepSeed()
-        self._microbatch = 0
+        self._layer = self._microbatch = 0
         self._seeded = False
         self._cuda_state: Tensor | None = None
 
-    def of(self, step: StepSeed, microbatch: int) -> StageRandomness:
-        self._step, self._microbatch, self._seeded = step, microbatch, False
+    def of(self, step: StepSeed, layer: int, microbatch: int) -> StageRandomness:
+        self._step, self._layer, self._microbatch = step, layer, microbatch
+        self._seeded = False
         return self
 
     def __exit__(
@@ -98,9 +99,9 @@ class StageRandomness(TorchFunctionMode):
         return func(*args, **kwargs) if draw is None else draw(self, func, *args, **kwargs)
 
     def generator(self) -> torch.Generator:
-        """The source of this (stage, micro-batch), seeded when first asked for."""
+        """The source of this (layer, micro-batch), seeded when first asked for."""
         if not self._seeded:
-            seed = _mix(self._step.get(), self._stage, self._microbatch)
+            seed = _mix(self._step.get(), self._layer, self._microbatch)
             self._generator.manual_seed(seed)
             if self._cuda is not None:
                 self._cuda_state = torch.cuda.get_rng_state(self._cuda)
@@ -185,9 +186,9 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _mix(step: int, stage: int, microbatch: int) -> int:
+def _mix(step: int, layer: int, microbatch: int) -> int:
     """A well-spread 63-bit seed (the finaliser of splitmix64)."""
-    z = (step + 0x9E3779B97F4A7C15 * ((stage << 32) + microbatch + 1)) % 2**64
+    z = (step + 0x9E3779B97F4A7C15 * ((layer << 32) + microbatch + 1)) % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
     return (z ^ z >> 31) >> 1

@@ -21,8 +21,8 @@ Cost: between forward and backward of a micro-batch, its activations on this sta
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,12 @@ class Stage:
     """
 
     def __init__(
-        self, index: int, module: nn.Module, device: torch.device, seed: StepSeed | None = None
+        self,
+        index: int,
+        module: nn.Sequential,
+        device: torch.device,
+        seed: StepSeed | None = None,
+        first_layer: int = 0,
     ) -> None:
         self.index = index
         self.module = module
@@ -64,7 +69,8 @@ class Stage:
         self.peak_alive = 0
         self._kept: dict[int, _Kept] = {}
         self._seed = seed or StepSeed()
-        self._randomness = StageRandomness(index, device)
+        self._randomness = StageRandomness(device)
+        self._first_layer = first_layer
         self._draws = any(layer.training for layer in module.modules())
 
     @property
@@ -85,9 +91,10 @@ class Stage:
                 leaf = leaf.detach().to(self.memory, non_blocking=True)
                 leaves[k] = leaf.requires_grad_() if wanted else leaf
                 positions += [k] if wanted else []
-        with self._randomness.of(self._seed, i) if self._draws else contextlib.nullcontext():
-            output = self.module(pytree.tree_unflatten(leaves, spec))
-            output = output if tail is None else tail(output)
+        output = pytree.tree_unflatten(leaves, spec)
+        for k, layer in enumerate([*self.module, *([tail] if tail else [])], self._first_layer):
+            with self._randomness.of(self._seed, k, i) if self._draws else nullcontext():
+                output = layer(output)
         results, spec = pytree.tree_flatten(output)
         of_graph = [k for k, r in enumerate(results) if isinstance(r, Tensor) and r.requires_grad]
         if torch.is_grad_enabled():

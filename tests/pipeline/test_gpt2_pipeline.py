@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from pipeline.model import Block, gpt2_layers, loss_of_targets, place
+from pipeline.model import Block, cut_gpt2, gpt2_layers, loss_of_targets, place
 from pipeline.pipe import Pipe
 
 
@@ -106,6 +106,31 @@ def test_the_default_dropout_gives_the_same_bits_twice(attention: str) -> None:
         runs.append({**model.state_dict(), "losses": torch.stack(losses)})
     assert_same_bits(runs[1], runs[0])
     assert_same_bits(runs[2], runs[0])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("balance", "layers"),
+    [("uniform", [2, 3]), ("2,1", [3, 2]), ("auto", None)],
+)
+def test_the_model_cut_by_balance(balance: str, layers: list[int] | None, attention: str) -> None:
+    ids, labels, weights = sentences()
+    plain, same = gpt2(attention=attention), gpt2(attention=attention)
+    plain_loss(plain, ids, labels, weights).backward()
+    module, replicas, cut = cut_gpt2(
+        same, ["cpu:0", "cpu:1"], balance, (ids, weights), (labels, weights)
+    )
+    assert set(by_name(same).values()) == {None}
+    with Pipe(module, replicas=replicas) as pipe:
+        found = [len(list(partition.children())) for partition in pipe.partitions]
+        assert found == layers or (layers is None and sum(found) == 2 + 2 * 3)
+        pipe.train_step(
+            (ids, weights), (labels, weights), loss_of_targets,
+            num_microbatches=4, scale=1 / weights.sum(),
+        )  # fmt: skip
+    assert_close(by_name(same), by_name(plain))
+    words = {"uniform": "embedding 1 | 2 head (3 blocks)", "2,1": "embedding 2 | 1 head (3 blocks)"}
+    assert cut == words.get(balance, cut)
 
 
 def test_a_block_of_transformers_4_returns_a_tuple() -> None:
