@@ -113,7 +113,9 @@ def _rank(world: World, n_train: int, out: Path) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     models: dict[str, torch.nn.Module] = {}
     steps = -(-n_train // BATCH)
-    for _ in tqdm(range(steps), "An epoch, plain and ours", disable=None if world.is_main else True):
+    for _ in tqdm(
+        range(steps), "An epoch, plain and ours", disable=None if world.is_main else True
+    ):
         for name, contestant in contestants.items():
             dist.barrier()
             start = time.perf_counter()

@@ -23,9 +23,7 @@ from training.model import build_model, gpt2_config, round_vocab, target_loss
 LENGTH, ROUNDS = 128, 5
 
 
-def _trained(
-    pairs: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, n_steps: int
-) -> Any:
+def _trained(pairs: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, n_steps: int) -> Any:
     model = build_model(gpt2_config("gpt2-mini", round_vocab(len(tokenizer)), LENGTH), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     examples = encode(pairs, tokenizer, "de", "en", LENGTH)
@@ -43,7 +41,9 @@ def _trained(
 
 
 @torch.no_grad()
-def _plain(model: Any, pairs: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> list[str]:
+def _plain(
+    model: Any, pairs: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast
+) -> list[str]:
     """A sentence at a time, the whole prefix for every token."""
     sentences = []
     stop = tokenizer.convert_tokens_to_ids(eos("en"))
@@ -73,7 +73,9 @@ def run(n_sentences: int = 100, n_steps: int = 70) -> list[Row]:
         "this project": lambda: said.update(ours=ours()),
     }
     seconds = alternate(contestants, ROUNDS)
-    different = [i for i, (a, b) in enumerate(zip(said["plain"], said["ours"], strict=True)) if a != b]
+    different = [
+        i for i, (a, b) in enumerate(zip(said["plain"], said["ours"], strict=True)) if a != b
+    ]
     if different:
         raise AssertionError(f"sentences {different} are translated differently")
     rows = []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,7 @@ class Session:
     model: GPT2LMHeadModel  # on the CPU, until the program places it
     examples: dict[str, list[Encoded]]
     sentences: list[str] = field(default_factory=list)  # the last translations of the test split
+    translator: Any = None  # the model that translates: `model`, or a copy of it on one device
 
     @property
     def learning_rate(self) -> float:
@@ -126,7 +128,7 @@ class Session:
         with autocast(world.device, args.precision):
             parts = gather_over_ranks(
                 generate(
-                    self.model, [mine[i] for i in range(len(mine))], args.src, args.tgt,
+                    self.translator or self.model, [mine[i] for i in range(len(mine))], args.src, args.tgt,
                     self.tokenizer, args.model_max_length, world.device, "Translating", world.rank,
                 ),
                 world.world_size,

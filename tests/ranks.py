@@ -72,8 +72,7 @@ class Ranks:
             missing = [p for r, p in enumerate(self.pipes) if r not in results]
             ready = wait(missing, LIMIT)
             assert ready, f"no answer within {LIMIT} s; had {sorted(results)}"
-            for pipe in ready:
-                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+            for rank in [r for r, pipe in enumerate(self.pipes) if pipe in ready]:
                 fine, value = self.pipes[rank].recv()
                 assert fine, f"rank {rank} failed:\n{value}"
                 results[rank] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,10 +72,10 @@ def _same(got: dict[str, Tensor | None], want: dict[str, Tensor | None], rtol: f
             assert torch.allclose(got[name], gradient, rtol=rtol, atol=rtol * scale), name  # type: ignore[arg-type]
 
 
-def _averaged(way: str, net: nn.Module, **options: object) -> Callable[[], None]:
+def _averaged(way: str, net: nn.Module) -> Callable[[], None]:
     if way in BY_HAND:
         return lambda: BY_HAND[way](net)
-    return GradientBuckets(net, share_memory=way == "overlap", **options).finish  # type: ignore[arg-type]
+    return GradientBuckets(net, share_memory=way == "overlap").finish
 
 
 def _train_step(rank: int, _: int, way: str, odd: bool) -> dict[str, Tensor | None]:
@@ -112,7 +113,7 @@ def test_three_ranks(three_ranks: Ranks, way: str) -> None:
     got = three_ranks.run(_train_step, way, True)
     for gradients in got:
         _same(gradients, _mean_of([0, 1, 2], odd={1}), rtol=1e-12)
-        assert all(torch.equal(gradients[n], g) for n, g in got[0].items() if g is not None)  # type: ignore[arg-type]
+        assert all(torch.equal(gradients[n], g) for n, g in got[0].items() if g is not None)
 
 
 def _with_bucket_bytes(rank: int, _: int, nbytes: int, share: bool) -> list[object]:
@@ -228,12 +229,12 @@ def test_a_rank_without_examples_takes_part_with_zeros(ranks: Ranks, share: bool
         _same(gradients, half, rtol=1e-15)
 
 
-def _sent_during_backward(rank: int, _: int, share: bool) -> list[list[bool]]:
+def _sent_during_backward(_: int, _world_size: int, share: bool) -> list[list[bool]]:
     net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     buckets = GradientBuckets(net, bucket_bytes=8 * 8 * 4, share_memory=share)
     seen: list[list[bool]] = []
-    for layer in net:
-        layer.weight.register_hook(  # runs before the gradient reaches its bucket
+    for weight in net.parameters():
+        weight.register_hook(  # runs before the gradient reaches its bucket
             lambda _: seen.append([b.work is not None for b in buckets.buckets])
         )
     net(torch.ones(2, 8)).sum().backward()
@@ -273,7 +274,7 @@ def test_gradients_may_travel_in_bf16(ranks: Ranks) -> None:
             _same(gradients, want, rtol=1e-6)
 
 
-def _twice(rank: int, _: int) -> str:
+def _twice(_: int, _world_size: int) -> str:
     net = _net()
     buckets = GradientBuckets(net)
     _loss(net, seed=0).backward()
@@ -316,29 +317,22 @@ def test_a_model_without_parameters() -> None:
         GradientBuckets(nn.Tanh())
 
 
-def _leftovers(rank: int, _: int) -> list[str]:
-    import os
-    from pathlib import Path
+def _leftovers(_: int, _world_size: int) -> tuple[bool, list[str], int]:
+    def names() -> set[str]:
+        return {path.name for path in Path("/dev/shm").iterdir()}
 
-    def memfds() -> list[str]:
-        links = (Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
-        return [str(link.readlink()) for link in links if link.is_symlink()]
+    def memory_files() -> int:
+        links = [
+            str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+        ]
+        return sum("gradients" in link for link in links)
 
-    before = sorted(p.name for p in Path("/dev/shm").iterdir())
+    before, files_before = names(), memory_files()
     buckets = GradientBuckets(_net())
-    shared = buckets.shared is not None
-    after = sorted(p.name for p in Path("/dev/shm").iterdir())
     dist.barrier()
-    return [
-        str(shared),
-        *(n for n in after if n not in before),
-        *(n for n in memfds() if "gradients" in n),
-    ]
+    return buckets.shared is not None, sorted(names() - before), memory_files() - files_before
 
 
-def test_shared_memory_has_no_name_and_keeps_one_descriptor(ranks: Ranks) -> None:
-    """Nothing that a killed process could leave behind. (mmap keeps a duplicate of each of the two
-    descriptors it was given.)"""
-    for shared, *rest in ranks.run(_leftovers):
-        assert shared == "True"
-        assert [n for n in rest if "memfd" not in n] == []
+def test_shared_memory_has_no_name(ranks: Ranks) -> None:
+    """Nothing that a killed process could leave behind: two maps, and their own descriptors."""
+    assert ranks.run(_leftovers) == [(True, [], 2)] * 2

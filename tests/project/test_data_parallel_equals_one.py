@@ -153,7 +153,7 @@ def test_the_reference_notices_a_mean_of_means(ranks: Ranks) -> None:
     got = ranks.run(_mean_of_means, 24, 8)
     with pytest.raises(AssertionError, match="gradient of"):
         _compare(
-            [(one_process(24, 8, 1, True)[0], *rest) for _, *rest in got[:1]],  # type: ignore[misc]
+            [(one_process(24, 8, 1, True)[0], *rest) for _, *rest in got[:1]],
             one_process(24, 8, 1, True),
             weight_bound=1e-9,
         )

@@ -1,0 +1,94 @@
+"""The runs that the figures are drawn from, and the figures: tables, and what makes the runs.
+
+A run is made once and kept; it is made again when the table gives it other options.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from project.comparison import OPTIONS, read_json
+from training.launch import UserError, core_slice
+from training.record import read_results, write_json
+
+WORKDIRS = Path("workdir_figures")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that figures need: a program, its options, and the results that it writes."""
+
+    what: str
+    program: str
+    options: Mapping[str, str | int]
+    results: tuple[str, ...]  # one result file per epoch each
+
+    def command(self, folder: Path, device: str) -> list[str]:
+        """The command line, but for the interpreter."""
+        options = {**self.options, "device": device, "workdir": folder}
+        return [self.program, *(f"--{key}={value}" for key, value in options.items())]
+
+    def done(self, folder: Path, device: str) -> bool:
+        """Whether the folder holds all results of this very run."""
+        saved = read_json(folder / OPTIONS)
+        same = all(saved.get(k) == v for k, v in {**self.options, "device": device}.items())
+        epochs = self.options["n_epochs"]
+        return same and all(len(read_results(folder, name)) == epochs for name in self.results)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+# Nearly all time goes into training; a model that is trained so shortly translates nothing.
+_SHORT = {
+    "n_epochs": 5, "batch_size": 128, "n_train": 3000, "n_validation": 100, "n_test": 10,
+}  # fmt: skip
+
+
+def _data_parallel(world_size: int) -> Run:
+    """One core per process: one process is what one core does, and N can be N times as fast."""
+    return Run(
+        what=f"data parallel, {world_size} process{'es' if world_size > 1 else ''}, a core each",
+        program="project/run_data_parallel.py",
+        options={"world_size": world_size, "cores_per_rank": 1, **_SHORT},
+        results=tuple(f"rank{rank}_results" for rank in range(world_size)),
+    )
+
+
+RUNS = {"dp1": _data_parallel(1), "dp2": _data_parallel(2)}
+FIGURES = (  # command lines of plot.py, less --output
+    ("data_parallel", f"--single={WORKDIRS / 'dp1'}", f"--multiple={WORKDIRS / 'dp2'}"),
+)
+
+
+def make_runs(device: str, again: bool = False) -> None:
+    """Makes the runs that are missing, or all of them `again`, saying which.
+
+    Raises:
+        UserError: a run failed.
+    """
+    missing = [name for name, run in RUNS.items() if again or not run.done(WORKDIRS / name, device)]
+    if missing and device == "cpu" and len(core_slice(0, 1)) == 1:
+        print("Only one core may be used here: several processes will not be faster than one.")
+    signal.signal(signal.SIGTERM, _end)  # or the run would outlive this process
+    for i, name in enumerate(missing):
+        run, folder = RUNS[name], WORKDIRS / name
+        command = run.command(folder, device)
+        print(f"[{i + 1}/{len(missing)}] {run.what}\npython {' '.join(command)}", flush=True)
+        begin = time.perf_counter()
+        (folder / OPTIONS).unlink(missing_ok=True)
+        done = subprocess.run([sys.executable, ROOT / command[0], *command[1:]], check=False)
+        if done.returncode:
+            raise UserError(f"status {done.returncode} from: python {' '.join(command)}")
+        options = {**read_json(folder / OPTIONS), **run.options, "device": device}
+        write_json(folder / OPTIONS, options)
+        print(f"[{i + 1}/{len(missing)}] took {time.perf_counter() - begin:.0f} s\n", flush=True)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
