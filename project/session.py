@@ -128,8 +128,9 @@ class Session:
         with autocast(world.device, args.precision):
             parts = gather_over_ranks(
                 generate(
-                    self.translator or self.model, [mine[i] for i in range(len(mine))], args.src, args.tgt,
-                    self.tokenizer, args.model_max_length, world.device, "Translating", world.rank,
+                    self.translator or self.model, [mine[i] for i in range(len(mine))],
+                    args.src, args.tgt, self.tokenizer, args.model_max_length, world.device,
+                    "Translating", world.rank,
                 ),
                 world.world_size,
             )  # fmt: skip
