@@ -73,12 +73,8 @@ class DataPartitioner:
         else:
             # Cutting at the rounded running sums loses nothing and repeats nothing; rounding
             # each size on its own would.
-            ends = [
-                round(math.fsum(sizes[: r + 1]) * len(indices)) for r in range(len(sizes))
-            ]
-            self.partitions = [
-                indices[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)
-            ]
+            ends = [round(math.fsum(sizes[: r + 1]) * len(indices)) for r in range(len(sizes))]
+            self.partitions = [indices[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
     def use(self, partition: int) -> Partition:
         """The partition of rank `partition`. Raises IndexError where there is no such rank."""

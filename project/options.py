@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data_parallel.dataset import split_batch_size
-from training.launch import DEVICES, Settings, UserError
+from training.launch import DEVICES, Settings, UserError, quiet_libraries
 
 PRECISIONS = ("fp32", "bf16")
 PADDINGS = ("longest", "max_length")
@@ -17,9 +17,12 @@ PADDINGS = ("longest", "max_length")
 
 def count(text: str) -> int:
     """A positive whole number."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number, 1 or more")
     return value
 
 
@@ -30,18 +33,33 @@ def count_or_all(text: str) -> int | None:
 
 def positive(text: str) -> float:
     """A positive, finite number."""
-    value = float(text)
+    value = _number(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be positive and finite")
+        raise argparse.ArgumentTypeError(f"{text} must be a positive, finite number, as 0.5")
     return value
 
 
 def fraction(text: str) -> float:
     """A number from 0 up to, but not, 1."""
-    value = float(text)
+    value = _number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 0 and less than 1, as 0.1")
     return value
+
+
+def _number(text: str) -> float:
+    """The number that is meant, or NaN, which fails every comparison."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def whole_number(text: str) -> int:
+    """A seed: a whole number that torch and Python take as it is."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number from 0 to {2**32 - 1}")
+    return int(text)
 
 
 def boolean(text: str) -> bool:
@@ -111,12 +129,16 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
         "--precision", choices=PRECISIONS, default="fp32",
         help="bf16: matrix products in bfloat16, weights and optimizer in fp32",
     )  # fmt: skip
-    run.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout")
+    run.add_argument(
+        "--seed", type=whole_number, default=0, help="of weights, data order and dropout"
+    )
     run.add_argument(
         "--workdir", type=Path, default=Path("workdir"),
         help="where tokenizer, results and figures go; results of an earlier run are replaced",
     )  # fmt: skip
-    run.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
+    run.add_argument(
+        "--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one"
+    )
     run.add_argument(
         "--timeout", type=positive, default=300.0,
         help="seconds after which a rank that does not answer ends the run",
@@ -154,7 +176,7 @@ def claim_workdir(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".probe"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another rank of torchrun's may have been here
     except OSError as error:
         raise UserError(
             f"--workdir {folder}: nothing can be written there ({error.strerror}); "
@@ -164,6 +186,7 @@ def claim_workdir(folder: Path) -> None:
 
 def run_program(main: Callable[[], None]) -> None:
     """Runs a program: a user's mistake is one line and status 2."""
+    quiet_libraries()
     try:
         main()
     except UserError as error:

@@ -57,7 +57,7 @@ def make_gradient_sync(
     if args.gradient_sync == "overlap":
         buckets = GradientBuckets(
             model,
-            bucket_bytes=int(args.bucket_mb * 2**20),
+            bucket_bytes=max(1, int(args.bucket_mb * 2**20)),
             comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
         )
         return lambda _: buckets.finish(), buckets.no_sync
@@ -79,7 +79,7 @@ def make_backward(
     """
 
     def backward(step: Step) -> Tensor:
-        total = torch.zeros((), device=world.device)
+        losses = []
         scale = world.world_size / max(1, step.target_tokens)
         for i, batch in enumerate(step.micro_batches):
             last = i == len(step.micro_batches) - 1
@@ -87,8 +87,8 @@ def make_backward(
                 with autocast(world.device, args.precision):
                     loss = target_loss(model, batch)
                 (loss * scale).backward()
-            total += loss.detach()
-        return total
+            losses.append(loss.detach())
+        return torch.stack(losses).sum() if losses else torch.zeros(())
 
     return backward
 
@@ -175,8 +175,6 @@ def main() -> None:
     """The program."""
     args = parse()
     texts = read_texts(args, args.world_size)
-    for note in texts.notes:
-        print(note)
     launch(run_dp, launch_settings(args), args, texts)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,14 @@ from training.data import (
     to_batch,
 )
 from training.launch import UserError, World
-from training.model import PRESETS, build_model, gpt2_config, load_pretrained, round_vocab
+from training.model import (
+    PRESETS,
+    build_model,
+    check_pretrained,
+    gpt2_config,
+    load_pretrained,
+    round_vocab,
+)
 from training.record import HEADER, EpochResult, clear_results, epoch_line, write_epoch
 from training.text import SPLITS, Texts, load_texts
 
@@ -67,6 +75,7 @@ class Session:
     model: GPT2LMHeadModel  # on the CPU, until the program places it
     examples: dict[str, list[Encoded]]
     sentences: list[str] = field(default_factory=list)  # the last translations of the test split
+    translator: Any = None  # the model that translates: `model`, or a copy of it on one device
 
     @property
     def learning_rate(self) -> float:
@@ -119,7 +128,7 @@ class Session:
         with autocast(world.device, args.precision):
             parts = gather_over_ranks(
                 generate(
-                    self.model, [mine[i] for i in range(len(mine))], args.src, args.tgt,
+                    self.translator or self.model, [mine[i] for i in range(len(mine))], args.src, args.tgt,
                     self.tokenizer, args.model_max_length, world.device, "Translating", world.rank,
                 ),
                 world.world_size,
@@ -127,11 +136,11 @@ class Session:
         sentences = [parts[i % len(parts)][i // len(parts)] for i in range(len(test))]
         return sentences, evaluate_bleu(test, sentences, args.tgt)["bleu"]
 
-
     def start(self, loss_fn: Callable[[Batch], Tensor]) -> None:
         """Says what is about to be trained, and how well it does before."""
-        clear_results(self.args.workdir)
-        self.say(self.describe())
+        if self.world.is_main:  # before the others write theirs: translate() waits for all
+            clear_results(self.args.workdir)
+        self.say("\n".join([self.describe(), *self.texts.notes]))
         self.say(HEADER)
         _, bleu = self.translate()
         self.say(epoch_line("start", bleu, self.validation_loss(loss_fn)))
@@ -228,6 +237,11 @@ def open_session(args: argparse.Namespace, world: World, texts: Texts) -> Sessio
         split: encode(pairs, tokenizer, args.src, args.tgt, args.model_max_length)
         for split, pairs in texts.splits.items()
     }
+    if not any(example.num_targets for example in examples["train"]):
+        raise UserError(
+            f"--model_max_length {args.model_max_length}: every source sentence fills it, and no "
+            "target is left to learn; --model_max_length 128 works"
+        )
     return Session(args, world, texts, tokenizer, model, examples)
 
 
@@ -274,3 +288,4 @@ def check_model(args: argparse.Namespace) -> None:
             f"--model {args.model}: the folder holds no weights (*.safetensors); "
             f"presets need none: {', '.join(PRESETS)}"
         )
+    check_pretrained(args.model, args.model_max_length)

@@ -7,7 +7,7 @@ handed to them as functions (how a step's gradients are computed, how they are a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,16 +101,18 @@ def train(
         optimizer.step()
         mine = sum(len(batch["target_index"]) for batch in step.micro_batches)
         loss_sum += loss
-        targets, positions, tokens = targets + mine, positions + step.positions, tokens + step.tokens
+        targets, positions, tokens = (
+            targets + mine,
+            positions + step.positions,
+            tokens + step.tokens,
+        )
         elapsed = time.perf_counter() - start
         bar.set_postfix(
             loss=f"{loss.item() / max(1, mine):.3f}",
             tokens_per_sec=f"{positions / elapsed:,.0f}",
             refresh=False,
         )
-    return EpochTotals(
-        loss_sum.item(), targets, positions, tokens, time.perf_counter() - start
-    )
+    return EpochTotals(loss_sum.item(), targets, positions, tokens, time.perf_counter() - start)
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
@@ -152,7 +154,7 @@ def generate(
     device: torch.device | str,
     desc: str,
     rank: int = 0,
-    batch_size: int = 64,
+    batch_size: int = 128,
 ) -> list[str]:
     """Translates greedily, many sentences at a time, keys and values of the prefix cached.
 
@@ -195,31 +197,30 @@ def _decode(
     ids, mask = ids.to(device), mask.to(device)
     positions = (mask.cumsum(1) - 1).clamp(0, max_length - 1)
     cache = DynamicCache(config=model.config)
-    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    generated: list[Tensor] = []
-    for _ in range(max_length - min(map(len, prompts))):
+    rows: list[list[int]] = [[] for _ in prompts]
+    live = list(range(len(prompts)))  # the rows of `prompts` that ids, mask and cache still hold
+    while live:
         hidden = model.transformer(
             input_ids=ids, attention_mask=mask, position_ids=positions,
             past_key_values=cache, use_cache=True,
         )[0]  # fmt: skip
         # Rows of the embedding beyond the tokenizer's are no tokens.
-        ids = model.lm_head(hidden[:, -1])[:, :vocab_size].argmax(-1, keepdim=True)
-        generated.append(ids)
-        done |= ids[:, 0] == stop
-        if done.all():
-            break
+        tokens = model.lm_head(hidden[:, -1])[:, :vocab_size].argmax(-1)
+        going = []
+        for place, (row, token) in enumerate(zip(live, tokens.tolist(), strict=True)):
+            if token != stop and len(prompts[row]) + len(rows[row]) < max_length:
+                rows[row].append(token)
+                going.append(place)
+        if len(going) < len(live):  # what has ended is computed no further
+            live = [live[place] for place in going]
+            keep = torch.tensor(going, dtype=torch.long, device=device)
+            tokens, mask, positions = tokens[keep], mask[keep], positions[keep]
+            if live:
+                cache.batch_select_indices(keep)
+        ids = tokens[:, None]
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        # A row that has filled its length only waits for the others; its tokens are cut below.
         positions = (positions[:, -1:] + 1).clamp(max=max_length - 1)
-    rows = torch.cat(generated, dim=1).tolist() if generated else [[] for _ in prompts]
-    return [list(_until(row[: max_length - len(p)], stop)) for row, p in zip(rows, prompts, strict=True)]
-
-
-def _until(row: Iterable[int], stop: int) -> Iterator[int]:
-    for token in row:
-        if token == stop:
-            return
-        yield token
+    return rows
 
 
 def evaluate_bleu(

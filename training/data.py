@@ -27,7 +27,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers.implementations import ByteLevelBPETokenizer
@@ -157,9 +156,7 @@ class GlobalBatches:
         order = shuffled_indices(len(self.lengths), self.seed + epoch)
         if self.by_length:
             order.sort(key=self.lengths.__getitem__)  # stable: like lengths stay shuffled
-        batches = [
-            order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)
-        ]
+        batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         if self.by_length:
             random.Random(self.seed + epoch).shuffle(batches)
         return batches
@@ -225,5 +222,3 @@ class RankLoader:
                 positions=sum(part["input_ids"].numel() for part in parts),
                 tokens=sum(max(0, len(e.ids) - 1) for e in mine),
             )
-
-

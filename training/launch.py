@@ -6,9 +6,10 @@ with the one traceback that matters.
 
 Idea: the parent binds the meeting point (a TCP store) to 127.0.0.1 *before* it starts anybody
 and hands the socket over to rank 0. So no port can be lost to another run, and nothing listens on
-another interface, as torch's store does by default. The parent then watches the ranks: each
-reports how it ended through a pipe of its own. A rank that dies without a word was killed, and
-that is the cause; otherwise the earliest report is, for the others fail in consequence.
+another interface, as torch's store does by default. Each rank has a pipe to the parent: its work
+comes through it once all ranks are started, and through it the rank reports how it ended. A rank
+that dies without a word was killed, and that is the cause; otherwise the earliest report is, for
+the others fail in consequence.
 A rank whose parent has gone ends itself.
 
 This is the only module that reads or writes the environment.
@@ -16,14 +17,17 @@ This is the only module that reads or writes the environment.
 
 from __future__ import annotations
 
+import logging
 import os
+import pickle
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -51,7 +55,7 @@ class World:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (it is immutable)
 
     @property
     def is_main(self) -> bool:
@@ -138,14 +142,12 @@ def setup(
     if rank == 0:
         listener = listener or listen(port)
         port = listener.getsockname()[1]
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             LOOPBACK, port, world_size, True, limit, False, master_listen_fd=listener.detach()
         )
     else:
-        store = dist.TCPStore(LOOPBACK, port, world_size, False, limit)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=limit
-    )
+        store = dist.TCPStore(LOOPBACK, port, world_size, False, limit)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 @dataclass(frozen=True)
@@ -172,29 +174,39 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
     """
     if torchrun_world_size() is not None:
         return _join_torchrun(main, settings, args)
+    quiet_libraries()  # ranks import theirs before they run a line of ours
     backend = choose_backend(settings.device, settings.world_size)
     listener = listen(settings.master_port)
     port = listener.getsockname()[1]
     if settings.master_port is None and port != DEFAULT_PORT:
         print(f"Port {DEFAULT_PORT} is taken; the ranks meet on {port}.", file=sys.stderr)  # noqa: T201
+    # The work is sent when all ranks are started, and not as arguments of the processes: start()
+    # waits until a process has read its arguments, which it does seconds later, when it has
+    # imported its libraries; the ranks would import theirs one after the other.
+    work = pickle.dumps((main, args))
     context = mp.get_context("spawn")
-    processes, reports = [], []
+    processes: list[Any] = []
+    pipes: list[Connection] = []
     with _signals_raise():
         try:
-            for rank in range(settings.world_size):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_rank_main,
-                    name=f"rank {rank}",
-                    args=(main, args, rank, settings, backend, port, sender)
-                    + ((listener,) if rank == 0 else ()),
-                )
-                process.start()
-                sender.close()
-                processes.append(process)
-                reports.append(receiver)
+            with _ctrl_c_ignored():
+                for rank in range(settings.world_size):
+                    ours, theirs = context.Pipe()
+                    process = context.Process(
+                        target=_rank_main,
+                        name=f"rank {rank}",
+                        args=(rank, settings, backend, port, theirs)
+                        + ((listener,) if rank == 0 else ()),
+                    )
+                    process.start()
+                    theirs.close()
+                    processes.append(process)
+                    pipes.append(ours)
             listener.close()
-            _watch(processes, reports)
+            for pipe in pipes:
+                with suppress(OSError):  # a rank that is gone: _watch says so
+                    pipe.send_bytes(work)
+            _watch(processes, pipes)
         finally:
             listener.close()
             _end(processes)
@@ -225,31 +237,35 @@ def _claim(device: torch.device, index: int, slices: int, cores_each: int | None
 
 
 def quiet_libraries() -> None:
-    """Silences the advice and progress bars of libraries; the programs have their own."""
+    """Silences the advice and progress bars of libraries; the programs have their own. The
+    environment is for those that are imported later, and for the ranks; the loggers are for those
+    that have been."""
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "HF_HUB_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "true",
     }.items():
         os.environ.setdefault(name, value)
+    for library in ("transformers", "huggingface_hub", "datasets"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def _rank_main(
-    main: Callable[..., None],
-    args: Sequence[Any],
     rank: int,
     settings: Settings,
     backend: str,
     port: int,
-    report: Connection,
+    pipe: Connection,
     listener: socket.socket | None = None,
 ) -> None:
     """A rank's life. Sends the time and None when done, or a traceback when not."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     try:
+        main, args = pipe.recv()
         device = choose_device(settings.device, rank, settings.world_size)
         _claim(device, rank, settings.world_size, settings.cores_per_rank)
         setup(
@@ -260,10 +276,10 @@ def _rank_main(
         dist.destroy_process_group()
     except BaseException as error:
         text = str(error) if isinstance(error, UserError) else traceback.format_exc()
-        report.send((time.time(), isinstance(error, UserError), text))
+        pipe.send((time.time(), isinstance(error, UserError), text))
         sys.stdout.flush()
         os._exit(1)  # not through destructors, which may wait for the other ranks
-    report.send((time.time(), False, None))
+    pipe.send((time.time(), False, None))
 
 
 def _end_with_parent() -> NoReturn:
@@ -281,8 +297,9 @@ class _signals_raise:  # noqa: N801
         self.before = {}
         if threading.current_thread() is threading.main_thread():
             for name in ("SIGTERM", "SIGHUP", "SIGINT"):
-                if hasattr(signal, name):
-                    number = getattr(signal, name)
+                number = getattr(signal, name, None)  # Windows has not all of them
+                # What is ignored stays ignored: SIGHUP under nohup, for one.
+                if number and signal.getsignal(number) is not signal.SIG_IGN:
                     self.before[number] = signal.signal(number, self._raise)
 
     @staticmethod
@@ -294,23 +311,40 @@ class _signals_raise:  # noqa: N801
             signal.signal(number, handler)
 
 
-def _watch(processes: list[Any], reports: list[Connection]) -> None:
+@contextmanager
+def _ctrl_c_ignored() -> Iterator[None]:
+    """Processes started within it ignore Ctrl-C from birth: it reaches all processes of a
+    terminal, and each would print where in its imports it was."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _watch(processes: list[Any], pipes: list[Connection]) -> None:
     """Returns when every rank is done.
 
     Raises:
         UserError: the first rank that failed raised one.
         SystemExit: with status 1, after saying which rank failed first, and how.
     """
-    silent = dict(enumerate(reports))  # the ranks not heard of yet
+    silent = dict(enumerate(pipes))  # the ranks not heard of yet
     failures: list[tuple[float, int, bool, str]] = []
     deadline = None
     while silent and (deadline is None or time.time() < deadline):
-        for report in wait(list(silent.values()), deadline and max(0.0, deadline - time.time())):
-            rank = reports.index(report)  # type: ignore[arg-type]
+        for pipe in wait(list(silent.values()), deadline and max(0.0, deadline - time.time())):
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
             del silent[rank]
             try:
-                when, is_user_error, text = reports[rank].recv()
-            except EOFError:  # it died without a word: that is the cause, whatever others report
+                when, is_user_error, text = pipes[rank].recv()
+            except (
+                EOFError,
+                ConnectionError,
+            ):  # it died without a word: that is the cause, whatever others report
                 processes[rank].join(_GRACE)
                 when, is_user_error, text = 0.0, False, _how_it_died(processes[rank].exitcode)
             if text is not None:

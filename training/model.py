@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import Tensor
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
 
 from training.data import Batch
 from training.launch import UserError
@@ -94,7 +95,7 @@ def build_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
     return model
 
 
-def initialize(model: nn.Module, seed: int) -> None:
+def initialize(model: Any, seed: int) -> None:
     """Sets every parameter from the seed and its name, as GPT-2 does: biases 0, norms 1, matrices
     normal with deviation 0.02, those that add to the residual stream less by sqrt(2 * n_layer)."""
     layers = model.config.n_layer
@@ -111,28 +112,52 @@ def initialize(model: nn.Module, seed: int) -> None:
                 p.copy_(torch.empty(p.shape).normal_(0, std, generator=generator))
 
 
+def check_pretrained(name: str, max_length: int) -> None:
+    """Raises UserError unless `name`, a local folder or one on the hub, is of a GPT-2 with at
+    least max_length positions. (transformers itself loads whatever it is given, and fills what
+    does not fit with random weights.)"""
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except Exception as error:
+        raise _no_weights(name, error) from error
+    if config.model_type != "gpt2":
+        raise _no_weights(name, f"its model_type is {config.model_type}")
+    if config.n_positions < max_length:
+        raise UserError(
+            f"--model_max_length {max_length} --model {name}: the model has {config.n_positions} "
+            f"positions; --model_max_length {config.n_positions} works"
+        )
+
+
+def _no_weights(name: str, reason: object) -> UserError:
+    kind = "folder" if Path(name).is_dir() else "name, and neither a preset nor a folder"
+    return UserError(
+        f"--model {name}: no GPT-2 weights come from this {kind} "
+        f"({' '.join(str(reason).split())[:160]}); presets need none: {', '.join(PRESETS)}"
+    )
+
+
 def load_pretrained(name: str, vocab_size: int, dropout: float) -> GPT2LMHeadModel:
     """The weights of a local folder or of the hub, with embeddings for `vocab_size` tokens.
 
     Raises:
         UserError: there are none.
     """
+    logging.disable_progress_bar()
     try:
-        model = GPT2LMHeadModel.from_pretrained(
+        model, report = GPT2LMHeadModel.from_pretrained(
             name,
             activation_function="gelu_pytorch_tanh",
             resid_pdrop=dropout,
             embd_pdrop=dropout,
             attn_pdrop=dropout,
             use_cache=False,
+            output_loading_info=True,
         )
-    except Exception as error:  # from a missing file to a foreign architecture
-        kind = "folder" if Path(name).is_dir() else "name, and neither a preset nor a folder"
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(
-            f"--model {name}: no GPT-2 weights come from this {kind} ({reason}); "
-            f"presets need none: {', '.join(PRESETS)}"
-        ) from error
+    except Exception as error:
+        raise _no_weights(name, error) from error
+    if report["missing_keys"]:
+        raise _no_weights(name, f"{sorted(report['missing_keys'])[0]} is missing")
     if model.config.vocab_size < vocab_size:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
     return model
@@ -148,4 +173,6 @@ def target_loss(model: Any, batch: Batch) -> Tensor:
     hidden = model.transformer(input_ids=batch["input_ids"], use_cache=False)[0]
     at = batch["target_index"]
     logits = model.lm_head(hidden.flatten(0, 1)[at])
-    return F.cross_entropy(logits.float(), batch["labels"].flatten()[at], reduction="sum")
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()  # the sum over the vocabulary needs more than 8 bits
+    return F.cross_entropy(logits, batch["labels"].flatten()[at], reduction="sum")

@@ -3,8 +3,8 @@
 A run writes under its workdir, per rank r (data parallel) or without rank (pipeline), and per
 epoch e:
 
-    rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json      an EpochResult
-    rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json               [{"example": ..., "gen": ...}]
+    rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json     an EpochResult
+    rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json              [{"example": ..., "gen": ...}]
 
 Figures are drawn from these files, never from numbers typed in.
 """

@@ -23,6 +23,7 @@ from training.launch import UserError
 
 SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin"
+_BEGINNINGS = {"train": ("train",), "validation": ("val", "dev"), "test": ("test",)}
 _WAY_OUT = f"--dataset {BUILTIN} needs neither files nor network"
 _FORMATS = {
     ".jsonl": "json",
@@ -71,10 +72,15 @@ def load_texts(
         texts = _hub(dataset, src, tgt, sizes)
     for split in SPLITS:
         have = len(texts.splits[split])
+        if have == 0:
+            raise UserError(
+                f"--dataset {dataset}: {split} has no pair with text on both sides; "
+                f"at least one is needed, or --dataset {BUILTIN}"
+            )
         if have < world_size:
             raise UserError(
                 f"--dataset {dataset}: {split} has {have} pairs for {world_size} ranks, and each "
-                f"rank needs one; --world_size {max(1, have)} or less, or more pairs, works"
+                f"rank needs one; --world_size {have} or less, or more pairs, works"
             )
     return texts
 
@@ -170,29 +176,41 @@ def _local_files(path: Path, src: str, tgt: str, sizes: dict[str, int | None]) -
             f"--dataset {path}: no train.{src} and train.{tgt} there, nor any of "
             f"{' '.join(_FORMATS)}; {_WAY_OUT}"
         )
-    named = {
-        split: [p for p in files if any(part.startswith(split[:5]) for part in _names(p, path))]
-        for split in SPLITS
-    }
-    named["train"] = named["train"] or [p for p in files if p not in sum(named.values(), [])]
-    read = {split: _read_files(paths, src, tgt) for split, paths in named.items() if paths}
+    named: dict[str, list[Path]] = {split: [] for split in SPLITS}
+    for file in files:
+        named[_split_of(file.relative_to(path)) or "train"].append(file)
+    read = {split: _read_files(paths) for split, paths in named.items() if paths}
     return _from_rows(read, src, tgt, sizes)
 
 
-def _names(path: Path, folder: Path) -> list[str]:
-    return list(path.relative_to(folder).parts) if folder.is_dir() else [path.name]
+def _split_of(path: Path) -> str | None:
+    """The split that a file's or folder's name begins with; None for no such name."""
+    for part in reversed(path.parts):
+        for split, beginnings in _BEGINNINGS.items():
+            if part.startswith(beginnings):
+                return split
+    return None
 
 
-def _read_files(paths: Sequence[Path], src: str, tgt: str) -> list[Any]:
+def _read_files(paths: Sequence[Path]) -> list[Any]:
     from datasets import load_dataset  # takes seconds to import: only where it is needed
 
     rows: list[Any] = []
     for path in paths:
-        options = {"delimiter": "\t"} if path.suffix == ".tsv" else {}
+        options: dict[str, Any] = {}
+        if _FORMATS[path.suffix] == "csv":  # a sentence may well be `None` or `NA`
+            options = {
+                "delimiter": "\t" if path.suffix == ".tsv" else ",",
+                "keep_default_na": False,
+            }
         try:
             # Streaming reads the file where it lies, and leaves no copy in a cache.
             rows += load_dataset(
-                _FORMATS[path.suffix], data_files=str(path), split="train", streaming=True, **options
+                _FORMATS[path.suffix],
+                data_files=str(path),
+                split="train",
+                streaming=True,
+                **options,
             )
         except Exception as error:  # its readers raise many kinds
             reason = " ".join(str(error.__cause__ or error).split())[:200]
@@ -200,9 +218,7 @@ def _read_files(paths: Sequence[Path], src: str, tgt: str) -> list[Any]:
     return rows
 
 
-def _from_rows(
-    read: dict[str, Any], src: str, tgt: str, sizes: dict[str, int | None]
-) -> Texts:
+def _from_rows(read: dict[str, Any], src: str, tgt: str, sizes: dict[str, int | None]) -> Texts:
     """The splits of `read`; what is missing is cut off the end of train."""
     texts = Texts({})
     rows = {**read, "train": list(read.get("train", []))}

@@ -1,0 +1,43 @@
+"""Runs every benchmark, prints their tables, and writes JSON under benchmarks/results/.
+
+    python -m benchmarks                      all, about 15 minutes on two cores
+    python -m benchmarks data_parallel        one of them
+    python -m benchmarks --list
+
+A goal is a ratio that this project set itself. A run in which one is missed says so and ends with
+status 1: a benchmark on a busy machine is not a failure of the code, but nor is it a success.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+NAMES = ("data_parallel", "generation", "epoch")
+
+
+def main() -> None:
+    """The program."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--list", action="store_true", help="names the benchmarks")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in NAMES]:
+        parser.error(f"{unknown[0]} is no benchmark; there are {', '.join(NAMES)}")
+    if args.list:
+        print("\n".join(NAMES))
+        return
+    missed = []
+    for name in args.names or NAMES:
+        rows = importlib.import_module(f"benchmarks.{name}").run()
+        missed += [f"{name}: {row.name}" for row in rows if row.reached is False]
+    if missed:
+        print("Goals missed:", *missed, sep="\n  ")
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

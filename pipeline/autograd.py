@@ -1,0 +1,124 @@
+"""What autograd sees of a pipeline's forward: one function of the input and the parameters.
+
+The stages keep their own graphs (stage.py). For the caller's graph there is one node whose inputs
+are the input tensors and all parameters, and whose backward runs the reverse clock cycles on the
+workers. So the parameters' gradients come *through* autograd: `torch.autograd.grad` returns them,
+hooks see each of them once and whole, and a parameter on two stages gets the sum of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import microbatch
+from .gradients import gradients_by_stage, hooks_held, trained_parameters
+from .stage import Stage
+
+if TYPE_CHECKING:
+    from .pipe import Pipe
+
+
+def pipelined(pipe: Pipe, stages: Sequence[Stage], x: Any, sizes: Sequence[int]) -> Any:
+    """Run ``x``, in micro-batches of ``sizes``, forward through the stages."""
+    inputs = pytree.tree_leaves(x)
+    wanted = _differentiable(inputs)
+    parameters = trained_parameters(stages, pipe.replicas)
+    if not torch.is_grad_enabled() or not (wanted or parameters):
+        return microbatch.join(pipe.forward_clocks(microbatch.split(x, sizes)))
+    with torch.no_grad():  # micro-batches outside the caller's graph: the stages have their own
+        batches = microbatch.split(pytree.tree_map_only(Tensor, Tensor.detach, x), sizes)
+    for batch in batches:
+        pieces = pytree.tree_leaves(batch)
+        for k in wanted:
+            pieces[k].requires_grad_()  # tells the first stage
+    batches = pipe.forward_clocks(batches)
+    leaves = [pytree.tree_leaves(batch) for batch in batches]
+    carried = _differentiable(leaves[0])
+    lengths = {k: [len(row[k]) if row[k].dim() else 0 for row in leaves] for k in carried}
+    with torch.no_grad():
+        outputs, spec = pytree.tree_flatten(microbatch.join(batches))
+    results = [outputs[k].detach() for k in carried]
+    call = _Call(pipe, stages, parameters, wanted, list(sizes), len(outputs), lengths, results)
+    if carried:
+        tensors = [inputs[k] for k in wanted]
+        results = _Pipelined.apply(call, *tensors, *parameters)
+        for k, result in zip(carried, results, strict=True):
+            outputs[k] = result
+    return pytree.tree_unflatten(outputs, spec)
+
+
+@dataclass
+class _Call:
+    """What the backward of one forward needs. It dies with the caller's graph, and with it the
+    graphs of the stages. Leaves of input and output are counted as pytree does."""
+
+    pipe: Pipe
+    stages: Sequence[Stage]
+    parameters: list[nn.Parameter]
+    wanted: list[int]  # leaves of the input that want gradients
+    sizes: list[int]  # per micro-batch, examples of the input
+    num_outputs: int
+    lengths: dict[int, list[int]]  # leaf of the output with gradients: rows per micro-batch
+    results: list[Tensor]
+
+    def split(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+        """Per micro-batch, the gradient of each leaf of its output."""
+        pieces: list[list[Tensor | None]] = [[None] * self.num_outputs for _ in self.sizes]
+        for (k, lengths), gradient in zip(self.lengths.items(), gradients, strict=True):
+            if gradient is None:
+                continue
+            parts = gradient.split(lengths) if gradient.dim() else [gradient]
+            for piece, part in zip(pieces, parts, strict=True):
+                piece[k] = part
+        return pieces
+
+    def join(self, gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """The gradients of the leaves of the input that want one."""
+        joined: list[Tensor | None] = []
+        for k in self.wanted:
+            like = next((row[k] for row in gradients if row[k] is not None), None)
+            if like is None:
+                joined.append(None)
+                continue
+            parts = [row[k] for row in gradients]
+            shapes = [(size, *like.shape[1:]) if like.dim() else () for size in self.sizes]
+            full = [
+                like.new_zeros(shape) if part is None else part
+                for part, shape in zip(parts, shapes, strict=True)
+            ]
+            joined.append(torch.cat(full) if like.dim() else torch.stack(full).sum())
+        return joined
+
+
+class _Pipelined(torch.autograd.Function):
+    """Autograd's node. The forward is done before it is made."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        results, call.results = call.results, []
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        if torch.is_grad_enabled():  # the result would silently lack its dependence on the input
+            raise RuntimeError("a pipeline cannot be differentiated twice: no create_graph=True")
+        retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        with hooks_held(call.parameters):
+            pieces = call.pipe.backward_clocks(call.stages, call.split(gradients), retain_graph)
+        own, sums = gradients_by_stage(call.stages, call.pipe.replicas)
+        for gradients_of_stage in own:
+            sums.update(gradients_of_stage)
+        return None, *call.join(pieces), *(sums.get(p) for p in call.parameters)
+
+
+def _differentiable(leaves: Sequence[Any]) -> list[int]:
+    return [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -1,0 +1,100 @@
+"""The workers of one Pipe: they live as long as it does, and every call ends.
+
+An error in one task must end the call at once, wherever the others are; Ctrl-C in the waiting
+thread must too; and afterwards no stale answer may lie in a queue. So a call collects the answer of
+every task it has put, and before it waits for the rest after a failure it calls ``stop``, which
+wakes those who wait for each other. A worker that is gone, or stays busy for longer than
+``_GRACE`` seconds after a stop, is replaced with all the others at the next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import Empty
+from typing import Any
+
+import torch
+
+from .worker import Queue, Task, start_workers, wait_for
+
+_GRACE = 30.0  # seconds that a task may go on after the call it belongs to has failed
+
+
+class Stopped(BaseException):
+    """Raised in a worker whose call has failed elsewhere; never seen by the caller."""
+
+
+class Crew:
+    """One worker thread per distinct device. ``close`` or garbage collection ends them."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = list(devices)
+        self.in_queues: list[Queue] = []
+        self.out_queues: list[Queue] = []
+        self.threads: list[threading.Thread] = []
+        self.closed = False
+        self._start()
+
+    def _start(self) -> None:
+        self.in_queues[:], self.out_queues[:], self.threads[:] = start_workers(self.devices)
+        queues = list({id(q): q for q in self.in_queues}.values())
+        self._end = weakref.finalize(self, _end, queues, list(dict.fromkeys(self.threads)))
+
+    def close(self) -> None:
+        """End the threads. A closed crew runs nothing more."""
+        self.closed = True
+        self._end()
+
+    def run(
+        self, jobs: Sequence[tuple[int, Task]], stop: Callable[[], None] = lambda: None
+    ) -> list[Any]:
+        """Run each task on the worker of its stage, at the same time; return the results in order.
+
+        Raises what the first failing task raised, with its traceback, once all have ended.
+        """
+        if self.closed:
+            raise RuntimeError("the Pipe is closed: make a new one")
+        if not self._end.alive or not all(thread.is_alive() for thread in self.threads):
+            self._end()
+            self._start()
+        for s, task in jobs:
+            self.in_queues[s].put(task)
+        answers: list[tuple[bool, Any]] = []
+        try:
+            for s, _ in jobs:
+                answers.append(wait_for(self.out_queues[s], self.threads))
+                if answers[-1] == (False, None):
+                    raise RuntimeError(f"the worker of stage {s} ({self.devices[s]}) has ended")
+        except BaseException:  # Ctrl-C here, or a worker that is gone
+            stop()
+            self._drain([s for s, _ in jobs[len(answers) :]])
+            raise
+        failures = [payload[1] for ok, payload in answers if not ok]
+        failures.sort(key=lambda error: isinstance(error, Stopped))
+        if failures:
+            del answers
+            try:
+                raise failures[0]
+            finally:
+                failures.clear()  # else the error's own traceback would hold the error
+        return [payload[1] for _, payload in answers]
+
+    def _drain(self, stages: Sequence[int]) -> None:
+        try:
+            for s in stages:
+                wait_for(self.out_queues[s], self.threads, _GRACE)
+        except (Empty, RuntimeError):
+            self._end()  # replaced at the next call
+
+
+def _end(in_queues: list[Queue], threads: list[threading.Thread]) -> None:
+    """Also run by the garbage collector, in whatever thread, and at exit: so it waits little."""
+    for queue in in_queues:
+        queue.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            with contextlib.suppress(RuntimeError):
+                thread.join(timeout=1.0)

@@ -1,0 +1,188 @@
+"""Run a schedule: every worker goes through its own list, as fast as its inputs arrive.
+
+Problem. Clock by clock, all stages wait for the slowest of each clock, and the calling thread
+wakes up in between. A schedule does not need clocks: an action can start as soon as its input is
+there and the stage has done what its list names before it.
+
+Idea. Neighbours are joined by two channels, activations going up and gradients coming down. A
+worker takes the next action of its list, waits for the one input it needs, computes, passes the
+result on. Order, and so every bit of the result, is given by the lists and not by timing.
+
+An error on any stage stops all channels: whoever waits, or is about to, ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .crew import Stopped
+from .schedule import FORWARD, Action
+from .stage import Stage
+
+Recorder = Callable[[str, int, int, float, float], None]
+"""Called by the workers with (kind, stage, micro-batch, start, end); seconds of perf_counter."""
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class Channel:
+    """What one stage hands to its neighbour, by micro-batch."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
+        self._early: dict[int, Any] = {}
+
+    def put(self, i: int, value: Any) -> None:
+        self._queue.put((i, value))
+
+    def get(self, i: int) -> Any:
+        """Wait for micro-batch i. `Stopped` once `stop` was called."""
+        while i not in self._early:
+            entry = self._queue.get()  # no time-out: whatever ends the call calls stop()
+            if entry is None:
+                self.stop()
+                raise Stopped
+            self._early[entry[0]] = entry[1]
+        return self._early.pop(i)
+
+    def stop(self) -> None:
+        self._queue.put(None)
+
+
+class Dataflow:
+    """The stages, micro-batches and channels of one step.
+
+    The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; the gradients are those
+    of ``scale`` times the sum of all losses.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
+        loss_fn: LossFunction,
+        scale: float | Tensor,
+        recorder: Recorder | None,
+    ) -> None:
+        self.losses: list[Tensor | None] = [None] * len(inputs)
+        self._stages = stages
+        self._inputs = list(inputs)
+        self._targets = targets
+        self._loss_fn = loss_fn
+        self._scale = scale
+        self._recorder = recorder
+        self._stopped = False
+        self._up = [Channel() for _ in stages]  # into stage s
+        self._down = [Channel() for _ in stages]  # back into stage s
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """The work of one worker."""
+        try:
+            for action in actions:
+                if self._stopped:
+                    raise Stopped
+                if action.kind is FORWARD:
+                    self._forward(action)
+                else:
+                    self._backward(action)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        self._stopped = True
+        for channel in (*self._up, *self._down):
+            channel.stop()
+
+    def loss(self) -> Tensor:
+        """``scale`` times the losses, added in the order of the micro-batches."""
+        losses = [loss for loss in self.losses if loss is not None]
+        return torch.stack([loss.detach() for loss in losses]).sum() * self._scale
+
+    def _forward(self, action: Action) -> None:
+        _, s, i = action
+        if s == 0:
+            value, self._inputs[i] = self._inputs[i], None
+        else:
+            value = self._up[s].get(i)
+        stage = self._stages[s]
+        if s + 1 < len(self._stages):
+            output = perform(action, self._recorder, stage, stage.forward, i, value)
+            self._up[s + 1].put(i, output)
+        else:
+            target = self._targets[i]
+            self.losses[i] = perform(
+                action, self._recorder, stage, stage.forward, i, value,
+                lambda output: self._loss(output, target),
+            )  # fmt: skip
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        device = self._stages[-1].memory
+        loss = self._loss_fn(output, pytree.tree_map_only(Tensor, lambda t: t.to(device), target))
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss_fn returned {found}: one number, the sum over its micro-batch, is needed, "
+                "e.g. cross_entropy(output, target, reduction='sum')"
+            )
+        return loss
+
+    def _backward(self, action: Action) -> None:
+        _, s, i = action
+        stage = self._stages[s]
+        if s + 1 == len(self._stages):
+            loss = self.losses[i]
+            assert loss is not None  # its forward came before, see schedule.validate
+            gradients = [torch.ones_like(loss) * self._scale]
+        else:
+            gradients = self._down[s + 1].get(i)
+        result = perform(action, self._recorder, stage, _backward, stage, i, gradients)
+        if s > 0:
+            self._down[s].put(i, result)
+
+
+def _backward(stage: Stage, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """Autocast, if on, is for forwards only: operators choose their backward's type themselves."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        return stage.backward(i, gradients)
+
+
+def perform(
+    action: Action,
+    recorder: Recorder | None,
+    stage: Stage,
+    function: Callable[..., Any],
+    *args: Any,
+) -> Any:
+    """Call ``function``; tell the recorder; an error gets a note of where it happened."""
+    start = time.perf_counter() if recorder is not None else 0.0
+    try:
+        result = function(*args)
+        if recorder is not None and stage.device.type == "cuda":
+            torch.cuda.synchronize(stage.device)  # kernels run later than they are launched
+    except BaseException as error:
+        where = f"in the {action.kind.name.lower()} of micro-batch {action.microbatch} "
+        _add_note(error, where + f"on stage {action.stage} ({stage.device})")
+        raise
+    if recorder is not None:
+        recorder(action.kind.value, *action[1:], start, time.perf_counter())
+    return result
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), note]

@@ -1,0 +1,75 @@
+"""Cut a batch into micro-batches and put the results together again.
+
+A value that flows through the pipeline is a tensor, or tuples, lists and dicts of tensors and
+anything else. Every tensor has the batch as its first dimension and is cut along it; what is no
+tensor (a flag, None) goes to every micro-batch unchanged, and so does a tensor without dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def batch_size(value: Any) -> int:
+    """The common first dimension of all tensors; ValueError if there is none, or several."""
+    sizes = {leaf.size(0) for leaf in pytree.tree_leaves(value) if _is_batched(leaf)}
+    if len(sizes) != 1:
+        found = ", ".join(map(str, sorted(sizes))) or "no tensor"
+        raise ValueError(
+            f"the batch is the first dimension of every tensor, but there: {found}; "
+            "give tensors whose first dimensions are equal"
+        )
+    return int(sizes.pop())
+
+
+def sizes_by_split(batch: int, split_size: int) -> list[int]:
+    """Micro-batches of ``split_size`` examples; the last one is smaller if need be."""
+    if split_size < 1:
+        raise ValueError(f"split_size={split_size}: at least 1 example, e.g. {max(batch // 4, 1)}")
+    whole, rest = divmod(batch, split_size)
+    return [split_size] * whole + [rest] * (rest > 0) or [0]
+
+
+def sizes_by_number(batch: int, num_microbatches: int) -> list[int]:
+    """``num_microbatches`` sizes that differ by at most one; fewer if the batch is smaller."""
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches}: at least 1, e.g. 4")
+    m = max(1, min(num_microbatches, batch))
+    return [batch // m + (i < batch % m) for i in range(m)]
+
+
+def split(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """One value per micro-batch; their tensors are views of the given ones."""
+    leaves, spec = pytree.tree_flatten(value)
+    columns = [
+        leaf.split(list(sizes)) if _is_batched(leaf) else [leaf] * len(sizes) for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([column[i] for column in columns], spec)
+            for i in range(len(sizes))]  # fmt: skip
+
+
+def join(values: Sequence[Any]) -> Any:
+    """Tensors concatenated along the batch; the rest as in the first micro-batch."""
+    if len(values) == 1:
+        return values[0]
+    for leaf in pytree.tree_leaves(values[0]):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim() == 0:
+            raise ValueError(
+                "a number per micro-batch cannot be put together to one of the batch: let the "
+                "pipeline end before the loss, or use train_step with a loss_fn that sums"
+            )
+    flat = [pytree.tree_flatten(value) for value in values]
+    leaves = [
+        torch.cat(column) if _is_batched(column[0]) else column[0]
+        for column in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
+    return pytree.tree_unflatten(leaves, flat[0][1])
+
+
+def _is_batched(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0

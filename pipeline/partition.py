@@ -1,0 +1,190 @@
+"""Where a model is cut: by the devices of its layers, or so that the stages cost the same.
+
+`_split_module` joins consecutive layers of one device to a partition. The device of a layer is
+that of its parameters, or what `WithDevice` says: the logical devices ``cpu:0``, ``cpu:1`` can
+only be said that way, since a tensor moved to them reports ``cpu``.
+
+A pipeline is as fast as its slowest stage, so `balance` cuts n contiguous stages such that the
+costliest costs least: exact, by dynamic programming over (layers, stages), O(n L^2).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+class WithDevice(nn.Module):
+    """A layer with the device it shall run on: ``WithDevice(nn.Dropout(), 'cpu:1')``."""
+
+    def __init__(self, module: nn.Module, device: torch.device | str) -> None:
+        super().__init__()
+        self._module = module
+        self._device = torch.device(device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+
+def _retrieve_device(module: nn.Module) -> torch.device | None:
+    """The one device of all parameters and buffers; None if there are none."""
+    tensors = [*module.parameters(), *module.buffers()]
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors))
+    if len(devices) > 1:
+        raise ValueError(
+            f"{type(module).__name__} has parameters on {' and '.join(map(str, devices))}: a layer "
+            f"runs on one device, e.g. module.to('{devices[0]}')"
+        )
+    return devices[0] if devices else None
+
+
+def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.device]]:
+    """Cut a Sequential where the device changes: (partitions, their devices).
+
+    Nested Sequentials are taken apart. A layer without parameters and without `WithDevice` stays
+    with the layer before it (at the very beginning: with the one after it). What `WithDevice`
+    places on a GPU is moved there.
+    """
+    layers = list(_flatten(modules, None))
+    if not layers:
+        raise ValueError("the module is empty: give an nn.Sequential of at least one layer")
+    current = next((device for _, device in layers if device is not None), torch.device("cpu"))
+    partitions: list[list[nn.Module]] = [[]]
+    devices = [current]
+    for layer, device in layers:
+        if device is not None and device != devices[-1]:
+            partitions.append([])
+            devices.append(device)
+        partitions[-1].append(layer)
+    return nn.ModuleList(nn.Sequential(*layers) for layers in partitions), devices
+
+
+def _flatten(
+    modules: nn.Sequential, inherited: torch.device | None
+) -> Iterator[tuple[nn.Module, torch.device | None]]:
+    if not isinstance(modules, nn.Sequential):
+        raise TypeError(
+            f"a pipeline is cut from an nn.Sequential, not from {type(modules).__name__}: "
+            "give nn.Sequential(*layers)"
+        )
+    for layer in modules:  # not named_children(), which skips a layer that is there twice
+        device = inherited
+        while isinstance(layer, WithDevice):
+            device = device or layer.device
+            layer = layer.module
+        if type(layer) is nn.Sequential:  # a subclass may have a forward of its own
+            yield from _flatten(layer, device)
+            continue
+        if device is not None and device.type != "cpu":
+            layer.to(device)
+        yield layer, device or _retrieve_device(layer)
+
+
+def balance(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Layers per stage, such that the largest sum of ``costs`` in a stage is smallest."""
+    L = len(costs)
+    if not 1 <= num_stages <= L:
+        raise ValueError(
+            f"{num_stages} stages for {L} layers: every stage needs a layer, so 1 to {L} stages"
+        )
+    before = [0.0, *accumulate(costs)]  # before[k]: cost of the first k layers
+    worst = before[:]  # worst[k]: costliest stage of the best cut of the first k layers
+    cuts: list[list[int]] = []
+    for n in range(2, num_stages + 1):
+        previous, worst, cut = worst, [float("inf")] * (L + 1), [0] * (L + 1)
+        for k in range(n, L + 1):
+            cut[k] = min(range(n - 1, k), key=lambda c: max(previous[c], before[k] - before[c]))
+            worst[k] = max(previous[cut[k]], before[k] - before[cut[k]])
+        cuts.append(cut)
+    sizes, end = [], L
+    for cut in reversed(cuts):
+        sizes.append(end - cut[end])
+        end = cut[end]
+    return [end, *reversed(sizes)]
+
+
+def parse_balance(
+    text: str, num_layers: int, num_stages: int, costs: Callable[[], Sequence[float]]
+) -> list[int]:
+    """Layers per stage from ``auto`` (by measured ``costs()``), ``uniform`` or ``4,4,4``."""
+    if text == "auto":
+        return balance(costs(), num_stages)
+    uniform = balance([1.0] * num_layers, num_stages)
+    if text == "uniform":
+        return uniform
+    example = f"e.g. auto, uniform or {','.join(map(str, uniform))}"
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"balance={text!r} is no list of numbers: {example}") from None
+    if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
+        raise ValueError(
+            f"balance={text!r}: {num_stages} numbers, each at least 1, must add up to the "
+            f"{num_layers} layers: {example}"
+        )
+    return sizes
+
+
+def measure_costs(
+    layers: Sequence[nn.Module],
+    sample: Any,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    repeats: int = 3,
+) -> list[float]:
+    """Seconds of forward and backward of each layer, median of ``repeats`` after a warm-up.
+
+    ``sample`` is a micro-batch; ``loss_fn(output)`` counts towards the last layer. Gradients go
+    nowhere: ``.grad`` is as it was. A device is waited for, so GPUs are measured too.
+    """
+    costs = []
+    value = sample
+    for k, layer in enumerate(layers):
+        last = loss_fn if k + 1 == len(layers) else None
+        times = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            output = _forward_backward(layer, value, last)
+            times.append(time.perf_counter() - start)
+        costs.append(statistics.median(times[1:]))
+        value = output
+    return costs
+
+
+def _forward_backward(layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any] | None) -> Any:
+    """One forward and backward; the output, detached, flows into the next layer."""
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    device = parameters[0].device if parameters else None
+
+    def enter(t: Tensor) -> Tensor:
+        moved = t.detach() if device is None else t.detach().to(device)
+        return moved.requires_grad_(t.requires_grad)
+
+    with torch.enable_grad():
+        value = pytree.tree_map_only(Tensor, enter, value)
+        output = layer(value)
+        result = output if loss_fn is None else loss_fn(output)
+    ends = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+    starts = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
+    if ends and (starts or parameters):
+        inputs = [*starts, *parameters]
+        torch.autograd.grad(ends, inputs, [torch.ones_like(t) for t in ends], allow_unused=True)
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), output
+    )

@@ -1,0 +1,259 @@
+"""A pipeline of one process: the stages of a model, a worker thread each.
+
+    pipe = Pipe(nn.Sequential(WithDevice(a, "cpu:0"), WithDevice(b, "cpu:1")), split_size=8)
+    pipe(x).sum().backward()                                          # like the Sequential itself
+    pipe.train_step(x, y, loss_fn, schedule="1f1b", num_microbatches=4)   # and 1F1B
+
+`Pipe.forward` is GPipe (Huang et al., 2019) in torchgpipe's form: m micro-batches flow through n
+stages in m + n - 1 clocks. What autograd sees of it is one function from the input and the
+parameters to the output. Its backward runs the reverse clocks *on the workers*: torchgpipe leaves
+it to autograd, which runs all CPU work of a graph on one thread. Gradient hooks, tied parameters,
+`torch.autograd.grad` and ``retain_graph`` work as on the plain Sequential; differentiating twice
+does not.
+
+`Pipe.train_step` computes the loss on the last stage and runs any schedule of schedule.py, without
+clocks. Both add the gradients of micro-batches in their order, and give the same bits.
+
+Cost: a bubble of (n-1)/(m+n-1) of the time; the activations of m micro-batches (1F1B: at most
+min(m, n-s) on stage s); per clock, or action, about 0.1 ms of Python and waking threads.
+
+Glossary: m micro-batches, n stages, i micro-batch, j or s stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from . import microbatch
+from .autograd import pipelined
+from .crew import Crew
+from .dataflow import Dataflow, LossFunction, Recorder, perform
+from .gradients import Replicas, deliver, gradients_by_stage, hooks_held, trained_parameters
+from .partition import _split_module
+from .randomness import StepSeed
+from .schedule import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    Schedule,
+    clock_cycles,
+    find,
+    forward_only,
+    merge,
+    validate,
+)
+from .stage import Stage
+from .worker import Context, Task
+
+T = TypeVar("T")
+_clock_cycles = clock_cycles  # the course's name
+BuildSchedule = Callable[[int, int], Schedule]
+
+
+class Pipe(nn.Module):
+    """An `nn.Sequential`, its partitions computing at the same time on different micro-batches.
+
+    ``split_size``: examples per micro-batch of `forward`. ``recorder``: see dataflow.Recorder.
+    ``replicas``: copies of tied parameters on other devices (model.py makes them).
+    ``peak_alive``: after a step, the most micro-batches whose activations each stage held.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        split_size: int = 1,
+        recorder: Recorder | None = None,
+        replicas: Replicas | None = None,
+    ) -> None:
+        super().__init__()
+        microbatch.sizes_by_split(1, split_size)  # raises if it is not positive
+        self.split_size = int(split_size)
+        self.recorder = recorder
+        self.replicas = dict(replicas or {})
+        self.partitions, self.devices = _split_module(module)
+        self.peak_alive = [0] * len(self.devices)
+        self._crew = Crew(self.devices)
+        self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
+        self._plans: dict[Any, list[tuple[int, list[Action]]]] = {}
+        self._stages: list[Stage] = []  # those of the forward in progress
+
+    def close(self) -> None:
+        """End the worker threads. Garbage collection does so too."""
+        self._crew.close()
+
+    def __enter__(self) -> Pipe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def forward(self, x: Any) -> Any:
+        """The output of the Sequential for x, on the last device.
+
+        x is a tensor, or nested tuples, lists, dicts of tensors, whose first dimension is the
+        batch; so is what passes from layer to layer.
+        """
+        sizes = microbatch.sizes_by_split(microbatch.batch_size(x), self.split_size)
+        self._refresh_replicas()
+        self._stages = self._new_stages()
+        try:
+            return pipelined(self, self._stages, x, sizes)
+        finally:
+            self._stages = []  # autograd holds those it needs for a backward
+
+    def forward_clocks(self, batches: list[Any]) -> list[Any]:
+        """Run all clock cycles of a forward pass; ``batches`` become the outputs."""
+        for schedule in _clock_cycles(len(batches), len(self.partitions)):
+            self.compute(batches, schedule)
+        return batches
+
+    def backward_clocks(
+        self, stages: Sequence[Stage], gradients: list[list[Tensor | None]], retain_graph: bool
+    ) -> list[list[Tensor | None]]:
+        """The clock cycles of the backward, last stage first; ``gradients`` become the input's."""
+        n = len(stages)
+        context = Context()
+        for schedule in _clock_cycles(len(gradients), n):
+            jobs = []
+            for i, j in schedule:
+                stage = stages[n - 1 - j]
+                action = Action(BACKWARD, stage.index, i)
+                work = partial(
+                    perform, action, self.recorder, stage,
+                    stage.backward, i, gradients[i], retain_graph,
+                )  # fmt: skip
+                jobs.append((stage.index, Task(work, context)))
+            for (i, _), result in zip(schedule, self._crew.run(jobs), strict=True):
+                gradients[i] = result
+        return gradients
+
+    def compute(self, batches: list[Any], schedule: list[tuple[int, int]]) -> None:
+        """One clock: run each (i, j) of ``schedule``, partition j on ``batches[i]``, in place."""
+        context = Context()
+        stages = self._stages or self._new_stages()
+        jobs = []
+        for i, j in schedule:
+            stage = stages[j]
+            action = Action(FORWARD, j, i)
+            work = partial(perform, action, self.recorder, stage, stage.forward, i, batches[i])
+            jobs.append((j, Task(work, context)))
+        for (i, _), output in zip(schedule, self._crew.run(jobs), strict=True):
+            batches[i] = output
+
+    def train_step(
+        self,
+        x: Any,
+        target: Any,
+        loss_fn: LossFunction,
+        schedule: str | BuildSchedule = "1f1b",
+        num_microbatches: int | None = None,
+        scale: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Forward and backward of a batch by ``schedule``; return the loss, add to ``.grad``.
+
+        ``loss_fn(output, target)`` runs on the last stage, once per micro-batch, and returns the
+        *sum* over it; the loss is ``scale`` times all sums. For the mean over the target tokens of
+        the whole batch, however they fall into micro-batches: ``scale=1 / number_of_tokens``.
+        Without ``num_microbatches``, they have ``split_size`` examples. Nothing is added to any
+        ``.grad`` if a stage raises.
+        """
+        self._refresh_replicas()
+        stages = self._new_stages()
+        with hooks_held(trained_parameters(stages, self.replicas)), torch.enable_grad():
+            loss = self._run(stages, x, target, loss_fn, schedule, num_microbatches, scale)
+        self.peak_alive = [stage.peak_alive for stage in stages]
+        own, tied = gradients_by_stage(stages, self.replicas)
+        self.run_on_stages(lambda s: deliver(own[s]))
+        deliver(tied)
+        return loss
+
+    def eval_step(
+        self,
+        x: Any,
+        target: Any,
+        loss_fn: LossFunction,
+        num_microbatches: int | None = None,
+        scale: float | Tensor = 1.0,
+    ) -> Tensor:
+        """The loss of `train_step`, without gradients."""
+        self._refresh_replicas()
+        with torch.no_grad():
+            stages = self._new_stages()
+            return self._run(stages, x, target, loss_fn, "gpipe", num_microbatches, scale)
+
+    def run_on_stages(self, function: Callable[[int], T]) -> list[T]:
+        """``function(s)`` for every stage s on its worker, at the same time: optimizer steps."""
+        context = Context()
+        return self._crew.run(
+            [(s, Task(partial(function, s), context)) for s in range(len(self.devices))]
+        )
+
+    def stage_parameters(self) -> list[list[nn.Parameter]]:
+        """Per stage, the parameters it owns; a tied one belongs to the first of its stages."""
+        seen: set[nn.Parameter] = set(self.replicas)
+        owned: list[list[nn.Parameter]] = []
+        for partition in self.partitions:
+            owned.append([p for p in partition.parameters() if p not in seen])
+            seen.update(owned[-1])
+        return owned
+
+    def _run(
+        self,
+        stages: Sequence[Stage],
+        x: Any,
+        target: Any,
+        loss_fn: LossFunction,
+        schedule: str | BuildSchedule,
+        num_microbatches: int | None,
+        scale: float | Tensor,
+    ) -> Tensor:
+        batch = microbatch.batch_size((x, target))
+        if num_microbatches is None:
+            sizes = microbatch.sizes_by_split(batch, self.split_size)
+        else:
+            sizes = microbatch.sizes_by_number(batch, num_microbatches)
+        inputs, targets = microbatch.split(x, sizes), microbatch.split(target, sizes)
+        flow = Dataflow(stages, inputs, targets, loss_fn, scale, self.recorder)
+        context = Context()
+        plan = self._plan(schedule, len(sizes), context.grad_enabled)
+        jobs = [(s, Task(partial(flow.run, actions), context)) for s, actions in plan]
+        self._crew.run(jobs, stop=flow.stop)
+        return flow.loss()
+
+    def _plan(
+        self, schedule: str | BuildSchedule, m: int, backward: bool
+    ) -> list[tuple[int, list[Action]]]:
+        """Per worker, a stage that it serves and the actions of all of those. Checked once."""
+        key = (schedule, m, backward)
+        if key in self._plans:
+            return self._plans[key]
+        build = find(schedule) if isinstance(schedule, str) else schedule
+        actions = build(len(self.devices), m)
+        validate(actions, m)
+        worker_of: dict[int, int] = {}  # stages that share a device share a worker
+        owners = [worker_of.setdefault(id(queue), len(worker_of)) for queue in self.in_queues]
+        lists = merge(actions if backward else forward_only(actions), owners)
+        plan = [(owners.index(w), actions) for w, actions in enumerate(lists)]
+        if isinstance(schedule, str):  # a function may be a new one in every step
+            self._plans[key] = plan
+        return plan
+
+    def _new_stages(self) -> list[Stage]:
+        seed = StepSeed()
+        stages, layers = [], 0
+        for j, device in enumerate(self.devices):
+            partition = cast(nn.Sequential, self.partitions[j])
+            stages.append(Stage(j, partition, device, seed, layers))
+            layers += len(partition)
+        return stages
+
+    def _refresh_replicas(self) -> None:
+        """Copies of tied parameters follow what the optimizer did to the originals."""
+        with torch.no_grad():
+            for copy, original in self.replicas.items():
+                copy.copy_(original, non_blocking=True)

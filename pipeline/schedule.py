@@ -1,0 +1,258 @@
+"""Which stage runs which action, in which order. Pure: no torch, no threads, no clocks.
+
+Problem. A model is cut into n stages. A batch, cut into m micro-batches, flows forward through
+the stages and its gradients flow back. Which work does stage s do next? The answer decides how
+long the stages idle (the bubble) and how many activations they hold.
+
+Idea. A schedule is a list, per stage, of actions. It says only the order *on each stage*; when an
+action starts follows from the dependencies: F(i) on stage s needs F(i) on stage s-1, B(i) on
+stage s needs B(i) on stage s+1 (on the last stage: its own F(i)). The same lists are run by
+threads, run by processes, timed, drawn and checked.
+
+GPipe (Huang et al., 2019): all forwards, then all backwards. Every stage holds m micro-batches.
+
+    GPipe, 3 stages, 4 micro-batches                    bubble = (n-1)/(m+n-1) = 2/6
+    stage 0: F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
+    stage 1: .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
+    stage 2: .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
+
+1F1B (PipeDream-Flush, Narayanan et al., 2021; Megatron-LM): after a warm-up of n-s-1 forwards a
+stage alternates, so the same bubble costs at most min(m, n-s) micro-batches of activations.
+
+    1F1B, 3 stages, 4 micro-batches                     bubble = (n-1)/(m+n-1) = 2/6
+    stage 0: F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+    stage 1: .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+    stage 2: .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+
+Backwards run in the order of the micro-batches in every schedule, so that every schedule adds
+the gradients in the same order and gives the same bits.
+
+Glossary: m micro-batches, n stages, i micro-batch, s stage, k clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from fractions import Fraction
+from typing import NamedTuple
+
+
+class Kind(str, Enum):
+    """What a stage does with a micro-batch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+FORWARD = Kind.FORWARD
+BACKWARD = Kind.BACKWARD
+
+
+class Action(NamedTuple):
+    """One entry of a schedule."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch}"
+
+
+Schedule = list[list[Action]]  # per stage, its actions in order
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards."""
+    _check_sizes(num_stages, num_microbatches)
+    everything = range(num_microbatches)
+    return [
+        [Action(FORWARD, s, i) for i in everything] + [Action(BACKWARD, s, i) for i in everything]
+        for s in range(num_stages)
+    ]
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+    """One forward, one backward: the least activations at GPipe's bubble."""
+    _check_sizes(num_stages, num_microbatches)
+    schedule = []
+    for s in range(num_stages):
+        warm_up = min(num_microbatches, num_stages - s - 1)
+        actions = [Action(FORWARD, s, i) for i in range(warm_up)]
+        for i in range(warm_up, num_microbatches):  # steady state
+            actions += [Action(FORWARD, s, i), Action(BACKWARD, s, i - warm_up)]
+        cool_down = range(num_microbatches - warm_up, num_microbatches)
+        schedule.append(actions + [Action(BACKWARD, s, i) for i in cool_down])
+    return schedule
+
+
+def sequential(num_stages: int, num_microbatches: int) -> Schedule:
+    """One micro-batch at a time through all stages and back: no two stages ever work at once.
+
+    This is naive model parallelism, the baseline a pipeline is measured against.
+    """
+    _check_sizes(num_stages, num_microbatches)
+    return [
+        [Action(kind, s, i) for i in range(num_microbatches) for kind in (FORWARD, BACKWARD)]
+        for s in range(num_stages)
+    ]
+
+
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "sequential": sequential,
+}
+
+
+def find(name: str) -> Callable[[int, int], Schedule]:
+    """The schedule function called ``name``; ValueError that lists them otherwise."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule={name!r}: choose one of {', '.join(SCHEDULES)}, e.g. '1f1b'")
+    return SCHEDULES[name]
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The same schedule without its backwards: evaluation."""
+    return [[action for action in actions if action.kind is FORWARD] for actions in schedule]
+
+
+def clock_cycles(num_batches: int, num_partitions: int) -> Iterator[list[tuple[int, int]]]:
+    """Per clock, the (micro-batch, partition) pairs of a forward pass: m + n - 1 clocks.
+
+    m = 3, n = 3 (torchgpipe, Kim et al., 2020):
+
+        k (i,j) (i,j) (i,j)
+        - ----- ----- -----
+        0 (0,0)
+        1 (1,0) (0,1)
+        2 (2,0) (1,1) (0,2)
+        3       (2,1) (1,2)
+        4             (2,2)
+    """
+    for k in range(num_batches + num_partitions - 1):
+        first = max(0, k - num_batches + 1)
+        yield [(k - j, j) for j in range(first, min(k + 1, num_partitions))]
+
+
+def clock_table(schedule: Schedule) -> list[list[Action | None]]:
+    """Row k: what each stage does in clock k if every action takes one clock, None where idle.
+
+    Raises ValueError, naming an action that waits for ever, if the schedule deadlocks.
+    """
+    num_stages = len(schedule)
+    position = [0] * num_stages
+    done: set[Action] = set()
+    rows: list[list[Action | None]] = []
+    while any(p < len(actions) for p, actions in zip(position, schedule, strict=True)):
+        row: list[Action | None] = []
+        for p, actions in zip(position, schedule, strict=True):
+            ready = p < len(actions) and all(
+                needed in done for needed in dependencies(actions[p], num_stages)
+            )
+            row.append(actions[p] if ready else None)
+        started = [action for action in row if action is not None]
+        if not started:
+            raise ValueError(_deadlock(schedule, position, done))
+        for action in started:
+            position[action.stage] += 1
+        done.update(started)
+        rows.append(row)
+    return rows
+
+
+def dependencies(action: Action, num_stages: int) -> list[Action]:
+    """The actions that must have ended before ``action`` can start."""
+    kind, s, i = action
+    if kind is FORWARD:
+        return [Action(FORWARD, s - 1, i)] if s > 0 else []
+    own = Action(FORWARD, s, i)
+    return [own, Action(BACKWARD, s + 1, i)] if s + 1 < num_stages else [own]
+
+
+def validate(
+    schedule: Schedule, num_microbatches: int, max_alive: Sequence[int] | None = None
+) -> None:
+    """Raise ValueError, naming the action, unless ``schedule`` can run and does all the work.
+
+    Each stage runs F(i) and B(i) of each micro-batch exactly once; nothing waits for ever; and,
+    where ``max_alive`` gives a limit per stage, no stage holds more micro-batches than that.
+    """
+    for s, actions in enumerate(schedule):
+        expected = {Action(kind, s, i) for kind in Kind for i in range(num_microbatches)}
+        seen: set[Action] = set()
+        for action in actions:
+            if action not in expected:
+                raise ValueError(f"stage {s}: {action!r} does not belong here")
+            if action in seen:
+                raise ValueError(f"stage {s}: {action} is there twice")
+            seen.add(action)
+        for action in sorted(expected - seen):
+            raise ValueError(f"stage {s}: {action} is missing")
+    clock_table(schedule)
+    for s, limit in enumerate(max_alive or []):
+        alive = 0
+        for action in schedule[s]:
+            alive += 1 if action.kind is FORWARD else -1
+            if alive > limit:
+                raise ValueError(f"stage {s}: {action} makes {alive} micro-batches alive > {limit}")
+
+
+def peak_alive(schedule: Schedule) -> list[int]:
+    """Per stage, the most micro-batches whose activations it holds at once."""
+    peaks = []
+    for actions in schedule:
+        alive = peak = 0
+        for action in actions:
+            alive += 1 if action.kind is FORWARD else -1
+            peak = max(peak, alive)
+        peaks.append(peak)
+    return peaks
+
+
+def bubble(schedule: Schedule) -> Fraction:
+    """The share of all clocks in which a stage idles, at one clock per action."""
+    slots = [action for row in clock_table(schedule) for action in row]
+    return Fraction(slots.count(None), len(slots))
+
+
+def draw(schedule: Schedule) -> str:
+    """The clock table as text, one line per stage: see the top of this file."""
+    lines = []
+    for s, column in enumerate(zip(*clock_table(schedule), strict=True)):
+        cells = ["." if action is None else str(action) for action in column]
+        width = max(2, len(str(len(schedule[s]) // 2 - 1)) + 1)
+        lines.append(f"stage {s}: " + " ".join(f"{cell:{width}}" for cell in cells).rstrip())
+    return "\n".join(lines)
+
+
+def merge(schedule: Schedule, owners: Sequence[int]) -> Schedule:
+    """Per worker, one list of the actions of all the stages it owns (stage s: ``owners[s]``).
+
+    In order of their clocks: every action waits only for earlier clocks, so no deadlock arises
+    from several stages sharing a worker.
+    """
+    merged: Schedule = [[] for _ in range(max(owners) + 1)]
+    for row in clock_table(schedule):
+        for action in row:
+            if action is not None:
+                merged[owners[action.stage]].append(action)
+    return merged
+
+
+def _deadlock(schedule: Schedule, position: Sequence[int], done: set[Action]) -> str:
+    stuck = []
+    for p, actions in zip(position, schedule, strict=True):
+        if p < len(actions):
+            needed = next(a for a in dependencies(actions[p], len(schedule)) if a not in done)
+            stuck.append(f"{actions[p]} on stage {actions[p].stage} waits for {needed} on stage "
+                         f"{needed.stage}")  # fmt: skip
+    return "deadlock: " + "; ".join(stuck)
+
+
+def _check_sizes(num_stages: int, num_microbatches: int) -> None:
+    if num_stages < 1 or num_microbatches < 1:
+        raise ValueError(
+            f"{num_stages} stages, {num_microbatches} micro-batches: at least 1 of each, e.g. 2, 4"
+        )

@@ -1,0 +1,179 @@
+"""One stage: the forward and backward of its layers for one micro-batch at a time.
+
+Problem. Autograd runs all CPU work of one graph on the thread that called ``backward``: a graph
+through all stages would make the backward of a pipeline sequential.
+
+Idea. Each stage builds a graph of its own per micro-batch. ``forward(i, x)`` detaches x, runs the
+layers and keeps x and the output y; what it hands on is y detached. ``backward(i, dy)``
+differentiates y by x and by the parameters, frees what was kept, and hands back dx. Whoever calls
+does the work: the worker that ran the forward runs the backward.
+
+    stage s-1 ──x──▸ [detach ─ layers ─ y] ──y detached──▸ stage s+1
+    stage s-1 ◂─dx── [       grad        ] ◂─────dy─────── stage s+1
+
+Gradients of the parameters are added up in ``self.gradients``, in the order of the calls, and not
+in ``.grad``: `torch.autograd.grad(loss, parameters)`, hooks and tied parameters need them to reach
+``.grad`` once, by way of autograd.
+
+Transport (queues, send/recv) is not here, and neither is a schedule.
+Cost: between forward and backward of a micro-batch, its activations on this stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .randomness import StageRandomness, StepSeed
+
+
+@dataclass
+class _Kept:
+    """What the backward of one micro-batch needs. Positions count the leaves of x and of y."""
+
+    inputs: list[Tensor]
+    input_positions: list[int]
+    num_inputs: int
+    outputs: list[Tensor]
+    output_positions: list[int]
+
+
+class Stage:
+    """The layers of one device during one step. Only one thread at a time may use it.
+
+    A new Stage is made for every step, so a step that fails, or whose backward is never asked
+    for, leaves nothing behind. ``alive`` is the number of micro-batches whose activations are
+    held, ``peak_alive`` the most that ever were.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Sequential,
+        device: torch.device,
+        seed: StepSeed | None = None,
+        first_layer: int = 0,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.device = device  # may be logical, as cpu:1; tensors are moved to where they are
+        self.memory = torch.device("cpu") if device.type == "cpu" else device
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.gradients: list[Tensor | None] = [None] * len(self.parameters)
+        self.peak_alive = 0
+        self._kept: dict[int, _Kept] = {}
+        self._seed = seed or StepSeed()
+        self._randomness = StageRandomness(device)
+        self._first_layer = first_layer
+        self._draws = any(layer.training for layer in module.modules())
+
+    @property
+    def alive(self) -> int:
+        return len(self._kept)
+
+    def forward(self, i: int, value: Any, tail: Callable[[Any], Any] | None = None) -> Any:
+        """Run micro-batch i; return its output, detached, ``requires_grad`` saying what it was.
+
+        ``tail`` follows the layers and belongs to the same graph: the loss, on the last stage.
+        Without grad mode nothing is kept.
+        """
+        leaves, spec = pytree.tree_flatten(value)
+        positions = []
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                wanted = leaf.requires_grad and torch.is_grad_enabled()
+                leaf = leaf.detach().to(self.memory, non_blocking=True)
+                leaves[k] = leaf.requires_grad_() if wanted else leaf
+                positions += [k] if wanted else []
+        output = pytree.tree_unflatten(leaves, spec)
+        for k, layer in enumerate([*self.module, *([tail] if tail else [])], self._first_layer):
+            with self._randomness.of(self._seed, k, i) if self._draws else nullcontext():
+                output = layer(output)
+        results, spec = pytree.tree_flatten(output)
+        of_graph = [k for k, r in enumerate(results) if isinstance(r, Tensor) and r.requires_grad]
+        if torch.is_grad_enabled():
+            inputs, outputs = [leaves[k] for k in positions], [results[k] for k in of_graph]
+            self._kept[i] = _Kept(inputs, positions, len(leaves), outputs, of_graph)
+            self.peak_alive = max(self.peak_alive, self.alive)
+        for k, result in enumerate(results):
+            if isinstance(result, Tensor):
+                results[k] = result.detach().requires_grad_(k in of_graph)
+        return pytree.tree_unflatten(results, spec)
+
+    def backward(
+        self, i: int, gradients: Sequence[Tensor | None], retain_graph: bool = False
+    ) -> list[Tensor | None]:
+        """Run the backward of micro-batch i and free it; return the gradients of its input.
+
+        One gradient per leaf of the output, None for those nothing depends on.
+        """
+        if i not in self._kept:
+            raise RuntimeError(
+                f"micro-batch {i} holds no graph on stage {self.index}: a second backward needs "
+                "backward(retain_graph=True) the first time"
+            )
+        kept = self._kept[i] if retain_graph else self._kept.pop(i)
+        pairs = []
+        for output, position in zip(kept.outputs, kept.output_positions, strict=True):
+            gradient = gradients[position]
+            if gradient is not None:
+                pairs.append((output, gradient.to(self.memory, non_blocking=True)))
+        result: list[Tensor | None] = [None] * kept.num_inputs
+        if not pairs or not (kept.inputs or self.parameters):
+            return result
+        incoming = [dy for _, dy in pairs]
+        found = torch.autograd.grad(
+            [y for y, _ in pairs],
+            [*kept.inputs, *self.parameters],
+            incoming,
+            retain_graph=retain_graph,
+            allow_unused=True,
+        )
+        for position, dx in zip(kept.input_positions, found, strict=False):
+            result[position] = dx
+        self._add(found[len(kept.inputs) :], [*incoming, *found[: len(kept.inputs)]])
+        return result
+
+    def take_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """The sums over all micro-batches so far; they are handed over and start anew."""
+        pairs = list(zip(self.parameters, self.gradients, strict=True))
+        self.gradients = [None] * len(self.parameters)
+        return pairs
+
+    def _add(self, new: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> None:
+        """Sum in place, in one call for all parameters.
+
+        A first gradient is kept as it is, unless it shares its memory with another (autograd
+        hands one tensor to both terms of a sum): that one is copied, being written to later.
+        """
+        seen = {_storage(t) for t in others if t is not None}
+        sums, terms = [], []
+        for k, gradient in enumerate(new):
+            if gradient is None:
+                continue
+            total = self.gradients[k]
+            if total is not None:
+                sums.append(total)
+                terms.append(gradient)
+                continue
+            shared = _storage(gradient) in seen or not _owns_storage(gradient)
+            seen.add(_storage(gradient))
+            self.gradients[k] = gradient.clone() if shared else gradient
+        if sums:
+            torch._foreach_add_(sums, terms)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+def _owns_storage(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return True
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

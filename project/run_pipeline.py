@@ -1,0 +1,250 @@
+"""Trains GPT-2 to translate, its layers cut into stages on several devices, a thread for each.
+
+Devices are GPUs, or slices of this process' CPU cores. In `model_parallel` mode one device
+computes at a time; in `pipeline_parallel` mode micro-batches flow through all of them, forward
+and backward. Both compute what one device computes.
+
+    python project/run_pipeline.py --model_parallel_mode='model_parallel'
+    python project/run_pipeline.py --model_parallel_mode='pipeline_parallel' --n_chunk 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable
+
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script: the packages are beside this folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from pipeline.model import cut_gpt2, loss_of_targets
+from pipeline.model_parallel import GPT2LMHeadModelParallel
+from pipeline.pipe import Pipe
+from pipeline.schedule import SCHEDULES
+from project.options import check_batch, claim_workdir, count, parser_for, run_program
+from project.session import Session, check_model, open_session, read_texts
+from project.utils import autocast, train
+from training.data import Batch, Step
+from training.launch import UserError, World, choose_device, quiet_libraries
+from training.model import target_loss
+
+MODES = ("none", "model_parallel", "pipeline_parallel")
+
+
+def choose_devices(args: argparse.Namespace) -> list[torch.device]:
+    """The devices of the stages: --num_devices GPUs, or as many slices of the CPU's cores.
+
+    Raises:
+        UserError: there are not so many GPUs.
+    """
+    kind = choose_device(args.device, 0, 1).type
+    n = 1 if args.model_parallel_mode == "none" else args.num_devices
+    if kind == "cuda" and n > torch.cuda.device_count():
+        raise UserError(
+            f"--num_devices {n}: {torch.cuda.device_count()} GPUs are visible; "
+            f"--num_devices {torch.cuda.device_count()}, or --device cpu, works"
+        )
+    if kind == "mps" and n > 1:
+        raise UserError(f"--num_devices {n} --device mps: there is one; --device cpu works")
+    return [torch.device(kind, index) for index in range(n)]
+
+
+class StageOptimizers:
+    """An AdamW per stage, each stepping on the worker of its stage, at the same time."""
+
+    def __init__(self, pipe: Pipe, learning_rate: float) -> None:
+        self.pipe = pipe
+        self.optimizers = [
+            torch.optim.AdamW(ps, lr=learning_rate, fused=True) for ps in pipe.stage_parameters()
+        ]
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        """Updates every stage's parameters."""
+        self.pipe.run_on_stages(lambda s: self.optimizers[s].step())
+
+
+class WholeModel:
+    """The whole model in stages: the embedding on the first, the head and the loss on the last."""
+
+    def __init__(self, session: Session, devices: list[torch.device], balance_on: Step) -> None:
+        args = session.args
+        self.args = args
+        # With one micro-batch no two stages ever have work at the same time: model parallelism.
+        self.num_microbatches = args.n_chunk if args.model_parallel_mode != "model_parallel" else 1
+        batch = balance_on.micro_batches[0]
+        size = -(-len(batch["input_ids"]) // self.num_microbatches)
+        sample = {key: batch[key][:size] for key in ("input_ids", "labels", "label_token_weights")}
+        module, replicas, self.cut = cut_gpt2(
+            session.model, devices, args.balance,
+            (sample["input_ids"], sample["label_token_weights"]),
+            (sample["labels"], sample["label_token_weights"]),
+        )  # fmt: skip
+        self.pipe = Pipe(module, replicas=replicas)
+        self.optimizer = StageOptimizers(self.pipe, session.learning_rate)
+
+    def backward(self, step: Step) -> Tensor:
+        """Gradients of a step's loss; returns the summed loss."""
+        (batch,) = step.micro_batches
+        weights = batch["label_token_weights"]
+        tokens = max(1, step.target_tokens)
+        with autocast(weights.device, self.args.precision):
+            loss = self.pipe.train_step(
+                (batch["input_ids"], weights), (batch["labels"], weights), loss_of_targets,
+                self.args.schedule, self.num_microbatches, 1 / tokens,
+            )  # fmt: skip
+        return loss.detach() * tokens
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The summed loss of a batch, without gradients."""
+        weights = batch["label_token_weights"]
+        return self.pipe.eval_step(
+            (batch["input_ids"], weights), (batch["labels"], weights), loss_of_targets,
+            num_microbatches=self.num_microbatches,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Ends the worker threads."""
+        self.pipe.close()
+
+
+class BlocksOnly:
+    """The course's form: the blocks in stages, embedding and head on the first device."""
+
+    def __init__(self, session: Session, devices: list[torch.device]) -> None:
+        self.args = args = session.args
+        model = GPT2LMHeadModelParallel(session.model.config)
+        model.load_state_dict(session.model.state_dict())
+        blocks = range(model.config.n_layer)
+        cuts = [len(blocks) * s // len(devices) for s in range(len(devices) + 1)]
+        model.parallelize(
+            {str(d): list(blocks[a:b]) for d, a, b in zip(devices, cuts, cuts[1:], strict=False)}
+        )
+        if args.model_parallel_mode == "pipeline_parallel":
+            model._prepare_pipeline_parallel(-(-args.batch_size // args.n_chunk))
+        self.model = session.model = model  # on CPU; across GPUs it translates by itself
+        self.cut = " | ".join(str(b - a) for a, b in zip(cuts, cuts[1:], strict=False)) + " blocks"
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=session.learning_rate, fused=True)
+
+    def backward(self, step: Step) -> Tensor:
+        """Gradients of a step's loss; returns the summed loss."""
+        (batch,) = step.micro_batches
+        with autocast(batch["labels"].device, self.args.precision):
+            loss = target_loss(self.model, batch)
+        (loss / max(1, step.target_tokens)).backward()
+        return loss.detach()
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The summed loss of a batch."""
+        return target_loss(self.model, batch)
+
+    def close(self) -> None:
+        """Ends the worker threads."""
+        self.model._finalize_pipeline_parallel()
+        self.model.deparallelize()
+
+
+def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
+    """The program: trains, evaluates after each epoch, writes its results."""
+    physical = torch.device("cpu") if devices[0].type == "cpu" else devices[0]
+    session = open_session(args, World(device=physical), read_texts(args, 1))
+    loader = session.loader(world_size=1, rank=0)
+    strategy: WholeModel | BlocksOnly
+    if args.pipeline == "whole":
+        strategy = WholeModel(session, devices, next(loader.steps(0)))
+    else:
+        strategy = BlocksOnly(session, devices)
+    try:
+        refresh = evaluate_on_one_device(session, devices)
+        session.say(f"{args.model_parallel_mode} on {', '.join(map(str, devices))}: {strategy.cut}")
+        session.start(strategy.loss)
+        torch.manual_seed(args.seed)
+        for epoch in range(args.n_epochs):
+            totals = train(
+                session.model, strategy.optimizer, loader.steps(epoch), strategy.backward,
+                f"Epoch {epoch}", n_steps=len(loader),
+            )  # fmt: skip
+            refresh()
+            session.end_epoch(epoch, totals, strategy.loss, None)
+        session.close()
+    finally:
+        strategy.close()
+
+
+def evaluate_on_one_device(session: Session, devices: list[torch.device]) -> Callable[[], None]:
+    """Lets translations be generated where the whole model is. On CPU it is in one memory anyway;
+    across GPUs a copy on the first follows the trained weights when the result is called."""
+    if devices[0].type != "cuda" or len(devices) == 1:
+        return lambda: None
+    trained = session.model
+    session.translator = copy.deepcopy(trained).to(devices[0])
+    return lambda: session.translator.load_state_dict(trained.state_dict())
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options, with what is wrong with them said before anything is started."""
+    parser = parser_for(__doc__)
+    stages = parser.add_argument_group("pipeline")
+    stages.add_argument(
+        "--model_parallel_mode", choices=MODES, default="none",
+        help="none: one device; model_parallel: stages, one computing at a time; "
+        "pipeline_parallel: stages, micro-batches flowing through them",
+    )  # fmt: skip
+    stages.add_argument(
+        "--num_devices", type=count, default=max(2, torch.cuda.device_count()),
+        help="stages: GPUs, or slices of the CPU cores",
+    )  # fmt: skip
+    stages.add_argument(
+        "--n_chunk", type=count, default=4, help="micro-batches into which a batch is cut"
+    )
+    stages.add_argument(
+        "--schedule", choices=[name for name in SCHEDULES if name != "sequential"], default="1f1b",
+        help="the order of forwards and backwards; 1f1b holds fewer activations than gpipe",
+    )  # fmt: skip
+    stages.add_argument(
+        "--balance", default="auto",
+        help="blocks per stage: auto measures the layers and cuts between halves of blocks, "
+        "uniform shares the blocks out, and 3,5 gives them",
+    )  # fmt: skip
+    stages.add_argument(
+        "--pipeline", choices=("whole", "blocks"), default="whole",
+        help="whole: embedding and head belong to the first and last stage; blocks: the course's "
+        "form, in which they run alone on the first device while all others wait",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    args.world_size = 1
+    check_batch(args)
+    check_model(args)
+    check_stages(args)
+    claim_workdir(args.workdir)
+    return args
+
+
+def check_stages(args: argparse.Namespace) -> None:
+    """Raises UserError for pipeline options that cannot work."""
+    if args.n_chunk > args.batch_size:
+        raise UserError(
+            f"--n_chunk {args.n_chunk} --batch_size {args.batch_size}: a micro-batch needs an "
+            f"example; --n_chunk {args.batch_size} or less works"
+        )
+
+
+def main() -> None:
+    """The program."""
+    args = parse()
+    quiet_libraries()
+    run_pp(args, choose_devices(args))
+
+
+if __name__ == "__main__":
+    run_program(main)

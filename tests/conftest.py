@@ -1,0 +1,33 @@
+"""Fixtures that more than one package's tests use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def _two_ranks() -> Iterator[list[Ranks]]:
+    worlds = [Ranks(2)]
+    yield worlds
+    worlds[0].close()
+
+
+@pytest.fixture
+def ranks(_two_ranks: list[Ranks]) -> Ranks:
+    """Two ranks with a gloo process group; made anew after a test in which one failed."""
+    if _two_ranks[0].broken:
+        _two_ranks[0].close()
+        _two_ranks[0] = Ranks(2)
+    return _two_ranks[0]
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[Ranks]:
+    """Three ranks: sums whose order matters, and parts that are not halves."""
+    world = Ranks(3)
+    yield world
+    world.close()

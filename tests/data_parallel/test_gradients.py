@@ -1,0 +1,338 @@
+"""The gradients of all ranks are the mean over ranks, by name, however they are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data_parallel.gradients import (
+    GradientBuckets,
+    average_gradients,
+    average_gradients_flat,
+    group_parameters,
+)
+from tests.ranks import Ranks
+
+WAYS = ("per_parameter", "flat", "overlap", "overlap through gloo")
+BY_HAND = {"per_parameter": average_gradients, "flat": average_gradients_flat}
+
+
+class Net(nn.Module):
+    """Layers of several sizes, a tied weight, one never used, and one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.wide = nn.Linear(6, 37)
+        self.narrow = nn.Linear(37, 6)
+        self.odd = nn.Linear(6, 6)  # used where asked for
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.never = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self, ids: Tensor, odd: bool) -> Tensor:
+        x = self.narrow(torch.tanh(self.wide(self.embed(ids))))
+        return self.head(self.odd(x) if odd else x)
+
+
+def _net(dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def _loss(net: Net, seed: int, odd: bool = True) -> Tensor:
+    ids = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(seed))
+    return net(ids, odd).square().mean()
+
+
+def _gradients(net: nn.Module) -> dict[str, Tensor | None]:
+    return {n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()}
+
+
+def _mean_of(seeds: list[int], dtype: torch.dtype = torch.float64, odd: set[int] | None = None):  # type: ignore[no-untyped-def]
+    """What one process computes: the mean gradient over the seeds; `odd` are those of them that
+    use the odd layer, by default all."""
+    net = _net(dtype)
+    for seed in seeds:
+        (_loss(net, seed, odd is None or seed in odd) / len(seeds)).backward()
+    return _gradients(net)
+
+
+def _same(got: dict[str, Tensor | None], want: dict[str, Tensor | None], rtol: float) -> None:
+    assert {n for n, g in got.items() if g is None} == {n for n, g in want.items() if g is None}
+    for name, gradient in want.items():
+        if gradient is not None:
+            scale = gradient.abs().max().item()
+            assert torch.allclose(got[name], gradient, rtol=rtol, atol=rtol * scale), name  # type: ignore[arg-type]
+
+
+def _averaged(way: str, net: nn.Module) -> Callable[[], None]:
+    if way in BY_HAND:
+        return lambda: BY_HAND[way](net)
+    return GradientBuckets(net, share_memory=way == "overlap").finish
+
+
+def _train_step(rank: int, _: int, way: str, odd: bool) -> dict[str, Tensor | None]:
+    net = _net()
+    average = _averaged(way, net)
+    for _step in range(2):  # the second finds buckets that are in use
+        net.zero_grad()
+        _loss(net, seed=rank, odd=odd and rank == 1).backward()
+        average()
+    return _gradients(net)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_the_mean_on_every_rank(ranks: Ranks, way: str) -> None:
+    """A layer that only rank 1 uses counts as zero on rank 0; one that nobody uses has none."""
+    got = ranks.run(_train_step, way, True)
+    want = _mean_of([0, 1], odd={1})
+    assert want["never"] is None and want["odd.weight"] is not None
+    for gradients in got:
+        _same(gradients, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_that_no_rank_uses_keeps_no_gradient(ranks: Ranks, way: str) -> None:
+    for gradients in ranks.run(_train_step, way, False):
+        assert [n for n, g in gradients.items() if g is None] == [
+            "never", "frozen", "odd.weight", "odd.bias",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_three_ranks(three_ranks: Ranks, way: str) -> None:
+    """Parts that are not halves, and 1/3, which is not exact in binary: 1e-12 is 4 roundings of
+    2e-16 on sums of like size, with room for cancellation."""
+    got = three_ranks.run(_train_step, way, True)
+    for gradients in got:
+        _same(gradients, _mean_of([0, 1, 2], odd={1}), rtol=1e-12)
+        assert all(torch.equal(gradients[n], g) for n, g in got[0].items() if g is not None)
+
+
+def _with_bucket_bytes(rank: int, _: int, nbytes: int, share: bool) -> list[object]:
+    net = _net()
+    buckets = GradientBuckets(net, bucket_bytes=nbytes, share_memory=share)
+    _loss(net, seed=rank).backward()
+    buckets.finish()
+    inside = all(
+        p.grad is None
+        or any(p.grad.untyped_storage().data_ptr() == b.flat.untyped_storage().data_ptr()
+               for b in buckets.buckets)
+        for p in net.parameters()
+    )  # fmt: skip
+    return [len(buckets.buckets), inside, (buckets.shared is not None), _gradients(net)]
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(
+    ("nbytes", "count"),
+    # 8 trainable parameters; bytes, in the order of the buckets: odd 48, 288, narrow 48, 1776,
+    # wide 296, 1776, embed 528, never 24: together 4784.
+    [(1, 8), (335, 8), (336, 7), (1824, 5), (4783, 2), (4784, 1), (1 << 20, 1)],
+)
+def test_bucket_sizes(ranks: Ranks, nbytes: int, count: int, share: bool) -> None:
+    """Smaller than a parameter, exactly a parameter, a byte more, everything; the last bucket
+    partly filled. Gradients are views of the buckets."""
+    for n, inside, shared, gradients in ranks.run(_with_bucket_bytes, nbytes, share):
+        assert (n, inside, shared) == (count, True, share)
+        _same(gradients, _mean_of([0, 1]), rtol=1e-12)
+
+
+def test_buckets_hold_one_type_each() -> None:
+    like = [
+        nn.Parameter(torch.zeros(4, dtype=d)) for d in (torch.float32, torch.bfloat16) for _ in "ab"
+    ]
+    a, b, c, d = like
+    assert [list(map(id, g)) for g in group_parameters([a, c, b, d], 1 << 20)] == [
+        [id(a), id(b)], [id(c), id(d)],
+    ]  # fmt: skip
+
+
+def _mixed(rank: int, _: int, way: str) -> list[list[float]]:
+    net = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    net["b"].to(torch.bfloat16)
+    average = _averaged(way, net)
+    for p in net.parameters():
+        p.grad = torch.full_like(p, float(rank + 1))
+    average()
+    assert [p.grad.dtype for p in net.parameters()] == [torch.float32, torch.bfloat16]  # type: ignore[union-attr]
+    return [p.grad.flatten().tolist() for p in net.parameters()]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_mixed_types(ranks: Ranks, way: str) -> None:
+    """Also gradients that were put there by hand, without a backward."""
+    assert ranks.run(_mixed, way) == [[[1.5] * 4] * 2] * 2
+
+
+def _accumulate(rank: int, _: int, share: bool, keep: bool) -> dict[str, Tensor | None]:
+    net = _net()
+    buckets = GradientBuckets(net, share_memory=share)
+    for step in range(2):
+        net.zero_grad(set_to_none=not keep)
+        with buckets.no_sync():
+            (_loss(net, seed=10 * step + rank) / 2).backward()
+        (_loss(net, seed=10 * step + rank + 2) / 2).backward()
+        buckets.finish()
+    return _gradients(net)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+def test_accumulation(ranks: Ranks, share: bool, keep: bool) -> None:
+    """Two backwards, one exchange; whether zero_grad keeps the views or not. Kept, the gradient
+    of a parameter that is not used is zero rather than none."""
+    want = _mean_of([10, 11, 12, 13])
+    for gradients in ranks.run(_accumulate, share, keep):
+        if keep:
+            assert gradients.pop("never") is None or not keep
+        _same(gradients, {n: g for n, g in want.items() if n in gradients}, rtol=1e-12)
+
+
+def _in_no_sync(rank: int, _: int) -> tuple[bool, dict[str, Tensor | None]]:
+    net = _net()
+    buckets = GradientBuckets(net)
+    with buckets.no_sync():
+        _loss(net, seed=rank).backward()
+    silent = all(b.work is None for b in buckets.buckets)
+    gradients = _gradients(net)
+    buckets.finish()
+    return silent, gradients
+
+
+def test_no_sync_is_local(ranks: Ranks) -> None:
+    for rank, (silent, gradients) in enumerate(ranks.run(_in_no_sync)):
+        assert silent
+        _same(gradients, _mean_of([rank]), rtol=0)
+
+
+def _no_examples_left(rank: int, _: int, share: bool) -> dict[str, Tensor | None]:
+    net = _net()
+    buckets = GradientBuckets(net, share_memory=share)
+    if rank == 0:
+        _loss(net, seed=0).backward()
+    buckets.finish()
+    return _gradients(net)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_rank_without_examples_takes_part_with_zeros(ranks: Ranks, share: bool) -> None:
+    half = {n: None if g is None else g / 2 for n, g in _mean_of([0]).items()}
+    for gradients in ranks.run(_no_examples_left, share):
+        _same(gradients, half, rtol=1e-15)
+
+
+def _sent_during_backward(_: int, _world_size: int, share: bool) -> list[list[bool]]:
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    buckets = GradientBuckets(net, bucket_bytes=8 * 8 * 4, share_memory=share)
+    seen: list[list[bool]] = []
+    for weight in net.parameters():
+        weight.register_hook(  # runs before the gradient reaches its bucket
+            lambda _: seen.append([b.work is not None for b in buckets.buckets])
+        )
+    net(torch.ones(2, 8)).sum().backward()
+    buckets.finish()
+    return seen
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_buckets_leave_while_backward_runs(ranks: Ranks, share: bool) -> None:
+    """When the gradient of the k-th layer from the end comes, those after it are on their way."""
+    for seen in ranks.run(_sent_during_backward, share):
+        assert seen == [
+            [False, False, False, False],
+            [True, False, False, False],
+            [True, True, False, False],
+            [True, True, True, False],
+        ]
+
+
+def _in_bf16(rank: int, _: int) -> tuple[list[torch.dtype], dict[str, Tensor | None]]:
+    net = _net(torch.float32)
+    buckets = GradientBuckets(net, bucket_bytes=1024, comm_dtype=torch.bfloat16)
+    _loss(net, seed=rank).backward()
+    sent = [b.sent.dtype for b in buckets.buckets if b.sent is not None]
+    buckets.finish()
+    return sent, _gradients(net)
+
+
+def test_gradients_may_travel_in_bf16(ranks: Ranks) -> None:
+    """bf16 has 8 bits: each rank's gradient is rounded by up to 2^-9 of it, and so is the sum; the
+    two ranks' may cancel, so the bound is relative to the largest of the tensor."""
+    for sent, gradients in ranks.run(_in_bf16):
+        assert set(sent) == {torch.bfloat16}
+        want = _mean_of([0, 1], torch.float32)
+        _same(gradients, want, rtol=3 * 2**-8)
+        with pytest.raises(AssertionError):
+            _same(gradients, want, rtol=1e-6)
+
+
+def _twice(_: int, _world_size: int) -> str:
+    net = _net()
+    buckets = GradientBuckets(net)
+    _loss(net, seed=0).backward()
+    try:
+        _loss(net, seed=1).backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        buckets.finish()
+    return "nothing was raised"
+
+
+def test_a_second_backward_without_finish_is_an_error(ranks: Ranks) -> None:
+    for message in ranks.run(_twice):
+        assert "call finish() after each backward, or accumulate inside no_sync()" in message
+
+
+def _closed(rank: int, _: int) -> Tensor | None:
+    net = _net()
+    buckets = GradientBuckets(net)
+    buckets.close()
+    _loss(net, seed=rank).backward()
+    assert all(b.work is None for b in buckets.buckets)
+    return net.wide.weight.grad
+
+
+def test_after_close_gradients_are_local(ranks: Ranks) -> None:
+    first, second = ranks.run(_closed)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_a_bucket_size_that_is_none(nbytes: int) -> None:
+    with pytest.raises(ValueError, match=f"bucket_bytes {nbytes} must be positive, for example"):
+        GradientBuckets(nn.Linear(1, 1), bucket_bytes=nbytes)
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        GradientBuckets(nn.Tanh())
+
+
+def _leftovers(_: int, _world_size: int) -> tuple[bool, list[str], int]:
+    def names() -> set[str]:
+        return {path.name for path in Path("/dev/shm").iterdir()}
+
+    def memory_files() -> int:
+        links = [
+            str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+        ]
+        return sum("gradients" in link for link in links)
+
+    before, files_before = names(), memory_files()
+    buckets = GradientBuckets(_net())
+    dist.barrier()
+    return buckets.shared is not None, sorted(names() - before), memory_files() - files_before
+
+
+def test_shared_memory_has_no_name(ranks: Ranks) -> None:
+    """Nothing that a killed process could leave behind: two maps, and their own descriptors."""
+    assert ranks.run(_leftovers) == [(True, [], 2)] * 2

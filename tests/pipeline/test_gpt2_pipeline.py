@@ -1,0 +1,147 @@
+"""The whole GPT-2 as a pipeline: transformers' model, its names, its loss, its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipeline_models import DEVICES, assert_close, assert_same_bits
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from pipeline.model import Block, cut_gpt2, gpt2_layers, loss_of_targets, place
+from pipeline.pipe import Pipe
+
+
+def gpt2(dropout: float = 0.0, attention: str = "sdpa") -> Any:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=40, n_positions=16, n_embd=16, n_layer=3, n_head=2, embd_pdrop=dropout,
+            resid_pdrop=dropout, attn_pdrop=dropout, attn_implementation=attention,
+        )
+    ).double()  # fmt: skip
+
+
+def sentences() -> tuple[Tensor, Tensor, Tensor]:
+    """Ids B T, what follows each, and the weight of that: a third has no target."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(40, (6, 9), generator=generator)
+    weights = torch.rand(6, 8, generator=generator, dtype=torch.float64).sub(0.33).clamp(min=0)
+    weights[2] = 0  # a micro-batch may have no target at all
+    return ids[:, :-1], ids[:, 1:], weights
+
+
+def plain_loss(model: Any, ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """All logits, one process: what the course computes."""
+    logits = model(ids).logits
+    losses = F.cross_entropy(logits.reshape(-1, 40), labels.reshape(-1), reduction="none")
+    return (losses * weights.reshape(-1)).sum() / weights.sum()
+
+
+def by_name(model: Any) -> dict[str, Any]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("sizes", [[1, 4], [3, 2], [4, 1]])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_loss_and_every_gradient_are_those_of_the_plain_model(
+    sizes: list[int], devices: tuple[str, str], attention: str
+) -> None:
+    ids, labels, weights = sentences()
+    plain, same = gpt2(attention=attention), gpt2(attention=attention)
+    expected = plain_loss(plain, ids, labels, weights)
+    expected.backward()
+    module, replicas = place(gpt2_layers(same), sizes, devices)
+    with Pipe(module, replicas=replicas) as pipe:
+        for schedule in ("gpipe", "1f1b"):
+            same.zero_grad()
+            loss = pipe.train_step(
+                (ids, weights), (labels, weights), loss_of_targets, schedule,
+                num_microbatches=4, scale=1 / weights.sum(),
+            )  # fmt: skip
+            assert_close(by_name(same), by_name(plain))
+            assert_close({"loss": loss.cpu()}, {"loss": expected.detach()})
+        loss = pipe.eval_step(
+            (ids, weights), (labels, weights), loss_of_targets, 4, scale=1 / weights.sum()
+        )
+    assert_close({"loss": loss.cpu()}, {"loss": expected.detach()})
+    assert list(same.state_dict()) == list(plain.state_dict())
+
+
+def test_logits_of_the_pipe_are_those_of_the_plain_model() -> None:
+    ids, _, weights = sentences()
+    model = gpt2().eval()
+    module, _ = place(gpt2_layers(model), [2, 3], ["cpu:0", "cpu:1"])
+    with torch.no_grad(), Pipe(module, split_size=4) as pipe:
+        expected = model(ids).logits
+        torch.testing.assert_close(pipe(ids), expected, rtol=1e-12, atol=1e-12)
+        chosen = pipe((ids, weights))
+        torch.testing.assert_close(chosen, expected[weights != 0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_default_dropout_gives_the_same_bits_twice(attention: str) -> None:
+    ids, labels, weights = sentences()
+    runs = []
+    for schedule in ("1f1b", "1f1b", "gpipe"):
+        model = gpt2(0.1, attention).train()
+        module, _ = place(gpt2_layers(model), [2, 3], ["cpu:0", "cpu:1"])
+        with Pipe(module) as pipe:
+            optimizers = [torch.optim.AdamW(owned, lr=1e-2) for owned in pipe.stage_parameters()]
+            torch.manual_seed(11)
+            losses = []
+            for _ in range(3):
+                model.zero_grad()
+                losses.append(
+                    pipe.train_step(
+                        (ids, weights), (labels, weights), loss_of_targets, schedule,
+                        num_microbatches=3, scale=1 / weights.sum(),
+                    )
+                )  # fmt: skip
+                pipe.run_on_stages(lambda s: optimizers[s].step())  # noqa: B023
+        runs.append({**model.state_dict(), "losses": torch.stack(losses)})
+    assert_same_bits(runs[1], runs[0])
+    assert_same_bits(runs[2], runs[0])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("balance", "layers"),
+    [("uniform", [2, 3]), ("2,1", [3, 2]), ("auto", None)],
+)
+def test_the_model_cut_by_balance(balance: str, layers: list[int] | None, attention: str) -> None:
+    ids, labels, weights = sentences()
+    plain, same = gpt2(attention=attention), gpt2(attention=attention)
+    plain_loss(plain, ids, labels, weights).backward()
+    module, replicas, cut = cut_gpt2(
+        same, ["cpu:0", "cpu:1"], balance, (ids, weights), (labels, weights)
+    )
+    assert set(by_name(same).values()) == {None}
+    with Pipe(module, replicas=replicas) as pipe:
+        found = [len(list(partition.children())) for partition in pipe.partitions]
+        assert found == layers or (layers is None and sum(found) == 2 + 2 * 3)
+        pipe.train_step(
+            (ids, weights), (labels, weights), loss_of_targets,
+            num_microbatches=4, scale=1 / weights.sum(),
+        )  # fmt: skip
+    assert_close(by_name(same), by_name(plain))
+    words = {"uniform": "embedding 1 | 2 head (3 blocks)", "2,1": "embedding 2 | 1 head (3 blocks)"}
+    assert cut == words.get(balance, cut)
+
+
+def test_a_block_of_transformers_4_returns_a_tuple() -> None:
+    block = gpt2().transformer.h[0]
+    hidden = torch.randn(2, 5, 16).double()
+    expected = Block(block)(hidden)
+    inner = block.forward
+    block.forward = lambda *args, **kwargs: (inner(*args, **kwargs), "presents")
+    assert torch.equal(Block(block)(hidden), expected)
+
+
+def test_a_cut_that_does_not_fit_says_so() -> None:
+    with pytest.raises(ValueError, match=r"sizes \[2, 2\] on 2 devices: .* the 5 layers"):
+        place(gpt2_layers(gpt2()), [2, 2], ["cpu:0", "cpu:1"])

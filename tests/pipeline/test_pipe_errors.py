@@ -1,0 +1,186 @@
+"""Whatever a stage raises ends the call at once, reaches the caller as it was, and is over then."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pipeline_models import batch, cut, gradients, square_error, tower
+from torch import Tensor, nn
+
+from pipeline.crew import Crew
+from pipeline.dataflow import Dataflow
+from pipeline.pipe import Pipe
+from pipeline.worker import Task
+
+KINDS = [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit]
+
+
+class Fuse(nn.Module):
+    """Passes its input on, until armed; then it raises in the forward or the backward of row 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed: tuple[str, type[BaseException]] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed and self.armed[0] == "forward":
+            self.blow()
+        return Wire.apply(x, self)
+
+    def blow(self) -> None:
+        assert self.armed is not None
+        raise self.armed[1]("on purpose")
+
+
+class Wire(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fuse: Fuse) -> Tensor:
+        ctx.fuse = fuse
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if ctx.fuse.armed:
+            ctx.fuse.blow()
+        return g, None
+
+
+def three_stages() -> tuple[nn.Sequential, list[Fuse], Pipe]:
+    fuses = [Fuse() for _ in range(3)]
+    layers = list(tower())
+    model = nn.Sequential(*layers[:2], fuses[0], *layers[2:4], fuses[1], *layers[4:], fuses[2])
+    return model, fuses, Pipe(cut(model, (3, 3, 3), ("cpu:0", "cpu:1", "cpu:2")), split_size=2)
+
+
+def forward_backward(pipe: Pipe) -> None:
+    x, y = batch(8)
+    square_error(pipe(x), y).backward()
+
+
+def one_f_one_b(pipe: Pipe) -> None:
+    pipe.train_step(*batch(8), square_error)
+
+
+def gpipe(pipe: Pipe) -> None:
+    pipe.train_step(*batch(8), square_error, schedule="gpipe")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("step", [forward_backward, one_f_one_b, gpipe])
+def test_an_error_on_any_stage_is_raised_as_it_was_and_the_pipe_works_again(
+    step: Callable[[Pipe], None], direction: str, kind: type[BaseException]
+) -> None:
+    model, fuses, pipe = three_stages()
+    with pipe:
+        step(pipe)
+        expected = {name: g.clone() for name, g in gradients(model).items() if g is not None}
+        for s, fuse in enumerate(fuses):
+            model.zero_grad()
+            fuse.armed = (direction, kind)
+            with pytest.raises(kind, match="on purpose") as caught:
+                step(pipe)
+            note = f"in the {direction} of micro-batch 0 on stage {s} (cpu:{s})"
+            assert getattr(caught.value, "__notes__", None) == [note]
+            assert [f.name for f in traceback.extract_tb(caught.value.__traceback__)][-1] == "blow"
+            assert set(gradients(model).values()) == {None}
+            fuse.armed = None
+            step(pipe)
+            assert gradients(model).keys() == expected.keys()
+            for name, g in gradients(model).items():
+                assert g is not None
+                assert torch.equal(g, expected[name])
+        assert len(threading.enumerate()) >= 4
+
+
+def test_an_error_in_the_loss_function() -> None:
+    def fail(*_: Tensor) -> Tensor:
+        raise SystemExit(3)
+
+    x, y = batch(8)
+    with Pipe(cut(tower()), split_size=2) as pipe:
+        with pytest.raises(SystemExit, match="3"):
+            pipe.train_step(x, y, fail)
+        pipe.train_step(x, y, square_error)
+
+
+def test_an_error_in_run_on_stages() -> None:
+    def fail(s: int) -> int:
+        if s == 1:
+            raise ValueError("stage 1 only")
+        return s
+
+    with Pipe(cut(tower())) as pipe:
+        with pytest.raises(ValueError, match="stage 1 only"):
+            pipe.run_on_stages(fail)
+        assert pipe.run_on_stages(lambda s: s) == [0, 1]
+
+
+def test_a_worker_that_ends_during_a_call_ends_the_call_and_is_replaced() -> None:
+    go = threading.Event()
+    crew = Crew([torch.device("cpu:0"), torch.device("cpu:1")])
+    crew.in_queues[1].put(Task(lambda: go.wait(30)))
+    crew.in_queues[1].put(None)  # the tasks below come too late
+    late = [(1, Task(lambda: None)), (1, Task(lambda: None)), (0, Task(go.set))]
+    with pytest.raises(RuntimeError, match=r"the worker of stage 1 \(cpu:1\) has ended"):
+        crew.run(late)
+    assert crew.run([(1, Task(lambda: "again")), (0, Task(lambda: "here"))]) == ["again", "here"]
+    crew.close()
+
+
+@pytest.mark.parametrize("step", [forward_backward, one_f_one_b])
+def test_a_worker_that_ended_between_calls_is_replaced(step: Callable[[Pipe], None]) -> None:
+    _, _, pipe = three_stages()
+    with pipe:
+        step(pipe)
+        pipe.in_queues[1].put(None)
+        pipe._crew.threads[1].join(timeout=30)
+        step(pipe)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals")
+def test_ctrl_c_while_waiting_ends_the_step_and_the_pipe_works_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The signal arrives while stage 1 computes its first micro-batch; no other is begun."""
+    main = threading.get_ident()
+    stopped = threading.Event()
+    stop = Dataflow.stop
+
+    def stop_and_tell(self: Dataflow) -> None:
+        stop(self)
+        stopped.set()
+
+    class Interrupt(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 1:
+                signal.pthread_kill(main, signal.SIGINT)
+                assert stopped.wait(30)
+            return x
+
+    def handler(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Dataflow, "stop", stop_and_tell)
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        interrupt = Interrupt()
+        model = nn.Sequential(*tower(), interrupt)
+        with Pipe(cut(model, (2, 5)), split_size=2) as pipe:
+            with pytest.raises(KeyboardInterrupt):
+                one_f_one_b(pipe)
+            assert interrupt.calls == 1
+            assert set(gradients(model).values()) == {None}
+            one_f_one_b(pipe)
+            assert interrupt.calls == 5
+    finally:
+        signal.signal(signal.SIGINT, previous)

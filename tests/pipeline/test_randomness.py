@@ -1,0 +1,157 @@
+"""Dropout: the seed decides every bit, whatever the threads do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipeline_models import (
+    DEVICES,
+    Call,
+    assert_same_bits,
+    batch,
+    cut,
+    square_error,
+    take_gradients,
+    tower,
+)  # fmt: skip
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from pipeline import schedule as sched
+from pipeline.pipe import Pipe
+from pipeline.randomness import StageRandomness, StepSeed
+
+CPU = torch.device("cpu")
+
+
+def dropping() -> nn.Sequential:
+    layers = list(tower())
+    return nn.Sequential(*layers[:2], nn.Dropout(0.3), *layers[2:], nn.Dropout(0.3))
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_the_same_seed_gives_the_same_bits_under_every_schedule(devices: tuple[str, str]) -> None:
+    x, y = batch(8)
+    model = dropping()
+    found = []
+    with Pipe(cut(model, (3, 5), devices), split_size=2) as pipe:
+        for _ in range(2):
+            for name in sched.SCHEDULES:
+                torch.manual_seed(5)
+                loss = pipe.train_step(x, y, square_error, schedule=name)
+                found.append({**take_gradients(model), "loss": loss})
+            torch.manual_seed(5)
+            loss = square_error(pipe(x), y.to(loss.device))
+            loss.backward()
+            found.append({**take_gradients(model), "loss": found[0]["loss"]})
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+
+
+def test_the_cut_does_not_change_a_bit() -> None:
+    """A balance by measured costs may cut elsewhere in the next run."""
+    x, y = batch(8)
+    model = dropping()
+    found = []
+    for sizes in [(1, 7), (3, 5), (7, 1)]:
+        with Pipe(cut(model, sizes), split_size=2) as pipe:
+            torch.manual_seed(5)
+            loss = pipe.train_step(x, y, square_error)
+            found.append({**take_gradients(model), "loss": loss})
+    assert_same_bits(found[1], found[0])
+    assert_same_bits(found[2], found[0])
+
+
+def test_another_seed_another_step_another_layer_another_micro_batch_differ() -> None:
+    rows = torch.ones(4, 64)
+
+    def masks() -> list[bytes]:
+        first, second = pipe(rows)
+        return [part.detach().numpy().tobytes() for t in (first, second) for part in t.split(2)]
+
+    def fork(x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.dropout(x, 0.5), torch.ones_like(x)
+
+    def follow(value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return value[0], F.dropout(value[1], 0.5)
+
+    with Pipe(cut(nn.Sequential(Call(fork), Call(follow)), (1, 1)), split_size=2) as pipe:
+        torch.manual_seed(1)
+        found = masks() + masks()
+        torch.manual_seed(2)
+        found += masks()
+        assert len(found) == len(set(found)) == 12
+        torch.manual_seed(1)
+        assert masks() + masks() == found[:8]
+
+
+def test_without_dropout_the_callers_generator_is_not_touched() -> None:
+    x, y = batch(8)
+    before = torch.get_rng_state()
+    model = dropping()
+    for mode in ("no dropout", "eval"):
+        module = tower() if mode == "no dropout" else model.eval()
+        before = torch.get_rng_state()
+        with Pipe(cut(module, (2, len(module) - 2)), split_size=2) as pipe:
+            pipe(x)
+            pipe.train_step(x, y, square_error)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_drops_the_share_it_should_and_scales_the_rest() -> None:
+    with StageRandomness(CPU).of(StepSeed(), 0, 0):
+        y = F.dropout(torch.ones(100_000), 0.2)
+    kept = (y > 0).double().mean()  # standard deviation 0.4 / sqrt(1e5) = 0.0013
+    assert abs(kept - 0.8) < 0.006
+    assert set(y.tolist()) == {0.0, 1.25}
+
+
+CALLS: dict[str, Any] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "torch.dropout": lambda x: torch.dropout(x, 0.5, True),
+    "in place": lambda x: F.dropout(x.clone(), 0.5, inplace=True),
+    "module": nn.Dropout(0.5),
+    "dropout of planes": lambda x: F.dropout1d(x, 0.5),
+    "alpha": nn.AlphaDropout(0.5),
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.5),
+    "randn": lambda x: torch.randn(x.shape),
+    "randn_like": torch.randn_like,
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=True),
+    "multi-head": lambda x: nn.MultiheadAttention(8, 2, dropout=0.5)(x, x, x)[0],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_draws_draws_from_the_stage(name: str) -> None:
+    x = torch.ones(3, 5, 8)
+    randomness, step = StageRandomness(CPU), StepSeed()
+    step.get()
+
+    def draw(i: int) -> Tensor:
+        torch.manual_seed(0)
+        function = CALLS[name]
+        with randomness.of(step, 0, i):
+            result: Tensor = function(x)
+        assert torch.equal(torch.get_rng_state(), after[name]) or name == "multi-head"
+        return result
+
+    torch.manual_seed(0)
+    after = {name: torch.get_rng_state()}
+    assert torch.equal(draw(0), draw(0))
+    assert not torch.equal(draw(0), draw(1))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_is_torchs_but_for_where_the_mask_comes_from(causal: bool) -> None:
+    """An identity value matrix shows the dropped weights: rescaled they are torch's undropped."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 3, 6, 8, dtype=torch.float64), torch.randn(2, 3, 6, 8).double()
+    v = torch.eye(6, dtype=torch.float64).expand(2, 3, 6, 6)
+    plain = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    with StageRandomness(CPU).of(StepSeed(), 0, 0):
+        dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, is_causal=causal)
+    kept = dropped != 0
+    assert 0.5 < kept[plain != 0].double().mean() < 0.95
+    torch.testing.assert_close(dropped[kept] * 0.75, plain[kept], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,136 @@
+"""Schedules are plain lists: they can be drawn, checked and broken without running anything."""
+
+from __future__ import annotations
+
+import textwrap
+from fractions import Fraction
+
+import pytest
+
+from pipeline import schedule as sched
+from pipeline.pipe import _clock_cycles
+from pipeline.schedule import BACKWARD, FORWARD, Action
+
+GRID = [(n, m) for n in range(1, 6) for m in range(1, 10)]
+
+
+@pytest.mark.a4_2_1
+@pytest.mark.a5_2_1
+def test_clock_cycles_of_six_micro_batches_on_two_partitions() -> None:
+    assert [sorted(clock) for clock in _clock_cycles(6, 2)] == [
+        [(0, 0)],
+        [(0, 1), (1, 0)],
+        [(1, 1), (2, 0)],
+        [(2, 1), (3, 0)],
+        [(3, 1), (4, 0)],
+        [(4, 1), (5, 0)],
+        [(5, 1)],
+    ]
+
+
+@pytest.mark.a4_2_1
+@pytest.mark.a5_2_1
+def test_clock_cycles_of_three_by_three() -> None:
+    assert list(_clock_cycles(3, 3)) == [
+        [(0, 0)],
+        [(1, 0), (0, 1)],
+        [(2, 0), (1, 1), (0, 2)],
+        [(2, 1), (1, 2)],
+        [(2, 2)],
+    ]
+
+
+def test_clock_cycles_of_fewer_micro_batches_than_partitions() -> None:
+    assert list(_clock_cycles(1, 3)) == [[(0, 0)], [(0, 1)], [(0, 2)]]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_table_in_the_docstring_is_the_schedule(name: str) -> None:
+    table = sched.draw(sched.find(name)(3, 4))
+    assert textwrap.indent(table, "    ") + "\n" in (sched.__doc__ or "")
+
+
+def test_the_clock_table_in_the_docstring_is_the_clock_cycles() -> None:
+    rows = ["k (i,j) (i,j) (i,j)", "- ----- ----- -----"]
+    for k, clock in enumerate(sched.clock_cycles(3, 3)):
+        cells = {j: f"({i},{j})" for i, j in clock}
+        rows.append(f"{k} " + " ".join(cells.get(j, " " * 5) for j in range(3)).rstrip())
+    doc = sched.clock_cycles.__doc__ or ""
+    assert textwrap.indent("\n".join(rows), " " * 8) in doc
+
+
+def test_1f1b_as_lists() -> None:
+    assert [" ".join(map(str, actions)) for actions in sched.one_f_one_b(3, 4)] == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+@pytest.mark.parametrize(("n", "m"), GRID)
+def test_every_schedule_is_valid_and_holds_what_it_promises(n: int, m: int) -> None:
+    limits = {
+        "gpipe": [m] * n,
+        "1f1b": [min(m, n - s) for s in range(n)],
+        "sequential": [1] * n,
+    }
+    assert set(limits) == set(sched.SCHEDULES)
+    for name, limit in limits.items():
+        schedule = sched.find(name)(n, m)
+        sched.validate(schedule, m, max_alive=limit)
+        assert sched.peak_alive(schedule) == limit
+
+
+@pytest.mark.parametrize(("n", "m"), GRID)
+def test_the_bubble_is_that_of_the_formula(n: int, m: int) -> None:
+    bubble = Fraction(n - 1, m + n - 1)
+    assert sched.bubble(sched.gpipe(n, m)) == sched.bubble(sched.one_f_one_b(n, m)) == bubble
+    assert sched.bubble(sched.sequential(n, m)) == Fraction(n - 1, n)
+
+
+def test_validate_names_a_missing_action() -> None:
+    schedule = sched.gpipe(2, 2)
+    schedule[1].remove(Action(BACKWARD, 1, 1))
+    with pytest.raises(ValueError, match="stage 1: B1 is missing"):
+        sched.validate(schedule, 2)
+
+
+def test_validate_names_an_action_that_is_there_twice() -> None:
+    schedule = sched.gpipe(2, 2)
+    schedule[0].append(Action(FORWARD, 0, 1))
+    with pytest.raises(ValueError, match="stage 0: F1 is there twice"):
+        sched.validate(schedule, 2)
+
+
+def test_validate_names_an_action_of_another_stage() -> None:
+    schedule = sched.gpipe(2, 2)
+    schedule[0].append(Action(FORWARD, 1, 1))
+    with pytest.raises(ValueError, match=r"stage 0: Action\(.*stage=1.* does not belong here"):
+        sched.validate(schedule, 2)
+
+
+def test_validate_names_the_action_that_breaks_the_limit() -> None:
+    with pytest.raises(ValueError, match="stage 0: F2 makes 3 micro-batches alive > 2"):
+        sched.validate(sched.gpipe(2, 4), 4, max_alive=[2, 2])
+
+
+def test_two_swapped_micro_batches_deadlock_and_are_named() -> None:
+    schedule = sched.one_f_one_b(2, 2)  # stage 0: F0 F1 B0 B1; stage 1: F0 B0 F1 B1
+    schedule[0][1], schedule[0][2] = schedule[0][2], schedule[0][1]  # still fine: F0 B0 F1 B1
+    sched.validate(schedule, 2)
+    schedule[1][0], schedule[1][2] = schedule[1][2], schedule[1][0]  # F1 before F0 on stage 1
+    with pytest.raises(ValueError, match="deadlock: B0 on stage 0 waits for B0 on stage 1; F1"):
+        sched.validate(schedule, 2)
+
+
+def test_stages_that_share_a_worker_share_a_list() -> None:
+    lists = sched.merge(sched.gpipe(3, 1), owners=[0, 1, 0])
+    drawn = [[f"{action}@{action.stage}" for action in actions] for actions in lists]
+    assert drawn == [["F0@0", "F0@2", "B0@2", "B0@0"], ["F0@1", "B0@1"]]
+
+
+def test_wrong_names_and_sizes_say_what_is_right() -> None:
+    with pytest.raises(ValueError, match=r"'zigzag': choose one of gpipe, 1f1b, sequential"):
+        sched.find("zigzag")
+    with pytest.raises(ValueError, match="0 micro-batches: at least 1"):
+        sched.gpipe(2, 0)

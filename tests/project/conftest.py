@@ -1,0 +1,84 @@
+"""Fixtures of these tests: one tiny run of the program that all share, and the same once more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = str(ROOT / "project" / "run_data_parallel.py")
+SIZES = {"train": 40, "validation": 9, "test": 7}
+TINY = [
+    "--model", "gpt2-mini", "--n_layer", "1", "--n_embd", "32", "--n_head", "2",
+    "--vocab_size", "320", "--model_max_length", "32", "--batch_size", "8", "--n_epochs", "2",
+    "--learning_rate", "1e-2", "--seed", "11", "--device", "cpu", "--timeout", "60",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished program."""
+
+    workdir: Path
+    status: int
+    stdout: str
+    stderr: str
+
+
+def write_pairs(folder: Path) -> Path:
+    """Parallel lines: 40, 9 and 7 pairs, and an empty one in train."""
+    folder.mkdir()
+    for split, n in SIZES.items():
+        de = [f"Wir sehen {i} Häuser und {split}." for i in range(n)]
+        en = [f"We see {i} houses and {split}." for i in range(n)]
+        if split == "train":
+            de, en = ["", *de], ["nothing", *en]
+        (folder / f"{split}.de").write_text("\n".join(de), encoding="utf-8")
+        (folder / f"{split}.en").write_text("\n".join(en), encoding="utf-8")
+    return folder
+
+
+def run(workdir: Path, *command: str) -> Run:
+    """Runs a program of this repository, from elsewhere, to its end."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": ""}
+    environment.pop("TOKENIZERS_PARALLELISM", None)
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=workdir.parent, env=environment, capture_output=True, text=True, timeout=110,
+        check=False,
+    )  # fmt: skip
+    return Run(workdir, done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="session")
+def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("texts") / "pairs")
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, pairs_folder: Path) -> Run:
+    """Two epochs on two ranks, in a workdir where an earlier run of more has left its results."""
+    workdir = tmp_path_factory.mktemp("trained") / "work"
+    workdir.mkdir()
+    for stale in ("rank2_results_epoch0.json", "rank0_gen_epoch7.json", "eval_results_epoch0.json"):
+        (workdir / stale).write_text("{}")
+    (workdir / "notes.txt").write_text("mine")
+    return run(
+        workdir, PROGRAM, "--dataset", str(pairs_folder), "--workdir", str(workdir),
+        "--world_size", "2", *TINY,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def trained_by_torchrun(tmp_path_factory: pytest.TempPathFactory, pairs_folder: Path) -> Run:
+    """The same options again, the ranks started by torchrun."""
+    workdir = tmp_path_factory.mktemp("torchrun") / "work"
+    return run(
+        workdir, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        PROGRAM, "--dataset", str(pairs_folder), "--workdir", str(workdir), *TINY,
+    )  # fmt: skip

@@ -1,0 +1,190 @@
+"""Command lines that cannot work: each is refused with its value and one that works."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from project.options import launch_settings
+from project.run_data_parallel import parse
+from project.session import check_model
+from training.launch import Settings, UserError
+from training.model import build_model, gpt2_config
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default workdir is made in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# What argparse refuses by itself: the options, and what its line must contain.
+BAD_VALUES: list[tuple[str, list[str]]] = [
+    ("--world_size 0", ["--world_size", "0 must be a whole number, 1 or more"]),
+    ("--world_size -2", ["--world_size", "-2 must be a whole number, 1 or more"]),
+    ("--n_epochs two", ["--n_epochs", "two must be a whole number, 1 or more"]),
+    ("--batch_size 1.5", ["--batch_size", "1.5 must be a whole number, 1 or more"]),
+    ("--n_train 0", ["--n_train", "0 must be a whole number, 1 or more"]),
+    ("--n_test none", ["--n_test", "none must be a whole number, 1 or more"]),
+    ("--model_max_length 0", ["--model_max_length", "0 must be a whole number, 1 or more"]),
+    ("--n_layer 0", ["--n_layer", "0 must be a whole number, 1 or more"]),
+    ("--accumulation_steps 0", ["--accumulation_steps", "0 must be a whole number, 1 or more"]),
+    ("--cores_per_rank 0", ["--cores_per_rank", "0 must be a whole number, 1 or more"]),
+    ("--learning_rate 0", ["--learning_rate", "0 must be a positive, finite number, as 0.5"]),
+    ("--learning_rate nan", ["--learning_rate", "nan must be a positive, finite number"]),
+    ("--timeout inf", ["--timeout", "inf must be a positive, finite number, as 0.5"]),
+    ("--bucket_mb big", ["--bucket_mb", "big must be a positive, finite number, as 0.5"]),
+    ("--dropout 1", ["--dropout", "1 must be at least 0 and less than 1, as 0.1"]),
+    ("--dropout -0.1", ["--dropout", "-0.1 must be at least 0 and less than 1, as 0.1"]),
+    ("--dropout much", ["--dropout", "much must be at least 0 and less than 1, as 0.1"]),
+    ("--seed -1", ["--seed", "-1 must be a whole number from 0 to 4294967295"]),
+    ("--seed 4294967296", ["--seed", "4294967296 must be a whole number from 0 to 4294967295"]),
+    ("--pytest yes", ["--pytest", "yes is neither True nor False"]),
+    ("--padding shortest", ["--padding", "'shortest'", "longest", "max_length"]),
+    ("--precision fp8", ["--precision", "'fp8'", "fp32", "bf16"]),
+    ("--device tpu", ["--device", "'tpu'", "auto", "cpu", "cuda", "mps"]),
+    ("--gradient_sync ring", ["--gradient_sync", "'ring'", "per_parameter", "flat", "overlap"]),
+    ("--comm_dtype fp16", ["--comm_dtype", "'fp16'", "fp32", "bf16"]),
+    ("--master_port http", ["--master_port", "'http'"]),
+    ("--n_layers 3", ["unrecognized arguments: --n_layers 3"]),
+    ("--world 2", ["unrecognized arguments: --world 2"]),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), BAD_VALUES, ids=[line for line, _ in BAD_VALUES])
+def test_bad_values(line: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(line.split())
+    assert end.value.code == 2
+    said = capsys.readouterr().err.rstrip().split("\n")[-1]
+    assert [word for word in words if word not in said] == [], said
+
+
+# What does not fit together: the options, how the line begins, and how it ends.
+BAD_COMBINATIONS: list[tuple[str, str, str]] = [
+    ("--batch_size 3", "--batch_size 3: batch size 3 on 2 ranks: ", "for example 2"),
+    ("--batch_size 1", "--batch_size 1: batch size 1 on 2 ranks: ", "for example 2"),
+    (
+        "--batch_size 30 --world_size 4",
+        "--batch_size 30: batch size 30 on 4 ranks: ",
+        "for example 28",
+    ),
+    (
+        "--n_train 3 --world_size 4",
+        "--world_size 4 --n_train 3: ",
+        "--world_size 3 or less works",
+    ),
+    (
+        "--comm_dtype bf16 --gradient_sync flat",
+        "--comm_dtype bf16 --gradient_sync flat: ",
+        "--gradient_sync overlap travel in another type",
+    ),
+    ("--n_head 3", "--n_layer 4 --n_embd 256 --n_head 3: ", "--n_embd 256 --n_head 4"),
+    ("--model gpt2 --n_embd 770", "--n_layer 12 --n_embd 770 --n_head 12: ", "--n_head 4"),
+    ("--vocab_size 258", "--vocab_size 258: ", "at least 259 tokens; --vocab_size 2048 works"),
+    ("--model . --n_layer 2", "--n_layer with --model .: ", "gpt2-large, gpt2-xl)"),
+    ("--model . --vocab_size 400", "--vocab_size with --model .: ", "gpt2-large, gpt2-xl)"),
+    ("--model .", "--model .: the folder holds no weights", "gpt2-large, gpt2-xl"),
+    ("--model gpt-2", "--model gpt-2: no GPT-2 weights come from this name", "gpt2-large, gpt2-xl"),
+    ("--workdir file", "--workdir file: nothing can be written there", "--workdir workdir"),
+    ("--workdir file/sub", "--workdir file/sub: nothing can be", "--workdir workdir"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "begin", "end"), BAD_COMBINATIONS, ids=[line for line, _, _ in BAD_COMBINATIONS]
+)
+def test_bad_combinations(line: str, begin: str, end: str) -> None:
+    Path("file").touch()
+    with pytest.raises(UserError) as error:
+        parse(line.split())
+    said = str(error.value)
+    assert (said[: len(begin)], said[-len(end) :]) == (begin, end)
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--batch_size 2",
+        "--batch_size 28 --world_size 4",
+        "--n_train 3 --world_size 3 --batch_size 3",
+        "--n_train all --n_validation all --n_test all",
+        "--comm_dtype bf16 --gradient_sync overlap",
+        "--n_layer 4 --n_embd 256 --n_head 4",
+        "--vocab_size 259",
+        "--vocab_size 2048",
+        "--dropout 0",
+        "--seed 4294967295",
+        "--pytest True",
+        "--workdir a/new/folder",
+    ],
+)
+def test_what_messages_propose_works(line: str) -> None:
+    args = parse(line.split())
+    assert list(args.workdir.iterdir()) == []
+
+
+def test_what_is_not_given() -> None:
+    args = parse([])
+    assert vars(args) == {
+        "dataset": "builtin", "src": "de", "tgt": "en",
+        "n_train": 5000, "n_validation": 1000, "n_test": 100,
+        "padding": "longest", "model_max_length": 128,
+        "model": "auto", "n_layer": None, "n_embd": None, "n_head": None,
+        "vocab_size": None, "dropout": 0.1,
+        "n_epochs": 10, "batch_size": 64, "learning_rate": None, "precision": "fp32",
+        "seed": 0, "workdir": Path("workdir"), "device": "auto", "timeout": 300.0,
+        "world_size": 2, "gradient_sync": "overlap", "bucket_mb": 4.0, "comm_dtype": "fp32",
+        "accumulation_steps": 1, "cores_per_rank": None, "master_port": None, "pytest": False,
+    }  # fmt: skip
+
+
+def test_values_are_what_is_meant() -> None:
+    args = parse(
+        ["--n_train", "all", "--pytest", "True", "--learning_rate", "3e-4", "--n_test", "5"]
+    )
+    assert (args.n_train, args.pytest, args.learning_rate, args.n_test) == (None, True, 3e-4, 5)
+    assert parse(["--pytest", "false"]).pytest is False
+
+
+def test_launch_settings_are_those_of_the_options() -> None:
+    line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 3"
+    assert launch_settings(parse(line.split())) == Settings(4, "cpu", 1234, 5.0, 3)
+
+
+def test_torchrun_decides_the_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse([]).world_size == 4
+    with pytest.raises(
+        UserError, match=r"^--world_size 2: torchrun started 4 ranks; leave it out$"
+    ):
+        parse(["--world_size", "2"])
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(parse([])), **changes})
+
+
+def test_a_folder_with_weights_is_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    model = build_model(gpt2_config("gpt2-mini", 300, 32, n_layer=1, n_embd=32, n_head=2), 0)
+    model.save_pretrained(folder)
+    check_model(options(model=str(folder), model_max_length=32))
+    with pytest.raises(UserError, match=r"^--model_max_length 33 .* --model_max_length 32 works$"):
+        check_model(options(model=str(folder), model_max_length=33))
+    with pytest.raises(UserError, match=r"^--n_head with --model "):
+        check_model(options(model=str(folder), n_head=4))
+
+
+def test_auto_is_checked_as_the_smallest_preset() -> None:
+    check_model(options(model="auto", n_head=8))
+    with pytest.raises(UserError, match="--n_head 12"):
+        check_model(options(model="auto", n_head=12))

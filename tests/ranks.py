@@ -1,0 +1,91 @@
+"""A distributed world that is started once per test session, and given functions to run.
+
+A process needs seconds to import its libraries, so the ranks live as long as the session. A test
+hands them a function of its module; each rank calls it with (rank, world_size, *args) and sends
+back what it returns. A failure on any rank fails the test with that rank's traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from training.launch import listen, setup
+
+LIMIT = 60.0  # seconds that a function may take
+
+
+def _serve(
+    rank: int, world_size: int, port: int, inbox: Connection, listener: socket.socket | None
+) -> None:
+    torch.set_num_threads(1)
+    setup(rank, world_size, "gloo", port=port, listener=listener, timeout=LIMIT)
+    while (task := inbox.recv()) is not None:
+        function, args = task
+        try:
+            inbox.send((True, function(rank, world_size, *args)))
+        except BaseException:
+            inbox.send((False, traceback.format_exc()))
+            raise
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """`world_size` processes with a gloo process group among them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        context = mp.get_context("spawn")
+        listener = listen(0)
+        port = listener.getsockname()[1]
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, world_size, port, theirs, listener if rank == 0 else None),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        listener.close()
+        self.broken = False
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What function(rank, world_size, *args) returns on each rank."""
+        assert not self.broken, "an earlier test has ended these ranks"
+        self.broken = True  # until all have answered
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results: dict[int, Any] = {}
+        while len(results) < self.world_size:
+            missing = [p for r, p in enumerate(self.pipes) if r not in results]
+            ready = wait(missing, LIMIT)
+            assert ready, f"no answer within {LIMIT} s; had {sorted(results)}"
+            for rank in [r for r, pipe in enumerate(self.pipes) if pipe in ready]:
+                fine, value = self.pipes[rank].recv()
+                assert fine, f"rank {rank} failed:\n{value}"
+                results[rank] = value
+        self.broken = False
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive() and not self.broken:
+                pipe.send(None)
+            else:
+                process.kill()
+        for process in self.processes:
+            process.join(10)
+            process.kill()

@@ -1,0 +1,84 @@
+"""What ranks run in the tests of the launcher. It imports little, since every rank imports it.
+
+python -m tests.training.programs NAME        runs NAME on two ranks of one program
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from training.launch import Settings, UserError, World, launch
+
+
+def describe(world: World, folder: Path, *_: object) -> None:
+    """Writes what the rank knows of itself, and the sum of all ranks + 1."""
+    total = torch.tensor([world.rank + 1])
+    dist.all_reduce(total)
+    process = psutil.Process()
+    listening = [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+    known = {
+        "rank": world.rank,
+        "world_size": world.world_size,
+        "local_rank": world.local_rank,
+        "device": str(world.device),
+        "is_main": world.is_main,
+        "sum": total.item(),
+        "cores": process.cpu_affinity(),
+        "threads": torch.get_num_threads(),
+        "listening": listening,
+        "all ips": [c.laddr.ip for c in process.net_connections()],
+    }
+    dist.barrier()  # nobody has left while another looks for its sockets
+    (folder / f"{world.rank}.json").write_text(json.dumps(known))
+
+
+def raise_on_one(world: World) -> None:
+    """Rank 1 has a bug; rank 0 waits for it, and would for minutes."""
+    if world.rank == 1:
+        raise ValueError("the bug of rank 1")
+    dist.barrier()
+
+
+def killed_on_one(world: World) -> None:
+    """Rank 1 is killed, as by a system out of memory; rank 0 loses the connection to it."""
+    dist.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(1))
+
+
+def leave_silently(_: World) -> None:
+    """Ends the process, with a status that says all is well."""
+    os._exit(0)
+
+
+def leave(_: World) -> None:
+    """Ends the process as a program does."""
+    sys.exit(0)
+
+
+def user_error(_: World) -> None:
+    """What only a rank can find out."""
+    raise UserError("--model x: no such model; --model gpt2 works")
+
+
+def wait_forever(_: World) -> NoReturn:
+    """Says that it is there, and stays."""
+    sys.stdout.write(f"{os.getpid()}\n")  # in one piece: print() would write the line's end apart
+    sys.stdout.flush()
+    while True:
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    launch(globals()[sys.argv[1]], Settings(2, device="cpu", timeout=60))

@@ -1,0 +1,368 @@
+"""Whatever --dataset names becomes three lists of pairs, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from training.corpus import builtin_corpus
+from training.launch import UserError
+from training.text import Texts, load_texts
+
+ALL = {"train": None, "validation": None, "test": None}
+Rows = list[tuple[str, str]]
+
+
+def load(dataset: object, world_size: int = 1, **sizes: int | None) -> Texts:
+    return load_texts(str(dataset), "de", "en", {**ALL, **sizes}, 1234, world_size)
+
+
+def pairs(rows: Rows) -> list[dict[str, str]]:
+    return [{"de": de, "en": en} for de, en in rows]
+
+
+def numbered(first: int, end: int) -> Rows:
+    return [(f"Satz {i}", f"sentence {i}") for i in range(first, end)]
+
+
+def error_of(*args: Any, **options: Any) -> str:
+    with pytest.raises(UserError) as error:
+        load(*args, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ----------------------------------------------------------------------------- parallel lines
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """train.de ... test.en, three lines each."""
+    for split in ("train", "validation", "test"):
+        for language in ("de", "en"):
+            lines = "".join(f"{language} {split} {i}\n" for i in range(3))
+            (tmp_path / f"{split}.{language}").write_text(lines)
+    return tmp_path
+
+
+def test_line_i_translates_line_i(folder: Path) -> None:
+    texts = load(folder)
+    assert texts.splits == {
+        split: pairs([(f"de {split} {i}", f"en {split} {i}") for i in range(3)])
+        for split in ("train", "validation", "test")
+    }
+    assert texts.notes == []
+
+
+def test_lines_end_where_files_of_other_systems_end_them(folder: Path) -> None:
+    """A byte-order mark, CRLF, no newline at the end; U+2028 and a form feed are no line ends."""
+    (folder / "train.de").write_bytes(
+        b"\xef\xbb\xbferster Satz\r\nzwei\xe2\x80\xa8ter\x0cSatz\r\ndritter"
+    )
+    (folder / "train.en").write_bytes(b"first\nsecond\nthird\n")
+    assert load(folder).splits["train"] == pairs(
+        [("erster Satz", "first"), ("zwei\u2028ter\x0cSatz", "second"), ("dritter", "third")]
+    )
+
+
+def test_unequal_line_counts(folder: Path) -> None:
+    (folder / "test.en").write_text("one\ntwo\n")
+    assert error_of(folder) == (
+        f"{folder}/test.de has 3 lines and {folder}/test.en has 2: "
+        "line i of one must translate line i of the other"
+    )
+
+
+@pytest.mark.parametrize("name", ["train.de", "train.en", "validation.de", "test.en"])
+def test_a_missing_file(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    message = error_of(folder)
+    assert message.startswith(f"{folder / name}: the file is missing; ")
+    assert message.endswith("; --dataset builtin needs neither files nor network")
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_bad_encoding_names_the_line(folder: Path, mark: bytes) -> None:
+    (folder / "train.de").write_bytes(mark + "eins\nzwei\nvierfünf\n".encode("latin1"))
+    assert error_of(folder) == (
+        f"{folder}/train.de: line 3 is not UTF-8 (byte 0xfc); "
+        "convert it, for example: iconv -f latin1 -t utf-8 train.de"
+    )
+
+
+def test_pairs_with_an_empty_side_are_skipped_and_counted(folder: Path) -> None:
+    (folder / "train.de").write_text("a\n\nc\n \ne\n")
+    (folder / "train.en").write_text("A\nB\n\t\nD\nE\n")
+    texts = load(folder)
+    assert texts.splits["train"] == pairs([("a", "A"), ("e", "E")])
+    assert texts.notes == ["train: skipped 3 pairs with an empty side."]
+
+
+def test_sizes_are_upper_limits(folder: Path) -> None:
+    texts = load(folder, train=2, validation=3, test=4)
+    assert {split: len(rows) for split, rows in texts.splits.items()} == {
+        "train": 2, "validation": 3, "test": 3,
+    }  # fmt: skip
+    assert texts.notes == ["test: 3 pairs, all there are (4 were asked for)."]
+
+
+def test_each_rank_needs_a_pair(folder: Path) -> None:
+    assert len(load(folder, world_size=3).splits["test"]) == 3
+    assert error_of(folder, world_size=4) == (
+        f"--dataset {folder}: train has 3 pairs for 4 ranks, and each rank needs one; "
+        "--world_size 3 or less, or more pairs, works"
+    )
+    (folder / "validation.de").write_text("")
+    (folder / "validation.en").write_text("")
+    assert error_of(folder, world_size=2) == (
+        f"--dataset {folder}: validation has no pair with text on both sides; "
+        "at least one is needed, or --dataset builtin"
+    )
+
+
+# -------------------------------------------------------------------- tables that datasets read
+
+
+def write_jsonl(path: Path, rows: Rows) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs(rows)))
+
+
+def write_translations(path: Path, rows: Rows) -> None:
+    path.write_text("".join(json.dumps({"translation": row}) + "\n" for row in pairs(rows)))
+
+
+def write_csv(path: Path, rows: Rows) -> None:
+    path.write_text("id,de,en\n" + "".join(f'7,"{de}","{en}"\n' for de, en in rows))
+
+
+def write_tsv(path: Path, rows: Rows) -> None:
+    path.write_text("en\tde\n" + "".join(f"{en}\t{de}\n" for de, en in rows))
+
+
+def write_parquet(path: Path, rows: Rows) -> None:
+    import datasets
+
+    datasets.Dataset.from_list([{"translation": row} for row in pairs(rows)]).to_parquet(path)
+
+
+WRITERS = [
+    ("jsonl", write_jsonl),
+    ("jsonl", write_translations),
+    ("csv", write_csv),
+    ("tsv", write_tsv),
+    ("parquet", write_parquet),
+]
+
+
+@pytest.mark.parametrize(("ending", "write"), WRITERS)
+def test_a_single_file_is_cut_into_splits(
+    tmp_path: Path, ending: str, write: Callable[[Path, Rows], None]
+) -> None:
+    path = tmp_path / f"text.{ending}"
+    write(path, numbered(0, 40))
+    texts = load(path, train=30)
+    assert texts.splits == {
+        "train": pairs(numbered(0, 30)),
+        "validation": pairs(numbered(33, 36)),  # a tenth of the 36 that test has left
+        "test": pairs(numbered(36, 40)),
+    }
+    assert texts.notes == [
+        "test: no such split; it is the last 4 pairs of train.",
+        "validation: no such split; it is the last 3 pairs of train.",
+    ]
+
+
+def test_a_single_file_is_cut_whatever_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "test.jsonl"
+    write_jsonl(path, numbered(0, 20))
+    texts = load(path, validation=1)
+    assert texts.splits["train"] == pairs(numbered(0, 17))
+    assert texts.splits["validation"] == pairs(numbered(17, 18))
+    assert texts.splits["test"] == pairs(numbered(18, 20))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.jsonl", "validation.jsonl", "test.jsonl"),
+        ("train-00000-of-00001.jsonl", "val.jsonl", "test-0.jsonl"),
+        ("other.jsonl", "dev.jsonl", "test.jsonl"),
+        ("train/0.jsonl", "valid/0.jsonl", "test/0.jsonl"),
+    ],
+)
+def test_files_of_a_folder_are_the_split_they_are_named_after(
+    tmp_path: Path, names: tuple[str, str, str]
+) -> None:
+    rows = [numbered(0, 5), numbered(10, 12), numbered(20, 23)]
+    for name, part in zip(names, rows, strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name, part)
+    (tmp_path / "README.md").write_text("no data")
+    texts = load(tmp_path)
+    expected = dict(zip(("train", "validation", "test"), map(pairs, rows), strict=True))
+    assert texts.splits == expected
+    assert texts.notes == []
+
+
+def test_parts_of_a_split_come_in_order(tmp_path: Path) -> None:
+    for i in range(3):
+        write_jsonl(tmp_path / f"train-{i}.jsonl", numbered(i, i + 1))
+        write_jsonl(tmp_path / f"test-{i}.jsonl", numbered(10 + i, 11 + i))
+    write_jsonl(tmp_path / "validation.jsonl", numbered(20, 21))
+    texts = load(tmp_path)
+    assert texts.splits["train"] == pairs(numbered(0, 3))
+    assert texts.splits["test"] == pairs(numbered(10, 13))
+
+
+def test_words_that_pandas_takes_for_nothing_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "text.csv"
+    write_csv(path, [("None", "NA"), ("nan", ""), *numbered(0, 18)])
+    texts = load(path)
+    assert texts.splits["train"] == pairs([("None", "NA"), *numbered(0, 15)])
+    assert "train: skipped 1 pairs with an empty side." in texts.notes
+
+
+def test_other_columns_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"src": "a", "tgt": "b"}\n' * 20)
+    assert error_of(path) == (
+        "a row has ['src', 'tgt'], and not the texts 'de' and 'en'; "
+        "name the languages with --src and --tgt"
+    )
+    texts = load_texts(str(path), "src", "tgt", {**ALL}, 0, 1)
+    assert texts.splits["test"] == [{"src": "a", "tgt": "b"}] * 2
+
+
+def test_a_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
+    path = tmp_path / "text.parquet"
+    path.write_text("no parquet")
+    message = error_of(path)
+    assert message.startswith(f"{path}: cannot be read (")
+    assert message.endswith("); --dataset builtin needs neither files nor network")
+
+
+def test_places_with_nothing_to_read(tmp_path: Path) -> None:
+    assert error_of(tmp_path) == (
+        f"--dataset {tmp_path}: no train.de and train.en there, nor any of "
+        ".jsonl .json .csv .tsv .parquet; --dataset builtin needs neither files nor network"
+    )
+    way_out = "there is no such file or folder; --dataset builtin needs neither files nor network"
+    for missing in (tmp_path / "none", "none.jsonl", "./none"):
+        assert error_of(missing) == f"--dataset {missing}: {way_out}"
+
+
+# --------------------------------------------------------------------------- built in, and hub
+
+
+def test_the_built_in_corpus_by_default_and_in_other_sizes() -> None:
+    texts = load("builtin", train=7, validation=5, test=3)
+    assert texts.splits == builtin_corpus(7, 5, 3, 1234)
+    assert texts.notes == []
+    sizes = {split: len(rows) for split, rows in load("builtin").splits.items()}
+    assert sizes == {"train": 5000, "validation": 1000, "test": 100}
+
+
+def test_the_built_in_corpus_has_two_languages_and_an_end() -> None:
+    for src, tgt in (("de", "fr"), ("xx", "en")):
+        with pytest.raises(UserError, match=f"^--src {src} --tgt {tgt}: .* has de and en"):
+            load_texts("builtin", src, tgt, {**ALL}, 0, 1)
+    with pytest.raises(UserError, match=r"^--src de --tgt de: .* as --src de --tgt en$"):
+        load_texts("builtin", "de", "de", {**ALL}, 0, 1)
+    assert load_texts("builtin", "en", "de", {**ALL, "train": 1}, 0, 1).splits["train"]
+    message = error_of("builtin", train=10**12)
+    assert message.startswith("--dataset builtin: n_train=1000000000000, ")
+    assert ", try n_train=" in message
+
+
+class Hub:
+    """Stands for the datasets library: answers, or raises, in the order given."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.calls: list[tuple[str, dict[str, str]]] = []
+
+    def load_dataset(self, name: str, **options: str) -> Any:
+        self.calls.append((name, options))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hub]:
+    def answering(*answers: Any) -> Hub:
+        stand_in = Hub(*answers)
+        module = SimpleNamespace(load_dataset=stand_in.load_dataset)
+        monkeypatch.setitem(sys.modules, "datasets", module)
+        return stand_in
+
+    return answering
+
+
+def translations(first: int, end: int) -> list[dict[str, dict[str, str]]]:
+    return [{"translation": pair} for pair in pairs(numbered(first, end))]
+
+
+FOUND = {
+    "train": translations(0, 9),
+    "validation": translations(10, 13),
+    "test": translations(20, 22),
+    "other": [],
+}
+
+
+def test_a_dataset_of_the_hub(hub: Callable[..., Hub]) -> None:
+    stand_in = hub(FOUND)
+    texts = load("somebody/iwslt", train=4)
+    assert texts.splits == {
+        "train": pairs(numbered(0, 4)),
+        "validation": pairs(numbered(10, 13)),
+        "test": pairs(numbered(20, 22)),
+    }
+    assert stand_in.calls == [("somebody/iwslt", {})]
+
+
+def test_a_dataset_with_a_script_is_taken_from_its_converted_copy(
+    hub: Callable[..., Hub],
+) -> None:
+    refusal = RuntimeError("Dataset scripts are no longer supported, but found iwslt.py")
+    stand_in = hub(refusal, FOUND)
+    assert load("somebody/iwslt").splits["test"] == pairs(numbered(20, 22))
+    assert stand_in.calls == [
+        ("somebody/iwslt", {}),
+        ("somebody/iwslt", {"revision": "refs/convert/parquet"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([ConnectionError("Couldn't reach\n 'a/b' on the Hub")], "ConnectionError: Couldn't reach"),
+        ([RuntimeError("out of space")], "RuntimeError: out of space"),
+        ([RuntimeError("Dataset scripts"), OSError("no such ref")], "OSError: no such ref"),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_one_line_with_a_way_out(
+    hub: Callable[..., Hub], answers: list[Exception], reason: str
+) -> None:
+    hub(*answers)
+    message = error_of("a/b")
+    assert message.startswith("--dataset a/b: it is no local path, and the hub did not give it (")
+    assert reason in message
+    assert message.endswith("); --dataset builtin needs neither files nor network")
+
+
+def test_splits_that_the_hub_does_not_have_are_cut_off_train(hub: Callable[..., Hub]) -> None:
+    hub({"train": translations(0, 20)})
+    texts = load("a/b")
+    assert texts.splits["validation"] == pairs(numbered(17, 18))
+    assert texts.splits["test"] == pairs(numbered(18, 20))
+    hub({"test": translations(0, 20)})
+    assert error_of("a/b").startswith("--dataset a/b: train has no pair with text on both sides")
