@@ -158,6 +158,11 @@ class Comparison:
             unit=" s" if timing else "",
         )
 
+    def spread(self) -> float:
+        """The larger of the two standard deviations of TIME, relative to its mean."""
+        times = [over_epochs(run, TIME) for run in (self.baseline, self.measured)]
+        return max(std / mean for mean, std in times)
+
     def save(self, output: Path, name: str) -> list[Path]:
         """Draws both pictures."""
         return [

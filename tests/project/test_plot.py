@@ -20,6 +20,7 @@ from project import figure_runs, plot
 from project.comparison import mean_and_std
 from project.figure_runs import Run, make_runs
 from project.figures import Bar, draw_bars, readable, with_spread
+from project.timeline import draw_clock_table
 from training.launch import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,6 +174,16 @@ def test_data_parallel_throughput(
     assert ax.get_title(loc="left") == "tokens per second, all ranks together"
 
 
+def test_runs_that_were_disturbed_are_pointed_out(
+    single: Path, multiple: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot.plot_data_parallel(single, multiple, tmp_path)  # slowest ranks: 10 s and 12 s
+    assert capsys.readouterr().out.startswith("Epochs of one run differ by 13%: was this computer")
+    write(multiple, "rank1_results", [60.0, 11.0, 12.0], TOKENS / 2)  # 6 %
+    plot.plot_data_parallel(single, multiple, tmp_path)
+    assert capsys.readouterr().out == ""
+
+
 def test_many_ranks_share_a_bar(single: Path, tmp_path: Path, drawn: dict[str, Figure]) -> None:
     for rank in range(12):  # rank 10 sorts before rank 2 as text
         write(tmp_path / "12", f"rank{rank}_results", [9.0, 2.0 + rank / 10], TOKENS / 12)
@@ -254,7 +265,7 @@ def test_clock_table(tmp_path: Path, drawn: dict[str, Figure]) -> None:
         [(Kind.FORWARD, 0, 0, 1), (Kind.FORWARD, 1, 1, 2), ("B", 0, 4, 6)],
         [("F", 0, 1, 2), ("send", 0, 2, 3), ("B", 7, 2, 4)],
     ]
-    assert plot.draw_clock_table(rows, tmp_path / "t.png") == tmp_path / "t.png"
+    assert draw_clock_table(rows, tmp_path / "t.png") == tmp_path / "t.png"
     fig = drawn["t.png"]
     (ax,) = fig.axes
     _, *containers = [c for c in ax.containers if isinstance(c, BarContainer)]  # less the rows
@@ -276,7 +287,7 @@ def test_a_measured_timeline_begins_at_0_in_a_handy_unit(
     tmp_path: Path, drawn: dict[str, Figure]
 ) -> None:
     rows = [[("F", 0, 100.0, 100.010), ("optimizer", 0, 100.030, 100.040)]]
-    plot.draw_clock_table(rows, tmp_path / "t.png", unit="s")
+    draw_clock_table(rows, tmp_path / "t.png", unit="s")
     (ax,) = drawn["t.png"].axes
     _, *containers = [c for c in ax.containers if isinstance(c, BarContainer)]
     spans = [(b.get_x(), b.get_width()) for (b,) in containers]
