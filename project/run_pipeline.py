@@ -14,7 +14,7 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable
-
+from itertools import pairwise
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
@@ -128,12 +128,12 @@ class BlocksOnly:
         blocks = range(model.config.n_layer)
         cuts = [len(blocks) * s // len(devices) for s in range(len(devices) + 1)]
         model.parallelize(
-            {str(d): list(blocks[a:b]) for d, a, b in zip(devices, cuts, cuts[1:], strict=False)}
+            {str(d): list(blocks[a:b]) for d, (a, b) in zip(devices, pairwise(cuts), strict=True)}
         )
         if args.model_parallel_mode == "pipeline_parallel":
             model._prepare_pipeline_parallel(-(-args.batch_size // args.n_chunk))
         self.model = session.model = model  # on CPU; across GPUs it translates by itself
-        self.cut = " | ".join(str(b - a) for a, b in zip(cuts, cuts[1:], strict=False)) + " blocks"
+        self.cut = " | ".join(str(b - a) for a, b in pairwise(cuts)) + " blocks"
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=session.learning_rate, fused=True)
 
     def backward(self, step: Step) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -69,9 +69,19 @@ class EpochTotals:
     seconds: float
 
 
+class Steps(Protocol):
+    """What training asks of an optimizer, or of several that act as one."""
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+
+    def step(self) -> Any:
+        """Updates the parameters."""
+
+
 def train(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Steps,
     steps: Iterable[Step],
     backward_fn: Callable[[Step], Tensor],
     desc: str,
