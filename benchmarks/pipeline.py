@@ -83,7 +83,9 @@ class _Bench:
             WithDevice(copy.deepcopy(b), f"cpu:{i // half}") for i, b in enumerate(self.blocks)
         ]
         self.pipe = Pipe(nn.Sequential(*placed), BATCH)
-        self.halves = [nn.Sequential(*p) for p in (self.blocks[:half], self.blocks[half:])]
+        self.halves = [
+            nn.Sequential(*p) for p in (list(self.blocks)[:half], list(self.blocks)[half:])
+        ]
 
     @staticmethod
     def _set_cores(cores: Sequence[int]) -> None:
@@ -103,7 +105,9 @@ class _Bench:
             turns[name] = self._with_threads(name, lambda m=m: self._autograd_driven(m))  # type: ignore[misc]
         return turns
 
-    def _with_threads(self, name: str, step: Callable[[], tuple[Tensor, Any]]) -> Callable[[], None]:
+    def _with_threads(
+        self, name: str, step: Callable[[], tuple[Tensor, Any]]
+    ) -> Callable[[], None]:
         def turn() -> None:
             if self.world.is_main:
                 self._set_cores(self.cores)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import DEVICES, assert_close, assert_same_bits
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.model import Block, cut_gpt2, gpt2_layers, loss_of_targets, place
 from pipeline.pipe import Pipe
+from tests.pipeline.pipeline_models import DEVICES, assert_close, assert_same_bits
 
 
 def gpt2(dropout: float = 0.0, attention: str = "sdpa") -> Any:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import assert_close, pipe_threads
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from pipeline.model_parallel import GPT2LMHeadModelParallel, GPT2ModelParallel
 from pipeline.pipe import Pipe
+from tests.pipeline.pipeline_models import assert_close, pipe_threads
 
 
 def config(attention: str = "sdpa") -> GPT2Config:

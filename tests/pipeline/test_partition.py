@@ -7,10 +7,10 @@ from typing import cast
 
 import pytest
 import torch
-from pipeline_models import Call
 from torch import nn
 
 from pipeline.partition import WithDevice, _split_module, balance, measure_costs, parse_balance
+from tests.pipeline.pipeline_models import Call
 
 
 def split(model: nn.Sequential) -> tuple[list[nn.Sequential], list[str]]:

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import (
+from torch import Tensor, nn
+
+from pipeline.partition import WithDevice
+from pipeline.pipe import Pipe
+from tests.pipeline.pipeline_models import (
     DEVICES,
     Call,
     assert_close,
@@ -19,10 +23,6 @@ from pipeline_models import (
     square_error,
     tower,
 )  # fmt: skip
-from torch import Tensor, nn
-
-from pipeline.partition import WithDevice
-from pipeline.pipe import Pipe
 
 
 @pytest.mark.a4_2_2

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipeline_models import (
+from torch import Tensor, nn
+
+from pipeline.partition import WithDevice
+from pipeline.pipe import Pipe
+from tests.pipeline.pipeline_models import (
     Call,
     assert_close,
     assert_same_bits,
@@ -15,10 +19,6 @@ from pipeline_models import (
     take_gradients,
     tower,
 )  # fmt: skip
-from torch import Tensor, nn
-
-from pipeline.partition import WithDevice
-from pipeline.pipe import Pipe
 
 
 def test_autograd_grad_returns_gradients_and_leaves_dot_grad_alone() -> None:

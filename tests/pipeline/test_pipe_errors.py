@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import batch, cut, gradients, square_error, tower
 from torch import Tensor, nn
 
 from pipeline.crew import Crew
 from pipeline.dataflow import Dataflow
 from pipeline.pipe import Pipe
 from pipeline.worker import Task
+from tests.pipeline.pipeline_models import batch, cut, gradients, square_error, tower
 
 KINDS = [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit]
 

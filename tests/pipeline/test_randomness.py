@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import (
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline import schedule as sched
+from pipeline.pipe import Pipe
+from pipeline.randomness import StageRandomness, StepSeed
+from tests.pipeline.pipeline_models import (
     DEVICES,
     Call,
     assert_same_bits,
@@ -16,12 +22,6 @@ from pipeline_models import (
     take_gradients,
     tower,
 )  # fmt: skip
-from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
-
-from pipeline import schedule as sched
-from pipeline.pipe import Pipe
-from pipeline.randomness import StageRandomness, StepSeed
 
 CPU = torch.device("cpu")
 

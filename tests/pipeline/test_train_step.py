@@ -6,7 +6,13 @@ import threading
 
 import pytest
 import torch
-from pipeline_models import (
+from torch import Tensor, nn
+
+from pipeline import schedule as sched
+from pipeline.partition import WithDevice
+from pipeline.pipe import Pipe
+from pipeline.schedule import BACKWARD, FORWARD, Action
+from tests.pipeline.pipeline_models import (
     DEVICES,
     Call,
     assert_close,
@@ -18,12 +24,6 @@ from pipeline_models import (
     take_gradients,
     tower,
 )  # fmt: skip
-from torch import Tensor, nn
-
-from pipeline import schedule as sched
-from pipeline.partition import WithDevice
-from pipeline.pipe import Pipe
-from pipeline.schedule import BACKWARD, FORWARD, Action
 
 NAMES = list(sched.SCHEDULES)
 
