@@ -8,15 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import (
-    assert_close,
-    assert_same_bits,
-    batch,
-    cut,
-    square_error,
-    take_gradients,
-    tower,
-)
 from test_gpt2_pipeline import by_name, gpt2, plain_loss, sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,6 +17,15 @@ from pipeline.model import gpt2_layers, loss_of_targets, place
 from pipeline.pipe import Pipe
 from pipeline.stage import Stage
 from pipeline.zero_bubble import Product
+from tests.pipeline.pipeline_models import (
+    assert_close,
+    assert_same_bits,
+    batch,
+    cut,
+    square_error,
+    take_gradients,
+    tower,
+)
 
 
 def step(pipe: Pipe, schedule: str, m: int) -> Tensor:
