@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpt2_pipeline import by_name, gpt2, plain_loss, sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,6 +25,7 @@ from tests.pipeline.pipeline_models import (
     take_gradients,
     tower,
 )
+from tests.pipeline.test_gpt2_pipeline import by_name, gpt2, plain_loss, sentences
 
 
 def step(pipe: Pipe, schedule: str, m: int) -> Tensor:
@@ -111,7 +111,7 @@ def test_weights_used_twice_frozen_or_not_by_a_product_alone(autocast: bool) -> 
     runs, x = [], batch(8)[0]
     for schedule in ("1f1b", "zb"):
         torch.manual_seed(0)
-        model = nn.Sequential(Odd(), nn.Tanh(), Odd())
+        model: Any = nn.Sequential(Odd(), nn.Tanh(), Odd())
         model = model if autocast else model.double()
         with (
             Pipe(cut(model, (1, 2))) as pipe,
@@ -133,7 +133,7 @@ def test_hooks_see_each_sum_once() -> None:
     seen: list[str] = []
     model = tower()
     for name, p in model.named_parameters():
-        p.register_hook(lambda _, name=name: seen.append(name))  # type: ignore[misc]
+        p.register_hook(lambda _, name=name: seen.append(name))
     with Pipe(cut(model)) as pipe:
         pipe.train_step(x, y, square_error, "zb", 4)
     assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
