@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from project.comparison import OPTIONS, read_json
-from training.launch import UserError, core_slice
-from training.record import read_results, write_json
+from project.comparison import read_json
+from training.launch import UserError, choose_device, core_slice
+from training.record import OPTIONS, read_results
 
 WORKDIRS = Path("workdir_figures")
 
@@ -72,6 +72,8 @@ def make_runs(device: str, again: bool = False) -> None:
     Raises:
         UserError: a run failed.
     """
+    if device == "auto":  # the runs write down what it means
+        device = choose_device(device, 0, 1).type
     missing = [name for name, run in RUNS.items() if again or not run.done(WORKDIRS / name, device)]
     if missing and device == "cpu" and len(core_slice(0, 1)) == 1:
         print("Only one core may be used here: several processes will not be faster than one.")
@@ -81,12 +83,10 @@ def make_runs(device: str, again: bool = False) -> None:
         command = run.command(folder, device)
         print(f"[{i + 1}/{len(missing)}] {run.what}\npython {' '.join(command)}", flush=True)
         begin = time.perf_counter()
-        (folder / OPTIONS).unlink(missing_ok=True)
         done = subprocess.run([sys.executable, ROOT / command[0], *command[1:]], check=False)
         if done.returncode:
+            (folder / OPTIONS).unlink(missing_ok=True)  # what it left counts for nothing
             raise UserError(f"status {done.returncode} from: python {' '.join(command)}")
-        options = {**read_json(folder / OPTIONS), **run.options, "device": device}
-        write_json(folder / OPTIONS, options)
         print(f"[{i + 1}/{len(missing)}] took {time.perf_counter() - begin:.0f} s\n", flush=True)
 
 

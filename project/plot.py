@@ -21,7 +21,6 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from project.comparison import (
-    OPTIONS,
     THROUGHPUT,
     TIME,
     YLABELS,
@@ -37,6 +36,7 @@ from project.figure_runs import FIGURES, RUNS, WORKDIRS, make_runs
 from project.figures import BLUE, GREEN, GREY, Bar, Curve, draw_bars, draw_curves, save
 from project.options import count, run_program
 from training.launch import DEVICES, UserError
+from training.record import OPTIONS, PICTURE
 
 OUTPUT = Path("submit_figures")
 
@@ -205,7 +205,7 @@ def plot_training(workdir: Path, output: Path | None = None) -> Path:
         f"{n} epoch{'s' if n > 1 else ''}",
         subtitle=describe(workdir),
     )
-    return save(fig, output or workdir / "training.png")
+    return save(fig, output or workdir / PICTURE)
 
 
 def make_figures(output: Path = OUTPUT, device: str = "cpu", again: bool = False) -> list[Path]:

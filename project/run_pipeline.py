@@ -14,7 +14,7 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
@@ -22,17 +22,19 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from pipeline.model import cut_gpt2, loss_of_targets
 from pipeline.model_parallel import GPT2LMHeadModelParallel
+from pipeline.partition import parse_balance
 from pipeline.pipe import Pipe
 from pipeline.schedule import SCHEDULES
 from project.options import check_batch, claim_workdir, count, parser_for, run_program
-from project.session import Session, check_model, open_session, read_texts
+from project.session import Session, check_model, model_name, open_session, read_texts
 from project.utils import autocast, train
 from training.data import Batch, Step
 from training.launch import UserError, World, choose_device, quiet_libraries
-from training.model import target_loss
+from training.model import PRESETS, target_loss
 
 MODES = ("none", "model_parallel", "pipeline_parallel")
 
@@ -44,7 +46,7 @@ def choose_devices(args: argparse.Namespace) -> list[torch.device]:
         UserError: there are not so many GPUs.
     """
     kind = choose_device(args.device, 0, 1).type
-    n = 1 if args.model_parallel_mode == "none" else args.num_devices
+    n = args.num_devices
     if kind == "cuda" and n > torch.cuda.device_count():
         raise UserError(
             f"--num_devices {n}: {torch.cuda.device_count()} GPUs are visible; "
@@ -126,14 +128,15 @@ class BlocksOnly:
         model = GPT2LMHeadModelParallel(session.model.config)
         model.load_state_dict(session.model.state_dict())
         blocks = range(model.config.n_layer)
-        cuts = [len(blocks) * s // len(devices) for s in range(len(devices) + 1)]
+        sizes = parse_balance(args.balance, len(blocks), len(devices), lambda: [1.0] * len(blocks))
+        cuts = [0, *accumulate(sizes)]
         model.parallelize(
             {str(d): list(blocks[a:b]) for d, (a, b) in zip(devices, pairwise(cuts), strict=True)}
         )
         if args.model_parallel_mode == "pipeline_parallel":
             model._prepare_pipeline_parallel(-(-args.batch_size // args.n_chunk))
         self.model = session.model = model  # on CPU; across GPUs it translates by itself
-        self.cut = " | ".join(str(b - a) for a, b in pairwise(cuts)) + " blocks"
+        self.cut = " | ".join(map(str, sizes)) + " blocks"
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=session.learning_rate, fused=True)
 
     def backward(self, step: Step) -> Tensor:
@@ -202,7 +205,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     stages.add_argument(
         "--num_devices", type=count, default=max(2, torch.cuda.device_count()),
-        help="stages: GPUs, or slices of the CPU cores",
+        help="stages: GPUs, or slices of the CPU cores; in mode none there is one",
     )  # fmt: skip
     stages.add_argument(
         "--n_chunk", type=count, default=4, help="micro-batches into which a batch is cut"
@@ -214,15 +217,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     stages.add_argument(
         "--balance", default="auto",
         help="blocks per stage: auto measures the layers and cuts between halves of blocks, "
-        "uniform shares the blocks out, and 3,5 gives them",
+        "uniform shares the blocks out, as auto does with --pipeline blocks, and 3,5 gives them",
     )  # fmt: skip
     stages.add_argument(
         "--pipeline", choices=("whole", "blocks"), default="whole",
         help="whole: embedding and head belong to the first and last stage; blocks: the course's "
-        "form, in which they run alone on the first device while all others wait",
+        "form, in which they run alone on the first device while all others wait; its forwards "
+        "and backwards are in GPipe's order, whatever the --schedule",
     )  # fmt: skip
     args = parser.parse_args(argv)
     args.world_size = 1
+    if args.model_parallel_mode == "none":
+        args.num_devices, args.balance = 1, "uniform"  # nothing is cut
     check_batch(args)
     check_model(args)
     check_stages(args)
@@ -237,6 +243,27 @@ def check_stages(args: argparse.Namespace) -> None:
             f"--n_chunk {args.n_chunk} --batch_size {args.batch_size}: a micro-batch needs an "
             f"example; --n_chunk {args.batch_size} or less works"
         )
+    blocks = number_of_blocks(args)
+    cuts, what = blocks, f"{blocks} blocks"
+    if args.pipeline == "whole" and args.balance == "auto":
+        cuts, what = 2 * blocks + 2, f"{2 * blocks + 2} layers (embedding, halves of blocks, head)"
+    if args.num_devices > cuts:
+        raise UserError(
+            f"--num_devices {args.num_devices} --balance {args.balance}: the model has {what} and "
+            f"every stage needs one; --num_devices {cuts} or less works, or a larger --n_layer"
+        )
+    try:
+        parse_balance(args.balance, blocks, args.num_devices, lambda: [1.0] * cuts)
+    except ValueError as error:
+        raise UserError(f"--num_devices {args.num_devices} --{error}") from None
+
+
+def number_of_blocks(args: argparse.Namespace) -> int:
+    """The blocks of the model that the options name, which `check_model` found to be good."""
+    if args.model not in (*PRESETS, "auto"):
+        return AutoConfig.from_pretrained(args.model).n_layer
+    kind = choose_device(args.device, 0, 1)
+    return args.n_layer or PRESETS[model_name(args, kind)]["n_layer"]
 
 
 def main() -> None:

@@ -199,7 +199,7 @@ def test_the_subtitle_tells_the_model_and_the_batch(
     config = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 4096}
     (multiple / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (multiple / "options.json").write_text(
-        json.dumps({"batch_size": 128, "cores_per_rank": 1}), encoding="utf-8"
+        json.dumps({"batch_size": 128, "cores": 1, "device": "cpu"}), encoding="utf-8"
     )
     plot.plot_data_parallel(single, multiple, tmp_path)
     assert texts(drawn["data_parallel_throughput.png"])[1].replace("\n", " ") == (
@@ -379,6 +379,9 @@ from pathlib import Path
 options = dict(a[2:].split("=", 1) for a in sys.argv[1:])
 folder = Path(options["workdir"])
 folder.mkdir(parents=True, exist_ok=True)
+(folder / "options.json").write_text(
+    json.dumps({k: int(v) if v.isdecimal() else v for k, v in options.items()})
+)
 with (folder / "calls").open("a") as calls:
     calls.write(options["device"] + options["seed"])
 for epoch in range(int(options["n_epochs"])):
