@@ -60,9 +60,31 @@ def _data_parallel(world_size: int) -> Run:
     )
 
 
-RUNS = {"dp1": _data_parallel(1), "dp2": _data_parallel(2)}
+def _pipeline(mode: str) -> Run:
+    """Two stages, a core each. The eight blocks outweigh the head enough to be cut evenly."""
+    return Run(
+        what=f"{mode.replace('_', ' ')}, 2 stages, a core each",
+        program="project/run_pipeline.py",
+        options={
+            "model_parallel_mode": mode, "num_devices": 2, "n_chunk": 8, "n_layer": 8,
+            "n_embd": 256, "n_head": 4, **_SHORT, "batch_size": 64, "n_train": 1500,
+        },
+        results=("eval_results",),
+    )  # fmt: skip
+
+
+RUNS = {
+    "dp1": _data_parallel(1),
+    "dp2": _data_parallel(2),
+    "mp": _pipeline("model_parallel"),
+    "pp": _pipeline("pipeline_parallel"),
+}
+_DP1, _DP2, _MP, _PP = (WORKDIRS / name for name in RUNS)
 FIGURES = (  # command lines of plot.py, less --output
-    ("data_parallel", f"--single={WORKDIRS / 'dp1'}", f"--multiple={WORKDIRS / 'dp2'}"),
+    ("data_parallel", f"--single={_DP1}", f"--multiple={_DP2}"),
+    ("pipeline", f"--model_parallel={_MP}", f"--pipeline_parallel={_PP}"),
+    ("schedule", "--schedule=gpipe"),
+    ("schedule", "--schedule=1f1b"),
 )
 
 
