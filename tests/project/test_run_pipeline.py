@@ -200,8 +200,8 @@ def test_it_leaves_exactly_the_files_of_this_run(reference: Path) -> None:
     assert losses(reference)[2] < losses(reference)[0] < math.log(320) + 0.5
 
 
-# In fp32 the order of a sum of some hundred terms (positions of a batch) changes a gradient by
-# e, about 1e-6 of its size, and Adam, which divides a gradient g by its size, moves a parameter by up to
+# In fp32 the order of a sum of some hundred terms (positions of a batch) changes a gradient g by
+# e, about 1e-6 of its size, and Adam, which divides g by its size, moves the parameter by up to
 # lr * e / |g| differently in each step. To first order that changes the loss by g times as much:
 # lr * e, whatever g. With N = 36,000 parameters, gradients of 1 / sqrt(N) = 5e-3 (a norm of 1),
 # lr = 1e-2 and 10 steps, all of one sign, these are 36,000 * 5e-9 * 1e-2 * 10 = 2e-5 of a loss
