@@ -3,7 +3,7 @@
 The same blocks, batch and loss for all:
 
 - model parallel: one stage computes at a time, each on its own core; the baseline;
-- gpipe, 1f1b: this project's Pipe, two worker threads;
+- gpipe, 1f1b, zb (zero bubble): this project's Pipe, two worker threads;
 - torch gpipe, torch 1f1b: `torch.distributed.pipelining`, two processes;
 - autograd-driven: our forward, and the backward left to autograd, as torchgpipe does: on CPU that
   is one thread, with the intra-op threads of one device;
@@ -38,7 +38,8 @@ from training.launch import Settings, World, launch
 
 K, MICROBATCHES, ROUNDS = 2, (2, 4, 8, 16), 5
 BLOCKS, WIDTH, BATCH, LENGTH = 4, 512, 32, 128
-OURS, TORCH = ("gpipe", "1f1b"), {"torch gpipe": ScheduleGPipe, "torch 1f1b": Schedule1F1B}
+TORCH = {"torch gpipe": ScheduleGPipe, "torch 1f1b": Schedule1F1B}
+OURS = {"gpipe": "torch gpipe", "1f1b": "torch 1f1b", "zb": "torch 1f1b"}  # and whom it faces
 
 
 class _Block(nn.Module):
@@ -189,9 +190,13 @@ def _rank(world: World, cores: Sequence[int], out: Path) -> None:
     dist.barrier()
 
 
-def ideal(m: int) -> float:
-    """Speed-up of K equal stages with m micro-batches over one stage at a time."""
-    return K * m / (m + K - 1)
+def ideal(name: str, m: int) -> float:
+    """Speed-up of K equal stages with m micro-batches over one stage at a time.
+
+    A backward costs two forwards; zero bubble fills two thirds of the others' bubble (m >= K).
+    """
+    work, bubble = 3 * m, (K - 1) * (1 if name == "zb" else 3)
+    return K * work / (work + bubble)
 
 
 def run() -> list[Row]:
@@ -213,10 +218,12 @@ def run() -> list[Row]:
     add("one device, all cores", "model parallel")
     for m in MICROBATCHES:
         for name in OURS:
-            add(f"{name}, M={m}", "model parallel", 0.90 if m in (4, 8) else None, ideal(m))
-        for name in OURS:
-            add(f"{name}, M={m}", f"torch {name}, M={m}", 1.05)
-        add(f"1f1b, M={m}", f"autograd-driven, M={m}", 1.5)
+            add(f"{name}, M={m}", "model parallel", 0.90 if m in (4, 8) else None, ideal(name, m))
+        for name, other in OURS.items():
+            add(f"{name}, M={m}", f"{other}, M={m}", 1.05)
+        for name in ("1f1b", "zb"):
+            add(f"{name}, M={m}", f"autograd-driven, M={m}", 1.5)
+        add(f"zb, M={m}", f"1f1b, M={m}")
     title = (
         f"Pipeline step, {BLOCKS} GPT-2 blocks of width {WIDTH}, batch {BATCH} x {LENGTH}, "
         f"{K} stages with a core each"

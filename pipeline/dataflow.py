@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .crew import Stopped
-from .schedule import FORWARD, Action
+from .schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from .stage import Stage
 
 Recorder = Callable[[str, int, int, float, float], None]
@@ -86,12 +86,15 @@ class Dataflow:
 
     def run(self, actions: Sequence[Action]) -> None:
         """The work of one worker."""
+        halved = {(s, i) for kind, s, i in actions if kind is BACKWARD_WEIGHT}
         try:
             for action in actions:
                 if self._stopped:
                     raise Stopped
                 if action.kind is FORWARD:
-                    self._forward(action)
+                    self._forward(action, halves=action[1:] in halved)
+                elif action.kind is BACKWARD_WEIGHT:
+                    self._perform_backward(action, "backward_weight")
                 else:
                     self._backward(action)
         except BaseException:
@@ -108,7 +111,7 @@ class Dataflow:
         losses = [loss for loss in self.losses if loss is not None]
         return torch.stack([loss.detach() for loss in losses]).sum() * self._scale
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action, halves: bool) -> None:
         _, s, i = action
         if s == 0:
             value, self._inputs[i] = self._inputs[i], None
@@ -116,13 +119,13 @@ class Dataflow:
             value = self._up[s].get(i)
         stage = self._stages[s]
         if s + 1 < len(self._stages):
-            output = perform(action, self._recorder, stage, stage.forward, i, value)
+            output = perform(action, self._recorder, stage, stage.forward, i, value, None, halves)
             self._up[s + 1].put(i, output)
         else:
             target = self._targets[i]
             self.losses[i] = perform(
                 action, self._recorder, stage, stage.forward, i, value,
-                lambda output: self._loss(output, target),
+                lambda output: self._loss(output, target), halves,
             )  # fmt: skip
 
     def _loss(self, output: Any, target: Any) -> Tensor:
@@ -137,26 +140,33 @@ class Dataflow:
         return loss
 
     def _backward(self, action: Action) -> None:
-        _, s, i = action
-        stage = self._stages[s]
+        kind, s, i = action
         if s + 1 == len(self._stages):
             loss = self.losses[i]
             assert loss is not None  # its forward came before, see schedule.validate
             gradients = [torch.ones_like(loss) * self._scale]
         else:
             gradients = self._down[s + 1].get(i)
-        result = perform(action, self._recorder, stage, _backward, stage, i, gradients)
+        half = "backward" if kind is BACKWARD else "backward_input"
+        result = self._perform_backward(action, half, gradients)
         if s > 0:
             self._down[s].put(i, result)
 
+    def _perform_backward(self, action: Action, method: str, *args: Any) -> Any:
+        stage = self._stages[action.stage]
+        function = getattr(stage, method)
+        return perform(
+            action, self._recorder, stage, _without_autocast, function, action.microbatch, *args
+        )
 
-def _backward(stage: Stage, i: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+
+def _without_autocast(function: Callable[..., Any], *args: Any) -> Any:
     """Autocast, if on, is for forwards only: operators choose their backward's type themselves."""
     with contextlib.ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        return stage.backward(i, gradients)
+        return function(*args)
 
 
 def perform(
@@ -173,8 +183,9 @@ def perform(
         if recorder is not None and stage.device.type == "cuda":
             torch.cuda.synchronize(stage.device)  # kernels run later than they are launched
     except BaseException as error:
-        where = f"in the {action.kind.name.lower()} of micro-batch {action.microbatch} "
-        _add_note(error, where + f"on stage {action.stage} ({stage.device})")
+        what = action.kind.name.lower().replace("_", " ")
+        where = f"on stage {action.stage} ({stage.device})"
+        _add_note(error, f"in the {what} of micro-batch {action.microbatch} {where}")
         raise
     if recorder is not None:
         recorder(action.kind.value, *action[1:], start, time.perf_counter())

@@ -24,8 +24,19 @@ stage alternates, so the same bubble costs at most min(m, n-s) micro-batches of 
     stage 1: .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     stage 2: .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-Backwards run in the order of the micro-batches in every schedule, so that every schedule adds
-the gradients in the same order and gives the same bits.
+Zero bubble (Qi et al., 2023, ZB-H1): backward is two halves. The gradient of the input, I, is what
+the stage below waits for; that of the weights, W, nobody waits for, so it fills the gaps. With
+F, I and W of one clock each, 1F1B takes 3m + 3(n-1) clocks and this 3m + n-1 (if m >= n), for the
+memory of 1F1B's first stage, min(m, n) micro-batches, on every stage. How backward is halved:
+zero_bubble.py.
+
+    Zero bubble, 3 stages, 4 micro-batches              bubble = (n-1)/(3m+n-1) = 2/14
+    stage 0: F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+    stage 1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+    stage 2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+Backwards, and both their halves, run in the order of the micro-batches in every schedule, so that
+every schedule adds the gradients in the same order and gives the same bits.
 
 Glossary: m micro-batches, n stages, i micro-batch, s stage, k clock.
 """
@@ -43,10 +54,14 @@ class Kind(str, Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
 
 
 FORWARD = Kind.FORWARD
 BACKWARD = Kind.BACKWARD
+BACKWARD_INPUT = Kind.BACKWARD_INPUT
+BACKWARD_WEIGHT = Kind.BACKWARD_WEIGHT
 
 
 class Action(NamedTuple):
@@ -61,6 +76,9 @@ class Action(NamedTuple):
 
 
 Schedule = list[list[Action]]  # per stage, its actions in order
+
+_HALVES = (BACKWARD_INPUT, BACKWARD_WEIGHT)
+_BORN = {FORWARD: 1, BACKWARD: -1, BACKWARD_WEIGHT: -1}  # what an action adds to those alive
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -99,9 +117,24 @@ def sequential(num_stages: int, num_microbatches: int) -> Schedule:
     ]
 
 
+def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B with backward in two halves, the second one s micro-batches late on stage s (ZB-H1)."""
+    schedule = []
+    for s, actions in enumerate(one_f_one_b(num_stages, num_microbatches)):
+        halves: list[Action] = []
+        for kind, _, i in actions:
+            halves.append(Action(BACKWARD_INPUT if kind is BACKWARD else kind, s, i))
+            if kind is BACKWARD and i >= s:
+                halves.append(Action(BACKWARD_WEIGHT, s, i - s))
+        rest = range(max(num_microbatches - s, 0), num_microbatches)
+        schedule.append(halves + [Action(BACKWARD_WEIGHT, s, i) for i in rest])
+    return schedule
+
+
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "zb": zero_bubble,
     "sequential": sequential,
 }
 
@@ -167,8 +200,10 @@ def dependencies(action: Action, num_stages: int) -> list[Action]:
     kind, s, i = action
     if kind is FORWARD:
         return [Action(FORWARD, s - 1, i)] if s > 0 else []
+    if kind is BACKWARD_WEIGHT:
+        return [Action(BACKWARD_INPUT, s, i)]
     own = Action(FORWARD, s, i)
-    return [own, Action(BACKWARD, s + 1, i)] if s + 1 < num_stages else [own]
+    return [own, Action(kind, s + 1, i)] if s + 1 < num_stages else [own]
 
 
 def validate(
@@ -176,11 +211,17 @@ def validate(
 ) -> None:
     """Raise ValueError, naming the action, unless ``schedule`` can run and does all the work.
 
-    Each stage runs F(i) and B(i) of each micro-batch exactly once; nothing waits for ever; and,
-    where ``max_alive`` gives a limit per stage, no stage holds more micro-batches than that.
+    Each stage runs F(i), and either B(i) or I(i) and W(i), of each micro-batch exactly once;
+    nothing waits for ever (B waits for B and I for I, so all stages do a micro-batch in the same
+    way); and, where ``max_alive`` gives a limit per stage, no stage holds more micro-batches.
     """
     for s, actions in enumerate(schedule):
-        expected = {Action(kind, s, i) for kind in Kind for i in range(num_microbatches)}
+        halved = {i for kind, _, i in actions if kind in _HALVES}
+        expected = {
+            Action(kind, s, i)
+            for i in range(num_microbatches)
+            for kind in (FORWARD, *(_HALVES if i in halved else (BACKWARD,)))
+        }
         seen: set[Action] = set()
         for action in actions:
             if action not in expected:
@@ -194,25 +235,25 @@ def validate(
     for s, limit in enumerate(max_alive or []):
         alive = 0
         for action in schedule[s]:
-            alive += 1 if action.kind is FORWARD else -1
+            alive += _BORN.get(action.kind, 0)
             if alive > limit:
                 raise ValueError(f"stage {s}: {action} makes {alive} micro-batches alive > {limit}")
 
 
 def peak_alive(schedule: Schedule) -> list[int]:
-    """Per stage, the most micro-batches whose activations it holds at once."""
+    """Per stage, the most micro-batches whose activations it holds at once, until B or W."""
     peaks = []
     for actions in schedule:
         alive = peak = 0
         for action in actions:
-            alive += 1 if action.kind is FORWARD else -1
+            alive += _BORN.get(action.kind, 0)
             peak = max(peak, alive)
         peaks.append(peak)
     return peaks
 
 
 def bubble(schedule: Schedule) -> Fraction:
-    """The share of all clocks in which a stage idles, at one clock per action."""
+    """The share of all clocks in which a stage idles, at one clock per action, be it B or I."""
     slots = [action for row in clock_table(schedule) for action in row]
     return Fraction(slots.count(None), len(slots))
 
@@ -222,7 +263,7 @@ def draw(schedule: Schedule) -> str:
     lines = []
     for s, column in enumerate(zip(*clock_table(schedule), strict=True)):
         cells = ["." if action is None else str(action) for action in column]
-        width = max(2, len(str(len(schedule[s]) // 2 - 1)) + 1)
+        width = max(len(str(action)) for action in schedule[s])
         lines.append(f"stage {s}: " + " ".join(f"{cell:{width}}" for cell in cells).rstrip())
     return "\n".join(lines)
 

@@ -11,19 +11,22 @@ does the work: the worker that ran the forward runs the backward.
     stage s-1 ──x──▸ [detach ─ layers ─ y] ──y detached──▸ stage s+1
     stage s-1 ◂─dx── [       grad        ] ◂─────dy─────── stage s+1
 
+``backward_input(i, dy)`` and, later, ``backward_weight(i)`` are the same in two halves, see
+zero_bubble.py.
+
 Gradients of the parameters are added up in ``self.gradients``, in the order of the calls, and not
 in ``.grad``: `torch.autograd.grad(loss, parameters)`, hooks and tied parameters need them to reach
 ``.grad`` once, by way of autograd.
 
 Transport (queues, send/recv) is not here, and neither is a schedule.
-Cost: between forward and backward of a micro-batch, its activations on this stage.
+Cost: between forward and backward (its second half) of a micro-batch, its activations here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .randomness import StageRandomness, StepSeed
+from .zero_bubble import Product, WeightsLater, weight_gradients
 
 
 @dataclass
@@ -42,6 +46,9 @@ class _Kept:
     num_inputs: int
     outputs: list[Tensor]
     output_positions: list[int]
+    products: list[Product] = field(default_factory=list)  # weight gradients that are to come
+    parts: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # of those, from elsewhere
+    halved: bool = False  # only the second half is to come
 
 
 class Stage:
@@ -70,6 +77,7 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
         self._seed = seed or StepSeed()
         self._randomness = StageRandomness(device)
+        self._later = WeightsLater(self.parameters)
         self._first_layer = first_layer
         self._draws = any(layer.training for layer in module.modules())
 
@@ -77,11 +85,17 @@ class Stage:
     def alive(self) -> int:
         return len(self._kept)
 
-    def forward(self, i: int, value: Any, tail: Callable[[Any], Any] | None = None) -> Any:
+    def forward(
+        self,
+        i: int,
+        value: Any,
+        tail: Callable[[Any], Any] | None = None,
+        halves: bool = False,
+    ) -> Any:
         """Run micro-batch i; return its output, detached, ``requires_grad`` saying what it was.
 
         ``tail`` follows the layers and belongs to the same graph: the loss, on the last stage.
-        Without grad mode nothing is kept.
+        ``halves`` says that backward will come in two. Without grad mode nothing is kept.
         """
         leaves, spec = pytree.tree_flatten(value)
         positions = []
@@ -92,14 +106,14 @@ class Stage:
                 leaves[k] = leaf.requires_grad_() if wanted else leaf
                 positions += [k] if wanted else []
         output = pytree.tree_unflatten(leaves, spec)
-        for k, layer in enumerate([*self.module, *([tail] if tail else [])], self._first_layer):
-            with self._randomness.of(self._seed, k, i) if self._draws else nullcontext():
-                output = layer(output)
+        products: list[Product] = []
+        with self._later.into(products) if halves else nullcontext():
+            output = self._layers(i, output, [*self.module, *([tail] if tail else [])])
         results, spec = pytree.tree_flatten(output)
         of_graph = [k for k, r in enumerate(results) if isinstance(r, Tensor) and r.requires_grad]
         if torch.is_grad_enabled():
             inputs, outputs = [leaves[k] for k in positions], [results[k] for k in of_graph]
-            self._kept[i] = _Kept(inputs, positions, len(leaves), outputs, of_graph)
+            self._kept[i] = _Kept(inputs, positions, len(leaves), outputs, of_graph, products)
             self.peak_alive = max(self.peak_alive, self.alive)
         for k, result in enumerate(results):
             if isinstance(result, Tensor):
@@ -113,12 +127,65 @@ class Stage:
 
         One gradient per leaf of the output, None for those nothing depends on.
         """
-        if i not in self._kept:
+        kept = self._graph_of(i)
+        if not retain_graph:
+            del self._kept[i]
+        result, found, others = self._differentiate(kept, gradients, retain_graph)
+        self._add(found, others)
+        return result
+
+    def backward_input(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """`backward` without the weight gradients of matrix products; those stay to be computed.
+
+        The micro-batch's forward must have been told of the ``halves``.
+        """
+        kept = self._graph_of(i)
+        result, found, others = self._differentiate(kept, gradients)
+        kept.inputs, kept.outputs, kept.halved = [], [], True
+        late = {p for product in kept.products for p in (product.weight, product.bias)}
+        for k, (p, gradient) in enumerate(zip(self.parameters, found, strict=False)):
+            if gradient is not None and p in late:  # one sum per micro-batch, as autograd's
+                kept.parts[p], found[k] = gradient, None
+        self._add(found, [*others, *(product.dy for product in kept.products)])
+        return result
+
+    def backward_weight(self, i: int) -> None:
+        """What `backward_input` left; frees the micro-batch."""
+        if i not in self._kept or not self._kept[i].halved:
+            raise RuntimeError(
+                f"micro-batch {i} has no weight gradients to come on stage {self.index}: "
+                "call backward_input first, and this once"
+            )
+        kept = self._kept.pop(i)
+        found = weight_gradients(kept.products)
+        for p, part in kept.parts.items():
+            found[p] = found[p] + part
+        self._add([found.get(p) for p in self.parameters], [])
+
+    def take_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """The sums over all micro-batches so far; they are handed over and start anew."""
+        pairs = list(zip(self.parameters, self.gradients, strict=True))
+        self.gradients = [None] * len(self.parameters)
+        return pairs
+
+    def _layers(self, i: int, value: Any, layers: Sequence[Callable[[Any], Any]]) -> Any:
+        for k, layer in enumerate(layers, self._first_layer):
+            with self._randomness.of(self._seed, k, i) if self._draws else nullcontext():
+                value = layer(value)
+        return value
+
+    def _graph_of(self, i: int) -> _Kept:
+        if i not in self._kept or self._kept[i].halved:
             raise RuntimeError(
                 f"micro-batch {i} holds no graph on stage {self.index}: a second backward needs "
                 "backward(retain_graph=True) the first time"
             )
-        kept = self._kept[i] if retain_graph else self._kept.pop(i)
+        return self._kept[i]
+
+    def _differentiate(
+        self, kept: _Kept, gradients: Sequence[Tensor | None], retain_graph: bool = False
+    ) -> tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
+        """The gradients of the input's leaves; of the parameters; what may share their memory."""
         pairs = []
         for output, position in zip(kept.outputs, kept.output_positions, strict=True):
             gradient = gradients[position]
@@ -126,7 +193,7 @@ class Stage:
                 pairs.append((output, gradient.to(self.memory, non_blocking=True)))
         result: list[Tensor | None] = [None] * kept.num_inputs
         if not pairs or not (kept.inputs or self.parameters):
-            return result
+            return result, [], []
         incoming = [dy for _, dy in pairs]
         found = torch.autograd.grad(
             [y for y, _ in pairs],
@@ -135,16 +202,11 @@ class Stage:
             retain_graph=retain_graph,
             allow_unused=True,
         )
-        for position, dx in zip(kept.input_positions, found, strict=False):
+        of_inputs: list[Tensor | None] = list(found[: len(kept.inputs)])
+        of_parameters: list[Tensor | None] = list(found[len(kept.inputs) :])
+        for position, dx in zip(kept.input_positions, of_inputs, strict=True):
             result[position] = dx
-        self._add(found[len(kept.inputs) :], [*incoming, *found[: len(kept.inputs)]])
-        return result
-
-    def take_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
-        """The sums over all micro-batches so far; they are handed over and start anew."""
-        pairs = list(zip(self.parameters, self.gradients, strict=True))
-        self.gradients = [None] * len(self.parameters)
-        return pairs
+        return result, of_parameters, [*incoming, *of_inputs]
 
     def _add(self, new: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> None:
         """Sum in place, in one call for all parameters.

@@ -13,10 +13,13 @@ Pairs with an empty side are skipped and counted.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from training.corpus import Pair, builtin_corpus
 from training.launch import UserError
@@ -236,6 +239,7 @@ def _from_rows(read: dict[str, Any], src: str, tgt: str, sizes: dict[str, int | 
 def _hub(name: str, src: str, tgt: str, sizes: dict[str, int | None]) -> Texts:
     import datasets
 
+    _do_not_wait_for_the_hub()
     try:
         try:
             found = datasets.load_dataset(name)
@@ -252,3 +256,17 @@ def _hub(name: str, src: str, tgt: str, sizes: dict[str, int | None]) -> Texts:
         ) from error
     known = {split: found[split] for split in SPLITS if split in found}
     return _from_rows(known, src, tgt, sizes)
+
+
+def _do_not_wait_for_the_hub() -> None:
+    """Where the hub's name does not even resolve, its client would still try for half a minute:
+    tells it to use what it has downloaded before, and else to fail at once."""
+    import datasets
+    from huggingface_hub import constants
+
+    if getproxies():  # a proxy resolves names that this machine need not know
+        return
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline import schedule as sched
 from pipeline.pipe import _clock_cycles
-from pipeline.schedule import BACKWARD, FORWARD, Action
+from pipeline.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 
 GRID = [(n, m) for n in range(1, 6) for m in range(1, 10)]
 
@@ -44,7 +44,7 @@ def test_clock_cycles_of_fewer_micro_batches_than_partitions() -> None:
     assert list(_clock_cycles(1, 3)) == [[(0, 0)], [(0, 1)], [(0, 2)]]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb"])
 def test_the_table_in_the_docstring_is_the_schedule(name: str) -> None:
     table = sched.draw(sched.find(name)(3, 4))
     assert textwrap.indent(table, "    ") + "\n" in (sched.__doc__ or "")
@@ -67,11 +67,44 @@ def test_1f1b_as_lists() -> None:
     ]
 
 
+def test_zero_bubble_as_clock_tables() -> None:
+    assert sched.draw(sched.zero_bubble(2, 4)).splitlines() == [
+        "stage 0: F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 I3 W3",
+        "stage 1: .  F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3",
+    ]
+    assert sched.draw(sched.zero_bubble(3, 4)).splitlines() == [
+        "stage 0: F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3",
+        "stage 1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        "stage 2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    ]
+
+
+def units(schedule: sched.Schedule) -> int:
+    """How long a step takes if a forward takes one unit, a backward two, each half of it one."""
+    ended: dict[Action, int] = {}
+    for row in sched.clock_table(schedule):
+        for action in filter(None, row):
+            before = [a for a in schedule[action.stage] if a in ended]
+            before += sched.dependencies(action, len(schedule))
+            start = max((ended[a] for a in before), default=0)
+            ended[action] = start + (2 if action.kind is BACKWARD else 1)
+    return max(ended.values())
+
+
+@pytest.mark.parametrize(("n", "m"), GRID)
+def test_zero_bubble_saves_two_thirds_of_the_bubble_of_1f1b(n: int, m: int) -> None:
+    """With m < n one micro-batch's way through all stages, not the bubble, is what takes time."""
+    assert units(sched.one_f_one_b(n, m)) == 3 * m + 3 * (n - 1)
+    assert units(sched.zero_bubble(n, m)) == max(3 * m + n - 1, 2 * m + 2 * n - 1)
+    assert len(sched.clock_table(sched.zero_bubble(n, m))) == units(sched.zero_bubble(n, m))
+
+
 @pytest.mark.parametrize(("n", "m"), GRID)
 def test_every_schedule_is_valid_and_holds_what_it_promises(n: int, m: int) -> None:
     limits = {
         "gpipe": [m] * n,
         "1f1b": [min(m, n - s) for s in range(n)],
+        "zb": [min(m, n)] * n,
         "sequential": [1] * n,
     }
     assert set(limits) == set(sched.SCHEDULES)
@@ -93,6 +126,27 @@ def test_validate_names_a_missing_action() -> None:
     schedule[1].remove(Action(BACKWARD, 1, 1))
     with pytest.raises(ValueError, match="stage 1: B1 is missing"):
         sched.validate(schedule, 2)
+
+
+def test_validate_names_a_missing_half_and_a_backward_beside_halves() -> None:
+    schedule = sched.zero_bubble(2, 2)
+    schedule[1].remove(Action(BACKWARD_WEIGHT, 1, 0))
+    with pytest.raises(ValueError, match="stage 1: W0 is missing"):
+        sched.validate(schedule, 2)
+    schedule[1].append(Action(BACKWARD, 1, 0))
+    with pytest.raises(ValueError, match=r"stage 1: Action\(.*BACKWARD.* does not belong here"):
+        sched.validate(schedule, 2)
+
+
+def test_stages_that_do_a_micro_batch_in_different_ways_wait_for_ever() -> None:
+    mixed = [sched.gpipe(2, 1)[0], sched.zero_bubble(2, 1)[1]]
+    with pytest.raises(ValueError, match="deadlock: B0 on stage 0 waits for B0 on stage 1"):
+        sched.validate(mixed, 1)
+
+
+def test_evaluation_has_no_half_of_a_backward() -> None:
+    forward = [[Action(FORWARD, s, i) for i in range(3)] for s in range(2)]
+    assert sched.forward_only(sched.zero_bubble(2, 3)) == forward
 
 
 def test_validate_names_an_action_that_is_there_twice() -> None:
@@ -130,7 +184,7 @@ def test_stages_that_share_a_worker_share_a_list() -> None:
 
 
 def test_wrong_names_and_sizes_say_what_is_right() -> None:
-    with pytest.raises(ValueError, match=r"'zigzag': choose one of gpipe, 1f1b, sequential"):
+    with pytest.raises(ValueError, match=r"'zigzag': choose one of gpipe, 1f1b, zb, sequential"):
         sched.find("zigzag")
     with pytest.raises(ValueError, match="0 micro-batches: at least 1"):
         sched.gpipe(2, 0)

@@ -80,7 +80,12 @@ def test_the_mean_over_all_tokens_does_not_depend_on_how_they_fall_into_micro_ba
 
 @pytest.mark.parametrize(
     ("name", "peaks"),
-    [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("sequential", [1, 1, 1, 1])],
+    [
+        ("gpipe", [8, 8, 8, 8]),
+        ("1f1b", [4, 3, 2, 1]),
+        ("zb", [4] * 4),
+        ("sequential", [1, 1, 1, 1]),
+    ],
 )
 def test_stages_hold_no_more_micro_batches_than_the_schedule_says(
     name: str, peaks: list[int]

@@ -285,6 +285,7 @@ class Hub:
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
+        self.config = SimpleNamespace(HF_HUB_OFFLINE=False)
         self.calls: list[tuple[str, dict[str, str]]] = []
 
     def load_dataset(self, name: str, **options: str) -> Any:
@@ -299,11 +300,33 @@ class Hub:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hub]:
     def answering(*answers: Any) -> Hub:
         stand_in = Hub(*answers)
-        module = SimpleNamespace(load_dataset=stand_in.load_dataset)
-        monkeypatch.setitem(sys.modules, "datasets", module)
+        monkeypatch.setitem(sys.modules, "datasets", stand_in)
+        monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])  # the hub's name resolves
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         return stand_in
 
     return answering
+
+
+def test_a_hub_whose_name_does_not_resolve_is_not_waited_for(
+    hub: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    def unknown(*_: object) -> None:
+        raise OSError("Name or service not known")
+
+    stand_in = hub(FOUND, FOUND)
+    load("someone/translations")
+    assert not constants.HF_HUB_OFFLINE and not stand_in.config.HF_HUB_OFFLINE
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("training.text.getproxies", lambda: {"https": "a proxy resolves names"})
+    load("someone/translations")
+    assert not constants.HF_HUB_OFFLINE
+    monkeypatch.setattr("training.text.getproxies", dict)
+    stand_in.answers.append(FOUND)
+    load("someone/translations")
+    assert constants.HF_HUB_OFFLINE and stand_in.config.HF_HUB_OFFLINE
 
 
 def translations(first: int, end: int) -> list[dict[str, dict[str, str]]]:

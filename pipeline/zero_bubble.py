@@ -1,0 +1,171 @@
+"""Backward in two halves: gradients of activations now, those of weights later.
+
+Problem. A stage waits for the gradient of its output, and that depends on one half of the backward
+of the stages above: the gradients of activations. The other half, the gradients of weights, is
+wanted only at the end of the step, but autograd computes both, layer by layer, in one go.
+
+Idea. Nearly all work on weights is in matrix products y = x w + b. While a stage runs a forward,
+a `TorchFunctionMode` replaces those whose weight is one of its parameters by an autograd function
+with the same y. In backward it returns dx = dy w' at once and, instead of dw = x' dy and
+db = sum of dy, notes (x, dy). `weight_gradients` makes dw and db of the notes, whenever the
+schedule says so. All else, norms and embeddings too, is differentiated in the first half: its
+weight gradients are cheap. Rejected: two calls of `torch.autograd.grad` over the same graph, first
+by the inputs and then by the parameters (torch.distributed.pipelining does it with surgery on the
+graph): everything on the way to a weight is walked, and much of it computed, twice.
+
+The formulas are autograd's own, so a split backward gives the bits of a whole one.
+
+Not seen: products by other calls (`@`, `torch.matmul`, `torch.baddbmm`, convolutions), views of
+weights, and torch.compile'd layers: right, but all in the first half. With activation
+checkpointing, whose second forward runs outside the mode, use another schedule.
+
+Cost: between the halves, x (which backward held anyway) and dy of every product; in forward, about
+1 us per torch call in Python.
+
+Zero Bubble Pipeline Parallelism, Qi et al., 2023; its schedule ZB-H1 is in schedule.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass
+class Product:
+    """y = x w + b of one call, R rows of K features to N, and what its gradients depend on."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    transposed: bool  # the weight is N K (nn.Linear), not K N (GPT-2's Conv1D)
+    x: Tensor  # R K
+    dy: Tensor  # R N
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        x, dy = self.x, self.dy
+        yield self.weight, dy.t().mm(x) if self.transposed else x.t().mm(dy)
+        if self.bias is not None:
+            yield self.bias, dy.sum(0)
+
+
+def weight_gradients(products: list[Product]) -> dict[nn.Parameter, Tensor]:
+    """The second half of a micro-batch's backward. ``products`` is emptied, freeing each at once.
+
+    A weight used several times has one gradient, summed in the order of the backward.
+    """
+    found: dict[nn.Parameter, Tensor] = {}
+    products.reverse()
+    while products:
+        for parameter, gradient in products.pop().gradients():
+            if parameter in found:
+                gradient = found[parameter] + gradient
+            found[parameter] = gradient
+    return {p: gradient.to(p.dtype) for p, gradient in found.items()}  # autocast: as its cast does
+
+
+class WeightsLater(TorchFunctionMode):
+    """Inside ``with later.into(products):`` backwards will append to the list ``products``.
+
+    ``parameters``: those whose gradients may come later. Lives for one step: it keeps the copies
+    of weights in autocast's type, as autocast does.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters = set(parameters)
+        self._products: list[Product] = []
+        self._casts: dict[tuple[Tensor, torch.dtype], Tensor] = {}
+
+    def into(self, products: list[Product]) -> WeightsLater:
+        self._products = products
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func is torch.addmm and len(args) == 3 and not kwargs:
+            bias, x, weight = args
+            if self._is_ours(x, weight, bias) and bias is not None and bias.dim() == 1:
+                return self._product(x, weight, bias, transposed=False)
+        elif func is F.linear:
+            x, weight, bias = _linear_arguments(*args, **kwargs)
+            if self._is_ours(x, weight, bias) and x.dim() > 1:
+                return self._product(x, weight, bias, transposed=True)
+        return func(*args, **kwargs)
+
+    def _is_ours(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        return (
+            weight in self._parameters
+            and (bias is None or not bias.requires_grad or bias in self._parameters)
+            and type(x) in (Tensor, nn.Parameter)
+            and torch.is_grad_enabled()
+        )
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Any:
+        w, b = weight, bias
+        if torch.is_autocast_enabled(x.device.type):
+            # Not left to autocast: in the function's no_grad it would put a weight without a
+            # gradient into its cache, for whoever uses the weight next.
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x = x.to(dtype) if x.dtype != torch.float64 else x
+            w = self._cast(weight, dtype)
+            b = None if bias is None else self._cast(bias, dtype)
+        if bias is not None and not bias.requires_grad:
+            bias = None
+        return _Multiply.apply(x, weight, w, b, bias, transposed, self._products)
+
+    def _cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        if parameter.dtype in (dtype, torch.float64):
+            return parameter
+        key = (parameter, dtype)
+        if key not in self._casts:
+            self._casts[key] = parameter.detach().to(dtype)
+        return self._casts[key]
+
+
+def _linear_arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
+
+
+class _Multiply(torch.autograd.Function):
+    """x w + b. ``weight`` is there so that the result has a graph even if x has none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        w: Tensor,
+        b: Tensor | None,
+        bias: nn.Parameter | None,
+        transposed: bool,
+        products: list[Product],
+    ) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.notes = weight, bias, transposed, products
+        if transposed:
+            return F.linear(x, w, b)
+        assert b is not None
+        return torch.addmm(b, x, w)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        weight, bias, transposed, products = ctx.notes
+        rows = dy.reshape(-1, dy.size(-1))
+        inputs = x.detach().reshape(-1, x.size(-1))  # not x itself, which would hold the graph
+        products.append(Product(weight, bias, transposed, inputs, rows))
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 7
+        dx = rows.mm(w if transposed else w.t()).view(x.shape)
+        return dx, *(None,) * 6
