@@ -14,8 +14,9 @@ does not.
 `Pipe.train_step` computes the loss on the last stage and runs any schedule of schedule.py, without
 clocks. Both add the gradients of micro-batches in their order, and give the same bits.
 
-Cost: a bubble of (n-1)/(m+n-1) of the time; the activations of m micro-batches (1F1B: at most
-min(m, n-s) on stage s; zb: min(m, n), for a third of the bubble); per clock, or action, about 0.1 ms of Python and waking threads.
+Cost: a bubble of (n-1)/(m+n-1) of the time (zb: a third of it); the activations of m micro-batches
+(1F1B: at most min(m, n-s) on stage s; zb: min(m, n)); per clock, or action, about 0.1 ms of Python
+and waking threads.
 
 Glossary: m micro-batches, n stages, i micro-batch, j or s stage.
 """

@@ -112,8 +112,8 @@ class WeightsLater(TorchFunctionMode):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Any:
         w, b = weight, bias
         if torch.is_autocast_enabled(x.device.type):
-            # Not left to autocast: in the function's no_grad it would put a weight without a
-            # gradient into its cache, for whoever uses the weight next.
+            # Not left to autocast: backward needs the cast operands too, and in the function's
+            # no_grad autocast would cast every weight anew for every micro-batch.
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype) if x.dtype != torch.float64 else x
             w = self._cast(weight, dtype)
