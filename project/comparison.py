@@ -19,9 +19,8 @@ from matplotlib.figure import Figure
 
 from project.figures import Bar, draw_bars, save
 from training.launch import UserError
-from training.record import read_results
+from training.record import OPTIONS, read_results
 
-OPTIONS = "options.json"  # in a workdir: the options of the run, where somebody wrote them down
 TIME, THROUGHPUT = "training_time", "tokens_per_sec"
 YLABELS = {TIME: "training time of an epoch (s)", THROUGHPUT: "tokens per second"}
 MODEL_SIZES = ("n_layer", "n_embd", "n_head", "vocab_size")
@@ -77,9 +76,9 @@ def describe(workdir: Path) -> str:
         )
     if "batch_size" in options:
         parts.append(f"batches of {options['batch_size']} pairs")
-    if options.get("cores_per_rank"):
-        each = options["cores_per_rank"]
-        parts.append(f"{each} core{'s' if each > 1 else ''} per process")
+    if options.get("cores") and options.get("device") == "cpu":
+        cores = f"{options['cores']} core{'s' if options['cores'] > 1 else ''}"
+        parts.append(cores if "num_devices" in options else f"{cores} per process")
     return "; ".join(parts)
 
 

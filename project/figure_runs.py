@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from project.comparison import OPTIONS, read_json
-from training.launch import UserError, core_slice
-from training.record import read_results, write_json
+from project.comparison import read_json
+from training.launch import UserError, choose_device, core_slice
+from training.record import OPTIONS, read_results
 
 WORKDIRS = Path("workdir_figures")
 
@@ -60,9 +60,31 @@ def _data_parallel(world_size: int) -> Run:
     )
 
 
-RUNS = {"dp1": _data_parallel(1), "dp2": _data_parallel(2)}
+def _pipeline(mode: str) -> Run:
+    """Two stages, a core each. The eight blocks outweigh the head enough to be cut evenly."""
+    return Run(
+        what=f"{mode.replace('_', ' ')}, 2 stages, a core each",
+        program="project/run_pipeline.py",
+        options={
+            "model_parallel_mode": mode, "num_devices": 2, "n_chunk": 8, "n_layer": 8,
+            "n_embd": 256, "n_head": 4, **_SHORT, "batch_size": 64, "n_train": 1500,
+        },
+        results=("eval_results",),
+    )  # fmt: skip
+
+
+RUNS = {
+    "dp1": _data_parallel(1),
+    "dp2": _data_parallel(2),
+    "mp": _pipeline("model_parallel"),
+    "pp": _pipeline("pipeline_parallel"),
+}
+_DP1, _DP2, _MP, _PP = (WORKDIRS / name for name in RUNS)
 FIGURES = (  # command lines of plot.py, less --output
-    ("data_parallel", f"--single={WORKDIRS / 'dp1'}", f"--multiple={WORKDIRS / 'dp2'}"),
+    ("data_parallel", f"--single={_DP1}", f"--multiple={_DP2}"),
+    ("pipeline", f"--model_parallel={_MP}", f"--pipeline_parallel={_PP}"),
+    ("schedule", "--schedule=gpipe"),
+    ("schedule", "--schedule=1f1b"),
 )
 
 
@@ -72,6 +94,8 @@ def make_runs(device: str, again: bool = False) -> None:
     Raises:
         UserError: a run failed.
     """
+    if device == "auto":  # the runs write down what it means
+        device = choose_device(device, 0, 1).type
     missing = [name for name, run in RUNS.items() if again or not run.done(WORKDIRS / name, device)]
     if missing and device == "cpu" and len(core_slice(0, 1)) == 1:
         print("Only one core may be used here: several processes will not be faster than one.")
@@ -81,12 +105,10 @@ def make_runs(device: str, again: bool = False) -> None:
         command = run.command(folder, device)
         print(f"[{i + 1}/{len(missing)}] {run.what}\npython {' '.join(command)}", flush=True)
         begin = time.perf_counter()
-        (folder / OPTIONS).unlink(missing_ok=True)
         done = subprocess.run([sys.executable, ROOT / command[0], *command[1:]], check=False)
         if done.returncode:
+            (folder / OPTIONS).unlink(missing_ok=True)  # what it left counts for nothing
             raise UserError(f"status {done.returncode} from: python {' '.join(command)}")
-        options = {**read_json(folder / OPTIONS), **run.options, "device": device}
-        write_json(folder / OPTIONS, options)
         print(f"[{i + 1}/{len(missing)}] took {time.perf_counter() - begin:.0f} s\n", flush=True)
 
 

@@ -176,7 +176,8 @@ def draw_curves(
         ax.set_title(name, loc="left", fontsize=TEXT, color=INK, pad=10)
         last = max(len(curve.values) for curve in curves) - 1
         for curve in curves:
-            ax.plot(curve.values, color=curve.colour, linewidth=2.5, marker="o", markersize=5)
+            ax.plot(curve.values, color=curve.colour, linewidth=2.5, marker="o", markersize=5,
+                    clip_on=False)  # fmt: skip
         top = 1.1 * ax.get_ylim()[1]
         below = -top
         for curve in sorted(curves, key=lambda curve: curve.values[-1]):
@@ -186,7 +187,7 @@ def draw_curves(
                 last + 0.06 * (last + 1), below, label, va="center", fontsize=SMALL,
                 fontweight="bold", color=curve.colour, linespacing=1.0,
             )  # fmt: skip
-        ax.set_ylim(0, top)
+        ax.set_ylim(0, max(top, below + 0.1 * top))
         ax.set_xlim(-0.08 * (last + 1), last + 0.45 * (last + 1))
         ax.set_xticks(range(0, last + 1, -(-(last + 1) // 8)))
         ax.set_xlabel("epoch", fontsize=SMALL, color=GREY)

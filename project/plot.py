@@ -4,6 +4,7 @@
     python project/plot.py data_parallel --single workdir_1 --multiple workdir_2
     python project/plot.py pipeline --model_parallel workdir_mp --pipeline_parallel workdir_pp
     python project/plot.py training workdir
+    python project/plot.py schedule --schedule 1f1b --num_devices 4 --n_chunk 8
 
 A comparison leaves the first epoch of each run out: it pays for what happens once, as memory that
 is touched for the first time. Bars are means over the other epochs, error bars their standard
@@ -20,8 +21,9 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pipeline.schedule import SCHEDULES, find
+from pipeline.schedule import draw as draw_as_text
 from project.comparison import (
-    OPTIONS,
     THROUGHPUT,
     TIME,
     YLABELS,
@@ -36,7 +38,9 @@ from project.comparison import (
 from project.figure_runs import FIGURES, RUNS, WORKDIRS, make_runs
 from project.figures import BLUE, GREEN, GREY, Bar, Curve, draw_bars, draw_curves, save
 from project.options import count, run_program
+from project.timeline import draw_schedule
 from training.launch import DEVICES, UserError
+from training.record import OPTIONS, PICTURE
 
 OUTPUT = Path("submit_figures")
 
@@ -64,9 +68,15 @@ the test split, after each epoch.
 
     python project/plot.py training workdir
 """
+SCHEDULE_HELP = """\
+Prints which stage works on which micro-batch when, F forward and B backward, and draws it. Every
+action counts as one clock; how long it really takes is the machine's affair.
+
+    python project/plot.py schedule --schedule 1f1b --num_devices 4 --n_chunk 8
+"""
 RUNS_HELP = f"""\
 Runs that are done are kept in {WORKDIRS}/ and not made again, unless their options changed.
-They take about three minutes on two cores:
+They take about seven minutes on two cores:
 
 """ + "\n".join(f"    {name}  {run.what}" for name, run in RUNS.items())
 
@@ -205,7 +215,20 @@ def plot_training(workdir: Path, output: Path | None = None) -> Path:
         f"{n} epoch{'s' if n > 1 else ''}",
         subtitle=describe(workdir),
     )
-    return save(fig, output or workdir / "training.png")
+    return save(fig, output or workdir / PICTURE)
+
+
+def schedule_picture(name: str, folder: Path = OUTPUT) -> Path:
+    """Where the picture of a schedule goes."""
+    return folder / f"schedule_{name}.png"
+
+
+def plot_schedule(
+    name: str, num_stages: int, num_microbatches: int, output: Path | None = None
+) -> Path:
+    """Prints the clock table of a schedule, and draws it."""
+    print(draw_as_text(find(name)(num_stages, num_microbatches)))
+    return draw_schedule(name, num_stages, num_microbatches, output or schedule_picture(name))
 
 
 def make_figures(output: Path = OUTPUT, device: str = "cpu", again: bool = False) -> list[Path]:
@@ -215,7 +238,12 @@ def make_figures(output: Path = OUTPUT, device: str = "cpu", again: bool = False
         UserError: a run failed.
     """
     make_runs(device, again)
-    return [path for figure in FIGURES for path in draw(parse([*figure, f"--output={output}"]))]
+    paths = []
+    for figure in map(parse, FIGURES):
+        single = figure.figure == "schedule"
+        figure.output = schedule_picture(figure.schedule, output) if single else output
+        paths += draw(figure)
+    return paths
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -225,52 +253,45 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="figure", required=True, metavar="COMMAND")
 
     def command(name: str, summary: str, details: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(
+        return commands.add_parser(
             name, help=summary, description=f"{summary}.\n\n{details}", formatter_class=help_format
         )
-        if name != "training":
-            added.add_argument(
-                "--output",
-                type=Path,
-                default=OUTPUT,
-                metavar="DIR",
-                help=f"folder of the pictures ({OUTPUT})",
-            )
-        return added
 
     dp = command("data_parallel", "One process against several", DATA_PARALLEL_HELP)
-    dp.add_argument(
-        "--single",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="workdir of the run of one process",
-    )
-    dp.add_argument(
-        "--multiple", type=Path, required=True, metavar="DIR", help="workdir of the run of several"
-    )
+    for run, what in (("single", "of one process"), ("multiple", "of several")):
+        dp.add_argument(
+            f"--{run}", type=Path, required=True, metavar="DIR", help=f"workdir of the run {what}"
+        )
 
     pp = command("pipeline", "The pipeline against one stage at a time", PIPELINE_HELP)
     for mode in ("model_parallel", "pipeline_parallel"):
         pp.add_argument(
-            f"--{mode}",
-            type=Path,
-            required=True,
-            metavar="DIR",
-            help="workdir of the run in this mode",
+            f"--{mode}", type=Path, required=True, metavar="DIR", help="workdir of this mode's run"
         )
     pp.add_argument("--n_chunk", type=count, metavar="M", help="micro-batches M (the run's, or 4)")
     pp.add_argument("--stages", type=count, metavar="K", help="stages K (the run's, or 2)")
 
     one = command("training", "Loss and BLEU of a run over its epochs", TRAINING_HELP)
     one.add_argument("workdir", type=Path, metavar="DIR", help="workdir of the run")
-    one.add_argument("--output", type=Path, metavar="FILE", help="the picture (DIR/training.png)")
+
+    table = command("schedule", "The clock table of a pipeline schedule", SCHEDULE_HELP)
+    table.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="which (1f1b)")
+    table.add_argument("--num_devices", type=count, default=4, metavar="N", help="stages (4)")
+    table.add_argument("--n_chunk", type=count, default=8, metavar="M", help="micro-batches (8)")
 
     every = command("figures", "Everything: the runs that are missing, and all pictures", RUNS_HELP)
     every.add_argument(
         "--device", choices=DEVICES, default="cpu", help="where the runs train (cpu)"
     )
     every.add_argument("--again", action="store_true", help="make all runs anew")
+
+    for several in (dp, pp, every):
+        several.add_argument(
+            "--output", type=Path, default=OUTPUT, metavar="DIR",
+            help=f"folder of the pictures ({OUTPUT})",
+        )  # fmt: skip
+    for single, default in ((one, "DIR/training.png"), (table, f"{OUTPUT}/schedule_NAME.png")):
+        single.add_argument("--output", type=Path, metavar="FILE", help=f"the picture ({default})")
     return parser.parse_args(argv)
 
 
@@ -284,6 +305,8 @@ def draw(args: argparse.Namespace) -> list[Path]:
         )
     if args.figure == "training":
         return [plot_training(args.workdir, args.output)]
+    if args.figure == "schedule":
+        return [plot_schedule(args.schedule, args.num_devices, args.n_chunk, args.output)]
     return make_figures(args.output, args.device, args.again)
 
 

@@ -35,7 +35,7 @@ from training.data import (
     load_tokenizer,
     to_batch,
 )
-from training.launch import UserError, World
+from training.launch import UserError, World, core_slice
 from training.model import (
     PRESETS,
     build_model,
@@ -44,7 +44,15 @@ from training.model import (
     load_pretrained,
     round_vocab,
 )
-from training.record import HEADER, EpochResult, clear_results, epoch_line, write_epoch
+from training.record import (
+    HEADER,
+    OPTIONS,
+    EpochResult,
+    clear_results,
+    epoch_line,
+    write_epoch,
+    write_json,
+)
 from training.text import SPLITS, Texts, load_texts
 
 MAX_VOCAB = 4096  # tokens that BPE may learn where --vocab_size does not say
@@ -137,10 +145,25 @@ class Session:
         sentences = [parts[i % len(parts)][i // len(parts)] for i in range(len(test))]
         return sentences, evaluate_bleu(test, sentences, args.tgt)["bleu"]
 
+    def options(self) -> dict[str, Any]:
+        """The options of the run as text and numbers. Where one was left to the program, what it
+        chose; and `cores`, the CPU cores that each process may use."""
+        config, device = self.model.config, self.world.device
+        chosen = {
+            "model": model_name(self.args, device),
+            **{k: getattr(config, k) for k in ("n_layer", "n_embd", "n_head", "vocab_size")},
+            "learning_rate": self.learning_rate,
+            "device": device.type,
+            "cores": len(core_slice(0, 1)) or None,
+        }
+        given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(self.args).items()}
+        return {**given, **chosen}
+
     def start(self, loss_fn: Callable[[Batch], Tensor]) -> None:
         """Says what is about to be trained, and how well it does before."""
         if self.world.is_main:  # before the others write theirs: translate() waits for all
             clear_results(self.args.workdir)
+            write_json(self.args.workdir / OPTIONS, self.options())
         self.say("\n".join([self.describe(), *self.texts.notes]))
         self.say(HEADER)
         _, bleu = self.translate()
@@ -178,14 +201,21 @@ class Session:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Shows a few translations, and where the results are."""
+        """Shows a few translations, draws the curves, and says where the results are."""
         src, tgt, test = self.args.src, self.args.tgt, self.texts.splits["test"]
         self.say("")
         for pair, sentence in list(zip(test, self.sentences, strict=True))[:3]:
             self.say(f"  {src:>9}   {pair[src]}")
             self.say(f"  {tgt:>9}   {pair[tgt]}")
             self.say(f"  {'this model':>9}  {sentence}\n")
-        self.say(f"Results, translations and tokenizer are in {self.args.workdir}/.")
+        if self.world.is_main:
+            from project.plot import plot_training  # here: matplotlib takes a second to import
+
+            picture = plot_training(self.args.workdir)
+            self.say(
+                f"Results, translations and tokenizer are in {self.args.workdir}/; "
+                f"loss and BLEU are drawn in {picture}."
+            )
 
     def describe(self) -> str:
         """What is trained, on what, and how, in two lines."""

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
+from pipeline.schedule import bubble, clock_table, find, peak_alive
 from project.figures import (
     BLUE,
     FAINT,
@@ -41,6 +42,24 @@ _KINDS = {
 }
 _TRANSFERS = ("send", "recv")  # go on beside the work: strips at the foot of a row
 Action = tuple[Any, int, float, float]  # kind, micro-batch, start, end
+
+
+def draw_schedule(name: str, num_stages: int, num_microbatches: int, path: Path) -> Path:
+    """Draws the clock table of the schedule called `name`, every action taking one clock."""
+    schedule = find(name)(num_stages, num_microbatches)
+    table = clock_table(schedule)
+    rows = [
+        [(action.kind, action.microbatch, k, k + 1) for k, action in enumerate(column) if action]
+        for column in zip(*table, strict=True)
+    ]
+    held = ", ".join(map(str, peak_alive(schedule)))
+    return draw_clock_table(
+        rows,
+        path,
+        title=f"{name}: {num_stages} stages, {num_microbatches} micro-batches, {len(table)} "
+        f"clocks, {float(bubble(schedule)):.0%} idle",
+        subtitle=f"a box is a micro-batch; the stages hold the activations of at most {held}",
+    )
 
 
 def draw_clock_table(

@@ -6,7 +6,9 @@ epoch e:
     rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json     an EpochResult
     rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json              [{"example": ..., "gen": ...}]
 
-Figures are drawn from these files, never from numbers typed in.
+and once: options.json, the options, with what the program chose where it was left to it; and
+training.png, drawn from the results. Figures are drawn from these files, never from numbers typed
+in.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _RESULT_FILE = re.compile(r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch\d+\.json")
+OPTIONS, PICTURE = "options.json", "training.png"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class EpochResult:
 def clear_results(workdir: Path) -> None:
     """Removes the result files of an earlier run, so that no figure mixes two runs."""
     for path in workdir.iterdir():
-        if _RESULT_FILE.fullmatch(path.name):
+        if _RESULT_FILE.fullmatch(path.name) or path.name in (OPTIONS, PICTURE):
             path.unlink()
 
 

@@ -199,7 +199,7 @@ def test_the_subtitle_tells_the_model_and_the_batch(
     config = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 4096}
     (multiple / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (multiple / "options.json").write_text(
-        json.dumps({"batch_size": 128, "cores_per_rank": 1}), encoding="utf-8"
+        json.dumps({"batch_size": 128, "cores": 1, "device": "cpu"}), encoding="utf-8"
     )
     plot.plot_data_parallel(single, multiple, tmp_path)
     assert texts(drawn["data_parallel_throughput.png"])[1].replace("\n", " ") == (
@@ -254,6 +254,88 @@ def test_training_of_a_pipeline_run_that_diverged(tmp_path: Path) -> None:
     result |= {"validation_loss": float("nan"), "training_loss": float("nan"), "bleu": 0.0}
     (run / "eval_results_epoch0.json").write_text(json.dumps(result), encoding="utf-8")
     assert plot.plot_training(run, tmp_path / "x.png").exists()
+
+
+def test_one_epoch_whose_losses_are_close(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    """No label runs into the name of its panel."""
+    plot.plot_training(write(tmp_path / "short", "eval_results", [1.0]))
+    fig = drawn["training.png"]
+    fig.draw_without_rendering()
+    for ax in fig.axes:
+        top = ax.get_window_extent().y1
+        assert all(text.get_window_extent().y1 <= top for text in ax.texts)
+    assert texts(fig)[0] == "BLEU 0.0, validation loss 4.50 after 1 epoch"
+
+
+def test_a_schedule_is_printed_and_drawn_from_the_same_table(
+    tmp_path: Path, drawn: dict[str, Figure], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--schedule=1f1b", "--num_devices=3", "--n_chunk=4"]
+    path = tmp_path / "1f1b.png"
+    assert plot.draw(plot.parse(["schedule", *options, f"--output={path}"])) == [path]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [
+        "stage 0: F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3",
+        "stage 1: .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .",
+        "stage 2: .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .",
+    ]
+    fig = drawn["1f1b.png"]
+    (ax,) = fig.axes
+    _, *containers = [c for c in ax.containers if isinstance(c, BarContainer)]
+    forward = containers[0][0].get_facecolor()
+    cells = [["."] * 12 for _ in range(3)]
+    for (box,), number in zip(containers, ax.texts, strict=True):
+        kind = "F" if box.get_facecolor() == forward else "B"
+        cells[round(box.get_y() + box.get_height() / 2)][round(box.get_x())] = (
+            kind + number.get_text()
+        )
+    assert [line.split()[2:] for line in printed] == cells
+    assert texts(fig)[:2] == [
+        "1f1b: 3 stages, 4 micro-batches, 12 clocks, 33% idle",
+        "a box is a micro-batch; the stages hold the activations of at most 3, 2, 1",
+    ]
+
+
+def test_figures_draws_every_picture_of_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From runs that are there; their options are those of the table."""
+    monkeypatch.chdir(tmp_path)
+    for name, run in figure_runs.RUNS.items():
+        for prefix in run.results:
+            write(figure_runs.WORKDIRS / name, prefix, SINGLE + [19.0] * 2, TOKENS)
+        options = {**run.options, "device": "cpu"}
+        text = json.dumps(options)
+        (figure_runs.WORKDIRS / name / "options.json").write_text(text, encoding="utf-8")
+    for rank in range(2):
+        write(figure_runs.WORKDIRS / "dp2", f"rank{rank}_results", SINGLE + [19.0] * 2, TOKENS / 2)
+    plot.make_figures(tmp_path / "pictures")
+    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [
+        "data_parallel_throughput.png",
+        "data_parallel_training_time.png",
+        "pipeline_throughput.png",
+        "pipeline_training_time.png",
+        "schedule_1f1b.png",
+        "schedule_gpipe.png",
+    ]
+
+
+def test_the_pipelines_ideal_is_that_of_the_runs_options(
+    tmp_path: Path, drawn: dict[str, Figure]
+) -> None:
+    model = write(tmp_path / "mp", "eval_results", [50.0, 36.0, 36.0])
+    pipe = write(tmp_path / "pp", "eval_results", [40.0, 23.0, 25.0])
+    options = {
+        "n_chunk": 8, "num_devices": 3, "batch_size": 64, "cores": 2, "device": "cpu",
+    }  # fmt: skip
+    (pipe / "options.json").write_text(json.dumps(options), encoding="utf-8")
+    plot.plot_pipeline(model, pipe, tmp_path)
+    title, subtitle = texts(drawn["pipeline_training_time.png"])[:2]
+    assert title == "Pipeline: 1.50x as fast as model parallelism (ideal 2.4x)"  # 3 * 8 / 10
+    assert subtitle.replace("\n", " ") == (
+        "3 stages, 8 micro-batches; batches of 64 pairs; 2 cores; "
+        "epochs 1 to 2, mean and standard deviation"
+    )
 
 
 class Kind(str, Enum):
@@ -379,6 +461,9 @@ from pathlib import Path
 options = dict(a[2:].split("=", 1) for a in sys.argv[1:])
 folder = Path(options["workdir"])
 folder.mkdir(parents=True, exist_ok=True)
+(folder / "options.json").write_text(
+    json.dumps({k: int(v) if v.isdecimal() else v for k, v in options.items()})
+)
 with (folder / "calls").open("a") as calls:
     calls.write(options["device"] + options["seed"])
 for epoch in range(int(options["n_epochs"])):

@@ -9,8 +9,10 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
+from project.run_data_parallel import parse
 from project.utils import evaluate_bleu
 from tests.project.conftest import PROGRAM, TINY, Run, run
+from training.launch import core_slice
 from training.record import HEADER
 
 TEST_PAIRS = [
@@ -58,7 +60,11 @@ def test_it_says_what_it_trains_and_how_well(trained: Run) -> None:
     table = 6
     assert [row.split()[0] for row in lines[table : table + 4]] == ["epoch", "start", "0", "1"]
     assert trained.stdout.count(HEADER) == 1
-    assert trained.stdout.rstrip().endswith(f"are in {trained.workdir}/.")
+    last = trained.stdout.rstrip().split("\n")[-1]
+    assert last == (
+        f"Results, translations and tokenizer are in {trained.workdir}/; "
+        f"loss and BLEU are drawn in {trained.workdir}/training.png."
+    )
 
 
 def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
@@ -69,8 +75,25 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
         for kind in ("gen", "results")
         for epoch in range(2)
     ]
-    others = ["config.json", "notes.txt", "tokenizer.json", "tokenizer_config.json"]
+    others = [
+        "config.json", "notes.txt", "options.json", "tokenizer.json", "tokenizer_config.json",
+        "training.png",
+    ]  # fmt: skip
     assert names == sorted(of_epochs + others)
+
+
+def test_it_writes_its_options_with_what_it_chose_itself(trained: Run) -> None:
+    options = read(trained.workdir, "options.json")
+    given = vars(parse([*TINY, "--world_size", "2", "--workdir", str(trained.workdir)]))
+    chosen = {
+        "model": "gpt2-mini", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 320,
+        "learning_rate": 1e-2, "device": "cpu",
+    }  # fmt: skip
+    assert options.pop("cores") in (None, max(1, len(core_slice(0, 1)) // 2))
+    assert options == {
+        **given, **chosen, "workdir": str(trained.workdir), "dataset": options["dataset"]
+    }  # fmt: skip
+    assert Path(options["dataset"]).name == "pairs"
 
 
 def test_results_have_the_keys_that_figures_are_drawn_from(trained: Run) -> None:

@@ -70,6 +70,8 @@ def test_results_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) 
         "rank11_gen_epoch12.json",
         "eval_results_epoch1.json",
         "gen_epoch1.json",
+        "options.json",
+        "training.png",
     ]
     kept = ["config.json", "my_rank0_results_epoch0.json", "tokenizer.json"]
     for name in stale + kept:

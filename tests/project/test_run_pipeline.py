@@ -1,0 +1,281 @@
+"""run_pipeline.py: what it refuses, and that every mode, schedule and cut gives the same losses."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+from pipeline.schedule import SCHEDULES
+from project.run_pipeline import choose_devices, parse, run_pp
+from tests.project.conftest import ROOT, run
+from training.launch import UserError
+
+PROGRAM = str(ROOT / "project" / "run_pipeline.py")
+TINY = [
+    "--n_layer", "2", "--n_embd", "32", "--n_head", "2", "--vocab_size", "320",
+    "--model_max_length", "32", "--batch_size", "8", "--n_epochs", "2", "--learning_rate", "1e-2",
+    "--device", "cpu",
+]  # fmt: skip
+MODEL, PIPELINE = (f"--model_parallel_mode={mode}_parallel" for mode in ("model", "pipeline"))
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default workdir is made in the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+# What argparse refuses by itself: the options, and what its line must contain.
+BAD_VALUES: list[tuple[str, list[str]]] = [
+    ("--n_chunk 0", ["--n_chunk", "0 must be a whole number, 1 or more"]),
+    ("--num_devices two", ["--num_devices", "two must be a whole number, 1 or more"]),
+    ("--schedule pipedream", ["--schedule", "'pipedream'", "gpipe", "1f1b"]),
+    ("--schedule sequential", ["--schedule", "'sequential'", "gpipe", "1f1b"]),
+    ("--model_parallel_mode pipeline", ["--model_parallel_mode", "'pipeline_parallel'"]),
+    ("--pipeline all", ["--pipeline", "'all'", "'whole'", "'blocks'"]),
+    ("--precision fp8", ["--precision", "'fp8'", "fp32", "bf16"]),
+    ("--world_size 2", ["unrecognized arguments: --world_size 2"]),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), BAD_VALUES, ids=[line for line, _ in BAD_VALUES])
+def test_bad_values(line: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(line.split())
+    assert end.value.code == 2
+    said = capsys.readouterr().err.rstrip().split("\n")[-1]
+    assert [word for word in words if word not in said] == [], said
+
+
+# What does not fit together, in mode pipeline_parallel and with the 4 blocks of gpt2-mini: the
+# options, how the line begins, and how it ends.
+BAD_COMBINATIONS: list[tuple[str, str, str]] = [
+    ("--n_chunk 65", "--n_chunk 65 --batch_size 64: ", "--n_chunk 64 or less works"),
+    ("--n_chunk 4 --batch_size 3", "--n_chunk 4 --batch_size 3: ", "--n_chunk 3 or less works"),
+    (
+        "--num_devices 11",
+        "--num_devices 11 --balance auto: the model has 10 layers (embedding, halves of blocks, ",
+        "--num_devices 10 or less works, or a larger --n_layer",
+    ),
+    (
+        "--num_devices 3 --n_layer 2 --balance uniform",
+        "--num_devices 3 --balance uniform: the model has 2 blocks and every stage needs one; ",
+        "--num_devices 2 or less works, or a larger --n_layer",
+    ),
+    (
+        "--num_devices 5 --pipeline blocks",
+        "--num_devices 5 --balance auto: the model has 4 blocks and every stage needs one; ",
+        "--num_devices 4 or less works, or a larger --n_layer",
+    ),
+    ("--balance 3,3", "--num_devices 2 --balance='3,3': ", "e.g. auto, uniform or 2,2"),
+    ("--balance 2,1,1", "--num_devices 2 --balance='2,1,1': ", "e.g. auto, uniform or 2,2"),
+    ("--balance 4,0", "--num_devices 2 --balance='4,0': ", "e.g. auto, uniform or 2,2"),
+    ("--balance 5,-1", "--num_devices 2 --balance='5,-1': ", "e.g. auto, uniform or 2,2"),
+    ("--balance 2;2", "--num_devices 2 --balance='2;2' is no list ", "e.g. auto, uniform or 2,2"),
+    ("--balance even", "--num_devices 2 --balance='even' is no list ", "auto, uniform or 2,2"),
+    ("--balance 2,2 --pipeline blocks --n_layer 6", "--num_devices 2 --bal", "uniform or 3,3"),
+    ("--n_head 3", "--n_layer 4 --n_embd 256 --n_head 3: ", "--n_embd 256 --n_head 4"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "begin", "end"), BAD_COMBINATIONS, ids=[line for line, _, _ in BAD_COMBINATIONS]
+)
+def test_bad_combinations(line: str, begin: str, end: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse([PIPELINE, "--device=cpu", "--num_devices=2", *line.split()])
+    said = str(error.value)
+    assert (said[: len(begin)], said[-len(end) :]) == (begin, end)
+    assert "\n" not in said
+    assert not Path("workdir").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--n_chunk 64", "--n_chunk 3 --batch_size 3", "--num_devices 10", "--balance 2,2",
+        "--num_devices 2 --n_layer 2 --balance uniform", "--num_devices 4 --pipeline blocks",
+        "--pipeline blocks --balance 3,1", *(f"--schedule {s}" for s in ("gpipe", "1f1b")),
+    ],
+)  # fmt: skip
+def test_what_messages_propose_works(line: str) -> None:
+    args = parse([PIPELINE, "--device=cpu", "--num_devices=2", *line.split()])
+    assert list(args.workdir.iterdir()) == []
+
+
+def test_every_schedule_but_the_baseline_is_offered() -> None:
+    offered = set(SCHEDULES) - {"sequential"}
+    assert {parse(["--schedule", name]).schedule for name in offered} == offered
+
+
+def test_without_a_mode_there_is_one_device_and_nothing_to_cut() -> None:
+    args = parse(["--device=cpu", "--num_devices=7", "--balance=1,2"])
+    assert (args.num_devices, choose_devices(args)) == (1, [torch.device("cpu", 0)])
+
+
+def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
+    workdir = tmp_path / "work"
+    done = run(
+        workdir, PROGRAM, *TINY, "--workdir", str(workdir), PIPELINE, "--num_devices=2",
+        "--balance", "1,2",
+    )  # fmt: skip
+    assert (done.status, done.stdout) == (2, "")
+    assert done.stderr == (
+        "run_pipeline.py: error: --num_devices 2 --balance='1,2': 2 numbers, each at least 1, must "
+        "add up to the 2 layers: e.g. auto, uniform or 1,1\n"
+    )
+    assert not workdir.exists()
+
+
+@dataclass
+class Trainer:
+    """Runs the program in this process, in a workdir of its own each time."""
+
+    pairs: Path
+    folder: Path
+    runs: int = 0
+
+    def __call__(self, *options: str) -> Path:
+        self.runs += 1
+        workdir = self.folder / f"run{self.runs}"
+        before = set(threading.enumerate())
+        args = parse(
+            [*TINY, "--dataset", str(self.pairs), "--workdir", str(workdir), "--num_devices=2",
+             *options]
+        )  # fmt: skip
+        try:
+            run_pp(args, choose_devices(args))
+        finally:
+            left = [t for t in threading.enumerate() if t not in before and t.name != "tqdm"]
+            assert [t for t in left if type(t).__name__ != "TMonitor"] == []
+        return workdir
+
+
+@pytest.fixture(scope="module")
+def train(pairs_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return Trainer(pairs_folder, tmp_path_factory.mktemp("pipeline"))
+
+
+def read(workdir: Path, name: str) -> Any:
+    return json.loads((workdir / name).read_text(encoding="utf-8"))
+
+
+def losses(workdir: Path) -> list[float]:
+    """Training and validation loss of both epochs."""
+    results = [read(workdir, f"eval_results_epoch{epoch}.json") for epoch in range(2)]
+    return [result[f"{kind}_loss"] for result in results for kind in ("training", "validation")]
+
+
+@pytest.fixture(scope="module")
+def reference(train: Trainer) -> Path:
+    """One device, the full batch."""
+    return train("--dropout=0", "--n_chunk=1")
+
+
+def test_it_leaves_exactly_the_files_of_this_run(reference: Path) -> None:
+    assert sorted(path.name for path in reference.iterdir()) == [
+        "config.json", "eval_results_epoch0.json", "eval_results_epoch1.json",
+        "gen_epoch0.json", "gen_epoch1.json", "options.json", "tokenizer.json",
+        "tokenizer_config.json", "training.png",
+    ]  # fmt: skip
+    keys = {
+        "training_loss", "validation_loss", "bleu", "training_time", "tokens_per_sec",
+        "real_tokens_per_sec",
+    }  # fmt: skip
+    for epoch in range(2):
+        result = read(reference, f"eval_results_epoch{epoch}.json")
+        assert set(result) == keys
+        assert all(math.isfinite(value) for value in result.values())
+        rows = read(reference, f"gen_epoch{epoch}.json")
+        assert [set(row) for row in rows] == [{"example", "gen"}] * 7
+        assert rows[3]["example"]["en"] == "We see 3 houses and test."
+    assert losses(reference)[2] < losses(reference)[0] < math.log(320) + 0.5
+
+
+# In fp32 the order of a sum of some hundred terms (positions of a batch) changes a gradient g by
+# e, about 1e-6 of its size, and Adam, which divides g by its size, moves the parameter by up to
+# lr * e / |g| differently in each step. To first order that changes the loss by g times as much:
+# lr * e, whatever g. With N = 36,000 parameters, gradients of 1 / sqrt(N) = 5e-3 (a norm of 1),
+# lr = 1e-2 and 10 steps, all of one sign, these are 36,000 * 5e-9 * 1e-2 * 10 = 2e-5 of a loss
+# above 2. (A micro-batch that counts twice, or not, changes it in the second digit.)
+SAME = 1e-5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--n_chunk=3",),  # the last micro-batch is smaller
+        (MODEL, "--n_chunk=4"),
+        (PIPELINE, "--n_chunk=4", "--schedule=1f1b"),
+        (PIPELINE, "--n_chunk=3", "--schedule=gpipe"),
+        (PIPELINE, "--n_chunk=8", "--schedule=1f1b", "--balance=uniform"),
+        (MODEL, "--pipeline=blocks"),
+        (PIPELINE, "--n_chunk=4", "--pipeline=blocks"),
+    ],
+    ids=" ".join,
+)
+def test_without_dropout_all_compute_what_one_device_computes(
+    train: Trainer, reference: Path, options: tuple[str, ...]
+) -> None:
+    assert losses(train("--dropout=0", *options)) == pytest.approx(losses(reference), rel=SAME)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(MODEL,), (PIPELINE, "--n_chunk=4"), (PIPELINE, "--n_chunk=4", "--pipeline=blocks")],
+    ids=" ".join,
+)
+def test_with_dropout_the_same_seed_gives_the_same_bits(
+    train: Trainer, options: tuple[str, ...]
+) -> None:
+    """Although --balance auto measures, and may cut differently each time."""
+    first, second, other = (
+        losses(train("--dropout=0.1", f"--seed={seed}", *options)) for seed in (3, 3, 4)
+    )
+    assert first == second
+    assert first[0] != other[0]
+
+
+def test_dropout_knows_nothing_of_cut_or_schedule(train: Trainer) -> None:
+    """Dropout is drawn per layer and micro-batch."""
+    one, two, three = (
+        losses(train("--dropout=0.1", "--n_layer=4", PIPELINE, "--n_chunk=4", *options))
+        for options in (("--balance=1,3",), ("--balance=3,1",), ("--schedule=gpipe",
+                                                                 "--balance=2,2"))
+    )  # fmt: skip
+    assert one == two == three
+
+
+def test_bf16(train: Trainer, reference: Path) -> None:
+    """8 bits of mantissa: 2^-9 per rounding. The loss is a mean of thousands of terms whose errors
+    are independent, so 1 percent is far more than they add up to in ten steps."""
+    found = losses(train("--dropout=0", PIPELINE, "--precision=bf16"))
+    assert found == pytest.approx(losses(reference), rel=1e-2)
+    assert found != losses(reference)
+
+
+@pytest.mark.parametrize("pipeline", ["whole", "blocks"])
+def test_a_stage_that_raises_ends_the_run_and_all_threads(
+    train: Trainer, pipeline: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a training step. That no thread is left is checked in every run."""
+    forward, forwards = GPT2MLP.forward, []
+
+    def fuse(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        forwards.append(threading.current_thread())
+        if self.training and len(forwards) > 20:
+            raise ArithmeticError("blown")
+        return forward(self, hidden)
+
+    monkeypatch.setattr(GPT2MLP, "forward", fuse)
+    with pytest.raises(ArithmeticError, match="blown"):
+        train(PIPELINE, "--balance=uniform", f"--pipeline={pipeline}")
+    assert forwards[-1] is not threading.main_thread()

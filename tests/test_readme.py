@@ -1,0 +1,115 @@
+"""What README.md tells people to type exists, and its options are good."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as benchmarks
+from project import plot, run_data_parallel, run_pipeline
+from training.launch import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+PARSERS = {
+    "project/run_data_parallel.py": run_data_parallel.parse,
+    "project/run_pipeline.py": run_pipeline.parse,
+    "project/plot.py": plot.parse,
+}
+BEGINNINGS = ("python project/", "torchrun ", "python -m benchmarks", "make")
+
+
+def commands(text: str) -> list[str]:
+    """The lines of the fenced `sh` blocks that this test understands; continued lines joined."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").split("\n")
+    return [" ".join(line.split()) for line in lines if line.strip().startswith(BEGINNINGS)]
+
+
+def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raises where the command names what is not there, or options that are refused."""
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+        assert [word for word in words[1:] if "=" not in word and word not in targets] == []
+        return
+    if words[1] == "-m":
+        assert find_spec(words[2]), words[2]
+        if words[2] == "benchmarks":
+            monkeypatch.setattr("sys.argv", ["benchmarks", *words[3:], "--list"])
+            benchmarks.main()
+        return
+    program = next(word for word in words if word.endswith(".py"))
+    assert (ROOT / program).is_file(), program
+    if "cuda" in command:  # whether this computer has one does not matter
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    PARSERS[program](words[words.index(program) + 1 :])
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs make their workdir in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+SAMPLE = """
+```sh
+make train        # five minutes
+make figures PYTHON=python3.11
+python project/run_data_parallel.py --world_size 2 \\
+    --n_epochs 10
+  python project/run_pipeline.py --model_parallel_mode='pipeline_parallel' --device cuda
+torchrun --nproc-per-node 2 project/run_data_parallel.py --batch_size 8
+python project/plot.py schedule --schedule gpipe
+python -m benchmarks data_parallel
+pip install .
+```
+```python
+python project/nothing.py
+```
+"""
+
+
+def test_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = commands(SAMPLE)
+    assert found == [
+        "make train # five minutes",
+        "make figures PYTHON=python3.11",
+        "python project/run_data_parallel.py --world_size 2 --n_epochs 10",
+        "python project/run_pipeline.py --model_parallel_mode='pipeline_parallel' --device cuda",
+        "torchrun --nproc-per-node 2 project/run_data_parallel.py --batch_size 8",
+        "python project/plot.py schedule --schedule gpipe",
+        "python -m benchmarks data_parallel",
+    ]
+    for command in found:
+        check(command, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "make trains",
+        "python project/train_everything.py",
+        "python project/run_pipeline.py --n_chunks 4",
+        "python project/run_pipeline.py --n_chunk 65",
+        "python project/plot.py pipelines",
+        "python -m benchmarks sorting",
+        "python -m benchmarks.sorting",
+    ],
+)
+def test_what_is_wrong_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((AssertionError, SystemExit, UserError)):
+        check(wrong, monkeypatch)
+
+
+def test_every_command_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = commands((ROOT / "README.md").read_text("utf-8"))
+    assert len(found) >= 5
+    for command in found:
+        check(command, monkeypatch)
