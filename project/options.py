@@ -139,10 +139,6 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     run.add_argument(
         "--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one"
     )
-    run.add_argument(
-        "--timeout", type=positive, default=300.0,
-        help="seconds after which a rank that does not answer ends the run",
-    )  # fmt: skip
     return parser
 
 

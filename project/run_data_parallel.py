@@ -150,6 +150,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="port on 127.0.0.1 where the ranks meet; by default 11868, or a free one",
     )  # fmt: skip
     ranks.add_argument(
+        "--timeout", type=positive, default=300.0,
+        help="seconds after which a rank that does not answer ends the run",
+    )  # fmt: skip
+    ranks.add_argument(
         "--pytest", type=boolean, default=False,
         help="True: an epoch without evaluation, then each rank writes its gradients to "
         "tests/model{rank}_gradients.pth",

@@ -83,15 +83,18 @@ class WholeModel:
         args = session.args
         self.args = args
         # With one micro-batch no two stages ever have work at the same time: model parallelism.
-        self.num_microbatches = args.n_chunk if args.model_parallel_mode != "model_parallel" else 1
+        pipelined = args.model_parallel_mode == "pipeline_parallel"
+        self.num_microbatches = args.n_chunk if pipelined else 1
         batch = balance_on.micro_batches[0]
         size = -(-len(batch["input_ids"]) // self.num_microbatches)
         sample = {key: batch[key][:size] for key in ("input_ids", "labels", "label_token_weights")}
-        module, replicas, self.cut = cut_gpt2(
-            session.model, devices, args.balance,
-            (sample["input_ids"], sample["label_token_weights"]),
-            (sample["labels"], sample["label_token_weights"]),
-        )  # fmt: skip
+        session.model.to(session.world.device)  # layers are measured where the first stage is
+        with autocast(session.world.device, args.precision):
+            module, replicas, self.cut = cut_gpt2(
+                session.model, devices, args.balance,
+                (sample["input_ids"], sample["label_token_weights"]),
+                (sample["labels"], sample["label_token_weights"]),
+            )  # fmt: skip
         self.pipe = Pipe(module, replicas=replicas)
         self.optimizer = StageOptimizers(self.pipe, session.learning_rate)
 
@@ -207,8 +210,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "pipeline_parallel: stages, micro-batches flowing through them",
     )  # fmt: skip
     stages.add_argument(
-        "--num_devices", type=count, default=max(2, torch.cuda.device_count()),
-        help="stages: GPUs, or slices of the CPU cores; in mode none there is one",
+        "--num_devices", type=count,
+        help="stages: GPUs, by default all, or slices of the CPU cores, by default 2; in mode none "
+        "there is one",
     )  # fmt: skip
     stages.add_argument(
         "--n_chunk", type=count, default=4, help="micro-batches into which a batch is cut"
@@ -230,6 +234,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     args = parser.parse_args(argv)
     args.world_size = 1
+    if args.num_devices is None:
+        on_gpu = choose_device(args.device, 0, 1).type == "cuda"
+        args.num_devices = torch.cuda.device_count() if on_gpu else 2
     if args.model_parallel_mode == "none":
         args.num_devices, args.balance = 1, "uniform"  # nothing is cut
     check_batch(args)
