@@ -10,6 +10,7 @@ from pathlib import Path
 
 from data_parallel.dataset import split_batch_size
 from training.launch import DEVICES, Settings, UserError, quiet_libraries
+from training.model import PRESETS, check_pretrained, gpt2_config
 
 PRECISIONS = ("fp32", "bf16")
 PADDINGS = ("longest", "max_length")
@@ -164,6 +165,36 @@ def check_batch(args: argparse.Namespace) -> None:
             f"--world_size {args.world_size} --n_train {args.n_train}: each rank needs an example; "
             f"--world_size {args.n_train} or less works"
         )
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Raises UserError for model options that cannot work, before any process starts."""
+    least = 256 + 3
+    if args.vocab_size is not None and args.vocab_size < least:
+        raise UserError(
+            f"--vocab_size {args.vocab_size}: a byte-level vocabulary has at least {least} tokens; "
+            "--vocab_size 2048 works"
+        )
+    if args.model in PRESETS or args.model == "auto":
+        name = "gpt2-mini" if args.model == "auto" else args.model
+        gpt2_config(
+            name, 64, args.model_max_length,
+            n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
+        )  # fmt: skip
+        return
+    given = [n for n in ("n_layer", "n_embd", "n_head", "vocab_size") if getattr(args, n)]
+    if given:
+        raise UserError(
+            f"--{given[0]} with --model {args.model}: weights come with their sizes; only the "
+            f"presets can be changed ({', '.join(PRESETS)})"
+        )
+    folder = Path(args.model)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")) | any(folder.glob("*.bin")):
+        raise UserError(
+            f"--model {args.model}: the folder holds no weights (*.safetensors); "
+            f"presets need none: {', '.join(PRESETS)}"
+        )
+    check_pretrained(args.model, args.model_max_length)
 
 
 def claim_workdir(folder: Path) -> None:

@@ -32,6 +32,7 @@ from data_parallel.gradients import (
 from project.options import (
     boolean,
     check_batch,
+    check_model,
     claim_workdir,
     count,
     launch_settings,
@@ -39,7 +40,7 @@ from project.options import (
     positive,
     run_program,
 )
-from project.session import check_model, open_session, read_texts
+from project.session import open_session, read_texts
 from project.utils import autocast, save_grad_weights, train
 from training.data import Step
 from training.launch import UserError, World, launch, setup, torchrun_world_size

@@ -29,8 +29,15 @@ from pipeline.model_parallel import GPT2LMHeadModelParallel
 from pipeline.partition import parse_balance
 from pipeline.pipe import Pipe
 from pipeline.schedule import SCHEDULES
-from project.options import check_batch, claim_workdir, count, parser_for, run_program
-from project.session import Session, check_model, model_name, open_session, read_texts
+from project.options import (
+    check_batch,
+    check_model,
+    claim_workdir,
+    count,
+    parser_for,
+    run_program,
+)
+from project.session import Session, model_name, open_session, read_texts
 from project.utils import autocast, train
 from training.data import Batch, Step
 from training.launch import UserError, World, choose_device, quiet_libraries
@@ -219,7 +226,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     stages.add_argument(
         "--schedule", choices=[name for name in SCHEDULES if name != "sequential"], default="1f1b",
-        help="the order of forwards and backwards; 1f1b holds fewer activations than gpipe",
+        help="the order of forwards and backwards; 1f1b holds fewer activations than gpipe; "
+        "zb cuts each backward in two, and idles least",
     )  # fmt: skip
     stages.add_argument(
         "--balance", default="auto",

@@ -39,7 +39,6 @@ from training.launch import UserError, World, core_slice
 from training.model import (
     PRESETS,
     build_model,
-    check_pretrained,
     gpt2_config,
     load_pretrained,
     round_vocab,
@@ -290,33 +289,3 @@ def _make_tokenizer(args: argparse.Namespace, name: str, pairs: Sequence[dict[st
         {"pad_token": PAD, "additional_special_tokens": [eos(args.src), eos(args.tgt)]}
     )
     tokenizer.save_pretrained(args.workdir)
-
-
-def check_model(args: argparse.Namespace) -> None:
-    """Raises UserError for model options that cannot work, before any process starts."""
-    least = 256 + 3
-    if args.vocab_size is not None and args.vocab_size < least:
-        raise UserError(
-            f"--vocab_size {args.vocab_size}: a byte-level vocabulary has at least {least} tokens; "
-            "--vocab_size 2048 works"
-        )
-    if args.model in PRESETS or args.model == "auto":
-        name = "gpt2-mini" if args.model == "auto" else args.model
-        gpt2_config(
-            name, 64, args.model_max_length,
-            n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
-        )  # fmt: skip
-        return
-    given = [n for n in ("n_layer", "n_embd", "n_head", "vocab_size") if getattr(args, n)]
-    if given:
-        raise UserError(
-            f"--{given[0]} with --model {args.model}: weights come with their sizes; only the "
-            f"presets can be changed ({', '.join(PRESETS)})"
-        )
-    folder = Path(args.model)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")) | any(folder.glob("*.bin")):
-        raise UserError(
-            f"--model {args.model}: the folder holds no weights (*.safetensors); "
-            f"presets need none: {', '.join(PRESETS)}"
-        )
-    check_pretrained(args.model, args.model_max_length)

@@ -36,6 +36,7 @@ from project.figures import (
 _KINDS = {
     "F": ("forward", BLUE),
     "B": ("backward", ORANGE),
+    "I": ("backward of inputs", ORANGE),
     "W": ("backward of weights", GREEN),
     "send": ("send", PURPLE),
     "recv": ("receive", SKY),

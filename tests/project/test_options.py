@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from project.options import launch_settings
+from project.options import check_model, launch_settings
 from project.run_data_parallel import parse
-from project.session import check_model
 from training.launch import Settings, UserError
 from training.model import build_model, gpt2_config
 

@@ -103,7 +103,7 @@ def test_bad_combinations(line: str, begin: str, end: str) -> None:
     [
         "--n_chunk 64", "--n_chunk 3 --batch_size 3", "--num_devices 10", "--balance 2,2",
         "--num_devices 2 --n_layer 2 --balance uniform", "--num_devices 4 --pipeline blocks",
-        "--pipeline blocks --balance 3,1", *(f"--schedule {s}" for s in ("gpipe", "1f1b")),
+        "--pipeline blocks --balance 3,1", *(f"--schedule {s}" for s in ("gpipe", "1f1b", "zb")),
     ],
 )  # fmt: skip
 def test_what_messages_propose_works(line: str) -> None:
@@ -216,6 +216,7 @@ SAME = 1e-5
         (MODEL, "--n_chunk=4"),
         (PIPELINE, "--n_chunk=4", "--schedule=1f1b"),
         (PIPELINE, "--n_chunk=3", "--schedule=gpipe"),
+        (PIPELINE, "--n_chunk=4", "--schedule=zb"),
         (PIPELINE, "--n_chunk=8", "--schedule=1f1b", "--balance=uniform"),
         (MODEL, "--pipeline=blocks"),
         (PIPELINE, "--n_chunk=4", "--pipeline=blocks"),
