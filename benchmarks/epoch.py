@@ -29,6 +29,7 @@ from benchmarks.text import benchmark_texts, text_name
 from data_parallel.dataset import partition_dataset
 from data_parallel.gradients import average_gradients
 from project.run_data_parallel import make_backward, make_gradient_sync
+from project.session import CPU_POSITIONS
 from project.utils import collate_batch, evaluate_loss, sum_over_ranks
 from training.data import PAD, Batch, GlobalBatches, RankLoader, encode, to_batch, train_tokenizer
 from training.launch import Settings, World, launch
@@ -77,9 +78,9 @@ def _ours(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     examples = encode(pairs, tokenizer, "de", "en", LENGTH)
     loader = RankLoader(
-        examples, GlobalBatches([len(e.ids) for e in examples], BATCH, seed=0),
+        examples, GlobalBatches(len(examples), BATCH, seed=0),
         rank=world.rank, world_size=world.world_size,
-        pad_id=tokenizer.convert_tokens_to_ids(PAD), device="cpu",
+        pad_id=tokenizer.convert_tokens_to_ids(PAD), device="cpu", max_positions=CPU_POSITIONS,
     )  # fmt: skip
     for step in loader.steps(0):
         optimizer.zero_grad()

@@ -28,7 +28,7 @@ def _trained(pairs: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, n_
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     examples = encode(pairs, tokenizer, "de", "en", LENGTH)
     loader = RankLoader(
-        examples, GlobalBatches([len(e.ids) for e in examples], 64, seed=0), rank=0, world_size=1,
+        examples, GlobalBatches(len(examples), 64, seed=0), rank=0, world_size=1,
         pad_id=tokenizer.convert_tokens_to_ids(PAD), device="cpu",
     )  # fmt: skip
     steps = loader.steps(0)

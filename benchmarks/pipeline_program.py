@@ -39,8 +39,8 @@ class _Contestant:
         texts = benchmark_texts(n_train=640, n_validation=10, n_test=10)
         session = open_session(args, World(device=torch.device("cpu")), texts)
         session.model.train()
-        self.steps = session.loader(world_size=1, rank=0).steps(0)
-        first = next(session.loader(world_size=1, rank=0).steps(0))
+        self.steps = session.loader(1, 0, m).steps(0)
+        first = next(session.loader(1, 0, m).steps(0))
         self.strategy = WholeModel(session, choose_devices(args), first)
         self.loss = 0.0
 

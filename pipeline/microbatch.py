@@ -15,6 +15,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
+class MicroBatches(list[Any]):
+    """A batch that is cut already: its micro-batches may differ in more than their first dimension,
+    as do sentences of like lengths in each."""
+
+
 def batch_size(value: Any) -> int:
     """The common first dimension of all tensors; ValueError if there is none, or several."""
     sizes = {leaf.size(0) for leaf in pytree.tree_leaves(value) if _is_batched(leaf)}

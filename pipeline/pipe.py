@@ -160,8 +160,8 @@ class Pipe(nn.Module):
         ``loss_fn(output, target)`` runs on the last stage, once per micro-batch, and returns the
         *sum* over it; the loss is ``scale`` times all sums. For the mean over the target tokens of
         the whole batch, however they fall into micro-batches: ``scale=1 / number_of_tokens``.
-        Without ``num_microbatches``, they have ``split_size`` examples. Nothing is added to any
-        ``.grad`` if a stage raises.
+        Without ``num_microbatches``, they have ``split_size`` examples; `MicroBatches`
+        come as they are. Nothing is added to any ``.grad`` if a stage raises.
         """
         self._refresh_replicas()
         stages = self._new_stages()
@@ -213,18 +213,30 @@ class Pipe(nn.Module):
         num_microbatches: int | None,
         scale: float | Tensor,
     ) -> Tensor:
+        inputs, targets = self._cut(x, target, num_microbatches)
+        flow = Dataflow(stages, inputs, targets, loss_fn, scale, self.recorder)
+        context = Context()
+        plan = self._plan(schedule, len(inputs), context.grad_enabled)
+        jobs = [(s, Task(partial(flow.run, actions), context)) for s, actions in plan]
+        self._crew.run(jobs, stop=flow.stop)
+        return flow.loss()
+
+    def _cut(
+        self, x: Any, target: Any, num_microbatches: int | None
+    ) -> tuple[list[Any], list[Any]]:
+        if isinstance(x, microbatch.MicroBatches):
+            if not isinstance(target, microbatch.MicroBatches) or len(x) != len(target):
+                raise ValueError(
+                    f"{len(x)} micro-batches, but the target is a {type(target).__name__}: give "
+                    "it as MicroBatches too, as many"
+                )
+            return x, target
         batch = microbatch.batch_size((x, target))
         if num_microbatches is None:
             sizes = microbatch.sizes_by_split(batch, self.split_size)
         else:
             sizes = microbatch.sizes_by_number(batch, num_microbatches)
-        inputs, targets = microbatch.split(x, sizes), microbatch.split(target, sizes)
-        flow = Dataflow(stages, inputs, targets, loss_fn, scale, self.recorder)
-        context = Context()
-        plan = self._plan(schedule, len(sizes), context.grad_enabled)
-        jobs = [(s, Task(partial(flow.run, actions), context)) for s, actions in plan]
-        self._crew.run(jobs, stop=flow.stop)
-        return flow.loss()
+        return microbatch.split(x, sizes), microbatch.split(target, sizes)
 
     def _plan(
         self, schedule: str | BuildSchedule, m: int, backward: bool

@@ -139,8 +139,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="the type in which the buckets travel",
     )  # fmt: skip
     ranks.add_argument(
-        "--accumulation_steps", type=count, default=1,
-        help="parts into which each rank cuts its share of a batch, to need less memory",
+        "--accumulation_steps", type=count,
+        help="micro-batches into which each rank cuts its share of a batch, to need less memory; "
+        "by default one, and on a CPU as few as keep sentences of like lengths together",
     )  # fmt: skip
     ranks.add_argument(
         "--cores_per_rank", type=count,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from pipeline.microbatch import MicroBatches
 from pipeline.model import cut_gpt2, loss_of_targets
 from pipeline.model_parallel import GPT2LMHeadModelParallel
 from pipeline.partition import parse_balance
@@ -89,32 +90,28 @@ class WholeModel:
     def __init__(self, session: Session, devices: list[torch.device], balance_on: Step) -> None:
         args = session.args
         self.args = args
-        # With one micro-batch no two stages ever have work at the same time: model parallelism.
         pipelined = args.model_parallel_mode == "pipeline_parallel"
-        self.num_microbatches = args.n_chunk if pipelined else 1
-        batch = balance_on.micro_batches[0]
-        size = -(-len(batch["input_ids"]) // self.num_microbatches)
-        sample = {key: batch[key][:size] for key in ("input_ids", "labels", "label_token_weights")}
+        self.schedule = args.schedule if pipelined else "sequential"
+        batch = balance_on.micro_batches[-1]  # of the longest sentences
+        sample = (batch["input_ids"], batch["label_token_weights"])
+        target = (batch["labels"], batch["label_token_weights"])
         session.model.to(session.world.device)  # layers are measured where the first stage is
         with autocast(session.world.device, args.precision):
             module, replicas, self.cut = cut_gpt2(
-                session.model, devices, args.balance,
-                (sample["input_ids"], sample["label_token_weights"]),
-                (sample["labels"], sample["label_token_weights"]),
-            )  # fmt: skip
+                session.model, devices, args.balance, sample, target
+            )
         self.pipe = Pipe(module, replicas=replicas)
         self.optimizer = StageOptimizers(self.pipe, session.learning_rate)
 
     def backward(self, step: Step) -> Tensor:
         """Gradients of a step's loss; returns the summed loss."""
-        (batch,) = step.micro_batches
-        weights = batch["label_token_weights"]
+        x, y = MicroBatches(), MicroBatches()
+        for batch in step.micro_batches:
+            x.append((batch["input_ids"], batch["label_token_weights"]))
+            y.append((batch["labels"], batch["label_token_weights"]))
         tokens = max(1, step.target_tokens)
-        with autocast(weights.device, self.args.precision):
-            loss = self.pipe.train_step(
-                (batch["input_ids"], weights), (batch["labels"], weights), loss_of_targets,
-                self.args.schedule, self.num_microbatches, 1 / tokens,
-            )  # fmt: skip
+        with autocast(y[0][0].device, self.args.precision):
+            loss = self.pipe.train_step(x, y, loss_of_targets, self.schedule, scale=1 / tokens)
         return loss.detach() * tokens
 
     def loss(self, batch: Batch) -> Tensor:
@@ -122,7 +119,7 @@ class WholeModel:
         weights = batch["label_token_weights"]
         return self.pipe.eval_step(
             (batch["input_ids"], weights), (batch["labels"], weights), loss_of_targets,
-            num_microbatches=self.num_microbatches,
+            num_microbatches=self.args.n_chunk,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -172,7 +169,7 @@ def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
     """The program: trains, evaluates after each epoch, writes its results."""
     physical = torch.device("cpu") if devices[0].type == "cpu" else devices[0]
     session = open_session(args, World(device=physical), read_texts(args, 1))
-    loader = session.loader(world_size=1, rank=0)
+    loader = session.loader(1, 0, args.n_chunk if args.pipeline == "whole" else 1)
     strategy: WholeModel | BlocksOnly
     if args.pipeline == "whole":
         strategy = WholeModel(session, devices, next(loader.steps(0)))

@@ -50,10 +50,10 @@ def _gradients(model: GPT2LMHeadModel) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def one_process(n: int, batch_size: int, steps: int, by_length: bool) -> Result:
+def one_process(n: int, batch_size: int, steps: int) -> Result:
     """Plain PyTorch, every batch as a whole."""
     model, examples = _model(), _examples(n)
-    batches = GlobalBatches([len(e.ids) for e in examples], batch_size, 0, by_length)
+    batches = GlobalBatches(n, batch_size, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses: list[float] = []
     epoch = 0
@@ -77,8 +77,8 @@ def one_process(n: int, batch_size: int, steps: int, by_length: bool) -> Result:
 
 
 def data_parallel(
-    rank: int, world_size: int, n: int, batch_size: int, n_steps: int, by_length: bool,
-    sync: str, accumulation: int,
+    rank: int, world_size: int, n: int, batch_size: int, n_steps: int,
+    sync: str, accumulation: int, max_positions: int | None = None,
 ) -> Result:  # fmt: skip
     """The program's own functions, on a rank."""
     model, examples = _model(), _examples(n)
@@ -87,8 +87,9 @@ def data_parallel(
         gradient_sync=sync, bucket_mb=0.002, comm_dtype="fp32", precision="fp32"
     )
     loader = RankLoader(
-        examples, GlobalBatches([len(e.ids) for e in examples], batch_size, 0, by_length),
+        examples, GlobalBatches(n, batch_size, 0),
         rank=rank, world_size=world_size, pad_id=PAD, device="cpu", accumulation=accumulation,
+        max_positions=max_positions,
     )  # fmt: skip
     average, no_sync = make_gradient_sync(args, model)
     backward = make_backward(args, world, model, no_sync)
@@ -121,31 +122,32 @@ def _compare(got: list[Result], want: Result, weight_bound: float) -> None:
 
 
 CASES = [
-    # examples, batch, by_length: whole batches; a last one of 3 (2 and 1); a last one of 1 (1, 0)
-    (24, 8, True),
-    (27, 8, False),
-    (25, 8, True),
+    # examples, batch, positions of a micro-batch: whole batches; a last one of 3 (2 and 1); a last
+    # one of 1 (1, 0)
+    (24, 8, None),
+    (27, 8, 30),
+    (25, 8, 1),
 ]
 
 
-@pytest.mark.parametrize(("n", "batch_size", "by_length"), CASES)
+@pytest.mark.parametrize(("n", "batch_size", "positions"), CASES)
 @pytest.mark.parametrize("sync", ["per_parameter", "flat", "overlap"])
-def test_ten_steps(ranks: Ranks, n: int, batch_size: int, by_length: bool, sync: str) -> None:
-    got = ranks.run(data_parallel, n, batch_size, 10, by_length, sync, 1)
-    _compare(got, one_process(n, batch_size, 10, by_length), weight_bound=1e-9)
+def test_ten_steps(ranks: Ranks, n: int, batch_size: int, positions: int | None, sync: str) -> None:
+    got = ranks.run(data_parallel, n, batch_size, 10, sync, 1, positions)
+    _compare(got, one_process(n, batch_size, 10), weight_bound=1e-9)
 
 
 @pytest.mark.parametrize("sync", ["flat", "overlap"])
 @pytest.mark.parametrize("accumulation", [2, 3, 100])
 def test_accumulation_changes_nothing(ranks: Ranks, sync: str, accumulation: int) -> None:
     """Also across the end of an epoch, and with more parts than a rank has examples."""
-    got = ranks.run(data_parallel, 25, 8, 10, True, sync, accumulation)
-    _compare(got, one_process(25, 8, 10, True), weight_bound=1e-9)
+    got = ranks.run(data_parallel, 25, 8, 10, sync, accumulation)
+    _compare(got, one_process(25, 8, 10), weight_bound=1e-9)
 
 
 def test_three_ranks(three_ranks: Ranks) -> None:
-    got = three_ranks.run(data_parallel, 25, 6, 10, True, "overlap", 1)
-    _compare(got, one_process(25, 6, 10, True), weight_bound=1e-9)
+    got = three_ranks.run(data_parallel, 25, 6, 10, "overlap", 1)
+    _compare(got, one_process(25, 6, 10), weight_bound=1e-9)
 
 
 def test_the_reference_notices_a_mean_of_means(ranks: Ranks) -> None:
@@ -153,8 +155,8 @@ def test_the_reference_notices_a_mean_of_means(ranks: Ranks) -> None:
     got = ranks.run(_mean_of_means, 24, 8)
     with pytest.raises(AssertionError, match="gradient of"):
         _compare(
-            [(one_process(24, 8, 1, True)[0], *rest) for _, *rest in got[:1]],
-            one_process(24, 8, 1, True),
+            [(one_process(24, 8, 1)[0], *rest) for _, *rest in got[:1]],
+            one_process(24, 8, 1),
             weight_bound=1e-9,
         )
 
@@ -162,7 +164,7 @@ def test_the_reference_notices_a_mean_of_means(ranks: Ranks) -> None:
 def _mean_of_means(rank: int, world_size: int, n: int, batch_size: int) -> Result:
     model, examples = _model(), _examples(n)
     loader = RankLoader(
-        examples, GlobalBatches([len(e.ids) for e in examples], batch_size, 0, True),
+        examples, GlobalBatches(n, batch_size, 0),
         rank=rank, world_size=world_size, pad_id=PAD, device="cpu",
     )  # fmt: skip
     step = next(iter(loader.steps(0)))

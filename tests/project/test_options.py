@@ -141,7 +141,7 @@ def test_what_is_not_given() -> None:
         "n_epochs": 10, "batch_size": 64, "learning_rate": None, "precision": "fp32",
         "seed": 0, "workdir": Path("workdir"), "device": "auto", "timeout": 300.0,
         "world_size": 2, "gradient_sync": "overlap", "bucket_mb": 4.0, "comm_dtype": "fp32",
-        "accumulation_steps": 1, "cores_per_rank": None, "master_port": None, "pytest": False,
+        "accumulation_steps": None, "cores_per_rank": None, "master_port": None, "pytest": False,
     }  # fmt: skip
 
 

@@ -105,10 +105,9 @@ def test_a_batch_may_be_longer_than_its_examples() -> None:
 SIZES = [(1, 1), (1, 8), (7, 2), (8, 4), (9, 4), (100, 32), (64, 64), (65, 64)]
 
 
-@pytest.mark.parametrize("by_length", [True, False])
 @pytest.mark.parametrize(("n", "batch_size"), SIZES)
-def test_every_example_is_used_once_per_epoch(n: int, batch_size: int, by_length: bool) -> None:
-    batches = GlobalBatches([i % 5 for i in range(n)], batch_size, 3, by_length)
+def test_every_example_is_used_once_per_epoch(n: int, batch_size: int) -> None:
+    batches = GlobalBatches(n, batch_size, 3)
     full, rest = divmod(n, batch_size)
     for epoch in (0, 1):
         order = batches.epoch(epoch)
@@ -118,21 +117,11 @@ def test_every_example_is_used_once_per_epoch(n: int, batch_size: int, by_length
         assert len(batches) == len(order)
 
 
-@pytest.mark.parametrize("by_length", [True, False])
-def test_the_order_depends_on_seed_and_epoch_alone(by_length: bool) -> None:
-    lengths = [i % 5 for i in range(40)]
-    one, same, other = (GlobalBatches(lengths, 8, seed, by_length) for seed in (1, 1, 2))
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    one, same, other = (GlobalBatches(40, 8, seed) for seed in (1, 1, 2))
     assert [one.epoch(e) for e in (2, 0, 1)] == [same.epoch(e) for e in (2, 0, 1)]
     assert one.epoch(0) != one.epoch(1)
     assert one.epoch(0) != other.epoch(0)
-
-
-def test_batches_by_length_hold_like_lengths_in_random_order() -> None:
-    lengths = [(7 * i) % 50 for i in range(100)]
-    batches = GlobalBatches(lengths, 10, 0).epoch(0)
-    of_batches = [[lengths[i] for i in batch] for batch in batches]
-    assert of_batches != sorted(of_batches)
-    assert [n for batch in sorted(of_batches) for n in batch] == sorted(lengths)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -140,7 +129,7 @@ def test_batches_by_length_hold_like_lengths_in_random_order() -> None:
 def test_the_plain_order_is_the_one_that_the_partitioner_deals(
     n: int, batch_size: int, world_size: int
 ) -> None:
-    order = GlobalBatches([1] * n, batch_size, 7, by_length=False).epoch(0)
+    order = GlobalBatches(n, batch_size, 7).epoch(0)
     for rank in range(world_size):
         dealt = partition_dataset(
             rank, world_size, list(range(n)), batch_size, collate_fn=list, seed=7
@@ -159,7 +148,7 @@ def numbered(n: int) -> list[Encoded]:
 
 def steps(n: int, batch_size: int, rank: int, world_size: int, **options: Any) -> list[Step]:
     examples = numbered(n)
-    batches = GlobalBatches([len(e.ids) for e in examples], batch_size, 5)
+    batches = GlobalBatches(len(examples), batch_size, 5)
     loader = RankLoader(
         examples, batches, rank=rank, world_size=world_size, pad_id=0, device="cpu", **options
     )
@@ -178,7 +167,7 @@ def numbers(step: Step) -> list[list[int]]:
 @pytest.mark.parametrize("n", [48, 45])
 def test_the_ranks_parts_are_the_global_batch(n: int, world_size: int, accumulation: int) -> None:
     examples = numbered(n)
-    expected = GlobalBatches([len(e.ids) for e in examples], 8, 5).epoch(1)
+    expected = GlobalBatches(len(examples), 8, 5).epoch(1)
     ranks = [steps(n, 8, rank, world_size, accumulation=accumulation) for rank in range(world_size)]
     parts = [[i for step in of_ranks for part in numbers(step) for i in part]
              for of_ranks in zip(*ranks, strict=True)]  # fmt: skip
@@ -211,6 +200,30 @@ def test_accumulation_cuts_a_ranks_part(n: int, accumulation: int, expected: lis
     assert [len(part) for part in numbers(step)] == expected
 
 
+@pytest.mark.parametrize(
+    ("max_positions", "lengths"),
+    # ten examples with 2, 2, 3, 3, 4, 4, 5, 5, 6, 6 inputs
+    [
+        (1, [[2], [2], [3], [3], [4], [4], [5], [5], [6], [6]]),
+        (12, [[2, 2, 3, 3], [4, 4], [5, 5], [6, 6]]),
+        (17, [[2, 2, 3, 3, 4][:4], [4, 4, 5], [5, 6], [6]]),
+        (60, [[2, 2, 3, 3, 4, 4, 5, 5, 6, 6]]),
+    ],
+)
+def test_micro_batches_of_like_lengths(max_positions: int, lengths: list[list[int]]) -> None:
+    examples = numbered(10)
+    (step,) = steps(10, 10, 0, 1, max_positions=max_positions)
+    assert [[len(examples[i].ids) - 1 for i in part] for part in numbers(step)] == lengths
+    assert step.positions == sum(len(part) * part[-1] for part in lengths)
+
+
+def test_ranks_have_like_lengths() -> None:
+    examples = numbered(20)
+    ranks = [steps(20, 20, rank, 2)[0] for rank in range(2)]
+    lengths = [[len(examples[i].ids) for part in numbers(step) for i in part] for step in ranks]
+    assert lengths == [[3, 3, 4, 4, 5, 5, 6, 6, 7, 7]] * 2
+
+
 def test_positions_count_padding_and_tokens_do_not() -> None:
     (step,) = steps(3, 4, 0, 1)  # lengths 3, 4, 5: 2, 3, 4 inputs
     assert (step.positions, step.tokens, step.target_tokens) == (3 * 4, 2 + 3 + 4, 1 + 2 + 3)
@@ -220,6 +233,6 @@ def test_positions_count_padding_and_tokens_do_not() -> None:
 
 def test_an_epoch_can_start_later() -> None:
     examples = numbered(20)
-    batches = GlobalBatches([len(e.ids) for e in examples], 4, 5)
+    batches = GlobalBatches(len(examples), 4, 5)
     loader = RankLoader(examples, batches, rank=0, world_size=2, pad_id=0, device="cpu")
     assert [numbers(s) for s in loader.steps(2, 3)] == [numbers(s) for s in loader.steps(2)][3:]
