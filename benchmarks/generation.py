@@ -56,7 +56,7 @@ def _plain(
             if token == stop:
                 break
             ids.append(token)
-        sentences.append(tokenizer.decode(ids[len(prompt) :]).strip())
+        sentences.append(tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip())
     return sentences
 
 

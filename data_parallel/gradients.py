@@ -159,6 +159,8 @@ class GradientBuckets:
     All ranks must call finish() equally often, with or without a backward before it: a rank
     that has no examples left takes part with zeros. Ranks send the buckets in the same order,
     whatever the order in which their gradients arrive, since collectives are matched by order.
+    For the same reason nothing else may be sent over `group` between a backward and finish():
+    one rank may have sent its buckets by then, and another not.
 
     Args:
         model: its trainable parameters; a tied weight is one parameter and is sent once. Must

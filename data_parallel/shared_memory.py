@@ -97,10 +97,16 @@ def _create(secret: bytes, nbytes: int) -> tuple[mmap.mmap | None, int]:
     such thing."""
     if not hasattr(os, "memfd_create"):
         return None, -1
-    descriptor = os.memfd_create("gradients")
-    os.ftruncate(descriptor, _ALIGNMENT + nbytes)
-    os.pwrite(descriptor, secret, 0)
-    return mmap.mmap(descriptor, _ALIGNMENT + nbytes), descriptor
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create("gradients")
+        os.ftruncate(descriptor, _ALIGNMENT + nbytes)
+        os.pwrite(descriptor, secret, 0)
+        return mmap.mmap(descriptor, _ALIGNMENT + nbytes), descriptor
+    except OSError:  # a sandbox that forbids it, no descriptor or memory left
+        if descriptor >= 0:
+            os.close(descriptor)
+        return None, -1
 
 
 def _attach(path: str, secret: bytes, nbytes: int) -> mmap.mmap | None:

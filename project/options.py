@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from data_parallel.dataset import split_batch_size
-from training.launch import DEVICES, Settings, UserError, quiet_libraries
+from training.launch import DEVICES, Settings, UserError, choose_device, quiet_libraries
 from training.model import PRESETS, check_pretrained, gpt2_config
 
 PRECISIONS = ("fp32", "bf16")
@@ -167,6 +169,13 @@ def check_batch(args: argparse.Namespace) -> None:
         )
 
 
+def model_name(args: argparse.Namespace, device: torch.device) -> str:
+    """The model that --model means here."""
+    if args.model != "auto":
+        return args.model
+    return "gpt2" if device.type == "cuda" else "gpt2-mini"
+
+
 def check_model(args: argparse.Namespace) -> None:
     """Raises UserError for model options that cannot work, before any process starts."""
     least = 256 + 3
@@ -176,9 +185,8 @@ def check_model(args: argparse.Namespace) -> None:
             "--vocab_size 2048 works"
         )
     if args.model in PRESETS or args.model == "auto":
-        name = "gpt2-mini" if args.model == "auto" else args.model
         gpt2_config(
-            name, 64, args.model_max_length,
+            model_name(args, choose_device(args.device, 0, args.world_size)), 64, args.model_max_length,
             n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
         )  # fmt: skip
         return

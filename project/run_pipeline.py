@@ -35,10 +35,11 @@ from project.options import (
     check_model,
     claim_workdir,
     count,
+    model_name,
     parser_for,
     run_program,
 )
-from project.session import Session, model_name, open_session, read_texts
+from project.session import Session, open_session, read_texts
 from project.utils import autocast, train
 from training.data import Batch, Step
 from training.launch import UserError, World, choose_device, quiet_libraries

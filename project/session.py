@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from data_parallel.dataset import Partition
+from project.options import model_name
 from project.utils import (
     EpochTotals,
     autocast,
@@ -49,6 +49,7 @@ from training.record import (
     EpochResult,
     clear_results,
     epoch_line,
+    spread,
     write_epoch,
     write_json,
 )
@@ -65,13 +66,6 @@ def read_texts(args: argparse.Namespace, world_size: int) -> Texts:
     return load_texts(args.dataset, args.src, args.tgt, sizes, 1234, world_size)
 
 
-def model_name(args: argparse.Namespace, device: torch.device) -> str:
-    """The model that --model means here."""
-    if args.model != "auto":
-        return args.model
-    return "gpt2" if device.type == "cuda" else "gpt2-mini"
-
-
 @dataclass
 class Session:
     """A run's model and data on one rank."""
@@ -83,6 +77,7 @@ class Session:
     model: GPT2LMHeadModel  # on the CPU, until the program places it
     examples: dict[str, list[Encoded]]
     sentences: list[str] = field(default_factory=list)  # the last translations of the test split
+    times: list[tuple[float, float]] = field(default_factory=list)  # seconds, positions/s of epochs
     translator: Any = None  # the model that translates: `model`, or a copy of it on one device
 
     @property
@@ -196,18 +191,19 @@ class Session:
         test = self.texts.splits["test"]
         write_epoch(self.args.workdir, epoch, result, test, sentences, file_rank)
         self.sentences = sentences
-        speeds = (result.tokens_per_sec, result.real_tokens_per_sec)
-        self.say(
-            epoch_line(
-                str(epoch), bleu, result.validation_loss, result,
-                sum_over_ranks(speeds, self.world.device),
-            )
-        )  # fmt: skip
+        speeds = sum_over_ranks(
+            (result.tokens_per_sec, result.real_tokens_per_sec), self.world.device
+        )
+        self.times.append((totals.seconds, speeds[0]))
+        self.say(epoch_line(str(epoch), bleu, result.validation_loss, result, speeds))
 
     def close(self) -> None:
         """Shows a few translations, draws the curves, and says where the results are."""
         src, tgt, test = self.args.src, self.args.tgt, self.texts.splits["test"]
-        self.say("")
+        seconds, speeds = zip(*(self.times[1:] or self.times), strict=True)
+        self.say(
+            f"an epoch, the first left out: {spread(seconds, 's')}, {spread(speeds, 'positions/s')}\n"
+        )
         for pair, sentence in list(zip(test, self.sentences, strict=True))[:3]:
             self.say(f"  {src:>9}   {pair[src]}")
             self.say(f"  {tgt:>9}   {pair[tgt]}")
@@ -265,7 +261,7 @@ def open_session(args: argparse.Namespace, world: World, texts: Texts) -> Sessio
         )  # fmt: skip
         model = build_model(config, args.seed)
     else:
-        model = load_pretrained(name, len(tokenizer), args.dropout)
+        model = load_pretrained(name, len(tokenizer), args.dropout, args.seed)
     if world.is_main:
         model.config.save_pretrained(args.workdir)
     examples = {

@@ -181,7 +181,7 @@ def generate(
             model, [prompts[i] for i in chunk], stop, len(tokenizer), model_max_length, device
         )
         for i, row in zip(chunk, rows, strict=True):
-            sentences[i] = tokenizer.decode(row).strip()
+            sentences[i] = tokenizer.decode(row, skip_special_tokens=True).strip()
     return sentences
 
 
@@ -245,6 +245,6 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
     """Writes the gradients, by parameter name, to tests/model{rank}_gradients.pth."""
     path = Path("tests") / f"model{rank}_gradients.pth"
     path.parent.mkdir(exist_ok=True)
-    gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None}
     torch.save(gradients, path)
     return path

@@ -203,14 +203,19 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
                     processes.append(process)
                     pipes.append(ours)
             listener.close()
-            for pipe in pipes:
-                with suppress(OSError):  # a rank that is gone: _watch says so
-                    pipe.send_bytes(work)
+            for pipe in pipes:  # a rank that does not read must not keep us from watching
+                threading.Thread(target=_send, args=(pipe, work), daemon=True).start()
             _watch(processes, pipes)
         finally:
             listener.close()
-            _end(processes)
+            with _ctrl_c_ignored():  # an impatient second one would leave ranks behind
+                _end(processes)
     return None
+
+
+def _send(pipe: Connection, work: bytes) -> None:
+    with suppress(OSError):  # a rank that is gone: _watch says so
+        pipe.send_bytes(work)
 
 
 def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence[Any]) -> None:
@@ -295,7 +300,7 @@ def _end_with_parent() -> NoReturn:
 
 class _signals_raise:  # noqa: N801
     """Within it, the signals that ask this process to end raise SystemExit, so that its ranks
-    are ended first. Ctrl-C does so already."""
+    are ended first."""
 
     def __enter__(self) -> None:
         self.before = {}

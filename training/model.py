@@ -106,8 +106,7 @@ def initialize(model: Any, seed: int) -> None:
             elif ".ln_" in name:
                 p.fill_(1)
             else:
-                digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+                generator = _generator(seed, name)
                 std = 0.02 / math.sqrt(2 * layers) if name.endswith("c_proj.weight") else 0.02
                 p.copy_(torch.empty(p.shape).normal_(0, std, generator=generator))
 
@@ -137,7 +136,13 @@ def _no_weights(name: str, reason: object) -> UserError:
     )
 
 
-def load_pretrained(name: str, vocab_size: int, dropout: float) -> GPT2LMHeadModel:
+def _generator(seed: int, name: str) -> torch.Generator:
+    """The source of a parameter's initial weights."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+def load_pretrained(name: str, vocab_size: int, dropout: float, seed: int) -> GPT2LMHeadModel:
     """The weights of a local folder or of the hub, with embeddings for `vocab_size` tokens.
 
     Raises:
@@ -158,8 +163,11 @@ def load_pretrained(name: str, vocab_size: int, dropout: float) -> GPT2LMHeadMod
         raise _no_weights(name, error) from error
     if report["missing_keys"]:
         raise _no_weights(name, f"{sorted(report['missing_keys'])[0]} is missing")
-    if model.config.vocab_size < vocab_size:
+    known = model.config.vocab_size
+    if known < vocab_size:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
+        new = model.transformer.wte.weight.data[known:]
+        new.normal_(0, 0.02, generator=_generator(seed, "transformer.wte.weight"))
     return model
 
 

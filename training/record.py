@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,3 +103,10 @@ def epoch_line(
         f"{epoch:>5}   {result.training_loss:>10.3f}   {validation_loss:>11.3f}   {bleu:>5.1f}   "
         f"{result.training_time:>4.0f}s   {speeds[0]:>11,.0f}   {speeds[1]:>13,.0f}"
     )
+
+
+def spread(values: Sequence[float], unit: str) -> str:
+    """Mean and deviation of the sample, as a closing line says them."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    digits = 1 if statistics.mean(values) < 100 else 0
+    return f"{statistics.mean(values):,.{digits}f} ± {deviation:,.{digits}f} {unit}"
