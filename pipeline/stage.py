@@ -31,9 +31,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
-from .randomness import StageRandomness, StepSeed
+from .randomness import NoDraws, StageRandomness, StepSeed
 from .zero_bubble import Product, WeightsLater, weight_gradients
 
 
@@ -79,7 +80,7 @@ class Stage:
         self._randomness = StageRandomness(device)
         self._later = WeightsLater(self.parameters)
         self._first_layer = first_layer
-        self._draws = any(layer.training for layer in module.modules())
+        self._draws = any(_may_draw(layer) for layer in module.modules())
 
     @property
     def alive(self) -> int:
@@ -195,13 +196,17 @@ class Stage:
         if not pairs or not (kept.inputs or self.parameters):
             return result, [], []
         incoming = [dy for _, dy in pairs]
-        found = torch.autograd.grad(
-            [y for y, _ in pairs],
-            [*kept.inputs, *self.parameters],
-            incoming,
-            retain_graph=retain_graph,
-            allow_unused=True,
-        )
+        with NoDraws() if self._draws else nullcontext():
+            # torch.autograd.grad itself, but for its checks: those leave the mode behind.
+            found = Variable._execution_engine.run_backward(
+                tuple(y for y, _ in pairs),
+                tuple(incoming),
+                retain_graph,
+                False,  # create_graph
+                (*kept.inputs, *self.parameters),
+                allow_unreachable=True,
+                accumulate_grad=False,
+            )
         of_inputs: list[Tensor | None] = list(found[: len(kept.inputs)])
         of_parameters: list[Tensor | None] = list(found[len(kept.inputs) :])
         for position, dx in zip(kept.input_positions, of_inputs, strict=True):
@@ -229,6 +234,11 @@ class Stage:
             self.gradients[k] = gradient.clone() if shared else gradient
         if sums:
             torch._foreach_add_(sums, terms)
+
+
+def _may_draw(layer: nn.Module) -> bool:
+    """Whether it trains. Wrappers do not count: the user's eval() may not reach them."""
+    return layer.training and type(layer) is not nn.Sequential and not hasattr(layer, "is_wrapper")
 
 
 def _storage(tensor: Tensor) -> int:
