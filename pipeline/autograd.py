@@ -112,6 +112,8 @@ class _Pipelined(torch.autograd.Function):
         if torch.is_grad_enabled():  # the result would silently lack its dependence on the input
             raise RuntimeError("a pipeline cannot be differentiated twice: no create_graph=True")
         retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        for stage in call.stages:
+            stage.take_gradients()  # what a backward left that failed half-way
         with hooks_held(call.parameters):
             pieces = call.pipe.backward_clocks(call.stages, call.split(gradients), retain_graph)
         own, sums = gradients_by_stage(call.stages, call.pipe.replicas)

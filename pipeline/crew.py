@@ -4,7 +4,8 @@ An error in one task must end the call at once, wherever the others are; Ctrl-C 
 thread must too; and afterwards no stale answer may lie in a queue. So a call collects the answer of
 every task it has put, and before it waits for the rest after a failure it calls ``stop``, which
 wakes those who wait for each other. A worker that is gone, or stays busy for longer than
-``_GRACE`` seconds after a stop, is replaced with all the others at the next call.
+``_GRACE`` seconds after a stop, is replaced with all the others at the next call; so are all if
+a second Ctrl-C ends the waiting early.
 """
 
 from __future__ import annotations
@@ -57,20 +58,29 @@ class Crew:
         """
         if self.closed:
             raise RuntimeError("the Pipe is closed: make a new one")
+        if threading.current_thread() in self.threads:
+            raise RuntimeError(
+                "a worker of the Pipe cannot wait for the workers: call the Pipe from outside its "
+                "layers, hooks and run_on_stages"
+            )
         if not self._end.alive or not all(thread.is_alive() for thread in self.threads):
             self._end()
             self._start()
-        for s, task in jobs:
-            self.in_queues[s].put(task)
         answers: list[tuple[bool, Any]] = []
+        num_put = 0
         try:
-            for s, _ in jobs:
+            for s, task in jobs:
+                num_put += 1  # before: an interrupt falls after a call, not before it
+                self.in_queues[s].put(task)
+            for s, task in jobs:
                 answers.append(wait_for(self.out_queues[s], self.threads))
                 if answers[-1] == (False, None):
                     raise RuntimeError(f"the worker of stage {s} ({self.devices[s]}) has ended")
+                if answers[-1][0] and answers[-1][1][0] is not task:
+                    self._end()
+                    raise RuntimeError(f"stage {s} ({self.devices[s]}) answered another task")
         except BaseException:  # Ctrl-C here, or a worker that is gone
-            stop()
-            self._drain([s for s, _ in jobs[len(answers) :]])
+            self._drain([s for s, _ in jobs[len(answers) : num_put]], stop)
             raise
         failures = [payload[1] for ok, payload in answers if not ok]
         failures.sort(key=lambda error: isinstance(error, Stopped))
@@ -82,12 +92,17 @@ class Crew:
                 failures.clear()  # else the error's own traceback would hold the error
         return [payload[1] for _, payload in answers]
 
-    def _drain(self, stages: Sequence[int]) -> None:
+    def _drain(self, stages: Sequence[int], stop: Callable[[], None]) -> None:
         try:
+            stop()
             for s in stages:
                 wait_for(self.out_queues[s], self.threads, _GRACE)
         except (Empty, RuntimeError):
             self._end()  # replaced at the next call
+        except BaseException:  # another Ctrl-C: answers will come that nobody collects
+            stop()
+            self._end()
+            raise
 
 
 def _end(in_queues: list[Queue], threads: list[threading.Thread]) -> None:

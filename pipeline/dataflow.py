@@ -137,6 +137,11 @@ class Dataflow:
                 f"loss_fn returned {found}: one number, the sum over its micro-batch, is needed, "
                 "e.g. cross_entropy(output, target, reduction='sum')"
             )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise RuntimeError(
+                "the loss does not depend on anything that requires grad: does loss_fn detach, or "
+                "is every parameter frozen? For the loss alone use eval_step"
+            )
         return loss
 
     def _backward(self, action: Action) -> None:

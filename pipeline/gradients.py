@@ -66,6 +66,11 @@ def deliver(gradients: Gradients) -> None:
         token.backward()
 
 
+def has_hooks(p: nn.Parameter) -> bool:
+    """Whether code of the user's runs when a gradient of ``p`` arrives."""
+    return bool(p._backward_hooks) or bool(getattr(p, "_post_accumulate_grad_hooks", None))
+
+
 @contextlib.contextmanager
 def hooks_held(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Keep gradient hooks from seeing the parts: inside, `Tensor.register_hook` hooks are silent.

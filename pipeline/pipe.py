@@ -34,7 +34,14 @@ from . import microbatch
 from .autograd import pipelined
 from .crew import Crew
 from .dataflow import Dataflow, LossFunction, Recorder, perform
-from .gradients import Replicas, deliver, gradients_by_stage, hooks_held, trained_parameters
+from .gradients import (
+    Replicas,
+    deliver,
+    gradients_by_stage,
+    has_hooks,
+    hooks_held,
+    trained_parameters,
+)
 from .partition import _split_module
 from .randomness import StepSeed
 from .schedule import (
@@ -160,8 +167,10 @@ class Pipe(nn.Module):
         ``loss_fn(output, target)`` runs on the last stage, once per micro-batch, and returns the
         *sum* over it; the loss is ``scale`` times all sums. For the mean over the target tokens of
         the whole batch, however they fall into micro-batches: ``scale=1 / number_of_tokens``.
-        Without ``num_microbatches``, they have ``split_size`` examples; `MicroBatches`
-        come as they are. Nothing is added to any ``.grad`` if a stage raises.
+        Without ``num_microbatches``, they have ``split_size`` examples; `MicroBatches` come as they
+        are. Nothing is added to any ``.grad`` if a stage raises. If any parameter has a gradient
+        hook or a post-accumulate hook, say an all-reduce, then all run on the calling thread, stage
+        by stage, in order.
         """
         self._refresh_replicas()
         stages = self._new_stages()
@@ -169,7 +178,11 @@ class Pipe(nn.Module):
             loss = self._run(stages, x, target, loss_fn, schedule, num_microbatches, scale)
         self.peak_alive = [stage.peak_alive for stage in stages]
         own, tied = gradients_by_stage(stages, self.replicas)
-        self.run_on_stages(lambda s: deliver(own[s]))
+        if any(has_hooks(p) for gradients in own for p in gradients):
+            for gradients in own:
+                deliver(gradients)
+        else:
+            self.run_on_stages(lambda s: deliver(own[s]))
         deliver(tied)
         return loss
 
@@ -247,6 +260,11 @@ class Pipe(nn.Module):
             return self._plans[key]
         build = find(schedule) if isinstance(schedule, str) else schedule
         actions = build(len(self.devices), m)
+        if len(actions) != len(self.devices):
+            raise ValueError(
+                f"the schedule has {len(actions)} stages and the Pipe {len(self.devices)}: a list "
+                "of actions for each stage is needed, of the number the schedule is called with"
+            )
         validate(actions, m)
         worker_of: dict[int, int] = {}  # stages that share a device share a worker
         owners = [worker_of.setdefault(id(queue), len(worker_of)) for queue in self.in_queues]
@@ -269,4 +287,4 @@ class Pipe(nn.Module):
         """Copies of tied parameters follow what the optimizer did to the originals."""
         with torch.no_grad():
             for copy, original in self.replicas.items():
-                copy.copy_(original, non_blocking=True)
+                copy.copy_(original, non_blocking=copy.device.type == "cuda")

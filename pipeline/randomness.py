@@ -16,7 +16,12 @@ a `TorchDispatchMode` (Python for every kernel, several times the cost), patchin
 `torch.nn.functional` (global), a lock around the default generator (stages wait for each other).
 
 Cost: about 1.5 us per torch call in Python, 0.1 ms for a GPT-2 block's forward, which computes
-for 10 to 100 ms; none in eval mode, none in backward. Masks are as fast as torch's own.
+for 10 to 100 ms; none in eval mode. Masks are as fast as torch's own. Functions that take no
+generator (recurrent layers, alpha dropout) borrow the default one, one thread at a time.
+
+Backward draws nothing, unless it runs a forward again (activation checkpointing): with other masks
+its gradients would be wrong, so `NoDraws` refuses. It sees Python's calls only; a plain backward
+has none.
 
 On CUDA the fused kernels stay: there the default generator of the *device* is seeded before the
 first draw of an action and put back after it; only one worker uses a device.
@@ -40,12 +45,13 @@ _DEFAULT_GENERATOR = threading.Lock()  # whoever draws from the process's genera
 _TAKES_GENERATOR = {
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli, torch.normal,
     torch.multinomial, torch.poisson, Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_,
-    Tensor.normal_, Tensor.random_, Tensor.exponential_, Tensor.multinomial,
+    Tensor.normal_, Tensor.random_, Tensor.exponential_, Tensor.multinomial, Tensor.geometric_,
+    Tensor.cauchy_, Tensor.log_normal_, torch.binomial,
 }  # fmt: skip
 _TAKES_NONE = {
     F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu,
-    F.gumbel_softmax, F.multi_head_attention_forward, torch.native_dropout, torch.rand_like,
-    torch.randn_like, torch.randint_like,
+    F.gumbel_softmax, torch.native_dropout, torch.rand_like, torch.randn_like, torch.randint_like,
+    torch.rrelu, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
 }  # fmt: skip
 
 
@@ -123,7 +129,7 @@ class StageRandomness(TorchFunctionMode):
 
     def _with_default(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Functions without a generator argument: lend them the process's, seeded, in turn."""
-        if self._is_cuda():
+        if not kwargs.get("training", True) or self._is_cuda():
             return func(*args, **kwargs)
         seed = int(torch.randint(2**62, (), generator=self.generator(), device="cpu"))
         with _DEFAULT_GENERATOR:
@@ -147,6 +153,20 @@ class StageRandomness(TorchFunctionMode):
         del func
         return self._dropout(F.dropout, input, p, train)
 
+    def _multi_head(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        dropout_p = kwargs["dropout_p"] if "dropout_p" in kwargs else args[10]
+        if not kwargs.get("training", True) or dropout_p == 0.0:
+            return func(*args, **kwargs)
+        return self._with_default(func, *args, **kwargs)
+
+    def _recurrent(self, func: Any, *args: Any) -> Any:
+        """torch.lstm etc.: ..., has_biases, num_layers, dropout, training, ..."""
+        first = next(k for k, arg in enumerate(args) if isinstance(arg, bool))
+        _, num_layers, dropout_p, training = args[first : first + 4]
+        if not training or dropout_p == 0.0 or num_layers == 1:
+            return func(*args)
+        return self._with_default(func, *args)
+
     def _attention(
         self,
         func: Any,
@@ -168,13 +188,29 @@ class StageRandomness(TorchFunctionMode):
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
         factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
         scores = (query * factor) @ key.transpose(-2, -1)
+        # As torch: a row that is masked everywhere gives 0. A causal one never is.
+        softmax = torch.softmax if attn_mask is None else torch._safe_softmax
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, -math.inf)
         elif attn_mask is not None:
             scores = scores + attn_mask
-        return self._dropout(F.dropout, scores.softmax(-1), dropout_p) @ value
+        return self._dropout(F.dropout, softmax(scores, -1), dropout_p) @ value
+
+
+class NoDraws(StageRandomness):
+    """Inside ``with``, a draw raises. Around a backward."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))  # of all devices: none has a source of its own here
+
+    def generator(self) -> torch.Generator:
+        raise RuntimeError(
+            "a random number is drawn in a stage's backward. If this is activation checkpointing: "
+            "the forward that it repeats would get other dropout masks, and the gradients would be "
+            "wrong. Set dropout to 0, or do not checkpoint inside a Pipe"
+        )
 
 
 _DRAWS: dict[Any, Callable[..., Any]] = {
@@ -183,6 +219,10 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
     F.dropout: StageRandomness._dropout,
     torch.dropout: StageRandomness._torch_dropout,
     F.scaled_dot_product_attention: StageRandomness._attention,
+    F.multi_head_attention_forward: StageRandomness._multi_head,
+    **dict.fromkeys(
+        (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), StageRandomness._recurrent
+    ),
 }
 
 

@@ -31,9 +31,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
-from .randomness import StageRandomness, StepSeed
+from .randomness import NoDraws, StageRandomness, StepSeed
 from .zero_bubble import Product, WeightsLater, weight_gradients
 
 
@@ -79,7 +80,7 @@ class Stage:
         self._randomness = StageRandomness(device)
         self._later = WeightsLater(self.parameters)
         self._first_layer = first_layer
-        self._draws = any(layer.training for layer in module.modules())
+        self._draws = any(_may_draw(layer) for layer in module.modules())
 
     @property
     def alive(self) -> int:
@@ -102,9 +103,13 @@ class Stage:
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 wanted = leaf.requires_grad and torch.is_grad_enabled()
-                leaf = leaf.detach().to(self.memory, non_blocking=True)
+                leaf = self._move(leaf.detach())
                 leaves[k] = leaf.requires_grad_() if wanted else leaf
                 positions += [k] if wanted else []
+        inputs = [leaves[k] for k in positions]
+        if self.index > 0:  # layers may write to what only they will read, but not to a leaf
+            for k in positions:
+                leaves[k] = _Alias.apply(leaves[k])
         output = pytree.tree_unflatten(leaves, spec)
         products: list[Product] = []
         with self._later.into(products) if halves else nullcontext():
@@ -112,7 +117,7 @@ class Stage:
         results, spec = pytree.tree_flatten(output)
         of_graph = [k for k, r in enumerate(results) if isinstance(r, Tensor) and r.requires_grad]
         if torch.is_grad_enabled():
-            inputs, outputs = [leaves[k] for k in positions], [results[k] for k in of_graph]
+            outputs = [results[k] for k in of_graph]
             self._kept[i] = _Kept(inputs, positions, len(leaves), outputs, of_graph, products)
             self.peak_alive = max(self.peak_alive, self.alive)
         for k, result in enumerate(results):
@@ -168,6 +173,10 @@ class Stage:
         self.gradients = [None] * len(self.parameters)
         return pairs
 
+    def _move(self, tensor: Tensor) -> Tensor:
+        """To this stage's memory. The CPU does not wait by itself for a copy that comes later."""
+        return tensor.to(self.memory, non_blocking=self.memory.type == "cuda")
+
     def _layers(self, i: int, value: Any, layers: Sequence[Callable[[Any], Any]]) -> Any:
         for k, layer in enumerate(layers, self._first_layer):
             with self._randomness.of(self._seed, k, i) if self._draws else nullcontext():
@@ -190,18 +199,22 @@ class Stage:
         for output, position in zip(kept.outputs, kept.output_positions, strict=True):
             gradient = gradients[position]
             if gradient is not None:
-                pairs.append((output, gradient.to(self.memory, non_blocking=True)))
+                pairs.append((output, self._move(gradient)))
         result: list[Tensor | None] = [None] * kept.num_inputs
         if not pairs or not (kept.inputs or self.parameters):
             return result, [], []
         incoming = [dy for _, dy in pairs]
-        found = torch.autograd.grad(
-            [y for y, _ in pairs],
-            [*kept.inputs, *self.parameters],
-            incoming,
-            retain_graph=retain_graph,
-            allow_unused=True,
-        )
+        with NoDraws() if self._draws else nullcontext():
+            # torch.autograd.grad itself, but for its checks: those leave the mode behind.
+            found = Variable._execution_engine.run_backward(
+                tuple(y for y, _ in pairs),
+                tuple(incoming),
+                retain_graph,
+                False,  # create_graph
+                (*kept.inputs, *self.parameters),
+                allow_unreachable=True,
+                accumulate_grad=False,
+            )
         of_inputs: list[Tensor | None] = list(found[: len(kept.inputs)])
         of_parameters: list[Tensor | None] = list(found[len(kept.inputs) :])
         for position, dx in zip(kept.input_positions, of_inputs, strict=True):
@@ -229,6 +242,23 @@ class Stage:
             self.gradients[k] = gradient.clone() if shared else gradient
         if sums:
             torch._foreach_add_(sums, terms)
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory, but no leaf and no view: an in-place first layer is allowed."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _may_draw(layer: nn.Module) -> bool:
+    """Whether it trains. Wrappers do not count: the user's eval() may not reach them."""
+    return layer.training and type(layer) is not nn.Sequential and not hasattr(layer, "is_wrapper")
 
 
 def _storage(tensor: Tensor) -> int:

@@ -185,8 +185,9 @@ def check_model(args: argparse.Namespace) -> None:
             "--vocab_size 2048 works"
         )
     if args.model in PRESETS or args.model == "auto":
+        name = model_name(args, choose_device(args.device, 0, args.world_size))
         gpt2_config(
-            model_name(args, choose_device(args.device, 0, args.world_size)), 64, args.model_max_length,
+            name, 64, args.model_max_length,
             n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
         )  # fmt: skip
         return

@@ -201,9 +201,8 @@ class Session:
         """Shows a few translations, draws the curves, and says where the results are."""
         src, tgt, test = self.args.src, self.args.tgt, self.texts.splits["test"]
         seconds, speeds = zip(*(self.times[1:] or self.times), strict=True)
-        self.say(
-            f"an epoch, the first left out: {spread(seconds, 's')}, {spread(speeds, 'positions/s')}\n"
-        )
+        mean = f"{spread(seconds, 's')}, {spread(speeds, 'positions/s')}"
+        self.say(f"an epoch, the first left out: {mean}\n")
         for pair, sentence in list(zip(test, self.sentences, strict=True))[:3]:
             self.say(f"  {src:>9}   {pair[src]}")
             self.say(f"  {tgt:>9}   {pair[tgt]}")

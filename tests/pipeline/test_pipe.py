@@ -213,8 +213,9 @@ def test_a_forward_whose_backward_never_comes_keeps_no_activations() -> None:
     kept: list[weakref.ref[Tensor]] = []
 
     def remember(x: Tensor) -> Tensor:
-        kept.append(weakref.ref(x))
-        return x.exp()
+        y = x.exp()
+        kept.append(weakref.ref(y))
+        return y
 
     model = nn.Sequential(tower(), WithDevice(Call(remember), "cpu:1"))
     with Pipe(model, split_size=4) as pipe:
@@ -224,3 +225,38 @@ def test_a_forward_whose_backward_never_comes_keeps_no_activations() -> None:
         del output
         gc.collect()
         assert [ref() is None for ref in kept] == [True, True]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb"])
+def test_a_stage_may_begin_with_a_layer_that_works_in_place(schedule: str) -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3), nn.ReLU(inplace=True)]
+        return nn.Sequential(*layers).double()
+
+    x, y = batch(8)
+    plain, same = model(), model()
+    square_error(plain(x), y).backward()
+    with Pipe(cut(same, (1, 2, 1), ("cpu:0", "cpu:1", "cpu:2")), split_size=2) as pipe:
+        square_error(pipe(x), y).backward()
+        assert_close(gradients(same), gradients(plain))
+        same.zero_grad()
+        pipe.train_step(x, y, square_error, schedule=schedule)
+        assert_close(gradients(same), gradients(plain))
+
+
+def test_a_copy_to_the_cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a GPU, ``non_blocking`` would let the CPU read what has not arrived."""
+    asked: list[bool] = []
+    move = Tensor.to
+
+    def watch(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        asked.append(kwargs.get("non_blocking", False))
+        return move(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "to", watch)
+    x, y = batch(4)
+    with Pipe(cut(tower())) as pipe:
+        pipe.train_step(x, y, square_error)
+    assert asked
+    assert not any(asked)

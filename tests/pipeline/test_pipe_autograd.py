@@ -77,6 +77,33 @@ def test_retain_graph_allows_a_second_backward_and_its_absence_refuses_it() -> N
             output.sum().backward()
 
 
+def test_a_retained_backward_can_be_tried_again_after_it_failed() -> None:
+    """The last stage has added up its gradients when the first one fails."""
+    x, y = batch()
+    plain, same = tower(), tower()
+    square_error(plain(x), y).backward()
+    armed = [True]
+
+    def fail_once(g: Tensor) -> Tensor:
+        if armed:
+            armed.clear()
+            raise ValueError("once")
+        return g
+
+    def watch(h: Tensor) -> Tensor:
+        h.register_hook(fail_once)
+        return h
+
+    with Pipe(
+        cut(nn.Sequential(same[0], Call(watch), *list(same)[1:]), (2, 5)), split_size=3
+    ) as pipe:
+        loss = square_error(pipe(x), y)
+        with pytest.raises(ValueError, match="once"):
+            loss.backward(retain_graph=True)
+        loss.backward()
+    assert_close(gradients(same), gradients(plain))
+
+
 def test_differentiating_twice_is_refused() -> None:
     x, _ = batch()
     x.requires_grad_()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.crew import Crew
-from pipeline.dataflow import Dataflow
+from pipeline.dataflow import Channel, Dataflow
 from pipeline.pipe import Pipe
-from pipeline.worker import Task
+from pipeline.worker import Task, wait_for
 from tests.pipeline.pipeline_models import batch, cut, gradients, square_error, tower
 
 KINDS = [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit]
@@ -127,7 +127,12 @@ def test_a_worker_that_ends_during_a_call_ends_the_call_and_is_replaced() -> Non
     crew = Crew([torch.device("cpu:0"), torch.device("cpu:1")])
     crew.in_queues[1].put(Task(lambda: go.wait(30)))
     crew.in_queues[1].put(None)  # the tasks below come too late
-    late = [(1, Task(lambda: None)), (1, Task(lambda: None)), (0, Task(go.set))]
+
+    def answer_early_task() -> None:
+        go.set()
+        crew.out_queues[1].get(timeout=30)
+
+    late = [(0, Task(answer_early_task)), (1, Task(lambda: None)), (1, Task(lambda: None))]
     with pytest.raises(RuntimeError, match=r"the worker of stage 1 \(cpu:1\) has ended"):
         crew.run(late)
     assert crew.run([(1, Task(lambda: "again")), (0, Task(lambda: "here"))]) == ["again", "here"]
@@ -184,3 +189,74 @@ def test_ctrl_c_while_waiting_ends_the_step_and_the_pipe_works_again(
             assert interrupt.calls == 5
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+class Interrupted:
+    """Ctrl-C in the waiting thread, at the chosen calls of a function."""
+
+    def __init__(self, function: Callable[..., Any], at: set[int]) -> None:
+        self.function, self.at, self.calls = function, at, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        if self.calls in self.at:
+            raise KeyboardInterrupt
+        return self.function(*args)
+
+
+def test_a_second_ctrl_c_leaves_no_answer_for_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [torch.device("cpu:0"), torch.device("cpu:1")]
+    crew = Crew(devices)
+    go = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.crew.wait_for", Interrupted(wait_for, {1, 2}))
+        with pytest.raises(KeyboardInterrupt):
+            crew.run([(s, Task(lambda: go.wait(30) and "old")) for s in (0, 1)])
+    go.set()
+    assert crew.run([(s, Task(lambda: "new")) for s in (0, 1)]) == ["new", "new"]
+    crew.close()
+
+
+def test_an_answer_to_another_task_is_no_answer() -> None:
+    crew = Crew([torch.device("cpu:0")])
+    crew.in_queues[0].put(Task(lambda: "stale"))
+    with pytest.raises(RuntimeError, match="answered another task"):
+        crew.run([(0, Task(lambda: "new"))])
+    assert crew.run([(0, Task(lambda: "newer"))]) == ["newer"]
+    crew.close()
+
+
+def test_ctrl_c_between_two_puts_stops_those_that_were_put() -> None:
+    """Stage 0 has its work and waits for the others, who will never have theirs."""
+    crew = Crew([torch.device("cpu:0"), torch.device("cpu:1")])
+    threads = list(crew.threads)
+    channel = Channel()
+    put = crew.in_queues[0].put
+
+    class Queue:
+        def put(self, task: Any) -> None:
+            put(task)
+            crew.in_queues[0] = first
+            raise KeyboardInterrupt
+
+    first, crew.in_queues[0] = crew.in_queues[0], Queue()  # type: ignore[call-overload]
+    with pytest.raises(KeyboardInterrupt):
+        crew.run([(0, Task(lambda: channel.get(0))), (1, Task(lambda: None))], stop=channel.stop)
+    assert crew.run([(s, Task(lambda: "new")) for s in (0, 1)]) == ["new", "new"]
+    assert crew.threads == threads
+    crew.close()
+
+
+def test_a_call_from_a_worker_of_the_same_pipe_is_refused() -> None:
+    with Pipe(cut(tower())) as pipe:
+        with pytest.raises(RuntimeError, match="a worker of the Pipe cannot wait"):
+            pipe.run_on_stages(lambda _: pipe.run_on_stages(lambda s: s))
+        assert pipe.run_on_stages(lambda s: s) == [0, 1]
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    x, y = batch(4)
+    with Pipe(cut(tower())) as pipe:
+        with pytest.raises(RuntimeError, match="the loss does not depend on anything"):
+            pipe.train_step(x, y, lambda output, target: square_error(output.detach(), target))
+        pipe.eval_step(x, y, square_error)

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from pipeline import schedule as sched
+from pipeline.model import gpt2_layers
 from pipeline.pipe import Pipe
 from pipeline.randomness import StageRandomness, StepSeed
+from pipeline.stage import Stage
 from tests.pipeline.pipeline_models import (
     DEVICES,
     Call,
@@ -22,6 +25,7 @@ from tests.pipeline.pipeline_models import (
     take_gradients,
     tower,
 )  # fmt: skip
+from tests.pipeline.test_gpt2_pipeline import gpt2
 
 CPU = torch.device("cpu")
 
@@ -120,6 +124,24 @@ CALLS: dict[str, Any] = {
     "randn_like": torch.randn_like,
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=True),
     "multi-head": lambda x: nn.MultiheadAttention(8, 2, dropout=0.5)(x, x, x)[0],
+    "alpha function": lambda x: torch.alpha_dropout(x, 0.5, True),
+    "rrelu": lambda x: torch.rrelu(-x, 0.1, 0.3, True),
+    "rrelu module": lambda x: nn.RReLU()(-x),
+    "geometric_": lambda x: torch.empty_like(x).geometric_(0.1),
+    "cauchy_": lambda x: torch.empty_like(x).cauchy_(),
+    "log_normal_": lambda x: torch.empty_like(x).log_normal_(),
+    "binomial": lambda x: torch.binomial(x * 100, x * 0.5),
+    **{
+        type(layer).__name__ + str(k): lambda x, layer=layer: layer(x)[0]
+        for k, layer in enumerate(
+            (
+                nn.LSTM(8, 8, 2, dropout=0.5),
+                nn.GRU(8, 8, 2, dropout=0.5),
+                nn.RNN(8, 8, 2, dropout=0.5),
+                nn.RNN(8, 8, 2, dropout=0.5, nonlinearity="relu"),
+            )
+        )
+    },
 }
 
 
@@ -155,3 +177,73 @@ def test_attention_is_torchs_but_for_where_the_mask_comes_from(causal: bool) -> 
     kept = dropped != 0
     assert 0.5 < kept[plain != 0].double().mean() < 0.95
     torch.testing.assert_close(dropped[kept] * 0.75, plain[kept], rtol=1e-12, atol=1e-12)
+
+
+def test_a_packed_sequence_through_a_recurrent_layer_draws_from_the_stage() -> None:
+    lstm = nn.LSTM(4, 4, 2, dropout=0.5)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 4), [3, 2])
+    before = torch.get_rng_state()
+    step = StepSeed()
+    step.get()
+    after = torch.get_rng_state()
+    assert not torch.equal(after, before)
+    with StageRandomness(CPU).of(step, 0, 0):
+        lstm(packed)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_multi_head_attention_without_dropout_is_torchs_own() -> None:
+    x = torch.ones(3, 5, 8)
+    for attention in (nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2, dropout=0.5).eval()):
+        before = torch.get_rng_state()
+        with StageRandomness(CPU).of(StepSeed(), 0, 0):
+            attention(x, x, x)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("boolean", [True, False])
+def test_a_row_masked_everywhere_gives_zero_as_torch_does(boolean: bool) -> None:
+    q = torch.randn(1, 2, 4, 8)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril(-1)  # the first row sees nothing
+    if not boolean:
+        mask = torch.zeros(4, 4).masked_fill(~mask, float("-inf"))
+    with StageRandomness(CPU).of(StepSeed(), 0, 0):
+        found = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.5)
+    assert found.isfinite().all()
+    assert found[:, :, 0].eq(0).all()
+
+
+@pytest.mark.parametrize("schedule", ["forward and backward", "1f1b"])
+def test_a_forward_repeated_in_backward_must_not_draw(schedule: str) -> None:
+    """Other masks than in the forward: silently wrong gradients."""
+    dropout = nn.Dropout(0.5)
+    layer = nn.Sequential(nn.Linear(4, 3), dropout).double()
+    again = Call(lambda x: checkpoint(layer, x, use_reentrant=False))
+    again.layer = layer
+    module = nn.Sequential(nn.Linear(4, 4).double(), again)
+    x, y = batch(4)
+
+    def step() -> None:
+        if schedule == "forward and backward":
+            square_error(pipe(x), y).backward()
+        else:
+            pipe.train_step(x, y, square_error, schedule=schedule)
+
+    with Pipe(cut(module, (1, 1)), split_size=2) as pipe:
+        with pytest.raises(RuntimeError, match="do not checkpoint inside a Pipe"):
+            step()
+        dropout.p = 0.0
+        step()
+        want = square_error(layer(module[0](x)), y)
+        expected = torch.autograd.grad(want, list(module.parameters()))
+        for p, g in zip(module.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-12)
+
+
+def test_eval_of_the_users_model_alone_takes_the_mode_away() -> None:
+    """The wrappers around its modules still say that they train."""
+    model = gpt2()
+    for train in (True, False):
+        model.train(train)
+        layers = nn.Sequential(*gpt2_layers(model))
+        assert Stage(0, layers, CPU)._draws is train

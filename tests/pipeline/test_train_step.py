@@ -163,6 +163,27 @@ def test_a_schedule_that_forgets_an_action_is_refused_before_anything_runs() -> 
     assert set(gradients(model).values()) == {None}
 
 
+def test_a_schedule_for_another_number_of_stages_is_refused() -> None:
+    for n in (1, 3):
+        with Pipe(cut(tower())) as pipe, pytest.raises(ValueError, match=f"has {n} stages and the"):
+            pipe.train_step(*batch(8), square_error, schedule=lambda _, m, n=n: sched.gpipe(n, m))  # type: ignore[misc]
+
+
+def test_hooks_run_on_the_calling_thread_in_the_order_of_the_stages() -> None:
+    """Else each process could start its all-reduces in an order of its own."""
+    model = tower()
+    seen: list[tuple[int, str]] = []
+    for s, layers in enumerate((model[:2], model[2:])):
+        for p in layers.parameters():
+            p.register_post_accumulate_grad_hook(
+                lambda _, s=s: seen.append((s, threading.current_thread().name))
+            )
+    with Pipe(cut(model)) as pipe:
+        pipe.train_step(*batch(8), square_error)
+    here = threading.current_thread().name
+    assert seen == [(0, here)] * 2 + [(1, here)] * 6
+
+
 def test_gradients_accumulate_over_steps() -> None:
     x, y = batch(8)
     plain, same = tower(), tower()

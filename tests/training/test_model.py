@@ -143,7 +143,7 @@ def test_pretrained_weights_are_taken_as_they_are(part: str, tmp_path: Path) -> 
     model = tiny(seed=3)
     (model if part == "whole" else model.transformer).save_pretrained(tmp_path)
     check_pretrained(str(tmp_path), 16)
-    loaded = load_pretrained(str(tmp_path), 300, 0.25)
+    loaded = load_pretrained(str(tmp_path), 300, 0.25, 0)
     expected = dict(model.named_parameters())
     found = dict(loaded.named_parameters())
     assert list(found) == list(expected)
@@ -154,10 +154,16 @@ def test_pretrained_weights_are_taken_as_they_are(part: str, tmp_path: Path) -> 
 def test_pretrained_embeddings_grow_with_the_vocabulary(tmp_path: Path) -> None:
     model = tiny(seed=3)
     model.save_pretrained(tmp_path)
-    loaded = load_pretrained(str(tmp_path), 330, 0.0)
+    loaded = load_pretrained(str(tmp_path), 330, 0.0, 5)
     assert loaded.transformer.wte.weight.shape == (330, 32)
     assert torch.equal(loaded.transformer.wte.weight[:320], model.transformer.wte.weight)
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    new = [
+        load_pretrained(str(tmp_path), 330, 0.0, seed).transformer.wte.weight[320:]
+        for seed in (5, 6)
+    ]
+    assert torch.equal(new[0], loaded.transformer.wte.weight[320:])  # the seed's, and not torch's
+    assert not torch.equal(new[0], new[1])
 
 
 def test_folders_that_hold_no_gpt2_are_refused(tmp_path: Path) -> None:
@@ -168,7 +174,7 @@ def test_folders_that_hold_no_gpt2_are_refused(tmp_path: Path) -> None:
     BertModel(bert).save_pretrained(tmp_path)
     for refused in (
         lambda: check_pretrained(str(tmp_path), 16),
-        lambda: load_pretrained(str(tmp_path), 300, 0.0),
+        lambda: load_pretrained(str(tmp_path), 300, 0.0, 0),
         lambda: check_pretrained(str(tmp_path / "none"), 16),
     ):
         with pytest.raises(UserError, match=r"no GPT-2 weights come from .*presets need none"):
