@@ -119,7 +119,7 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     model.add_argument("--dropout", type=fraction, default=0.1, help="as in GPT-2")
 
     run = parser.add_argument_group("training")
-    run.add_argument("--n_epochs", type=count, default=10, help="passes over the training pairs")
+    run.add_argument("--n_epochs", type=count, default=8, help="passes over the training pairs")
     run.add_argument(
         "--batch_size", type=count, default=64,
         help="pairs in a step, over all ranks and micro-batches together",

@@ -138,7 +138,7 @@ def test_what_is_not_given() -> None:
         "padding": "longest", "model_max_length": 128,
         "model": "auto", "n_layer": None, "n_embd": None, "n_head": None,
         "vocab_size": None, "dropout": 0.1,
-        "n_epochs": 10, "batch_size": 64, "learning_rate": None, "precision": "fp32",
+        "n_epochs": 8, "batch_size": 64, "learning_rate": None, "precision": "fp32",
         "seed": 0, "workdir": Path("workdir"), "device": "auto", "timeout": 300.0,
         "world_size": 2, "gradient_sync": "overlap", "bucket_mb": 4.0, "comm_dtype": "fp32",
         "accumulation_steps": None, "cores_per_rank": None, "master_port": None, "pytest": False,
