@@ -81,4 +81,4 @@ def wait_forever(_: World) -> NoReturn:
 
 
 if __name__ == "__main__":
-    launch(globals()[sys.argv[1]], Settings(2, device="cpu", timeout=60))
+    launch(globals()[sys.argv[1]], Settings(2, device="cpu", master_port=0, timeout=60))
