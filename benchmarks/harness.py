@@ -1,8 +1,8 @@
 """How contestants are timed: alternating, in one run, on the same cores, medians and spread.
 
 Timings on shared machines drift by more than the differences of interest. So contestants take
-turns, in an order that is reversed from round to round, and what is quoted is a ratio of medians
-of one run. Their losses are compared too: nobody wins by computing something else.
+turns, in an order that is reversed from round to round, and what is quoted is the median of the
+rounds' ratios. Their losses are compared too: nobody wins by computing something else.
 """
 
 from __future__ import annotations

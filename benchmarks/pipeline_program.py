@@ -2,8 +2,8 @@
 
 `project/run_pipeline.py`'s own classes, options and data, with --padding max_length so that every
 step is batch x 128 positions. The larger model is one whose layers outweigh embedding and head;
-gpt2-mini is run as it is by default, in batches of like lengths, where a micro-batch is so small
-(about 200 positions) that threads, Python and small matrix products cost what the pipeline gains.
+gpt2-mini is run as it is by default, in micro-batches of like lengths: of
+some 200 positions each, so that threads, Python and small matrix products weigh more.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
         )
     data.add_argument(
         "--padding", choices=PADDINGS, default="longest",
-        help="longest: batches of like lengths, padded to their longest; max_length: a plain "
-        "shuffle, all padded to --model_max_length",
+        help="longest: micro-batches of like lengths, padded to their longest; max_length: all "
+        "padded to --model_max_length. Batches hold the same pairs either way",
     )  # fmt: skip
     data.add_argument(
         "--model_max_length", type=count, default=128, help="longest sequence; pairs are cut to it"

@@ -57,7 +57,7 @@ from training.text import SPLITS, Texts, load_texts
 
 MAX_VOCAB = 4096  # tokens that BPE may learn where --vocab_size does not say
 EVAL_BATCH = 64
-CPU_POSITIONS = 384  # of a micro-batch; with 256 and 512 a step takes 3% longer
+CPU_POSITIONS = 384  # of a micro-batch at most; docs/log.md has what was tried
 
 
 def read_texts(args: argparse.Namespace, world_size: int) -> Texts:
