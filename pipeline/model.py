@@ -27,7 +27,7 @@ Shapes: B examples, T positions, C width, V vocabulary, N positions that have a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -185,17 +185,17 @@ def cut_gpt2(
     its ``target``, and cut between halves of blocks, so that the head's cost can be made up for.
     """
     n, num_blocks = len(devices), len(model.transformer.h)
-    halves = balance == "auto"
-    layers = gpt2_layers(model, halves)
-    if halves:
+    # Halves of blocks even where only whole ones are asked for: dropout is seeded by the layer's
+    # number, and no cut may change a bit.
+    layers = gpt2_layers(model, halves=True)
+    if balance == "auto":
         costs = _costs(layers, sample, target)
         sizes = parse_balance(balance, len(layers), n, lambda: costs)
     else:
-        sizes = parse_balance(balance, num_blocks, n, list)
+        sizes = [2 * size for size in parse_balance(balance, num_blocks, n, list)]
         sizes[0] += 1
         sizes[-1] += 1
-    ends = [sum(sizes[: s + 1]) for s in range(n)]
-    edges = [0.0, *((end - 1) / (2 if halves else 1) for end in ends[:-1]), num_blocks]
+    edges = [0.0, *((end - 1) / 2 for end in accumulate(sizes[:-1])), num_blocks]
     cut = " | ".join(f"{b - a:g}" for a, b in pairwise(edges))
     return *place(layers, sizes, devices), f"embedding {cut} head ({num_blocks} blocks)"
 
