@@ -34,7 +34,15 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
-from training.pieces import SUFFIX, CheckpointError, Piece, StoredTensors, check_whole, save_pieces
+from training.pieces import (
+    SUFFIX,
+    CheckpointError,
+    Piece,
+    SaveError,
+    StoredTensors,
+    check_whole,
+    save_pieces,
+)
 
 FORMAT = "parallel-gpt2 checkpoint 1"
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -134,8 +142,7 @@ class Saver:
             state: what JSON can hold. Rank 0's is written; so are `files`.
 
         Raises:
-            CheckpointError: on every rank, if one could not write. Nothing is left of it, and
-                earlier checkpoints are as they were.
+            SaveError: on every rank, if one could not write. Earlier checkpoints are as they were.
         """
         aside = Path()
         try:
@@ -159,7 +166,7 @@ class Saver:
         outcomes = self.gather((result, failure))
         for rank, (_, failure) in enumerate(outcomes):
             if failure is not None:
-                raise CheckpointError(self._cannot_write(rank, failure))
+                raise SaveError(self._cannot_write(rank, failure))
         return [result for result, _ in outcomes]
 
     def _cannot_write(self, rank: int, why: str) -> str:

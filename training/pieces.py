@@ -32,7 +32,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from training.launch import UserError
+from training.launch import RunError, UserError
 
 VOLUME = 1 << 30  # bytes after which a rank begins another file
 SUFFIX = ".safetensors"
@@ -42,7 +42,11 @@ StoredBox = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # nam
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be written, or is not what was written."""
+    """A checkpoint that is not what was written, or not of this model."""
+
+
+class SaveError(RunError):
+    """A checkpoint could not be written. Nothing is left of it."""
 
 
 @dataclass(frozen=True, eq=False)

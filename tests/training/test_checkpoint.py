@@ -24,7 +24,7 @@ from tests.ranks import Ranks
 from training import checkpoint as module
 from training import pieces
 from training.checkpoint import Checkpoint, Saver, clean, names, newest
-from training.pieces import CheckpointError, whole
+from training.pieces import CheckpointError, SaveError, whole
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -317,7 +317,7 @@ def test_a_full_disk_leaves_the_last_one_and_nothing_else(
 ) -> None:
     before = contents(two)
     full_at(at, monkeypatch)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(SaveError) as error:
         save(two, 3)
     assert str(error.value) == (
         f"--workdir {two.parent}: rank 0 cannot write a checkpoint ([Errno 28] No space left on "
@@ -328,7 +328,7 @@ def test_a_full_disk_leaves_the_last_one_and_nothing_else(
 
 def test_without_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full_at(1, monkeypatch)
-    with pytest.raises(CheckpointError, match=r"there is no earlier one, and --keep 0 saves none$"):
+    with pytest.raises(SaveError, match=r"there is no earlier one, and --keep 0 saves none$"):
         save(tmp_path / "new", 1)
     assert listing(tmp_path / "new") == []
 
@@ -339,7 +339,7 @@ def test_a_file_that_is_too_large_for_the_system(two: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"cannot write a checkpoint .*File too large"):
+        with pytest.raises(SaveError, match=r"cannot write a checkpoint .*File too large"):
             Saver(two, 2).save("big", [whole("x", torch.zeros(100_000))], {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -380,7 +380,7 @@ def save_together(rank: int, world_size: int, folder: Path, failing: int) -> str
         full_at(1, patch)
     try:
         return str(Saver(folder, 2, rank, gather).save("a", [row], {"rank": rank}))
-    except CheckpointError as error:
+    except SaveError as error:
         return str(error)
     finally:
         patch.undo()
