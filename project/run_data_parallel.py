@@ -46,7 +46,7 @@ from project.utils import autocast, save_grad_weights, train
 from training.data import Step
 from training.launch import UserError, World, launch, setup, torchrun_world_size
 from training.model import target_loss
-from training.optimization import Optimizers
+from training.optimization import Optimizers, Recipe
 from training.text import Texts
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
@@ -96,6 +96,14 @@ def make_backward(
     return backward
 
 
+def make_optimizer(model: nn.Module, recipe: Recipe, world: World) -> Optimizers:
+    """AdamW. All ranks have the whole gradient when it steps: each counts a part of its norm."""
+    parameters = list(model.parameters())
+    adamw = torch.optim.AdamW(parameters, lr=recipe.learning_rate, fused=world.device.type != "mps")
+    counted = parameters[world.rank :: world.world_size]
+    return Optimizers([adamw], recipe, world, counted=counted)
+
+
 def run_dp(
     world: World, args: argparse.Namespace, texts: Texts, resume: Resume = NO_RESUME
 ) -> None:
@@ -108,13 +116,7 @@ def run_dp(
     torch.manual_seed(args.seed * 100_003 + world.rank)  # dropout differs between the ranks
     average_gradients_fn, no_sync = make_gradient_sync(args, model)
     backward_fn = make_backward(args, world, model, no_sync)
-    parameters = list(model.parameters())
-    adamw = torch.optim.AdamW(
-        parameters, lr=session.learning_rate, fused=world.device.type != "mps"
-    )
-    # Every rank has the whole gradient by then: each counts a part of it.
-    counted = parameters[world.rank :: world.world_size]
-    optimizer = Optimizers([adamw], session.recipe, world, counted=counted)
+    optimizer = make_optimizer(model, session.recipe, world)
     loader = session.loader(world.world_size, world.rank, args.accumulation_steps)
     progress = Progress(session, optimizer, len(loader), [world.device], resume)
     for epoch in progress.epochs():
