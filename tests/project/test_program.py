@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from project.run_data_parallel import parse
 from project.utils import evaluate_bleu
 from tests.project.conftest import PROGRAM, TINY, Run, run
+from tests.project.test_resume import assert_same
 from training.launch import core_slice
 from training.record import HEADER
 
@@ -76,10 +77,12 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
         for epoch in range(2)
     ]
     others = [
-        "config.json", "notes.txt", "options.json", "tokenizer.json", "tokenizer_config.json",
-        "training.png",
+        "checkpoints", "config.json", "notes.txt", "options.json", "tokenizer.json",
+        "tokenizer_config.json", "training.png",
     ]  # fmt: skip
     assert names == sorted(of_epochs + others)
+    checkpoints = sorted(path.name for path in (trained.workdir / "checkpoints").iterdir())
+    assert checkpoints == ["000001-epoch0-step5", "000002-epoch1-step5"]
 
 
 def test_it_writes_its_options_with_what_it_chose_itself(trained: Run) -> None:
@@ -146,6 +149,25 @@ def test_torchrun_starts_it_and_the_same_seed_gives_the_same_run(
         assert results(trained.workdir, key) == results(trained_by_torchrun.workdir, key)
     same = trained.stdout.split("\n")[:3]
     assert trained_by_torchrun.stdout.split("\n")[:3] == same
+
+
+def test_a_killed_rank_costs_a_restart_and_nothing_else(
+    trained: Run, trained_by_torchrun: Run
+) -> None:
+    """Weights, optimizer, generators and results, bit for bit, of the run that nobody killed."""
+    workdir = trained_by_torchrun.workdir
+    folder = workdir / "checkpoints"
+    said = trained_by_torchrun.stdout.split("\n")
+    assert [line for line in said if line.startswith(("From ", "--resume"))] == [
+        f"--resume: {folder} has no checkpoint; from the beginning.",
+        f"From {folder}/000003-epoch1-step1: epoch 1, 1 steps done.",
+    ]
+    assert_same(workdir, trained.workdir)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "000004-epoch1-step4", "000005-epoch1-step5"
+    ]  # fmt: skip
+    names = {path.name for path in workdir.iterdir()}
+    assert names == {path.name for path in trained.workdir.iterdir()} - {"notes.txt"}
 
 
 def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
