@@ -22,6 +22,7 @@ from project.utils import (
     evaluate_loss,
     generate,
     get_tokenizer,
+    precision_notes,
     sum_over_ranks,
 )
 from training.data import (
@@ -163,7 +164,8 @@ class Session:
         if self.world.is_main:  # before the others write theirs: translate() waits for all
             clear_results(self.args.workdir)
             write_json(self.args.workdir / OPTIONS, self.options())
-        self.say("\n".join([self.describe(), *self.texts.notes]))
+        notes = precision_notes(self.world.device, self.args.precision)
+        self.say("\n".join([self.describe(), *self.texts.notes, *notes]))
         self.say(HEADER)
         _, bleu = self.translate()
         self.say(epoch_line("start", bleu, self.validation_loss(loss_fn)))

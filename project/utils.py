@@ -58,6 +58,19 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
+def precision_notes(device: torch.device, precision: str) -> list[str]:
+    """What a user should know of --precision on this machine: nothing, or one line."""
+    if precision == "fp32" or device.type != "cpu":
+        return []
+    cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if cpu.get("architecture") != "x86_64" or cpu.get("avx512_bf16") or cpu.get("amx_bf16"):
+        return []
+    return [
+        f"--precision {precision}: this CPU has no instructions for it (avx512_bf16 or amx_bf16) "
+        "and computes it several times slower than fp32"
+    ]
+
+
 @dataclass(frozen=True)
 class EpochTotals:
     """What one rank did in an epoch of training; loss_sum is in nats, seconds of wall clock."""
