@@ -45,6 +45,7 @@ from project.utils import autocast, save_grad_weights, train
 from training.data import Step
 from training.launch import UserError, World, launch, setup, torchrun_world_size
 from training.model import target_loss
+from training.optimization import Optimizers, Recipe
 from training.text import Texts
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
@@ -94,6 +95,14 @@ def make_backward(
     return backward
 
 
+def make_optimizer(model: nn.Module, recipe: Recipe, world: World) -> Optimizers:
+    """AdamW. All ranks have the whole gradient when it steps: each counts a part of its norm."""
+    parameters = list(model.parameters())
+    adamw = torch.optim.AdamW(parameters, lr=recipe.learning_rate, fused=world.device.type != "mps")
+    counted = parameters[world.rank :: world.world_size]
+    return Optimizers([adamw], recipe, world, counted=counted)
+
+
 def run_dp(world: World, args: argparse.Namespace, texts: Texts) -> None:
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
     session = open_session(args, world, texts)
@@ -104,9 +113,7 @@ def run_dp(world: World, args: argparse.Namespace, texts: Texts) -> None:
     torch.manual_seed(args.seed * 100_003 + world.rank)  # dropout differs between the ranks
     average_gradients_fn, no_sync = make_gradient_sync(args, model)
     backward_fn = make_backward(args, world, model, no_sync)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=session.learning_rate, fused=world.device.type != "mps"
-    )
+    optimizer = make_optimizer(model, session.recipe, world)
     loader = session.loader(world.world_size, world.rank, args.accumulation_steps)
     for epoch in range(args.n_epochs):
         totals = train(
