@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from data_parallel.dataset import split_batch_size
+from training.export import check_export
 from training.launch import (
     DEVICES,
     RunError,
@@ -167,6 +169,23 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
         help="where tokenizer, results and figures go; results of an earlier run are replaced",
     )  # fmt: skip
     run.add_argument(
+        "--save_every", type=count,
+        help="steps between checkpoints within an epoch; at its end there always is one",
+    )  # fmt: skip
+    run.add_argument(
+        "--keep", type=whole_number, default=2,
+        help="checkpoints that stay in the workdir, the newest; with 0 none is written",
+    )  # fmt: skip
+    run.add_argument(
+        "--resume", action="store_true",
+        help="go on from the newest checkpoint in the workdir that is whole, bit for bit where the "
+        "layout is the same; where there is none, from the beginning",
+    )  # fmt: skip
+    run.add_argument(
+        "--export", type=Path,
+        help="folder for the trained model and its tokenizer, as transformers reads them",
+    )  # fmt: skip
+    run.add_argument(
         "--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one"
     )
     return parser
@@ -243,8 +262,24 @@ def check_model(args: argparse.Namespace) -> None:
     check_pretrained(args.model, args.model_max_length)
 
 
-def claim_workdir(folder: Path) -> None:
-    """Makes the folder, or raises UserError where nothing can be written there."""
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as JSON has them."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in options.items()}
+
+
+def claim_folders(args: argparse.Namespace) -> None:
+    """Makes the folders that the run will write into, or raises UserError where it cannot."""
+    if args.save_every is not None and not args.keep:
+        raise UserError(
+            f"--save_every {args.save_every} --keep 0: no checkpoint would stay; --keep 1 works"
+        )
+    if args.export is not None:
+        check_export(args.export)
+        _claim(args.export.resolve().parent, f"--export {args.export}", "--export exported")
+    _claim(args.workdir, f"--workdir {args.workdir}", "--workdir workdir")
+
+
+def _claim(folder: Path, option: str, example: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".probe"
@@ -252,8 +287,8 @@ def claim_workdir(folder: Path) -> None:
         probe.unlink(missing_ok=True)  # another rank of torchrun's may have been here
     except OSError as error:
         raise UserError(
-            f"--workdir {folder}: nothing can be written there ({error.strerror}); "
-            "name a folder of your own, as --workdir workdir"
+            f"{option}: nothing can be written there ({error.strerror}); "
+            f"name a folder of your own, as {example}"
         ) from error
 
 

@@ -33,12 +33,13 @@ from pipeline.schedule import SCHEDULES
 from project.options import (
     check_batch,
     check_model,
-    claim_workdir,
+    claim_folders,
     count,
     model_name,
     parser_for,
     run_program,
 )
+from project.progress import Progress, check_texts, find_resume
 from project.session import Session, open_session, read_texts
 from project.utils import autocast, train
 from training.data import Batch, Step
@@ -70,7 +71,13 @@ def choose_devices(args: argparse.Namespace) -> list[torch.device]:
 class WholeModel:
     """The whole model in stages: the embedding on the first, the head and the loss on the last."""
 
-    def __init__(self, session: Session, devices: list[torch.device], balance_on: Step) -> None:
+    def __init__(
+        self,
+        session: Session,
+        devices: list[torch.device],
+        balance_on: Step,
+        cut: list[int] | None = None,
+    ) -> None:
         args = session.args
         self.args = args
         pipelined = args.model_parallel_mode == "pipeline_parallel"
@@ -81,9 +88,10 @@ class WholeModel:
         session.model.to(session.world.device)  # layers are measured where the first stage is
         with autocast(session.world.device, args.precision):
             module, replicas, self.cut = cut_gpt2(
-                session.model, devices, args.balance, sample, target
+                session.model, devices, cut or args.balance, sample, target
             )
         self.pipe = Pipe(module, replicas=replicas)
+        self.layers = [len(list(partition.children())) for partition in self.pipe.partitions]
         # An AdamW per stage, which steps on the stage's worker; a tied weight is in the first's.
         adamws = [
             torch.optim.AdamW(parameters, lr=session.learning_rate, fused=True)
@@ -135,6 +143,7 @@ class BlocksOnly:
         session.translator = session.model  # keys and values are cached by the plain model alone
         self.model = session.model = model
         self.cut = " | ".join(map(str, sizes)) + " blocks"
+        self.layers = None  # nothing is measured: the options say it
         adamw = torch.optim.AdamW(model.parameters(), lr=session.learning_rate, fused=True)
         self.optimizer = Optimizers([adamw], session.recipe, session.world)
 
@@ -159,23 +168,34 @@ class BlocksOnly:
 def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
     """The program: trains, evaluates after each epoch, writes its results."""
     physical = torch.device("cpu") if devices[0].type == "cpu" else devices[0]
-    session = open_session(args, World(device=physical), read_texts(args, 1))
+    resume = find_resume(args)
+    texts = read_texts(args, 1)
+    check_texts(texts, resume)
+    session = open_session(args, World(device=physical), texts, resume.checkpoint)
     loader = session.loader(1, 0, args.n_chunk if args.pipeline == "whole" else 1)
     strategy: WholeModel | BlocksOnly
     if args.pipeline == "whole":
-        strategy = WholeModel(session, devices, next(loader.steps(0)))
+        # Where the layers are to be cut again, a cut measured again could be another.
+        cut = resume.cut if args.balance == "auto" else None
+        cut = cut if cut and len(cut) == len(devices) else None
+        strategy = WholeModel(session, devices, next(loader.steps(0)), cut)
     else:
         strategy = BlocksOnly(session, devices)
     try:
         refresh = evaluate_on_one_device(session, devices)
         session.say(f"{args.model_parallel_mode} on {', '.join(map(str, devices))}: {strategy.cut}")
-        session.start(strategy.loss)
+        session.start(strategy.loss, resume.epoch, resume.notes)
         torch.manual_seed(args.seed)
-        for epoch in range(args.n_epochs):
+        progress = Progress(
+            session, strategy.optimizer, len(loader), devices, resume, strategy.layers
+        )
+        for epoch in progress.epochs():
             totals = train(
-                session.model, strategy.optimizer, loader.steps(epoch), strategy.backward,
-                f"Epoch {epoch}", n_steps=len(loader),
+                session.model, strategy.optimizer, loader.steps(epoch, progress.before.steps),
+                strategy.backward, f"Epoch {epoch}", n_steps=len(loader),
+                before=progress.before, after_step=progress.after_step,
             )  # fmt: skip
+            progress.end_epoch(totals)
             refresh()
             session.end_epoch(epoch, totals, strategy.loss, None)
         session.close()
@@ -238,7 +258,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     check_batch(args)
     check_model(args)
     check_stages(args)
-    claim_workdir(args.workdir)
+    claim_folders(args)
     return args
 
 

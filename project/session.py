@@ -7,15 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from data_parallel.dataset import Partition
-from project.options import check_warmup, model_name
+from project.options import check_warmup, model_name, plain
 from project.utils import (
     EpochTotals,
     autocast,
@@ -26,6 +25,7 @@ from project.utils import (
     precision_notes,
     sum_over_ranks,
 )
+from training.checkpoint import Checkpoint, clean
 from training.data import (
     PAD,
     Batch,
@@ -37,6 +37,7 @@ from training.data import (
     load_tokenizer,
     to_batch,
 )
+from training.export import export
 from training.launch import UserError, World, core_slice
 from training.model import (
     PRESETS,
@@ -60,7 +61,11 @@ from training.text import SPLITS, Texts, load_texts
 
 MAX_VOCAB = 4096  # tokens that BPE may learn where --vocab_size does not say
 EVAL_BATCH = 64
+CHECKPOINTS = "checkpoints"  # their folder in the workdir
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")  # of the workdir, in each
 CPU_POSITIONS = 384  # of a micro-batch at most; docs/log.md has what was tried
+
+T = TypeVar("T")
 
 
 def read_texts(args: argparse.Namespace, world_size: int) -> Texts:
@@ -83,6 +88,7 @@ class Session:
     examples: dict[str, list[Encoded]]
     sentences: list[str] = field(default_factory=list)  # the last translations of the test split
     times: list[tuple[float, float]] = field(default_factory=list)  # seconds, positions/s of epochs
+    saved: Checkpoint | None = None  # the one to go on from
     translator: Any = None  # the model that translates: `model`, or a copy of it on one device
 
     @property
@@ -174,17 +180,21 @@ class Session:
             "device": device.type,
             "cores": len(core_slice(0, 1)) or None,
         }
-        given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(self.args).items()}
-        return {**given, **chosen}
+        return {**plain(vars(self.args)), **chosen}
 
-    def start(self, loss_fn: Callable[[Batch], Tensor]) -> None:
-        """Says what is about to be trained, and how well it does before."""
-        if self.world.is_main:  # before the others write theirs: translate() waits for all
-            clear_results(self.args.workdir)
+    def start(
+        self, loss_fn: Callable[[Batch], Tensor], first: int = 0, notes: Sequence[str] = ()
+    ) -> None:
+        """Says what is about to be trained from epoch `first` on, and how well a model does that is
+        not trained yet."""
+        if self.world.is_main:  # before the others write theirs: end_epoch() waits for all
+            clear_results(self.args.workdir, first)
             write_json(self.args.workdir / OPTIONS, self.options())
-        notes = precision_notes(self.world.device, self.args.precision)
-        self.say("\n".join([self.describe(), *self.texts.notes, *notes]))
+        slow = precision_notes(self.world.device, self.args.precision)
+        self.say("\n".join([self.describe(), *self.texts.notes, *slow, *notes]))
         self.say(HEADER)
+        if self.saved is not None:
+            return
         _, bleu = self.translate()
         self.say(epoch_line("start", bleu, self.validation_loss(loss_fn)))
 
@@ -236,6 +246,9 @@ class Session:
                 f"Results, translations and tokenizer are in {self.args.workdir}/; "
                 f"loss and BLEU are drawn in {picture}."
             )
+            if self.args.export is not None:
+                export(self.args.export, self.translator or self.model, self.tokenizer)
+                self.say(f"Model and tokenizer, for transformers, are in {self.args.export}/.")
 
     def describe(self) -> str:
         """What is trained, on what, and how, in two lines."""
@@ -255,21 +268,29 @@ class Session:
             print(text, flush=True)
 
 
-def gather_over_ranks(value: list[str], world_size: int) -> list[list[str]]:
+def gather_over_ranks(value: T, world_size: int) -> list[T]:
     """Every rank's value, by rank, on every rank."""
     if world_size == 1:
         return [value]
-    parts: list[list[str]] = [[] for _ in range(world_size)]
+    parts: list[Any] = [None] * world_size
     dist.all_gather_object(parts, value)
     return parts
 
 
-def open_session(args: argparse.Namespace, world: World, texts: Texts) -> Session:
+def open_session(
+    args: argparse.Namespace, world: World, texts: Texts, saved: Checkpoint | None = None
+) -> Session:
     """Makes tokenizer, token ids and model. Rank 0 writes tokenizer and config to the workdir,
-    and the others read the tokenizer there, so that all have the same."""
+    and the others read the tokenizer there, so that all have the same: that of the checkpoint
+    `saved`, if there is one to go on from."""
     name = model_name(args, world.device)
     if world.is_main:
-        _make_tokenizer(args, name, texts.splits["train"])
+        clean(args.workdir / CHECKPOINTS)
+        if saved is None:
+            _make_tokenizer(args, name, texts.splits["train"])
+        else:
+            for file in FILES:
+                (args.workdir / file).write_bytes(saved.read(file))
     if dist.is_initialized():
         dist.barrier()
     tokenizer = load_tokenizer(args.workdir)
@@ -293,7 +314,7 @@ def open_session(args: argparse.Namespace, world: World, texts: Texts) -> Sessio
             f"--model_max_length {args.model_max_length}: every source sentence fills it, and no "
             "target is left to learn; --model_max_length 128 works"
         )
-    return Session(args, world, texts, tokenizer, model, examples)
+    return Session(args, world, texts, tokenizer, model, examples, saved=saved)
 
 
 def _make_tokenizer(args: argparse.Namespace, name: str, pairs: Sequence[dict[str, str]]) -> None:

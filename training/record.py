@@ -21,7 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_RESULT_FILE = re.compile(r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch\d+\.json")
+_RESULT_FILE = re.compile(
+    r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch(?P<epoch>\d+)\.json"
+)
 OPTIONS, PICTURE = "options.json", "training.png"
 
 
@@ -44,10 +46,14 @@ class EpochResult:
     skipped_steps: int = 0
 
 
-def clear_results(workdir: Path) -> None:
-    """Removes the result files of an earlier run, so that no figure mixes two runs."""
+def clear_results(workdir: Path, first: int = 0) -> None:
+    """Removes the result files of an earlier run, so that no figure mixes two runs; those of its
+    epochs before `first` stay, for a run that goes on from there. And what a killed run left half
+    written."""
     for path in workdir.iterdir():
-        if _RESULT_FILE.fullmatch(path.name) or path.name in (OPTIONS, PICTURE):
+        found = _RESULT_FILE.fullmatch(path.name)
+        stale = int(found["epoch"]) >= first if found else path.name.endswith(".json.part")
+        if stale or path.name in (OPTIONS, PICTURE):
             path.unlink()
 
 
