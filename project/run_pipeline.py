@@ -42,6 +42,7 @@ from project.options import (
 from project.session import Session, open_session, read_texts
 from project.utils import autocast, train
 from training.data import Batch, Step
+from training.ending import run_here
 from training.launch import UserError, World, choose_device, quiet_libraries
 from training.model import PRESETS, target_loss
 
@@ -286,7 +287,7 @@ def main() -> None:
     """The program."""
     args = parse()
     quiet_libraries()
-    run_pp(args, choose_devices(args))
+    run_here(run_pp, args, choose_devices(args))
 
 
 if __name__ == "__main__":
