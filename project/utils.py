@@ -6,6 +6,7 @@ handed to them as functions (how a step's gradients are computed, how they are a
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,10 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from training.data import Batch, Step, encode, eos, load_tokenizer, to_batch, train_tokenizer
+
+# Bars of one process need a lock among its threads. The default is one among processes, a named
+# semaphore of the system's, which a run that is killed would leave in /dev/shm.
+tqdm.set_lock(threading.RLock())
 
 
 def get_tokenizer(

@@ -22,7 +22,8 @@ from tests.chaos.programs import OWN, TORCHRUN
 ROOT = Path(__file__).resolve().parents[2]
 ARM = ROOT / "tests" / "chaos" / "arm"
 MARK = "CHAOS_RUN"  # in the environment of every process of a run
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm/"
+KEPT = ("torchinductor_", "torchelastic_")  # torch's cache, and torchrun's folder for logs
 
 
 class Run:
@@ -40,7 +41,7 @@ class Run:
         self.tmp.mkdir()
         self.mark = uuid.uuid4().hex
         self.listening: set[tuple[str, int]] = set()  # all that `look` has seen
-        self._shared_before = _shared_memory()
+        self.mapped: set[str] = set()  # shared memory that has a name, likewise
         environment = {
             **os.environ,
             MARK: self.mark,
@@ -104,9 +105,14 @@ class Run:
             return []
 
     def look(self) -> None:
-        """Notes where the processes of the run listen."""
+        """Notes where the processes of the run listen, and what memory they share."""
         for process in self.processes():
             with suppress(psutil.Error):
+                self.mapped |= {
+                    mapped.path
+                    for mapped in process.memory_maps()
+                    if mapped.path.startswith(SHARED_MEMORY) and Path(mapped.path).exists()
+                }
                 for connection in process.net_connections():
                     if connection.status == psutil.CONN_LISTEN:
                         self.listening.add((connection.laddr.ip, connection.laddr.port))
@@ -117,18 +123,20 @@ class Run:
         ended = until(lambda: self.process.poll() is not None and not self.processes(), seconds)
         return time.monotonic() - start if ended else None
 
-    def leftovers(self) -> list[str]:
-        """What is still there of a run that should have left nothing."""
+    def leftovers(self, seconds: float = 2.0) -> list[str]:
+        """What is still there, a moment later, of a run that should have left nothing."""
+        until(lambda: not self._left(), seconds)  # the system closes what a killed process had open
+        return self._left()
+
+    def _left(self) -> list[str]:
         left = [f"process {p.pid} ({' '.join(p.cmdline())[:80]})" for p in self.processes()]
         open_now = {
             c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN
         }
         left += [f"port {port}" for _, port in sorted(self.listening) if port in open_now]
-        left += [f"shared memory {name}" for name in sorted(_shared_memory() - self._shared_before)]
-        # torchrun itself leaves an empty folder for logs.
-        files = [p for p in self.tmp.rglob("*") if not p.is_dir()]
-        files += [p for p in self.tmp.iterdir() if not p.name.startswith("torchelastic_")]
-        return left + [f"temporary file {path}" for path in sorted(set(files))]
+        left += [f"shared memory {path}" for path in sorted(self.mapped) if Path(path).exists()]
+        files = [path for path in self.tmp.iterdir() if not path.name.startswith(KEPT)]
+        return left + [f"temporary file {path.name}" for path in sorted(files)]
 
     def said(self) -> str:
         """What it has written to stderr."""
@@ -140,10 +148,6 @@ def _take_terminal() -> None:
     Ctrl-C is heard, which a shell that starts tests in the background has switched off."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _shared_memory() -> set[str]:
-    return {p.name for p in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
 
 
 def can_be_armed(process: psutil.Process) -> bool:
