@@ -174,7 +174,7 @@ def gpt2_layers(model: GPT2LMHeadModel, halves: bool = False) -> list[nn.Module]
 def cut_gpt2(
     model: GPT2LMHeadModel,
     devices: Sequence[str | torch.device],
-    balance: str,
+    balance: str | Sequence[int],
     sample: tuple[Tensor, Tensor],
     target: tuple[Tensor, Tensor],
 ) -> tuple[nn.Sequential, dict[nn.Parameter, nn.Parameter], str]:
@@ -182,13 +182,16 @@ def cut_gpt2(
 
     ``balance``: ``uniform`` or ``4,4,4``, blocks per stage, the embedding with the first stage and
     the head with the last; or ``auto``: measured on a micro-batch ``sample`` (ids, weights) and
-    its ``target``, and cut between halves of blocks, so that the head's cost can be made up for.
+    its ``target``, and cut between halves of blocks, so that the head's cost can be made up for;
+    or the layers per stage of an earlier cut: a clipped gradient knows the cut by its last bits.
     """
     n, num_blocks = len(devices), len(model.transformer.h)
     # Halves of blocks even where only whole ones are asked for: dropout is seeded by the layer's
     # number, and no cut may change a bit.
     layers = gpt2_layers(model, halves=True)
-    if balance == "auto":
+    if not isinstance(balance, str):
+        sizes = list(balance)
+    elif balance == "auto":
         costs = _costs(layers, sample, target)
         sizes = parse_balance(balance, len(layers), n, lambda: costs)
     else:

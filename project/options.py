@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,8 +14,10 @@ import torch
 
 from data_parallel.dataset import split_batch_size
 from training.ending import ctrl_c_ends, refuse, speaks
+from training.export import check_export
 from training.launch import (
     DEVICES,
+    RunError,
     Settings,
     UserError,
     choose_device,
@@ -24,6 +26,7 @@ from training.launch import (
     torchrun_world_size,
 )
 from training.model import PRESETS, check_pretrained, gpt2_config
+from training.optimization import LR_SCHEDULERS, ON_NAN
 
 PRECISIONS = ("fp32", "bf16")
 PADDINGS = ("longest", "max_length")
@@ -71,7 +74,7 @@ def _number(text: str) -> float:
 
 
 def whole_number(text: str) -> int:
-    """A seed: a whole number that torch and Python take as it is."""
+    """A seed, or a number of steps: what torch and Python take as it is."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number from 0 to {2**32 - 1}")
     return int(text)
@@ -167,6 +170,25 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
         help="of AdamW; by default 1e-3 for gpt2-mini, 1e-4 for the larger ones",
     )  # fmt: skip
     run.add_argument(
+        "--lr_scheduler", choices=LR_SCHEDULERS, default="constant",
+        help="the learning rate after the warm-up: it stays, or falls to 0 over the rest of the "
+        "run, along a line or half a cosine",
+    )  # fmt: skip
+    run.add_argument(
+        "--warmup_steps", type=whole_number, default=0,
+        help="steps in which the learning rate rises from 0: larger ones become possible",
+    )  # fmt: skip
+    run.add_argument(
+        "--max_grad_norm", type=positive,
+        help="a gradient that is longer, over the whole model, is shortened to this; 1 is usual; "
+        "by default none is",
+    )  # fmt: skip
+    run.add_argument(
+        "--on_nan", choices=ON_NAN, default="stop",
+        help="where a loss or a gradient is infinite or not a number: stop: the run ends before "
+        "the weights change; skip: the step is left out, on all ranks, and counted",
+    )  # fmt: skip
+    run.add_argument(
         "--precision", choices=PRECISIONS, default="fp32",
         help="bf16: matrix products in bfloat16, weights and optimizer in fp32",
     )  # fmt: skip
@@ -176,6 +198,23 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     run.add_argument(
         "--workdir", type=Path, default=Path("workdir"),
         help="where tokenizer, results and figures go; results of an earlier run are replaced",
+    )  # fmt: skip
+    run.add_argument(
+        "--save_every", type=count,
+        help="steps between checkpoints within an epoch; at its end there always is one",
+    )  # fmt: skip
+    run.add_argument(
+        "--keep", type=whole_number, default=2,
+        help="checkpoints that stay in the workdir, the newest; with 0 none is written",
+    )  # fmt: skip
+    run.add_argument(
+        "--resume", action="store_true",
+        help="go on from the newest checkpoint in the workdir that is whole, bit for bit where the "
+        "layout is the same; where there is none, from the beginning",
+    )  # fmt: skip
+    run.add_argument(
+        "--export", type=Path,
+        help="folder for the trained model and its tokenizer, as transformers reads them",
     )  # fmt: skip
     run.add_argument(
         "--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one"
@@ -227,6 +266,16 @@ def check_ranks(args: argparse.Namespace) -> None:
         )
 
 
+def check_warmup(args: argparse.Namespace, num_examples: int) -> None:
+    """Raises UserError where the warm-up does not end before the run does."""
+    steps = args.n_epochs * -(-num_examples // args.batch_size)
+    if args.warmup_steps and args.warmup_steps >= steps:
+        raise UserError(
+            f"--warmup_steps {args.warmup_steps}: the run has {steps} steps, and the warm-up must "
+            f"end before the last; --warmup_steps {steps // 10} works"
+        )
+
+
 def model_name(args: argparse.Namespace, device: torch.device) -> str:
     """The model that --model means here."""
     if args.model != "auto":
@@ -264,23 +313,41 @@ def check_model(args: argparse.Namespace) -> None:
     check_pretrained(args.model, args.model_max_length)
 
 
-def claim_workdir(folder: Path) -> None:
-    """Makes the folder, or raises UserError where nothing can be written there."""
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as JSON has them."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in options.items()}
+
+
+def claim_folders(args: argparse.Namespace) -> None:
+    """Makes the folders that the run will write into, or raises UserError where it cannot."""
+    if args.save_every is not None and not args.keep:
+        raise UserError(
+            f"--save_every {args.save_every} --keep 0: no checkpoint would stay; --keep 1 works"
+        )
+    if args.export is not None:
+        check_export(args.export)
+        _claim(args.export.resolve().parent, f"--export {args.export}", "--export exported")
+    _claim(args.workdir, f"--workdir {args.workdir}", "--workdir workdir")
+
+
+def _claim(folder: Path, option: str, example: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # without a name, which a killed run would leave
     except OSError as error:
         raise UserError(
-            f"--workdir {folder}: nothing can be written there ({error.strerror}); "
-            "name a folder of your own, as --workdir workdir"
+            f"{option}: nothing can be written there ({error.strerror}); "
+            f"name a folder of your own, as {example}"
         ) from error
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """Runs a program: a user's mistake is one line and status 2, Ctrl-C no word and status 130."""
+    """Runs a program: a user's mistake is one line and status 2, a run that cannot go on one line
+    and status 1, Ctrl-C no word and status 130."""
     quiet_libraries()
     with ctrl_c_ends():
         try:
             main()
-        except UserError as error:
-            refuse(f"{Path(sys.argv[0]).name}: error: {error}\n")
+        except (UserError, RunError) as error:
+            status = 2 if isinstance(error, UserError) else 1
+            refuse(f"{Path(sys.argv[0]).name}: error: {error}\n", status)

@@ -34,7 +34,7 @@ from project.options import (
     check_batch,
     check_model,
     check_ranks,
-    claim_workdir,
+    claim_folders,
     count,
     launch_settings,
     parser_for,
@@ -43,11 +43,13 @@ from project.options import (
     run_program,
     seconds,
 )
+from project.progress import NO_RESUME, Progress, Resume, check_texts, find_resume
 from project.session import open_session, read_texts
 from project.utils import autocast, save_grad_weights, train
 from training.data import Step
 from training.launch import UserError, World, launch, setup, torchrun_world_size
 from training.model import target_loss
+from training.optimization import Optimizers
 from training.text import Texts
 
 BUCKET_MB = 4.0
@@ -99,28 +101,37 @@ def make_backward(
     return backward
 
 
-def run_dp(world: World, args: argparse.Namespace, texts: Texts) -> None:
+def run_dp(
+    world: World, args: argparse.Namespace, texts: Texts, resume: Resume = NO_RESUME
+) -> None:
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
-    session = open_session(args, world, texts)
+    session = open_session(args, world, texts, resume.checkpoint)
     model = session.model.to(world.device)
     loss_fn = partial(target_loss, model)
     if not args.pytest:
-        session.start(loss_fn)
+        session.start(loss_fn, resume.epoch, resume.notes)
     torch.manual_seed(args.seed * 100_003 + world.rank)  # dropout differs between the ranks
     average_gradients_fn, no_sync = make_gradient_sync(args, model)
     backward_fn = make_backward(args, world, model, no_sync)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=session.learning_rate, fused=world.device.type != "mps"
+    parameters = list(model.parameters())
+    adamw = torch.optim.AdamW(
+        parameters, lr=session.learning_rate, fused=world.device.type != "mps"
     )
+    # Every rank has the whole gradient by then: each counts a part of it.
+    counted = parameters[world.rank :: world.world_size]
+    optimizer = Optimizers([adamw], session.recipe, world, counted=counted)
     loader = session.loader(world.world_size, world.rank, args.accumulation_steps)
-    for epoch in range(args.n_epochs):
+    progress = Progress(session, optimizer, len(loader), [world.device], resume)
+    for epoch in progress.epochs():
         totals = train(
-            model, optimizer, loader.steps(epoch), backward_fn, f"Epoch {epoch}",
-            world.rank, average_gradients_fn, len(loader),
+            model, optimizer, loader.steps(epoch, progress.before.steps), backward_fn,
+            f"Epoch {epoch}", world.rank, average_gradients_fn, len(loader),
+            progress.before, progress.after_step,
         )  # fmt: skip
         if args.pytest:
             print(f"rank {world.rank} wrote {save_grad_weights(model, world.rank)}", flush=True)
             return
+        progress.end_epoch(totals)
         session.end_epoch(epoch, totals, loss_fn, world.rank)
     session.close()
 
@@ -183,15 +194,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     check_ranks(args)
     check_batch(args)
     check_model(args)
-    claim_workdir(args.workdir)
+    claim_folders(args)
     return args
 
 
 def main() -> None:
     """The program."""
     args = parse()
+    resume = find_resume(args)
     texts = read_texts(args, args.world_size)
-    launch(run_dp, launch_settings(args), args, texts)
+    check_texts(texts, resume)
+    launch(run_dp, launch_settings(args), args, texts, resume)
 
 
 if __name__ == "__main__":

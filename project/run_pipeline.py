@@ -33,18 +33,20 @@ from pipeline.schedule import SCHEDULES
 from project.options import (
     check_batch,
     check_model,
-    claim_workdir,
+    claim_folders,
     count,
     model_name,
     parser_for,
     run_program,
 )
+from project.progress import Progress, check_texts, find_resume
 from project.session import Session, open_session, read_texts
 from project.utils import autocast, train
 from training.data import Batch, Step
 from training.ending import run_here
 from training.launch import UserError, World, choose_device, quiet_libraries
 from training.model import PRESETS, target_loss
+from training.optimization import Optimizers
 
 MODES = ("none", "model_parallel", "pipeline_parallel")
 
@@ -67,29 +69,16 @@ def choose_devices(args: argparse.Namespace) -> list[torch.device]:
     return [torch.device(kind, index) for index in range(n)]
 
 
-class StageOptimizers:
-    """An AdamW per stage, each stepping on the worker of its stage, at the same time."""
-
-    def __init__(self, pipe: Pipe, learning_rate: float) -> None:
-        self.pipe = pipe
-        self.optimizers = [
-            torch.optim.AdamW(ps, lr=learning_rate, fused=True) for ps in pipe.stage_parameters()
-        ]
-
-    def zero_grad(self) -> None:
-        """Forgets all gradients."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def step(self) -> None:
-        """Updates every stage's parameters."""
-        self.pipe.run_on_stages(lambda s: self.optimizers[s].step())
-
-
 class WholeModel:
     """The whole model in stages: the embedding on the first, the head and the loss on the last."""
 
-    def __init__(self, session: Session, devices: list[torch.device], balance_on: Step) -> None:
+    def __init__(
+        self,
+        session: Session,
+        devices: list[torch.device],
+        balance_on: Step,
+        cut: list[int] | None = None,
+    ) -> None:
         args = session.args
         self.args = args
         pipelined = args.model_parallel_mode == "pipeline_parallel"
@@ -100,10 +89,18 @@ class WholeModel:
         session.model.to(session.world.device)  # layers are measured where the first stage is
         with autocast(session.world.device, args.precision):
             module, replicas, self.cut = cut_gpt2(
-                session.model, devices, args.balance, sample, target
+                session.model, devices, cut or args.balance, sample, target
             )
         self.pipe = Pipe(module, replicas=replicas)
-        self.optimizer = StageOptimizers(self.pipe, session.learning_rate)
+        self.layers = [len(list(partition.children())) for partition in self.pipe.partitions]
+        # An AdamW per stage, which steps on the stage's worker; a tied weight is in the first's.
+        adamws = [
+            torch.optim.AdamW(parameters, lr=session.learning_rate, fused=True)
+            for parameters in self.pipe.stage_parameters()
+        ]
+        self.optimizer = Optimizers(
+            adamws, session.recipe, session.world, run=self.pipe.run_on_stages
+        )
 
     def backward(self, step: Step) -> Tensor:
         """Gradients of a step's loss; returns the summed loss."""
@@ -147,7 +144,9 @@ class BlocksOnly:
         session.translator = session.model  # keys and values are cached by the plain model alone
         self.model = session.model = model
         self.cut = " | ".join(map(str, sizes)) + " blocks"
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=session.learning_rate, fused=True)
+        self.layers = None  # nothing is measured: the options say it
+        adamw = torch.optim.AdamW(model.parameters(), lr=session.learning_rate, fused=True)
+        self.optimizer = Optimizers([adamw], session.recipe, session.world)
 
     def backward(self, step: Step) -> Tensor:
         """Gradients of a step's loss; returns the summed loss."""
@@ -170,23 +169,34 @@ class BlocksOnly:
 def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
     """The program: trains, evaluates after each epoch, writes its results."""
     physical = torch.device("cpu") if devices[0].type == "cpu" else devices[0]
-    session = open_session(args, World(device=physical), read_texts(args, 1))
+    resume = find_resume(args)
+    texts = read_texts(args, 1)
+    check_texts(texts, resume)
+    session = open_session(args, World(device=physical), texts, resume.checkpoint)
     loader = session.loader(1, 0, args.n_chunk if args.pipeline == "whole" else 1)
     strategy: WholeModel | BlocksOnly
     if args.pipeline == "whole":
-        strategy = WholeModel(session, devices, next(loader.steps(0)))
+        # Where the layers are to be cut again, a cut measured again could be another.
+        cut = resume.cut if args.balance == "auto" else None
+        cut = cut if cut and len(cut) == len(devices) else None
+        strategy = WholeModel(session, devices, next(loader.steps(0)), cut)
     else:
         strategy = BlocksOnly(session, devices)
     try:
         refresh = evaluate_on_one_device(session, devices)
         session.say(f"{args.model_parallel_mode} on {', '.join(map(str, devices))}: {strategy.cut}")
-        session.start(strategy.loss)
+        session.start(strategy.loss, resume.epoch, resume.notes)
         torch.manual_seed(args.seed)
-        for epoch in range(args.n_epochs):
+        progress = Progress(
+            session, strategy.optimizer, len(loader), devices, resume, strategy.layers
+        )
+        for epoch in progress.epochs():
             totals = train(
-                session.model, strategy.optimizer, loader.steps(epoch), strategy.backward,
-                f"Epoch {epoch}", n_steps=len(loader),
+                session.model, strategy.optimizer, loader.steps(epoch, progress.before.steps),
+                strategy.backward, f"Epoch {epoch}", n_steps=len(loader),
+                before=progress.before, after_step=progress.after_step,
             )  # fmt: skip
+            progress.end_epoch(totals)
             refresh()
             session.end_epoch(epoch, totals, strategy.loss, None)
         session.close()
@@ -249,7 +259,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     check_batch(args)
     check_model(args)
     check_stages(args)
-    claim_workdir(args.workdir)
+    claim_folders(args)
     return args
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from data_parallel.dataset import Partition
-from project.options import model_name
+from project.options import check_warmup, model_name, plain
 from project.utils import (
     EpochTotals,
     autocast,
@@ -24,6 +24,7 @@ from project.utils import (
     get_tokenizer,
     sum_over_ranks,
 )
+from training.checkpoint import Checkpoint, clean
 from training.data import (
     PAD,
     Batch,
@@ -35,6 +36,7 @@ from training.data import (
     load_tokenizer,
     to_batch,
 )
+from training.export import export
 from training.launch import UserError, World, core_slice
 from training.model import (
     PRESETS,
@@ -43,6 +45,7 @@ from training.model import (
     load_pretrained,
     round_vocab,
 )
+from training.optimization import Recipe
 from training.record import (
     HEADER,
     OPTIONS,
@@ -57,13 +60,19 @@ from training.text import SPLITS, Texts, load_texts
 
 MAX_VOCAB = 4096  # tokens that BPE may learn where --vocab_size does not say
 EVAL_BATCH = 64
+CHECKPOINTS = "checkpoints"  # their folder in the workdir
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")  # of the workdir, in each
 CPU_POSITIONS = 384  # of a micro-batch at most; docs/log.md has what was tried
+
+T = TypeVar("T")
 
 
 def read_texts(args: argparse.Namespace, world_size: int) -> Texts:
     """The texts that the options name; see `training.text.load_texts`."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    return load_texts(args.dataset, args.src, args.tgt, sizes, 1234, world_size)
+    texts = load_texts(args.dataset, args.src, args.tgt, sizes, 1234, world_size)
+    check_warmup(args, len(texts.splits["train"]))
+    return texts
 
 
 @dataclass
@@ -78,12 +87,27 @@ class Session:
     examples: dict[str, list[Encoded]]
     sentences: list[str] = field(default_factory=list)  # the last translations of the test split
     times: list[tuple[float, float]] = field(default_factory=list)  # seconds, positions/s of epochs
+    saved: Checkpoint | None = None  # the one to go on from
     translator: Any = None  # the model that translates: `model`, or a copy of it on one device
 
     @property
     def learning_rate(self) -> float:
         """--learning_rate, or what suits the model's size."""
         return self.args.learning_rate or (1e-3 if self.model.config.n_embd <= 512 else 1e-4)
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the options say that weights are updated."""
+        args = self.args
+        return Recipe(
+            learning_rate=self.learning_rate,
+            steps_per_epoch=-(-len(self.examples["train"]) // args.batch_size),
+            n_epochs=args.n_epochs,
+            lr_scheduler=args.lr_scheduler,
+            warmup_steps=args.warmup_steps,
+            max_grad_norm=args.max_grad_norm,
+            on_nan=args.on_nan,
+        )
 
     @cached_property
     def pad_id(self) -> int:
@@ -155,16 +179,20 @@ class Session:
             "device": device.type,
             "cores": len(core_slice(0, 1)) or None,
         }
-        given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(self.args).items()}
-        return {**given, **chosen}
+        return {**plain(vars(self.args)), **chosen}
 
-    def start(self, loss_fn: Callable[[Batch], Tensor]) -> None:
-        """Says what is about to be trained, and how well it does before."""
-        if self.world.is_main:  # before the others write theirs: translate() waits for all
-            clear_results(self.args.workdir)
+    def start(
+        self, loss_fn: Callable[[Batch], Tensor], first: int = 0, notes: Sequence[str] = ()
+    ) -> None:
+        """Says what is about to be trained from epoch `first` on, and how well a model does that is
+        not trained yet."""
+        if self.world.is_main:  # before the others write theirs: end_epoch() waits for all
+            clear_results(self.args.workdir, first)
             write_json(self.args.workdir / OPTIONS, self.options())
-        self.say("\n".join([self.describe(), *self.texts.notes]))
+        self.say("\n".join([self.describe(), *self.texts.notes, *notes]))
         self.say(HEADER)
+        if self.saved is not None:
+            return
         _, bleu = self.translate()
         self.say(epoch_line("start", bleu, self.validation_loss(loss_fn)))
 
@@ -181,12 +209,13 @@ class Session:
         )
         sentences, bleu = self.translate()
         result = EpochResult(
-            training_loss=loss_sum / max(1.0, targets),
+            training_loss=loss_sum / targets if targets else math.nan,
             validation_loss=self.validation_loss(loss_fn),
             bleu=bleu,
             training_time=totals.seconds,
             tokens_per_sec=totals.positions / totals.seconds,
             real_tokens_per_sec=totals.tokens / totals.seconds,
+            skipped_steps=totals.skipped,
         )
         test = self.texts.splits["test"]
         write_epoch(self.args.workdir, epoch, result, test, sentences, file_rank)
@@ -215,6 +244,9 @@ class Session:
                 f"Results, translations and tokenizer are in {self.args.workdir}/; "
                 f"loss and BLEU are drawn in {picture}."
             )
+            if self.args.export is not None:
+                export(self.args.export, self.translator or self.model, self.tokenizer)
+                self.say(f"Model and tokenizer, for transformers, are in {self.args.export}/.")
 
     def describe(self) -> str:
         """What is trained, on what, and how, in two lines."""
@@ -234,21 +266,29 @@ class Session:
             print(text, flush=True)
 
 
-def gather_over_ranks(value: list[str], world_size: int) -> list[list[str]]:
+def gather_over_ranks(value: T, world_size: int) -> list[T]:
     """Every rank's value, by rank, on every rank."""
     if world_size == 1:
         return [value]
-    parts: list[list[str]] = [[] for _ in range(world_size)]
+    parts: list[Any] = [None] * world_size
     dist.all_gather_object(parts, value)
     return parts
 
 
-def open_session(args: argparse.Namespace, world: World, texts: Texts) -> Session:
+def open_session(
+    args: argparse.Namespace, world: World, texts: Texts, saved: Checkpoint | None = None
+) -> Session:
     """Makes tokenizer, token ids and model. Rank 0 writes tokenizer and config to the workdir,
-    and the others read the tokenizer there, so that all have the same."""
+    and the others read the tokenizer there, so that all have the same: that of the checkpoint
+    `saved`, if there is one to go on from."""
     name = model_name(args, world.device)
     if world.is_main:
-        _make_tokenizer(args, name, texts.splits["train"])
+        clean(args.workdir / CHECKPOINTS)
+        if saved is None:
+            _make_tokenizer(args, name, texts.splits["train"])
+        else:
+            for file in FILES:
+                (args.workdir / file).write_bytes(saved.read(file))
     if dist.is_initialized():
         dist.barrier()
     tokenizer = load_tokenizer(args.workdir)
@@ -272,7 +312,7 @@ def open_session(args: argparse.Namespace, world: World, texts: Texts) -> Sessio
             f"--model_max_length {args.model_max_length}: every source sentence fills it, and no "
             "target is left to learn; --model_max_length 128 works"
         )
-    return Session(args, world, texts, tokenizer, model, examples)
+    return Session(args, world, texts, tokenizer, model, examples, saved=saved)
 
 
 def _make_tokenizer(args: argparse.Namespace, name: str, pairs: Sequence[dict[str, str]]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from training.data import Batch, Step, encode, eos, load_tokenizer, to_batch, train_tokenizer
+from training.optimization import Optimizers
 
 # Bars of one process need a lock among its threads. The default is one among processes, a named
 # semaphore of the system's, which a run that is killed would leave in /dev/shm.
@@ -65,69 +66,89 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 
 @dataclass(frozen=True)
 class EpochTotals:
-    """What one rank did in an epoch of training; loss_sum is in nats, seconds of wall clock."""
+    """What one rank did in an epoch of training, so far; loss_sum is in nats, seconds of wall
+    clock. Loss and target tokens are those of the steps that were not skipped."""
 
-    loss_sum: float
-    target_tokens: int
-    positions: int
-    tokens: int
-    seconds: float
+    loss_sum: float = 0.0
+    target_tokens: int = 0
+    positions: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    steps: int = 0
 
 
-class Steps(Protocol):
-    """What training asks of an optimizer, or of several that act as one."""
-
-    def zero_grad(self) -> None:
-        """Forgets all gradients."""
-
-    def step(self) -> Any:
-        """Updates the parameters."""
+NOTHING_YET = EpochTotals()
 
 
 def train(
     model: nn.Module,
-    optimizer: Steps,
+    optimizer: Optimizers,
     steps: Iterable[Step],
     backward_fn: Callable[[Step], Tensor],
     desc: str,
     rank: int = 0,
     average_gradients_fn: Callable[[nn.Module], None] | None = None,
     n_steps: int | None = None,
+    before: EpochTotals = NOTHING_YET,
+    after_step: Callable[[EpochTotals], None] | None = None,
 ) -> EpochTotals:
-    """An epoch.
+    """An epoch, or what is left of it.
 
     Args:
         backward_fn: computes this rank's gradients of the step's loss, which is the mean over all
             target tokens of the *global* batch, and returns this rank's summed loss.
         average_gradients_fn: called after backward: makes the gradients those of all ranks.
+        before: of the steps of this epoch that an earlier run has done; `steps` are the others.
+        after_step: called with the totals so far, as to save them; its time is not counted.
 
-    The gradients of the last step are left in place.
+    The gradients of the last step are left in place. A step that the optimizer left out is said to
+    be.
+
+    Raises:
+        RunError: a loss or gradient is not finite; see `Optimizers.step`.
     """
     model.train()
-    start = time.perf_counter()
-    loss_sum = torch.zeros((), dtype=torch.float64)
-    targets = positions = tokens = 0
-    bar = tqdm(steps, desc, n_steps, disable=None if rank == 0 else True, leave=False)
+    totals = before
+    start = time.perf_counter() - before.seconds
+    bar = tqdm(
+        steps, desc, n_steps, disable=None if rank == 0 else True, leave=False, initial=before.steps
+    )
     for step in bar:
         optimizer.zero_grad()
         loss = backward_fn(step).cpu()
         if average_gradients_fn is not None:
             average_gradients_fn(model)
-        optimizer.step()
+        left_out = optimizer.step(loss, step.target_tokens)
+        if left_out is not None and rank == 0:
+            bar.write(left_out)
         mine = sum(len(batch["target_index"]) for batch in step.micro_batches)
-        loss_sum += loss
-        targets, positions, tokens = (
-            targets + mine,
-            positions + step.positions,
-            tokens + step.tokens,
-        )
-        elapsed = time.perf_counter() - start
+        totals = _add(totals, step, loss.item(), mine, left_out is not None, start)
         bar.set_postfix(
             loss=f"{loss.item() / max(1, mine):.3f}",
-            tokens_per_sec=f"{positions / elapsed:,.0f}",
+            tokens_per_sec=f"{totals.positions / totals.seconds:,.0f}",
             refresh=False,
         )
-    return EpochTotals(loss_sum.item(), targets, positions, tokens, time.perf_counter() - start)
+        if after_step is not None:
+            paused = time.perf_counter()
+            after_step(totals)
+            start += time.perf_counter() - paused
+    return totals
+
+
+def _add(
+    totals: EpochTotals, step: Step, loss: float, targets: int, skipped: bool, start: float
+) -> EpochTotals:
+    """The totals with those of one more step."""
+    return EpochTotals(
+        loss_sum=totals.loss_sum + (0.0 if skipped else loss),
+        target_tokens=totals.target_tokens + (0 if skipped else targets),
+        positions=totals.positions + step.positions,
+        tokens=totals.tokens + step.tokens,
+        seconds=time.perf_counter() - start,
+        skipped=totals.skipped + skipped,
+        steps=totals.steps + 1,
+    )
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:

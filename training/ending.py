@@ -37,6 +37,11 @@ class UserError(Exception):
     gives the value, the rule, and a setting that works."""
 
 
+class RunError(Exception):
+    """The run cannot go on, and the text says all there is to say, as of a loss that is not a
+    number: programs print it as one line, without traceback, and end with status 1."""
+
+
 class Interrupted(SystemExit):
     """This process was asked to end, by a signal: its status is 128 + the signal."""
 
@@ -70,13 +75,13 @@ def run_here(main: Callable[..., None], *args: Any) -> None:
     """Runs main(*args) in this process, for a run without ranks. It fails as a rank does:
 
     Raises:
-        UserError, Interrupted: as they are.
+        UserError, RunError, Interrupted: as they are.
         SystemExit: with status 1, whatever main raised, a SystemExit(0) of a layer among others;
             the traceback has been printed.
     """
     try:
         main(*args)
-    except (UserError, Interrupted):
+    except (UserError, RunError, Interrupted):
         raise
     except BaseException as error:
         say(f"\nThe run failed.\n{format_error(error)}")
@@ -162,19 +167,19 @@ def speaks() -> bool:
     return torchrun_world_size() is None or os.environ["LOCAL_RANK"] == "0"
 
 
-def refuse(message: str) -> NoReturn:
-    """Prints a user's mistake and ends this process with status 2: once, where all ranks of
-    torchrun's make the same. A rank that does not speak waits to be ended, and speaks where the
-    one that does seems to have made no mistake."""
+def refuse(message: str, status: int = 2) -> NoReturn:
+    """Prints a user's mistake and ends this process: once, where all ranks of torchrun's make the
+    same. A rank that does not speak waits to be ended, and speaks where the one that does seems
+    to have made no mistake."""
     if torchrun_world_size() is None:
         say(message)
-        raise SystemExit(2)
+        raise SystemExit(status)
     if not speaks():
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))  # so torchrun ends the others
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))  # so torchrun ends the others
         time.sleep(_SAY)
     sys.stdout.flush()
     say(message)
-    os._exit(2)  # not through destructors, which may wait for the other ranks
+    os._exit(status)  # not through destructors, which may wait for the other ranks
 
 
 def leave_torchrun(rank: int, error: BaseException) -> NoReturn:

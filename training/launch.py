@@ -53,7 +53,8 @@ from training.ending import (
     say,
     until_orphaned,
 )
-from training.ending import UserError as UserError  # where all look for it
+from training.ending import RunError as RunError  # where all look for them
+from training.ending import UserError as UserError
 from training.ending import torchrun_world_size as torchrun_world_size
 from training.watch import Report, Signals, ctrl_c_held, end, watch
 
@@ -183,6 +184,7 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
 
     Raises:
         UserError: the device or the port cannot be had.
+        RunError: the ranks raised it.
         SystemExit: a rank failed (status 1); its traceback has been printed. Or this process was
             told to end (128 + signal); the ranks have been ended.
     """
@@ -227,8 +229,8 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
     if signals.number is not None:
         raise Interrupted(128 + signals.number)
     if failure is not None:
-        if failure.is_user_error:
-            raise UserError(failure.text)
+        if failure.kind is not None:
+            raise failure.kind(failure.text)
         say(f"\nrank {failure.rank} failed; the run has been ended.\n{failure.text}")
         raise SystemExit(1)
 
@@ -256,7 +258,7 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
         dist.init_process_group(backend, timeout=timedelta(seconds=settings.timeout))
         main(World(rank, world_size, local_rank, device), *args)
         _finish(device)
-    except UserError:
+    except (UserError, RunError):
         raise
     except BaseException as error:
         leave_torchrun(rank, error)
@@ -324,9 +326,9 @@ def _rank_main(
         main(World(rank, settings.world_size, rank, device), *args)
         _finish(device)
     except BaseException as error:
-        mistake = isinstance(error, UserError)
-        text = str(error) if mistake else format_error(error)
-        pipe.send(Report(time.time(), text, mistake, is_consequence(error)))
+        kind = next((k for k in (UserError, RunError) if isinstance(error, k)), None)
+        text = str(error) if kind else format_error(error)
+        pipe.send(Report(time.time(), text, kind, is_consequence(error)))
         sys.stdout.flush()
         os._exit(1)  # not through destructors, which may wait for the other ranks
     pipe.send(Report(time.time()))

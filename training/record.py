@@ -21,7 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_RESULT_FILE = re.compile(r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch\d+\.json")
+_RESULT_FILE = re.compile(
+    r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch(?P<epoch>\d+)\.json"
+)
 OPTIONS, PICTURE = "options.json", "training.png"
 
 
@@ -31,7 +33,8 @@ class EpochResult:
 
     training_time is in seconds, without evaluation. tokens_per_sec counts every position of this
     rank's batches, padding included, as the course does; real_tokens_per_sec only the tokens.
-    Losses are nats per target token, over all ranks; bleu is of the whole test split.
+    Losses are nats per target token, over all ranks; bleu is of the whole test split. The skipped
+    steps changed nothing, and training_loss leaves them out.
     """
 
     training_loss: float
@@ -40,12 +43,17 @@ class EpochResult:
     training_time: float
     tokens_per_sec: float
     real_tokens_per_sec: float
+    skipped_steps: int = 0
 
 
-def clear_results(workdir: Path) -> None:
-    """Removes the result files of an earlier run, so that no figure mixes two runs."""
+def clear_results(workdir: Path, first: int = 0) -> None:
+    """Removes the result files of an earlier run, so that no figure mixes two runs; those of its
+    epochs before `first` stay, for a run that goes on from there. And what a killed run left half
+    written."""
     for path in workdir.iterdir():
-        if _RESULT_FILE.fullmatch(path.name) or path.name in (OPTIONS, PICTURE):
+        found = _RESULT_FILE.fullmatch(path.name)
+        stale = int(found["epoch"]) >= first if found else path.name.endswith(".json.part")
+        if stale or path.name in (OPTIONS, PICTURE):
             path.unlink()
 
 

@@ -13,6 +13,8 @@ Pairs with an empty side are skipped and counted.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +45,10 @@ class Texts:
 
     splits: dict[str, list[Pair]]
     notes: list[str] = field(default_factory=list)
+
+    def fingerprint(self) -> str:
+        """What two sets of training pairs have in common only if they are the same, in order."""
+        return hashlib.sha256(json.dumps(self.splits["train"]).encode()).hexdigest()
 
 
 def load_texts(

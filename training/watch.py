@@ -39,11 +39,12 @@ GRACE = 2.0  # seconds for the other ranks' reports, and then to end when asked
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank ended: done, where there is no text."""
+    """How a rank ended: done, where there is no text. `kind` is that of an error whose text says
+    all there is to say, without a traceback."""
 
     time: float
     text: str | None = None
-    is_user_error: bool = False
+    kind: type[Exception] | None = None
     is_consequence: bool = False
 
 
@@ -53,7 +54,7 @@ class Failure:
 
     rank: int
     text: str
-    is_user_error: bool
+    kind: type[Exception] | None
 
 
 class Signals:
@@ -156,7 +157,7 @@ class _Ranks:
             return None
         rank, report = min(self.failures, key=lambda f: (f[1].is_consequence, f[1].time, f[0]))
         assert report.text is not None
-        return Failure(rank, report.text, report.is_user_error)
+        return Failure(rank, report.text, report.kind)
 
 
 def watch(

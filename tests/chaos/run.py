@@ -131,7 +131,9 @@ class Run:
     def _left(self) -> list[str]:
         left = [f"process {p.pid} ({' '.join(p.cmdline())[:80]})" for p in self.processes()]
         open_now = {
-            c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+            c.laddr.port
+            for c in psutil.net_connections("tcp")
+            if c.laddr and c.status == psutil.CONN_LISTEN
         }
         left += [f"port {port}" for _, port in sorted(self.listening) if port in open_now]
         left += [f"shared memory {path}" for path in sorted(self.mapped) if Path(path).exists()]

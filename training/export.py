@@ -1,0 +1,60 @@
+"""Trained weights as the rest of the world reads them: a folder for `transformers`.
+
+    model = GPT2LMHeadModel.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+The parameters have the names that they have there, so nothing is converted. The folder is put in
+place whole, as a checkpoint is; an earlier export in it is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from training.checkpoint import sync_folder
+from training.launch import UserError
+
+
+def check_export(folder: Path) -> None:
+    """Raises UserError where an export would replace something else."""
+    if folder.is_dir():
+        taken = any(folder.iterdir()) and not (folder / "config.json").is_file()
+    else:
+        taken = folder.exists()
+    if taken:
+        raise UserError(
+            f"--export {folder}: something else is there; name a new folder, as --export "
+            f"{folder}_gpt2"
+        )
+
+
+def export(folder: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Writes the model and its tokenizer.
+
+    Raises:
+        OSError: they cannot be written. What was there before is still there.
+    """
+    aside, old = (folder.with_name(f".{folder.name}.{what}") for what in ("part", "old"))
+    for path in (aside, old):
+        shutil.rmtree(path, ignore_errors=True)
+    try:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        for path in aside.iterdir():
+            path.chmod(
+                (aside / "config.json").stat().st_mode
+            )  # safetensors lets only the owner read
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+        sync_folder(aside)
+        if folder.exists():
+            folder.rename(old)
+        aside.rename(folder)
+        sync_folder(folder.parent)
+    finally:
+        for path in (aside, old):
+            shutil.rmtree(path, ignore_errors=True)
