@@ -33,12 +33,15 @@ from project.options import (
     boolean,
     check_batch,
     check_model,
+    check_ranks,
     claim_folders,
     count,
     launch_settings,
     parser_for,
+    port,
     positive,
     run_program,
+    seconds,
 )
 from project.progress import NO_RESUME, Progress, Resume, check_texts, find_resume
 from project.session import open_session, read_texts
@@ -48,6 +51,8 @@ from training.launch import UserError, World, launch, setup, torchrun_world_size
 from training.model import target_loss
 from training.optimization import Optimizers, Recipe
 from training.text import Texts
+
+BUCKET_MB = 4.0
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
 
@@ -60,7 +65,7 @@ def make_gradient_sync(
     if args.gradient_sync == "overlap":
         buckets = GradientBuckets(
             model,
-            bucket_bytes=max(1, int(args.bucket_mb * 2**20)),
+            bucket_bytes=max(1, int(min(args.bucket_mb, 2**30) * 2**20)),
             comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
         )
         return lambda _: buckets.finish(), buckets.no_sync
@@ -146,7 +151,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="per_parameter: an all-reduce for each, after backward; flat: one for all; overlap: "
         "buckets, each as soon as it is full, while backward runs",
     )  # fmt: skip
-    ranks.add_argument("--bucket_mb", type=positive, default=4.0, help="size of a bucket, in MiB")
+    ranks.add_argument(
+        "--bucket_mb", type=positive,
+        help=f"size of a bucket of --gradient_sync overlap, in MiB; by default {BUCKET_MB:g}",
+    )  # fmt: skip
     ranks.add_argument(
         "--comm_dtype", choices=("fp32", "bf16"), default="fp32",
         help="the type in which the buckets travel",
@@ -161,11 +169,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="CPU cores of a rank; by default all cores are shared out",
     )  # fmt: skip
     ranks.add_argument(
-        "--master_port", type=int,
-        help="port on 127.0.0.1 where the ranks meet; by default 11868, or a free one",
+        "--master_port", type=port,
+        help="port on 127.0.0.1 where the ranks meet, 0 for any; by default 11868, or a free one",
     )  # fmt: skip
     ranks.add_argument(
-        "--timeout", type=positive, default=300.0,
+        "--timeout", type=seconds, default=300.0,
         help="seconds after which a rank that does not answer ends the run",
     )  # fmt: skip
     ranks.add_argument(
@@ -174,16 +182,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "tests/model{rank}_gradients.pth",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    started = torchrun_world_size()
-    if started is not None and started != args.world_size:
-        raise UserError(
-            f"--world_size {args.world_size}: torchrun started {started} ranks; leave it out"
-        )
     if args.comm_dtype != "fp32" and args.gradient_sync != "overlap":
         raise UserError(
             f"--comm_dtype {args.comm_dtype} --gradient_sync {args.gradient_sync}: only the "
             "buckets of --gradient_sync overlap travel in another type"
         )
+    if args.bucket_mb is not None and args.gradient_sync != "overlap":
+        raise UserError(
+            f"--bucket_mb {args.bucket_mb:g} --gradient_sync {args.gradient_sync}: only "
+            "--gradient_sync overlap has buckets"
+        )
+    args.bucket_mb = args.bucket_mb or BUCKET_MB
+    check_ranks(args)
     check_batch(args)
     check_model(args)
     claim_folders(args)

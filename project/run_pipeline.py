@@ -43,6 +43,7 @@ from project.progress import Progress, check_texts, find_resume
 from project.session import Session, open_session, read_texts
 from project.utils import autocast, train
 from training.data import Batch, Step
+from training.ending import run_here
 from training.launch import UserError, World, choose_device, quiet_libraries
 from training.model import PRESETS, target_loss
 from training.optimization import Optimizers
@@ -296,7 +297,7 @@ def main() -> None:
     """The program."""
     args = parse()
     quiet_libraries()
-    run_pp(args, choose_devices(args))
+    run_here(run_pp, args, choose_devices(args))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--device tpu", ["--device", "'tpu'", "auto", "cpu", "cuda", "mps"]),
     ("--gradient_sync ring", ["--gradient_sync", "'ring'", "per_parameter", "flat", "overlap"]),
     ("--comm_dtype fp16", ["--comm_dtype", "'fp16'", "fp32", "bf16"]),
-    ("--master_port http", ["--master_port", "'http'"]),
+    ("--master_port http", ["--master_port", "http must be a port from 0 (any free one) to 65535"]),
     ("--n_layers 3", ["unrecognized arguments: --n_layers 3"]),
     ("--world 2", ["unrecognized arguments: --world 2"]),
 ]
@@ -161,8 +161,8 @@ def test_values_are_what_is_meant() -> None:
 
 
 def test_launch_settings_are_those_of_the_options() -> None:
-    line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 3"
-    assert launch_settings(parse(line.split())) == Settings(4, "cpu", 1234, 5.0, 3)
+    line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 1"
+    assert launch_settings(parse(line.split())) == Settings(4, "cpu", 1234, 5.0, 1)
 
 
 def test_torchrun_decides_the_world_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,36 @@
+"""Python imports this at its start where this folder is on its path. It lets a process be made to
+fail from within, at a moment chosen outside: after SIGUSR1 the next forward of any module, on
+whatever thread, fails in the way that CHAOS_FAILURE names."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+
+def blow(*_: Any) -> None:
+    """Fails, on the one thread that comes first."""
+    if not first.acquire(blocking=False):
+        return
+    failure = os.environ["CHAOS_FAILURE"]
+    if failure == "raise":
+        raise ArithmeticError("on purpose")
+    if failure == "exit":
+        sys.exit(0)
+    if failure == "interrupt":
+        raise KeyboardInterrupt("on purpose")
+    os._exit(0)
+
+
+def arm() -> None:
+    """Sets the trap, once there is something to set it on."""
+    while not hasattr(sys.modules.get("torch.nn"), "Module"):
+        time.sleep(0.01)
+    sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(blow)
+
+
+if "CHAOS_FAILURE" in os.environ:
+    first = threading.Lock()
+    signal.signal(signal.SIGUSR1, lambda *_: threading.Thread(target=arm, daemon=True).start())
