@@ -7,8 +7,8 @@ epoch e:
     rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json              [{"example": ..., "gen": ...}]
 
 and once: options.json, the options, with what the program chose where it was left to it; and
-training.png, drawn from the results. Figures are drawn from these files, never from numbers typed
-in.
+training.png, drawn from the results. With --timeline, timeline_rank{r}.json and trace.json
+(timeline.py). Figures are drawn from these files, never from numbers typed in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_RESULT_FILE = re.compile(r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch\d+\.json")
+_RESULT_FILE = re.compile(
+    r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch\d+\.json|timeline_rank\d+\.json|trace\.json"
+)
 OPTIONS, PICTURE = "options.json", "training.png"
 
 
