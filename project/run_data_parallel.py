@@ -36,6 +36,7 @@ from project.options import (
     claim_workdir,
     count,
     launch_settings,
+    open_timeline,
     parser_for,
     positive,
     run_program,
@@ -46,12 +47,13 @@ from training.data import Step
 from training.launch import UserError, World, launch, setup, torchrun_world_size
 from training.model import target_loss
 from training.text import Texts
+from training.timeline import OFF, Timeline
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
 
 
 def make_gradient_sync(
-    args: argparse.Namespace, model: nn.Module
+    args: argparse.Namespace, model: nn.Module, timeline: Timeline = OFF
 ) -> tuple[Callable[[nn.Module], None], Callable[[], AbstractContextManager[None]]]:
     """The function that makes the gradients those of all ranks, and the context in which
     backward only accumulates."""
@@ -60,10 +62,11 @@ def make_gradient_sync(
             model,
             bucket_bytes=max(1, int(args.bucket_mb * 2**20)),
             comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
+            recorder=timeline if timeline.recording else None,
         )
         return lambda _: buckets.finish(), buckets.no_sync
     by_hand = average_gradients if args.gradient_sync == "per_parameter" else average_gradients_flat
-    return by_hand, nullcontext
+    return timeline.span("all_reduce")(by_hand), nullcontext
 
 
 def make_backward(
@@ -71,6 +74,7 @@ def make_backward(
     world: World,
     model: nn.Module,
     no_sync: Callable[[], AbstractContextManager[None]],
+    timeline: Timeline = OFF,
 ) -> Callable[[Step], Tensor]:
     """The function that computes a rank's gradients of a step.
 
@@ -85,9 +89,10 @@ def make_backward(
         for i, batch in enumerate(step.micro_batches):
             last = i == len(step.micro_batches) - 1
             with nullcontext() if last else no_sync():
-                with autocast(world.device, args.precision):
+                with autocast(world.device, args.precision), timeline.span("F", microbatch=i):
                     loss = target_loss(model, batch)
-                (loss * scale).backward()
+                with timeline.span("B", microbatch=i):
+                    (loss * scale).backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum() if losses else torch.zeros(())
 
@@ -102,21 +107,24 @@ def run_dp(world: World, args: argparse.Namespace, texts: Texts) -> None:
     if not args.pytest:
         session.start(loss_fn)
     torch.manual_seed(args.seed * 100_003 + world.rank)  # dropout differs between the ranks
-    average_gradients_fn, no_sync = make_gradient_sync(args, model)
-    backward_fn = make_backward(args, world, model, no_sync)
+    timeline = open_timeline(args, world, strategy="ddp")
+    average_gradients_fn, no_sync = make_gradient_sync(args, model, timeline)
+    backward_fn = make_backward(args, world, model, no_sync, timeline)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=session.learning_rate, fused=world.device.type != "mps"
     )
+    timeline.watch(optimizer)
     loader = session.loader(world.world_size, world.rank, args.accumulation_steps)
     for epoch in range(args.n_epochs):
         totals = train(
-            model, optimizer, loader.steps(epoch), backward_fn, f"Epoch {epoch}",
+            model, optimizer, timeline.over(loader.steps(epoch)), backward_fn, f"Epoch {epoch}",
             world.rank, average_gradients_fn, len(loader),
         )  # fmt: skip
         if args.pytest:
             print(f"rank {world.rank} wrote {save_grad_weights(model, world.rank)}", flush=True)
             return
         session.end_epoch(epoch, totals, loss_fn, world.rank)
+        session.save_timeline(timeline, epoch)
     session.close()
 
 

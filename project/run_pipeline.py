@@ -36,6 +36,7 @@ from project.options import (
     claim_workdir,
     count,
     model_name,
+    open_timeline,
     parser_for,
     run_program,
 )
@@ -44,6 +45,7 @@ from project.utils import autocast, train
 from training.data import Batch, Step
 from training.launch import UserError, World, choose_device, quiet_libraries
 from training.model import PRESETS, target_loss
+from training.timeline import OFF, Timeline
 
 MODES = ("none", "model_parallel", "pipeline_parallel")
 
@@ -69,11 +71,13 @@ def choose_devices(args: argparse.Namespace) -> list[torch.device]:
 class StageOptimizers:
     """An AdamW per stage, each stepping on the worker of its stage, at the same time."""
 
-    def __init__(self, pipe: Pipe, learning_rate: float) -> None:
+    def __init__(self, pipe: Pipe, learning_rate: float, timeline: Timeline) -> None:
         self.pipe = pipe
         self.optimizers = [
             torch.optim.AdamW(ps, lr=learning_rate, fused=True) for ps in pipe.stage_parameters()
         ]
+        for stage, optimizer in enumerate(self.optimizers):
+            timeline.watch(optimizer, stage)
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -88,7 +92,13 @@ class StageOptimizers:
 class WholeModel:
     """The whole model in stages: the embedding on the first, the head and the loss on the last."""
 
-    def __init__(self, session: Session, devices: list[torch.device], balance_on: Step) -> None:
+    def __init__(
+        self,
+        session: Session,
+        devices: list[torch.device],
+        balance_on: Step,
+        timeline: Timeline = OFF,
+    ) -> None:
         args = session.args
         self.args = args
         pipelined = args.model_parallel_mode == "pipeline_parallel"
@@ -101,8 +111,9 @@ class WholeModel:
             module, replicas, self.cut = cut_gpt2(
                 session.model, devices, args.balance, sample, target
             )
-        self.pipe = Pipe(module, replicas=replicas)
-        self.optimizer = StageOptimizers(self.pipe, session.learning_rate)
+        recorder = timeline if timeline.recording else None
+        self.pipe = Pipe(module, recorder=recorder, replicas=replicas)
+        self.optimizer = StageOptimizers(self.pipe, session.learning_rate, timeline)
 
     def backward(self, step: Step) -> Tensor:
         """Gradients of a step's loss; returns the summed loss."""
@@ -131,7 +142,7 @@ class WholeModel:
 class BlocksOnly:
     """The course's form: the blocks in stages, embedding and head on the first device."""
 
-    def __init__(self, session: Session, devices: list[torch.device]) -> None:
+    def __init__(self, session: Session, devices: list[torch.device], timeline: Timeline) -> None:
         self.args = args = session.args
         model = GPT2LMHeadModelParallel(session.model.config)
         model.load_state_dict(session.model.state_dict())
@@ -143,10 +154,13 @@ class BlocksOnly:
         )
         if args.model_parallel_mode == "pipeline_parallel":
             model._prepare_pipeline_parallel(-(-args.batch_size // args.n_chunk))
+        self.pipe = model.transformer.h_pp
+        self.pipe.recorder = timeline if timeline.recording else None
         session.translator = session.model  # keys and values are cached by the plain model alone
         self.model = session.model = model
         self.cut = " | ".join(map(str, sizes)) + " blocks"
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=session.learning_rate, fused=True)
+        timeline.watch(self.optimizer, 0)
 
     def backward(self, step: Step) -> Tensor:
         """Gradients of a step's loss; returns the summed loss."""
@@ -171,11 +185,16 @@ def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
     physical = torch.device("cpu") if devices[0].type == "cpu" else devices[0]
     session = open_session(args, World(device=physical), read_texts(args, 1))
     loader = session.loader(1, 0, args.n_chunk if args.pipeline == "whole" else 1)
+    pipelined = args.model_parallel_mode == "pipeline_parallel"
+    timeline = open_timeline(
+        args, session.world, "stage", strategy=args.model_parallel_mode,
+        schedule=args.schedule if pipelined else "sequential",
+    )  # fmt: skip
     strategy: WholeModel | BlocksOnly
     if args.pipeline == "whole":
-        strategy = WholeModel(session, devices, next(loader.steps(0)))
+        strategy = WholeModel(session, devices, next(loader.steps(0)), timeline)
     else:
-        strategy = BlocksOnly(session, devices)
+        strategy = BlocksOnly(session, devices, timeline)
     try:
         refresh = evaluate_on_one_device(session, devices)
         session.say(f"{args.model_parallel_mode} on {', '.join(map(str, devices))}: {strategy.cut}")
@@ -183,11 +202,13 @@ def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
         torch.manual_seed(args.seed)
         for epoch in range(args.n_epochs):
             totals = train(
-                session.model, strategy.optimizer, loader.steps(epoch), strategy.backward,
-                f"Epoch {epoch}", n_steps=len(loader),
+                session.model, strategy.optimizer, timeline.over(loader.steps(epoch)),
+                strategy.backward, f"Epoch {epoch}", n_steps=len(loader),
             )  # fmt: skip
             refresh()
             session.end_epoch(epoch, totals, strategy.loss, None)
+            if session.save_timeline(timeline, epoch):
+                strategy.pipe.recorder = None  # on a GPU, recording waits for every action
         session.close()
     finally:
         strategy.close()

@@ -15,8 +15,7 @@ milliseconds. All ranks' times are put on rank 0's clock (clock.py).
         with timeline.step(k):                        # or timeline.step(k) alone: a mark
             with timeline.span("F"):
                 loss = model(batch)
-    timeline.write(workdir)                           # timeline_rank{r}.json
-    if world.is_main: merge_trace(workdir)            # trace.json, when all ranks have written
+    timeline.save(workdir)                            # timeline_rank{r}.json, and trace.json
 
 Kinds that are known are in KINDS; what idles is what is not recorded. On a GPU a recorder's caller
 waits for the kernels before it reads the clock, since they run later than they are launched.
@@ -31,15 +30,17 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from training.clock import Clock, measure_clock
 
+T = TypeVar("T")
 COMPUTE, COMMUNICATION = "compute", "communication"
 LANES = (COMPUTE, COMMUNICATION)
 KINDS = {  # kind: its name, its lane, and the nearest of the colours that chrome://tracing has
@@ -135,10 +136,18 @@ class Timeline:
     def __exit__(self, *_: object) -> None:
         self.recording = False
 
+    def over(self, steps: Iterable[T]) -> Iterator[T]:
+        """The same steps, each of them marked, and numbered on from the last one. What comes after
+        them is not recorded."""
+        for step in steps:
+            self.step(self._marks[-1][1] + 1 if self._marks else 0)
+            yield step
+        self.recording = False
+
     @property
     def done(self) -> bool:
-        """Whether all steps that were to be recorded have been, and have ended."""
-        return not self.recording and len(self._marks) == self._num_steps
+        """Whether there is something to save: all steps that were to be recorded have ended."""
+        return not self.recording and 0 < len(self._marks) == self._num_steps
 
     @contextmanager
     def span(self, kind: str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
@@ -152,6 +161,8 @@ class Timeline:
 
     def watch(self, optimizer: torch.optim.Optimizer, stage: int = -1) -> None:
         """Records the steps of the optimizer, on whatever thread it is called."""
+        if not self.recording:
+            return
         open_spans: list[Any] = []
 
         def before(*_: object) -> None:
@@ -195,6 +206,17 @@ class Timeline:
         path = workdir / file_name(self.rank)
         _write_aside(path, f'{head},\n  "events": [\n    {lines}\n  ]\n}}\n')
         return path
+
+    def save(self, workdir: Path) -> None:
+        """Writes the file of every rank, and the trace of all; all ranks call it together."""
+        self.write(workdir)
+        if self.world_size > 1:
+            dist.barrier()
+        if self.rank == 0:
+            merge_trace(workdir)
+
+
+OFF = Timeline(num_steps=0)  # records nothing
 
 
 def cost_per_event(repeats: int = 2000) -> float:
@@ -282,23 +304,22 @@ def merge_trace(workdir: Path) -> Path:
     return path
 
 
-def without_crossings(events: Sequence[Event]) -> list[list[Event]]:
-    """The events in as few rows as it takes for those of a row to lie one after the other, or one
-    within the other: a trace viewer draws nothing else."""
+def without_crossings(events: Sequence[Event], nested: bool = True) -> list[list[Event]]:
+    """The events in as few rows as it takes for those of a row to lie one after the other or, if
+    `nested`, one within the other: a trace viewer draws nothing else."""
     rows: list[list[Event]] = []
     open_ends: list[list[float]] = []  # per row, the ends of those that have not ended
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
-        for row, ends in zip(rows, open_ends, strict=True):
+        for ends in open_ends:
             while ends and ends[-1] <= event.start:
                 ends.pop()
-            if not ends or event.end <= ends[-1]:
-                break
-        else:
-            row, ends = [], []
-            rows.append(row)
-            open_ends.append(ends)
-        row.append(event)
-        ends.append(event.end)
+        free = (k for k, e in enumerate(open_ends) if not e or (nested and event.end <= e[-1]))
+        k = next(free, len(rows))
+        if k == len(rows):
+            rows.append([])
+            open_ends.append([])
+        rows[k].append(event)
+        open_ends[k].append(event.end)
     return rows
 
 
