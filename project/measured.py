@@ -2,8 +2,9 @@
 
 A row per worker: above what it computes, a box per action with the number of its micro-batch; below
 it, thinner, what it sends and receives; grey where it computes nothing. The ideal has the same
-schedule and the same mean times, but all stages take equally long and transfers take no time: what
-it idles is the schedule's own, and what is measured beyond it is the machine's.
+schedule and the same mean times, but every stage needs as long for every micro-batch, and transfers
+take no time: what it idles is the schedule's own, and what is measured beyond that comes from the
+cut, the batches and the machine.
 
 The bubble is idle / total, see training/breakdown.py.
 """
@@ -127,7 +128,7 @@ def plot_timeline(
     if ideal:
         panels = [
             _panel("measured", measured),
-            _panel("ideal: equal stages, free transfers", ideal),
+            _panel("ideal: equal stages and micro-batches, free transfers", ideal),
         ]
     cost = max(len(events) for events in measured.values()) * seconds_per_event
     meaning = (

@@ -68,6 +68,13 @@ def choose_devices(args: argparse.Namespace) -> list[torch.device]:
     return [torch.device(kind, index) for index in range(n)]
 
 
+def schedule_of(args: argparse.Namespace) -> str:
+    """The order in which the stages really work."""
+    if args.model_parallel_mode != "pipeline_parallel":
+        return "sequential"
+    return args.schedule if args.pipeline == "whole" else "gpipe"
+
+
 class StageOptimizers:
     """An AdamW per stage, each stepping on the worker of its stage, at the same time."""
 
@@ -101,8 +108,7 @@ class WholeModel:
     ) -> None:
         args = session.args
         self.args = args
-        pipelined = args.model_parallel_mode == "pipeline_parallel"
-        self.schedule = args.schedule if pipelined else "sequential"
+        self.schedule = schedule_of(args)
         batch = balance_on.micro_batches[-1]  # of the longest sentences
         sample = (batch["input_ids"], batch["label_token_weights"])
         target = (batch["labels"], batch["label_token_weights"])
@@ -185,11 +191,9 @@ def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
     physical = torch.device("cpu") if devices[0].type == "cpu" else devices[0]
     session = open_session(args, World(device=physical), read_texts(args, 1))
     loader = session.loader(1, 0, args.n_chunk if args.pipeline == "whole" else 1)
-    pipelined = args.model_parallel_mode == "pipeline_parallel"
     timeline = open_timeline(
-        args, session.world, "stage", strategy=args.model_parallel_mode,
-        schedule=args.schedule if pipelined else "sequential",
-    )  # fmt: skip
+        args, session.world, "stage", strategy=args.model_parallel_mode, schedule=schedule_of(args)
+    )
     strategy: WholeModel | BlocksOnly
     if args.pipeline == "whole":
         strategy = WholeModel(session, devices, next(loader.steps(0)), timeline)

@@ -222,15 +222,15 @@ class Session:
             from project.plot import plot_training  # here: matplotlib takes a second to import
 
             picture = plot_training(self.args.workdir)
-            self.say(
-                f"Results, translations and tokenizer are in {self.args.workdir}/; "
-                f"loss and BLEU are drawn in {picture}."
-            )
             if self.timeline_saved:
                 self.say(
                     f"The recorded steps: python project/plot.py timeline {self.args.workdir}, or "
                     f"open {self.args.workdir / TRACE} in https://ui.perfetto.dev."
                 )
+            self.say(
+                f"Results, translations and tokenizer are in {self.args.workdir}/; "
+                f"loss and BLEU are drawn in {picture}."
+            )
 
     def describe(self) -> str:
         """What is trained, on what, and how, in two lines."""
