@@ -38,7 +38,10 @@ class Spec:
     def command(self, root: Path) -> str:
         """What makes the run."""
         workdir = "" if root == WORKDIR else f" --workdir {self.folder(root)}"
-        return f"python project/train.py {self.strategy} --num_workers {self.workers}{workdir}"
+        return (
+            f"python project/train.py {self.strategy} --num_workers {self.workers} "
+            f"--timeline 10{workdir}"
+        )
 
     def __str__(self) -> str:
         return f"{self.strategy} {self.workers}"

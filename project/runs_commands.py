@@ -19,7 +19,7 @@ from training.timeline import by_worker
 _RUNS = """\
 ddp=2 is the run in workdir/ddp2, which this makes:
 
-    python project/train.py ddp --num_workers 2
+    python project/train.py ddp --num_workers 2 --timeline 10
 
 """
 RUN_FIGURES = {
