@@ -20,6 +20,7 @@ from training.launch import (
     RunError,
     Settings,
     UserError,
+    World,
     choose_device,
     core_slice,
     quiet_libraries,
@@ -27,6 +28,7 @@ from training.launch import (
 )
 from training.model import PRESETS, check_pretrained, gpt2_config
 from training.optimization import LR_SCHEDULERS, ON_NAN
+from training.timeline import Timeline
 
 PRECISIONS = ("fp32", "bf16")
 PADDINGS = ("longest", "max_length")
@@ -219,6 +221,11 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     run.add_argument(
         "--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one"
     )
+    run.add_argument(
+        "--timeline", type=count, metavar="N",
+        help="record who does what when in the first N + 1 steps: timeline_rank*.json, for "
+        "plot.py timeline, and trace.json, for ui.perfetto.dev",
+    )  # fmt: skip
     return parser
 
 
@@ -230,6 +237,20 @@ def launch_settings(args: argparse.Namespace) -> Settings:
         master_port=args.master_port,
         timeout=args.timeout,
         cores_per_rank=args.cores_per_rank,
+    )
+
+
+def open_timeline(
+    args: argparse.Namespace, world: World, workers: str = "rank", **about: str | int
+) -> Timeline:
+    """The recorder that --timeline asks for; without it, one that records nothing."""
+    return Timeline(
+        world.rank,
+        world.world_size,
+        num_steps=args.timeline + 1 if args.timeline else 0,  # pictures leave the first one out
+        workers=workers,
+        device=world.device,
+        about=about,
     )
 
 

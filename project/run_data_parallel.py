@@ -37,6 +37,7 @@ from project.options import (
     claim_folders,
     count,
     launch_settings,
+    open_timeline,
     parser_for,
     port,
     positive,
@@ -51,6 +52,7 @@ from training.launch import UserError, World, launch, setup, torchrun_world_size
 from training.model import target_loss
 from training.optimization import Optimizers, Recipe
 from training.text import Texts
+from training.timeline import OFF, Timeline
 
 BUCKET_MB = 4.0
 
@@ -58,7 +60,7 @@ __all__ = ["average_gradients", "main", "run_dp", "setup"]
 
 
 def make_gradient_sync(
-    args: argparse.Namespace, model: nn.Module
+    args: argparse.Namespace, model: nn.Module, timeline: Timeline = OFF
 ) -> tuple[Callable[[nn.Module], None], Callable[[], AbstractContextManager[None]]]:
     """The function that makes the gradients those of all ranks, and the context in which
     backward only accumulates."""
@@ -67,10 +69,11 @@ def make_gradient_sync(
             model,
             bucket_bytes=max(1, int(min(args.bucket_mb, 2**30) * 2**20)),
             comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
+            recorder=timeline if timeline.recording else None,
         )
         return lambda _: buckets.finish(), buckets.no_sync
     by_hand = average_gradients if args.gradient_sync == "per_parameter" else average_gradients_flat
-    return by_hand, nullcontext
+    return timeline.span("all_reduce")(by_hand), nullcontext
 
 
 def make_backward(
@@ -78,6 +81,7 @@ def make_backward(
     world: World,
     model: nn.Module,
     no_sync: Callable[[], AbstractContextManager[None]],
+    timeline: Timeline = OFF,
 ) -> Callable[[Step], Tensor]:
     """The function that computes a rank's gradients of a step.
 
@@ -92,9 +96,10 @@ def make_backward(
         for i, batch in enumerate(step.micro_batches):
             last = i == len(step.micro_batches) - 1
             with nullcontext() if last else no_sync():
-                with autocast(world.device, args.precision):
+                with autocast(world.device, args.precision), timeline.span("F", microbatch=i):
                     loss = target_loss(model, batch)
-                (loss * scale).backward()
+                with timeline.span("B", microbatch=i):
+                    (loss * scale).backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum() if losses else torch.zeros(())
 
@@ -119,15 +124,17 @@ def run_dp(
     if not args.pytest:
         session.start(loss_fn, resume.epoch, resume.notes)
     torch.manual_seed(args.seed * 100_003 + world.rank)  # dropout differs between the ranks
-    average_gradients_fn, no_sync = make_gradient_sync(args, model)
-    backward_fn = make_backward(args, world, model, no_sync)
+    timeline = open_timeline(args, world, strategy="ddp")
+    average_gradients_fn, no_sync = make_gradient_sync(args, model, timeline)
+    backward_fn = make_backward(args, world, model, no_sync, timeline)
     optimizer = make_optimizer(model, session.recipe, world)
+    timeline.watch(optimizer.optimizers[0])
     loader = session.loader(world.world_size, world.rank, args.accumulation_steps)
     progress = Progress(session, optimizer, len(loader), [world.device], resume)
     for epoch in progress.epochs():
         totals = train(
-            model, optimizer, loader.steps(epoch, progress.before.steps), backward_fn,
-            f"Epoch {epoch}", world.rank, average_gradients_fn, len(loader),
+            model, optimizer, timeline.over(loader.steps(epoch, progress.before.steps)),
+            backward_fn, f"Epoch {epoch}", world.rank, average_gradients_fn, len(loader),
             progress.before, progress.after_step,
         )  # fmt: skip
         if args.pytest:
@@ -135,6 +142,7 @@ def run_dp(
             return
         progress.end_epoch(totals)
         session.end_epoch(epoch, totals, loss_fn, world.rank)
+        session.save_timeline(timeline, epoch)
     session.close()
 
 

@@ -58,6 +58,7 @@ from training.record import (
     write_json,
 )
 from training.text import SPLITS, Texts, load_texts
+from training.timeline import TRACE, Timeline
 
 MAX_VOCAB = 4096  # tokens that BPE may learn where --vocab_size does not say
 EVAL_BATCH = 64
@@ -89,6 +90,7 @@ class Session:
     sentences: list[str] = field(default_factory=list)  # the last translations of the test split
     times: list[tuple[float, float]] = field(default_factory=list)  # seconds, positions/s of epochs
     saved: Checkpoint | None = None  # the one to go on from
+    timeline_saved: bool = False
     translator: Any = None  # the model that translates: `model`, or a copy of it on one device
 
     @property
@@ -228,6 +230,15 @@ class Session:
         self.times.append((totals.seconds, speeds[0]))
         self.say(epoch_line(str(epoch), bleu, result.validation_loss, result, speeds))
 
+    def save_timeline(self, timeline: Timeline, epoch: int) -> bool:
+        """Writes what was recorded, once: after the epoch in which all steps have been, or the
+        last. Returns whether it has been written."""
+        last = epoch == self.args.n_epochs - 1
+        if self.args.timeline and not self.timeline_saved and (timeline.done or last):
+            timeline.save(self.args.workdir)
+            self.timeline_saved = True
+        return self.timeline_saved
+
     def close(self) -> None:
         """Shows a few translations, draws the curves, and says where the results are."""
         src, tgt, test = self.args.src, self.args.tgt, self.texts.splits["test"]
@@ -242,6 +253,11 @@ class Session:
             from project.plot import plot_training  # here: matplotlib takes a second to import
 
             picture = plot_training(self.args.workdir)
+            if self.timeline_saved:
+                self.say(
+                    f"The recorded steps: python project/plot.py timeline {self.args.workdir}, or "
+                    f"open {self.args.workdir / TRACE} in https://ui.perfetto.dev."
+                )
             self.say(
                 f"Results, translations and tokenizer are in {self.args.workdir}/; "
                 f"loss and BLEU are drawn in {picture}."

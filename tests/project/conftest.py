@@ -62,21 +62,27 @@ def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, pairs_folder: Path) -> Run:
-    """Two epochs on two ranks, in a workdir where an earlier run of more has left its results."""
+    """Two epochs on two ranks, with a timeline, where an earlier, larger run has left results."""
     workdir = tmp_path_factory.mktemp("trained") / "work"
     workdir.mkdir()
-    for stale in ("rank2_results_epoch0.json", "rank0_gen_epoch7.json", "eval_results_epoch0.json"):
+    for stale in (
+        "rank2_results_epoch0.json",
+        "rank0_gen_epoch7.json",
+        "eval_results_epoch0.json",
+        "timeline_rank5.json",
+        "trace.json",
+    ):
         (workdir / stale).write_text("{}")
     (workdir / "notes.txt").write_text("mine")
     return run(
         workdir, PROGRAM, "--dataset", str(pairs_folder), "--workdir", str(workdir),
-        "--world_size", "2", *TINY,
+        "--world_size", "2", "--timeline", "2", *TINY,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def trained_by_torchrun(tmp_path_factory: pytest.TempPathFactory, pairs_folder: Path) -> Run:
-    """The same options again, the ranks started by torchrun."""
+    """The same options again, without a timeline, the ranks started by torchrun."""
     workdir = tmp_path_factory.mktemp("torchrun") / "work"
     return run(
         workdir, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

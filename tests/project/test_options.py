@@ -149,6 +149,7 @@ def test_what_is_not_given() -> None:
         "seed": 0, "workdir": Path("workdir"), "device": "auto", "timeout": 300.0,
         "world_size": 2, "gradient_sync": "overlap", "bucket_mb": 4.0, "comm_dtype": "fp32",
         "accumulation_steps": None, "cores_per_rank": None, "master_port": None, "pytest": False,
+        "timeline": None,
     }  # fmt: skip
 
 

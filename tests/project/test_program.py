@@ -14,6 +14,7 @@ from project.utils import evaluate_bleu
 from tests.project.conftest import PROGRAM, TINY, Run, run
 from training.launch import core_slice
 from training.record import HEADER
+from training.timeline import COMMUNICATION, COMPUTE, read_timelines
 
 TEST_PAIRS = [
     {"de": f"Wir sehen {i} Häuser und test.", "en": f"We see {i} houses and test."}
@@ -77,14 +78,15 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
     ]
     others = [
         "config.json", "notes.txt", "options.json", "tokenizer.json", "tokenizer_config.json",
-        "training.png",
+        "training.png", "timeline_rank0.json", "timeline_rank1.json", "trace.json",
     ]  # fmt: skip
     assert names == sorted(of_epochs + others)
 
 
 def test_it_writes_its_options_with_what_it_chose_itself(trained: Run) -> None:
     options = read(trained.workdir, "options.json")
-    given = vars(parse([*TINY, "--world_size", "2", "--workdir", str(trained.workdir)]))
+    line = [*TINY, "--world_size", "2", "--timeline", "2", "--workdir", str(trained.workdir)]
+    given = vars(parse(line))
     chosen = {
         "model": "gpt2-mini", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 320,
         "learning_rate": 1e-2, "device": "cpu",
@@ -107,6 +109,26 @@ def test_results_have_the_keys_that_figures_are_drawn_from(trained: Run) -> None
             assert set(result) == keys
             assert all(math.isfinite(value) for value in result.values())
             assert result["tokens_per_sec"] >= result["real_tokens_per_sec"] > 0
+
+
+def test_the_timeline_tells_what_each_rank_did_in_the_first_steps(trained: Run) -> None:
+    """40 pairs in batches of 8 are 5 steps an epoch; 2 + 1 of the first epoch are recorded. What
+    was recorded changes nothing: see the comparison with torchrun's run, which records nothing."""
+    for rank, timeline in enumerate(read_timelines(trained.workdir)):
+        assert (timeline.rank, timeline.workers, timeline.about) == (
+            rank, "rank", {"strategy": "ddp"}
+        )  # fmt: skip
+        assert sorted({event.step for event in timeline.events}) == [0, 1, 2]
+        for step in range(3):
+            events = [event for event in timeline.events if event.step == step]
+            assert [(e.kind, e.microbatch) for e in events if e.lane == COMPUTE] == [
+                ("F", 0), ("B", 0), ("optimizer", -1)
+            ]  # fmt: skip
+            assert {e.kind for e in events if e.lane == COMMUNICATION} == {"all_reduce", "barrier"}
+            times = [e.start for e in events if e.lane == COMPUTE]
+            times += [e.end for e in events if e.kind == "optimizer"]
+            assert times == sorted(times)
+    assert read(trained.workdir, "trace.json")["traceEvents"]
 
 
 def test_losses_are_of_all_ranks_and_fall(trained: Run) -> None:

@@ -16,7 +16,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from pipeline.schedule import SCHEDULES
 from project.run_pipeline import choose_devices, parse, run_pp
 from tests.project.conftest import ROOT, run
+from training.breakdown import bubble, in_step
 from training.launch import UserError
+from training.timeline import by_worker, read_timelines
 
 PROGRAM = str(ROOT / "project" / "run_pipeline.py")
 TINY = [
@@ -243,6 +245,32 @@ def test_with_dropout_the_same_seed_gives_the_same_bits(
     )
     assert first == second
     assert first[0] != other[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "about", "kinds"),
+    [
+        ((PIPELINE, "--schedule=zb"), ("pipeline_parallel", "zb"), "FIW"),
+        ((PIPELINE, "--pipeline=blocks"), ("pipeline_parallel", "gpipe"), "FB"),
+    ],
+    ids=["zb", "blocks"],
+)
+def test_a_timeline_has_every_action_of_the_schedule(
+    train: Trainer, options: tuple[str, ...], about: tuple[str, str], kinds: str
+) -> None:
+    """Of the steps alone: validation runs through the same stages and is not recorded."""
+    workdir = train("--n_chunk=4", "--balance=1,1", "--timeline=1", *options)
+    (timeline,) = read_timelines(workdir)
+    assert timeline.about == dict(zip(("strategy", "schedule"), about, strict=True))
+    expected = [(s, k, s, i) for s in range(2) for k in kinds for i in range(4)]
+    work = [e for e in timeline.events if e.kind != "optimizer"]
+    assert sorted((e.step, e.kind, e.stage, e.microbatch) for e in work) == sorted(
+        (step, kind, stage, i) for step in range(2) for _, kind, stage, i in expected
+    )
+    workers = by_worker([timeline])
+    assert list(workers) == ["stage 0", "stage 1"]
+    assert 0 < bubble(in_step(workers, 1)) < 1
+    assert "optimizer" in {event.kind for event in workers["stage 0"]}
 
 
 def test_dropout_knows_nothing_of_cut_or_schedule(train: Trainer) -> None:
