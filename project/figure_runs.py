@@ -44,7 +44,12 @@ class Run:
         saved = read_json(folder / OPTIONS)
         same = all(saved.get(k) == v for k, v in {**self.options, "device": device}.items())
         epochs = self.options["n_epochs"]
-        return same and all(len(read_results(folder, name)) == epochs for name in self.results)
+        recorded = "timeline" not in self.options or (folder / file_name(0)).is_file()
+        return (
+            same
+            and recorded
+            and all(len(read_results(folder, name)) == epochs for name in self.results)
+        )
 
 
 class TrainedRun(Run):

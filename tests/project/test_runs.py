@@ -302,7 +302,7 @@ def test_nothing_overlaps(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     """The most that these pictures hold."""
     names = ["ddp1", "ddp2", "ddp4", "fsdp1", "fsdp2", "fsdp4"]
     for name in names:
-        write(tmp_path, name, DDP2 * 2)
+        write(tmp_path, name, [*DDP2, *DDP2])
     runs = ",".join(f"{name[:-1]}={name[-1]}" for name in names)
     write(tmp_path, "pipeline2", PIPELINE, schedule="gpipe")
     for command in (
