@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 
 from data_parallel.shared_memory import SharedBuffers, aligned
 
+TensorT = TypeVar("TensorT", bound=Tensor)
 GRADIENT_SYNCS = ("per_parameter", "flat", "overlap")
 
 
@@ -285,12 +287,12 @@ class GradientBuckets:
         bucket.gradients.div_(self.world_size)
 
 
-def group_parameters(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Cuts the parameters, in their order, into groups of one type and device and of at most
+def group_parameters(parameters: list[TensorT], bucket_bytes: int) -> list[list[TensorT]]:
+    """Cuts the parameters, or other tensors, in their order, into groups of one type and device and of at most
     bucket_bytes each, unless a single parameter is larger. Groups come in the order in which
     they are full."""
-    done: list[list[nn.Parameter]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    done: list[list[TensorT]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[TensorT]] = {}
     for p in parameters:
         group = filling.setdefault((p.dtype, p.device), [])
         if group and sum(q.nbytes for q in group) + p.nbytes > bucket_bytes:
