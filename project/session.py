@@ -247,11 +247,7 @@ def open_session(args: argparse.Namespace, world: World, texts: Texts) -> Sessio
     """Makes tokenizer, token ids and model. Rank 0 writes tokenizer and config to the workdir,
     and the others read the tokenizer there, so that all have the same."""
     name = model_name(args, world.device)
-    if world.is_main:
-        _make_tokenizer(args, name, texts.splits["train"])
-    if dist.is_initialized():
-        dist.barrier()
-    tokenizer = load_tokenizer(args.workdir)
+    tokenizer = shared_tokenizer(args, name, texts, world)
     vocab_size = args.vocab_size or round_vocab(len(tokenizer))
     if name in PRESETS:
         config = gpt2_config(
@@ -273,6 +269,17 @@ def open_session(args: argparse.Namespace, world: World, texts: Texts) -> Sessio
             "target is left to learn; --model_max_length 128 works"
         )
     return Session(args, world, texts, tokenizer, model, examples)
+
+
+def shared_tokenizer(
+    args: argparse.Namespace, name: str, texts: Texts, world: World
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of model `name`: rank 0 makes it and writes it to the workdir, all read it."""
+    if world.is_main:
+        _make_tokenizer(args, name, texts.splits["train"])
+    if dist.is_initialized():
+        dist.barrier()
+    return load_tokenizer(args.workdir)
 
 
 def _make_tokenizer(args: argparse.Namespace, name: str, pairs: Sequence[dict[str, str]]) -> None:
