@@ -48,8 +48,9 @@ class _Contestant:
         """A step of training."""
         step = next(self.steps)
         self.strategy.optimizer.zero_grad()
-        self.loss = (self.strategy.backward(step) / step.target_tokens).item()
-        self.strategy.optimizer.step()
+        loss = self.strategy.backward(step)
+        self.strategy.optimizer.step(loss, step.target_tokens)
+        self.loss = loss.item() / step.target_tokens
 
 
 def _compare(model: str, options: str, goals: dict[int, float], folder: Path) -> list[Row]:

@@ -11,8 +11,16 @@ from pathlib import Path
 import torch
 
 from data_parallel.dataset import split_batch_size
-from training.launch import DEVICES, Settings, UserError, choose_device, quiet_libraries
+from training.launch import (
+    DEVICES,
+    RunError,
+    Settings,
+    UserError,
+    choose_device,
+    quiet_libraries,
+)
 from training.model import PRESETS, check_pretrained, gpt2_config
+from training.optimization import LR_SCHEDULERS, ON_NAN
 
 PRECISIONS = ("fp32", "bf16")
 PADDINGS = ("longest", "max_length")
@@ -59,7 +67,7 @@ def _number(text: str) -> float:
 
 
 def whole_number(text: str) -> int:
-    """A seed: a whole number that torch and Python take as it is."""
+    """A seed, or a number of steps: what torch and Python take as it is."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number from 0 to {2**32 - 1}")
     return int(text)
@@ -129,6 +137,25 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
         help="of AdamW; by default 1e-3 for gpt2-mini, 1e-4 for the larger ones",
     )  # fmt: skip
     run.add_argument(
+        "--lr_scheduler", choices=LR_SCHEDULERS, default="constant",
+        help="the learning rate after the warm-up: it stays, or falls to 0 over the rest of the "
+        "run, along a line or half a cosine",
+    )  # fmt: skip
+    run.add_argument(
+        "--warmup_steps", type=whole_number, default=0,
+        help="steps in which the learning rate rises from 0: larger ones become possible",
+    )  # fmt: skip
+    run.add_argument(
+        "--max_grad_norm", type=positive,
+        help="a gradient that is longer, over the whole model, is shortened to this; 1 is usual; "
+        "by default none is",
+    )  # fmt: skip
+    run.add_argument(
+        "--on_nan", choices=ON_NAN, default="stop",
+        help="where a loss or a gradient is infinite or not a number: stop: the run ends before "
+        "the weights change; skip: the step is left out, on all ranks, and counted",
+    )  # fmt: skip
+    run.add_argument(
         "--precision", choices=PRECISIONS, default="fp32",
         help="bf16: matrix products in bfloat16, weights and optimizer in fp32",
     )  # fmt: skip
@@ -166,6 +193,16 @@ def check_batch(args: argparse.Namespace) -> None:
         raise UserError(
             f"--world_size {args.world_size} --n_train {args.n_train}: each rank needs an example; "
             f"--world_size {args.n_train} or less works"
+        )
+
+
+def check_warmup(args: argparse.Namespace, num_examples: int) -> None:
+    """Raises UserError where the warm-up does not end before the run does."""
+    steps = args.n_epochs * -(-num_examples // args.batch_size)
+    if args.warmup_steps and args.warmup_steps >= steps:
+        raise UserError(
+            f"--warmup_steps {args.warmup_steps}: the run has {steps} steps, and the warm-up must "
+            f"end before the last; --warmup_steps {steps // 10} works"
         )
 
 
@@ -221,10 +258,11 @@ def claim_workdir(folder: Path) -> None:
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """Runs a program: a user's mistake is one line and status 2."""
+    """Runs a program: a user's mistake is one line and status 2, a run that cannot go on one line
+    and status 1."""
     quiet_libraries()
     try:
         main()
-    except UserError as error:
+    except (UserError, RunError) as error:
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(2 if isinstance(error, UserError) else 1) from None

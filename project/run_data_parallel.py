@@ -45,6 +45,7 @@ from project.utils import autocast, save_grad_weights, train
 from training.data import Step
 from training.launch import UserError, World, launch, setup, torchrun_world_size
 from training.model import target_loss
+from training.optimization import Optimizers
 from training.text import Texts
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
@@ -104,9 +105,13 @@ def run_dp(world: World, args: argparse.Namespace, texts: Texts) -> None:
     torch.manual_seed(args.seed * 100_003 + world.rank)  # dropout differs between the ranks
     average_gradients_fn, no_sync = make_gradient_sync(args, model)
     backward_fn = make_backward(args, world, model, no_sync)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=session.learning_rate, fused=world.device.type != "mps"
+    parameters = list(model.parameters())
+    adamw = torch.optim.AdamW(
+        parameters, lr=session.learning_rate, fused=world.device.type != "mps"
     )
+    # Every rank has the whole gradient by then: each counts a part of it.
+    counted = parameters[world.rank :: world.world_size]
+    optimizer = Optimizers([adamw], session.recipe, world, counted=counted)
     loader = session.loader(world.world_size, world.rank, args.accumulation_steps)
     for epoch in range(args.n_epochs):
         totals = train(

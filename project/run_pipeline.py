@@ -44,6 +44,7 @@ from project.utils import autocast, train
 from training.data import Batch, Step
 from training.launch import UserError, World, choose_device, quiet_libraries
 from training.model import PRESETS, target_loss
+from training.optimization import Optimizers
 
 MODES = ("none", "model_parallel", "pipeline_parallel")
 
@@ -66,25 +67,6 @@ def choose_devices(args: argparse.Namespace) -> list[torch.device]:
     return [torch.device(kind, index) for index in range(n)]
 
 
-class StageOptimizers:
-    """An AdamW per stage, each stepping on the worker of its stage, at the same time."""
-
-    def __init__(self, pipe: Pipe, learning_rate: float) -> None:
-        self.pipe = pipe
-        self.optimizers = [
-            torch.optim.AdamW(ps, lr=learning_rate, fused=True) for ps in pipe.stage_parameters()
-        ]
-
-    def zero_grad(self) -> None:
-        """Forgets all gradients."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def step(self) -> None:
-        """Updates every stage's parameters."""
-        self.pipe.run_on_stages(lambda s: self.optimizers[s].step())
-
-
 class WholeModel:
     """The whole model in stages: the embedding on the first, the head and the loss on the last."""
 
@@ -102,7 +84,14 @@ class WholeModel:
                 session.model, devices, args.balance, sample, target
             )
         self.pipe = Pipe(module, replicas=replicas)
-        self.optimizer = StageOptimizers(self.pipe, session.learning_rate)
+        # An AdamW per stage, which steps on the stage's worker; a tied weight is in the first's.
+        adamws = [
+            torch.optim.AdamW(parameters, lr=session.learning_rate, fused=True)
+            for parameters in self.pipe.stage_parameters()
+        ]
+        self.optimizer = Optimizers(
+            adamws, session.recipe, session.world, run=self.pipe.run_on_stages
+        )
 
     def backward(self, step: Step) -> Tensor:
         """Gradients of a step's loss; returns the summed loss."""
@@ -146,7 +135,8 @@ class BlocksOnly:
         session.translator = session.model  # keys and values are cached by the plain model alone
         self.model = session.model = model
         self.cut = " | ".join(map(str, sizes)) + " blocks"
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=session.learning_rate, fused=True)
+        adamw = torch.optim.AdamW(model.parameters(), lr=session.learning_rate, fused=True)
+        self.optimizer = Optimizers([adamw], session.recipe, session.world)
 
     def backward(self, step: Step) -> Tensor:
         """Gradients of a step's loss; returns the summed loss."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from data_parallel.dataset import Partition
-from project.options import model_name
+from project.options import check_warmup, model_name
 from project.utils import (
     EpochTotals,
     autocast,
@@ -43,6 +44,7 @@ from training.model import (
     load_pretrained,
     round_vocab,
 )
+from training.optimization import Recipe
 from training.record import (
     HEADER,
     OPTIONS,
@@ -63,7 +65,9 @@ CPU_POSITIONS = 384  # of a micro-batch at most; docs/log.md has what was tried
 def read_texts(args: argparse.Namespace, world_size: int) -> Texts:
     """The texts that the options name; see `training.text.load_texts`."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    return load_texts(args.dataset, args.src, args.tgt, sizes, 1234, world_size)
+    texts = load_texts(args.dataset, args.src, args.tgt, sizes, 1234, world_size)
+    check_warmup(args, len(texts.splits["train"]))
+    return texts
 
 
 @dataclass
@@ -84,6 +88,20 @@ class Session:
     def learning_rate(self) -> float:
         """--learning_rate, or what suits the model's size."""
         return self.args.learning_rate or (1e-3 if self.model.config.n_embd <= 512 else 1e-4)
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the options say that weights are updated."""
+        args = self.args
+        return Recipe(
+            learning_rate=self.learning_rate,
+            steps_per_epoch=-(-len(self.examples["train"]) // args.batch_size),
+            n_epochs=args.n_epochs,
+            lr_scheduler=args.lr_scheduler,
+            warmup_steps=args.warmup_steps,
+            max_grad_norm=args.max_grad_norm,
+            on_nan=args.on_nan,
+        )
 
     @cached_property
     def pad_id(self) -> int:
@@ -181,12 +199,13 @@ class Session:
         )
         sentences, bleu = self.translate()
         result = EpochResult(
-            training_loss=loss_sum / max(1.0, targets),
+            training_loss=loss_sum / targets if targets else math.nan,
             validation_loss=self.validation_loss(loss_fn),
             bleu=bleu,
             training_time=totals.seconds,
             tokens_per_sec=totals.positions / totals.seconds,
             real_tokens_per_sec=totals.tokens / totals.seconds,
+            skipped_steps=totals.skipped,
         )
         test = self.texts.splits["test"]
         write_epoch(self.args.workdir, epoch, result, test, sentences, file_rank)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from training.data import Batch, Step, encode, eos, load_tokenizer, to_batch, train_tokenizer
+from training.optimization import Optimizers
 
 
 def get_tokenizer(
@@ -60,28 +61,20 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 
 @dataclass(frozen=True)
 class EpochTotals:
-    """What one rank did in an epoch of training; loss_sum is in nats, seconds of wall clock."""
+    """What one rank did in an epoch of training; loss_sum is in nats, seconds of wall clock.
+    Loss and target tokens are those of the steps that were not skipped."""
 
     loss_sum: float
     target_tokens: int
     positions: int
     tokens: int
     seconds: float
-
-
-class Steps(Protocol):
-    """What training asks of an optimizer, or of several that act as one."""
-
-    def zero_grad(self) -> None:
-        """Forgets all gradients."""
-
-    def step(self) -> Any:
-        """Updates the parameters."""
+    skipped: int = 0
 
 
 def train(
     model: nn.Module,
-    optimizer: Steps,
+    optimizer: Optimizers,
     steps: Iterable[Step],
     backward_fn: Callable[[Step], Tensor],
     desc: str,
@@ -96,33 +89,39 @@ def train(
             target tokens of the *global* batch, and returns this rank's summed loss.
         average_gradients_fn: called after backward: makes the gradients those of all ranks.
 
-    The gradients of the last step are left in place.
+    The gradients of the last step are left in place. A step that the optimizer left out is said to
+    be.
+
+    Raises:
+        RunError: a loss or gradient is not finite; see `Optimizers.step`.
     """
     model.train()
     start = time.perf_counter()
     loss_sum = torch.zeros((), dtype=torch.float64)
-    targets = positions = tokens = 0
+    targets = positions = tokens = skipped = 0
     bar = tqdm(steps, desc, n_steps, disable=None if rank == 0 else True, leave=False)
     for step in bar:
         optimizer.zero_grad()
         loss = backward_fn(step).cpu()
         if average_gradients_fn is not None:
             average_gradients_fn(model)
-        optimizer.step()
+        left_out = optimizer.step(loss, step.target_tokens)
         mine = sum(len(batch["target_index"]) for batch in step.micro_batches)
-        loss_sum += loss
-        targets, positions, tokens = (
-            targets + mine,
-            positions + step.positions,
-            tokens + step.tokens,
-        )
+        positions, tokens = positions + step.positions, tokens + step.tokens
+        if left_out is None:
+            loss_sum, targets = loss_sum + loss, targets + mine
+        else:
+            skipped += 1
+            if rank == 0:
+                bar.write(left_out)
         elapsed = time.perf_counter() - start
         bar.set_postfix(
             loss=f"{loss.item() / max(1, mine):.3f}",
             tokens_per_sec=f"{positions / elapsed:,.0f}",
             refresh=False,
         )
-    return EpochTotals(loss_sum.item(), targets, positions, tokens, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return EpochTotals(loss_sum.item(), targets, positions, tokens, seconds, skipped)
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:

@@ -48,6 +48,11 @@ class UserError(Exception):
     gives the value, the rule, and a setting that works."""
 
 
+class RunError(Exception):
+    """The run cannot go on, and the text says all there is to say, as of a loss that is not a
+    number: programs print it as one line, without traceback, and end with status 1."""
+
+
 @dataclass(frozen=True)
 class World:
     """Who this process is. `local_rank` counts on this machine, `rank` over all of them."""
@@ -169,6 +174,7 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
 
     Raises:
         UserError: the device or the port cannot be had.
+        RunError: the ranks raised it.
         SystemExit: a rank failed (status 1); its traceback has been printed. Or this process was
             told to end (128 + signal); the ranks have been ended.
     """
@@ -270,7 +276,8 @@ def _rank_main(
     pipe: Connection,
     listener: socket.socket | None = None,
 ) -> None:
-    """A rank's life. Sends the time and None when done, or a traceback when not."""
+    """A rank's life. Sends the time, and twice None when done; when not, the kind of error whose
+    text explains itself, and the text, or None and a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     try:
@@ -284,11 +291,11 @@ def _rank_main(
         main(World(rank, settings.world_size, rank, device), *args)
         dist.destroy_process_group()
     except BaseException as error:
-        text = str(error) if isinstance(error, UserError) else traceback.format_exc()
-        pipe.send((time.time(), isinstance(error, UserError), text))
+        kind = next((k for k in (UserError, RunError) if isinstance(error, k)), None)
+        pipe.send((time.time(), kind, str(error) if kind else traceback.format_exc()))
         sys.stdout.flush()
         os._exit(1)  # not through destructors, which may wait for the other ranks
-    pipe.send((time.time(), False, None))
+    pipe.send((time.time(), None, None))
 
 
 def _end_with_parent() -> NoReturn:
@@ -338,31 +345,31 @@ def _watch(processes: list[Any], pipes: list[Connection]) -> None:
     """Returns when every rank is done.
 
     Raises:
-        UserError: the first rank that failed raised one.
+        UserError, RunError: the first rank that failed raised one.
         SystemExit: with status 1, after saying which rank failed first, and how.
     """
     silent = dict(enumerate(pipes))  # the ranks not heard of yet
-    failures: list[tuple[float, int, bool, str]] = []
+    failures: list[tuple[float, int, type[Exception] | None, str]] = []
     deadline = None
     while silent and (deadline is None or time.time() < deadline):
         for pipe in wait(list(silent.values()), deadline and max(0.0, deadline - time.time())):
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             del silent[rank]
             try:
-                when, is_user_error, text = pipes[rank].recv()
+                when, kind, text = pipes[rank].recv()
             except (
                 EOFError,
                 ConnectionError,
             ):  # it died without a word: that is the cause, whatever others report
                 processes[rank].join(_GRACE)
-                when, is_user_error, text = 0.0, False, _how_it_died(processes[rank].exitcode)
+                when, kind, text = 0.0, None, _how_it_died(processes[rank].exitcode)
             if text is not None:
-                failures.append((when, rank, is_user_error, text))
+                failures.append((when, rank, kind, text))
                 deadline = deadline or time.time() + _GRACE
     if failures:
-        _, rank, is_user_error, text = min(failures)
-        if is_user_error:
-            raise UserError(text)
+        _, rank, kind, text = min(failures)
+        if kind:
+            raise kind(text)
         print(f"\nrank {rank} failed; the run has been ended.\n{text}", file=sys.stderr)  # noqa: T201
         raise SystemExit(1)
     for process in processes:

@@ -31,7 +31,8 @@ class EpochResult:
 
     training_time is in seconds, without evaluation. tokens_per_sec counts every position of this
     rank's batches, padding included, as the course does; real_tokens_per_sec only the tokens.
-    Losses are nats per target token, over all ranks; bleu is of the whole test split.
+    Losses are nats per target token, over all ranks; bleu is of the whole test split. The skipped
+    steps changed nothing, and training_loss leaves them out.
     """
 
     training_loss: float
@@ -40,6 +41,7 @@ class EpochResult:
     training_time: float
     tokens_per_sec: float
     real_tokens_per_sec: float
+    skipped_steps: int = 0
 
 
 def clear_results(workdir: Path) -> None:

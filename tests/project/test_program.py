@@ -99,7 +99,7 @@ def test_it_writes_its_options_with_what_it_chose_itself(trained: Run) -> None:
 def test_results_have_the_keys_that_figures_are_drawn_from(trained: Run) -> None:
     keys = {
         "training_loss", "validation_loss", "bleu", "training_time", "tokens_per_sec",
-        "real_tokens_per_sec",
+        "real_tokens_per_sec", "skipped_steps",
     }  # fmt: skip
     for rank in range(2):
         for epoch in range(2):

@@ -188,7 +188,7 @@ def test_it_leaves_exactly_the_files_of_this_run(reference: Path) -> None:
     ]  # fmt: skip
     keys = {
         "training_loss", "validation_loss", "bleu", "training_time", "tokens_per_sec",
-        "real_tokens_per_sec",
+        "real_tokens_per_sec", "skipped_steps",
     }  # fmt: skip
     for epoch in range(2):
         result = read(reference, f"eval_results_epoch{epoch}.json")

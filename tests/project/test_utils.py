@@ -23,6 +23,7 @@ from project.utils import (
 )
 from training.data import Encoded, Step, to_batch
 from training.model import build_model, gpt2_config
+from training.optimization import Optimizers, Recipe
 
 PAIRS = [
     {"de": "Der Hund schläft.", "en": "The dog sleeps."},
@@ -184,7 +185,7 @@ def test_an_epoch_averages_after_backward_and_counts() -> None:
         assert model.weight.grad is not None
         model.weight.grad *= 10
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    optimizer = Optimizers([torch.optim.SGD(model.parameters(), lr=1)], Recipe(1.0, 2))
     totals = train(model.eval(), optimizer, steps, backward, "", 1, average)
     assert order == ["backward True True", "average"] * 2
     assert model.weight.item() == -(1 * 10 + 2 * 10)

@@ -101,7 +101,7 @@ def test_the_killed_rank_is_named_even_where_others_report_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first, second = multiprocessing.Pipe(), multiprocessing.Pipe()
-    first[1].send((1.0, False, "the connection was lost"))
+    first[1].send((1.0, None, "the connection was lost"))
     second[1].close()
     dead = SimpleNamespace(exitcode=-signal.SIGKILL, join=lambda _: None)
     with pytest.raises(SystemExit):
@@ -114,7 +114,7 @@ def test_the_killed_rank_is_named_even_where_others_report_first(
 def test_of_two_reports_the_earlier_is_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
     pipes = [multiprocessing.Pipe(), multiprocessing.Pipe()]
     for (_, rank), when, text in zip(pipes, (2.0, 1.0), ("consequence", "cause"), strict=True):
-        rank.send((when, False, text))
+        rank.send((when, None, text))
     with pytest.raises(SystemExit):
         launcher._watch([None, None], [ours for ours, _ in pipes])
     assert capsys.readouterr().err == "\nrank 1 failed; the run has been ended.\ncause\n"

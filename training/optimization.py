@@ -1,0 +1,210 @@
+"""From gradients to new weights, the same under every strategy: check, clip, schedule, step.
+
+Problem. Backward leaves the gradient of one model in pieces: a copy on each rank, a shard, a part
+on each stage. What follows must act as one optimizer does: clip by the norm of the *whole*
+gradient, use one learning rate, and where something is not finite, leave the step out on all ranks
+or end the run on all. A rank that decided alone would drift away from the others, or let them wait.
+
+Idea. Every process puts what it knows into one sum over all: the square of the norm of its part
+of the gradient, each element being counted by one process, and, in a place of its own, its loss.
+All get the same bits of the sum, so all come to the same conclusion. An element that is infinite
+or NaN makes the norm so: the check needs nothing that clipping does not.
+
+The learning rate of a step is a function of its number alone. A step that is left out has a number
+too, so data and schedule stay together, and a run that goes on needs to know but the number.
+
+Cost: one pass over the gradient (a W-th of it where each of W ranks has all of it), 8 * (W + 1)
+bytes summed over the ranks; if it is clipped, another pass. docs/log.md has what that is of a step.
+
+Papers: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013 (clipping);
+Goyal et al., "Accurate, large minibatch SGD", 2017 (warm-up); Loshchilov and Hutter, "SGDR", 2017
+(cosine).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from training.launch import RunError, World
+
+LR_SCHEDULERS = ("constant", "linear", "cosine")
+ON_NAN = ("stop", "skip")
+MOST_IN_A_ROW = 20  # steps left out: the weights being the same, it is they that are bad
+
+Run = Callable[[Callable[[int], Any]], list[Any]]
+"""Calls a function with the number of each optimizer, where it belongs; returns the results."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the options say about an update of the weights."""
+
+    learning_rate: float  # the highest
+    steps_per_epoch: int
+    n_epochs: int = 1
+    lr_scheduler: str = "constant"
+    warmup_steps: int = 0
+    max_grad_norm: float | None = None
+    on_nan: str = "stop"
+
+    def learning_rate_at(self, step: int) -> float:
+        """Of step 0, 1, ...: up in equal parts to the highest, which the last of the warm-up has;
+        then constant, or down, along a line or half a cosine, to 0 at the step after the last."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        rest = self.n_epochs * self.steps_per_epoch - self.warmup_steps
+        done = min(1.0, (step - self.warmup_steps) / rest) if rest > 0 else 1.0
+        falling = {
+            "constant": 1.0,
+            "linear": 1 - done,
+            "cosine": (1 + math.cos(math.pi * done)) / 2,
+        }
+        return self.learning_rate * falling[self.lr_scheduler]
+
+
+def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The square of the 2-norm of all gradients together, a number on the device of the first.
+    Over parts of a gradient, these add up."""
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return (norm if norm.device.type == "mps" else norm.double()).square()
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """What a gradient of this norm is multiplied by, as in `torch.nn.utils.clip_grad_norm_`."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+class Optimizers:
+    """The optimizers of a process, one or several, and all processes', acting as one.
+
+    Args:
+        optimizers: each parameter of this process is in one of them.
+        world: who this process is; `group` are those whose parts make up the gradient.
+        counted: the parameters whose gradients this process adds to the norm, by default all. A
+            gradient that several processes hold must be counted by one of them.
+        run: where the work of optimizer i is done; by default here, one after the other.
+
+    `steps` is the number of the next step, from 0 over all epochs; `left_out` counts those that
+    changed nothing.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        recipe: Recipe,
+        world: World | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        counted: Collection[nn.Parameter] | None = None,
+        run: Run | None = None,
+    ) -> None:
+        self.optimizers = list(optimizers)
+        self.recipe = recipe
+        self.steps = self.left_out = 0
+        self._in_a_row = 0
+        self._world = world or World()
+        self._group = group
+        self._run = run or (lambda function: [function(i) for i in range(len(self.optimizers))])
+        owned = [[p for g in o.param_groups for p in g["params"]] for o in self.optimizers]
+        mine = None if counted is None else set(counted)
+        self._owned = owned
+        self._counted = [[p for p in ps if mine is None or p in mine] for ps in owned]
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self, loss: Tensor, target_tokens: int) -> str | None:
+        """Updates the weights, or leaves them as they are; all processes call it.
+
+        Args:
+            loss: this process' part of the summed loss.
+            target_tokens: of the global batch. Without any there is no mean to take, and nothing to
+                learn: the step is left out.
+
+        Returns:
+            None, or why the step was left out.
+
+        Raises:
+            RunError: a loss or the gradient is not finite, on all processes alike; the weights are
+                those of the step before.
+        """
+        norm, losses = self._facts(loss)
+        wrong = self._wrong(norm, losses)
+        if wrong and self.recipe.on_nan == "stop":
+            raise RunError(f"{self._where()}: {wrong}; {self._advice()}")
+        reason = wrong or (None if target_tokens else "the batch has no target token")
+        if reason is None:
+            factor = clip_factor(norm, self.recipe.max_grad_norm)
+            rate = self.recipe.learning_rate_at(self.steps)
+            self._run(partial(self._update, rate=rate, factor=factor))
+        else:
+            reason = f"{self._where()}: {reason}; the step was left out"
+        self._in_a_row = self._in_a_row + 1 if wrong else 0
+        if self._in_a_row == MOST_IN_A_ROW:
+            raise RunError(f"{reason}, as were {MOST_IN_A_ROW - 1} before it; {self._advice()}")
+        self.steps += 1
+        self.left_out += reason is not None
+        return reason
+
+    def _facts(self, loss: Tensor) -> tuple[float, list[float]]:
+        """The norm of the gradient, and the loss of each rank: the same on all of them."""
+        device = self._world.device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        facts = torch.zeros(1 + self._world.world_size, dtype=wide, device=device)
+        for square in self._run(lambda i: squared_norm(_gradients(self._counted[i]))):
+            facts[0] += square.to(device)
+        facts[1 + self._world.rank] = loss
+        if self._world.world_size > 1:
+            dist.all_reduce(facts, group=self._group)
+        square, *losses = facts.tolist()
+        return math.sqrt(square), losses
+
+    def _update(self, i: int, rate: float, factor: float) -> None:
+        optimizer = self.optimizers[i]
+        gradients = _gradients(self._owned[i])
+        if factor < 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+
+    def _wrong(self, norm: float, losses: list[float]) -> str | None:
+        """What is not finite, in words."""
+        several = len(losses) > 1
+        for rank, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                return f"the loss{f' of rank {rank}' if several else ''} is {loss}"
+        if not math.isfinite(norm):
+            of = "over all ranks, " if several else ""
+            return f"the norm of the gradient, {of}is {norm}, though the loss is finite"
+        return None
+
+    def _where(self) -> str:
+        epoch, step = divmod(self.steps, self.recipe.steps_per_epoch)
+        return f"epoch {epoch}, step {step + 1} of {self.recipe.steps_per_epoch}"
+
+    def _advice(self) -> str:
+        """What a person may try."""
+        recipe = self.recipe
+        tries = [f"--learning_rate {recipe.learning_rate / 2:g}"]
+        if not recipe.warmup_steps:
+            tries.append("--warmup_steps 100")
+        if recipe.max_grad_norm is None:
+            tries.append("--max_grad_norm 1")
+        if recipe.on_nan == "stop":
+            tries.append("--on_nan skip, which leaves such steps out")
+        return f"try {', '.join(tries[:-1])}{' or ' if len(tries) > 1 else ''}{tries[-1]}"
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
