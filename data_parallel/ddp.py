@@ -78,7 +78,7 @@ class DistributedDataParallel(nn.Module):
         for tensors, flat in self._of_first_rank():
             parts = flat.split([t.numel() for t in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+                tensor.detach().copy_(part.view_as(tensor))
 
     def average_gradients(self) -> None:
         """Waits until every p.grad is the mean over the ranks; call it after each backward that
@@ -113,7 +113,6 @@ class DistributedDataParallel(nn.Module):
         """Parameters and buffers, a shared one under its first name only."""
         return [*self.module.named_parameters(), *self.module.named_buffers()]
 
-    @torch.no_grad()
     def _of_first_rank(self) -> Iterator[tuple[list[Tensor], Tensor]]:
         """Groups of tensors, and rank 0's values of each, one behind the other: a broadcast per
         group of bucket_bytes, since one per tensor would pay the latency for every bias."""

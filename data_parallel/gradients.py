@@ -288,8 +288,8 @@ class GradientBuckets:
 
 
 def group_parameters(parameters: list[TensorT], bucket_bytes: int) -> list[list[TensorT]]:
-    """Cuts the parameters, or other tensors, in their order, into groups of one type and device and of at most
-    bucket_bytes each, unless a single parameter is larger. Groups come in the order in which
+    """Cuts the parameters, or other tensors, in their order, into groups of one type and device and
+    of at most bucket_bytes each, unless a single one is larger. Groups come in the order in which
     they are full."""
     done: list[list[TensorT]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[TensorT]] = {}

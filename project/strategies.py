@@ -2,8 +2,8 @@
 
 A strategy holds a model, or its part of one, with an optimizer for what it holds. It is given its
 part of each global batch, in micro-batches, leaves the gradients of the mean loss of the *global*
-batch in its parameters, and can hand the whole weights to rank 0. What a step is made of (forget,
-backward, update) is the same for all.
+batch in its parameters, and can hand the whole weights to rank 0. How the weights are then updated
+is the same for all: training/optimization.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from data_parallel.ddp import DistributedDataParallel
 from project.tasks import Step, Task, materialize
 from training.launch import World
+from training.memory import state_bytes
 
 Recorder = Callable[[str, int, int, float, float], None]
 
@@ -45,21 +46,15 @@ class Strategy(ABC):
         part, parts: which part of each global batch this rank is given.
         num_microbatches: into how many it is cut; None: as suits the device.
         optimizers: of the parameters that this rank holds; each is in one of them.
+        counted: the parameters whose gradients this rank adds to the norm of the whole gradient,
+            each of which one rank must add; None: all of its own.
     """
 
     part = 0
     parts = 1
     num_microbatches: int | None = None
     optimizers: list[torch.optim.Optimizer]
-
-    def train_step(self, step: Step) -> Tensor:
-        """An update of the weights; returns this rank's part of the summed loss."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        loss = self.backward(step)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return loss
+    counted: list[nn.Parameter] | None = None
 
     @abstractmethod
     def backward(self, step: Step) -> Tensor:
@@ -83,7 +78,7 @@ class Strategy(ABC):
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state that this rank holds."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most have nothing to end)
         """Ends what was started for it."""
 
 
@@ -145,7 +140,7 @@ class Single(Strategy):
 
     def state_bytes(self) -> int:
         """See `Strategy`."""
-        return bytes_of(self.model.parameters(), self.optimizers)
+        return state_bytes(self.model.parameters(), self.optimizers)
 
 
 class Ddp(Single):
@@ -154,6 +149,8 @@ class Ddp(Single):
     def __init__(self, task: Task, world: World, plan: Plan) -> None:
         super().__init__(task, world, plan)
         self.part, self.parts = world.rank, world.world_size
+        # Every rank has the whole gradient by then: each counts a part of it.
+        self.counted = list(self.model.parameters())[world.rank :: world.world_size]
         self.ddp = self.net = DistributedDataParallel(self.net)
 
     def backward(self, step: Step) -> Tensor:
@@ -175,19 +172,6 @@ class Ddp(Single):
     def close(self) -> None:
         """See `Strategy`."""
         self.ddp.close()
-
-
-def bytes_of(
-    parameters: Iterable[nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
-) -> int:
-    """Of the parameters, their gradients, and what the optimizers keep of them."""
-    total = 0
-    for p in parameters:
-        total += p.nbytes + (0 if p.grad is None else p.grad.nbytes)
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            total += sum(v.nbytes for v in state.values() if isinstance(v, Tensor))
-    return total
 
 
 STRATEGIES: dict[str, Callable[[Task, World, Plan], Strategy]] = {"single": Single, "ddp": Ddp}

@@ -48,6 +48,8 @@ class Task(Protocol):
     computes; 0 of 1 is the whole batch."""
 
     unit: str  # what an example is called, in the plural
+    answers: str  # what is right or wrong: the classes of pictures, or the tokens of sentences
+    dtype: torch.dtype  # of weights and of inputs that are numbers
     steps_per_epoch: int
 
     def skeleton(self) -> nn.Module:
@@ -82,7 +84,7 @@ class Task(Protocol):
 
 def materialize(task: Task, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The whole model with its initial weights."""
-    model = task.skeleton().to(dtype).to_empty(device=device)
+    model: Any = task.skeleton().to(dtype).to_empty(device=device)
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # to_empty has given each use of a tied parameter memory of its own
     for name, p in model.named_parameters():
@@ -118,7 +120,7 @@ class _Scored:
 class PictureTask(_Scored):
     """VGG16 that tells the classes of pictures apart."""
 
-    unit = "pictures"
+    unit = answers = "pictures"
 
     def __init__(self, args: argparse.Namespace, world: World, sets: PictureSets) -> None:
         self.args, self.sets, self.device = args, sets, world.device
@@ -180,7 +182,7 @@ class PictureTask(_Scored):
 class TextTask(_Scored):
     """GPT-2 that learns to translate."""
 
-    unit = "sentences"
+    unit, answers = "sentences", "tokens"
 
     def __init__(self, args: argparse.Namespace, world: World, texts: Texts) -> None:
         self.args, self.texts, self.device = args, texts, world.device

@@ -79,30 +79,20 @@ def _render(labels: Array, randoms: Array, noise: Array) -> Array:
     foreground = np.zeros((len(labels), SIZE, SIZE), bool)
     for label, (name, inside) in enumerate({**SHAPES, **TEXTURES}.items()):
         at = labels == label
-        dx, dy = across - 0.8 * (x[at] - 0.5), down - 0.8 * (y[at] - 0.5)
-        if name in SHAPES:
-            angle, unit = 2 * np.pi * turn[at], 0.35 + 0.3 * scale[at]
-        else:  # turned less: rows are not columns
-            angle, unit = 0.5 * (turn[at] - 0.5), 0.13 + 0.15 * scale[at]
+        dx, dy = across - 0.6 * (x[at] - 0.5), down - 0.6 * (y[at] - 0.5)
+        angle = 0.6 * (turn[at] - 0.5)
+        unit = 0.5 + 0.2 * scale[at] if name in SHAPES else 0.17 + 0.12 * scale[at]
         u = (dx * np.cos(angle) + dy * np.sin(angle)) / unit
         v = (dy * np.cos(angle) - dx * np.sin(angle)) / unit
         foreground[at] = inside(u, v)
 
     colours = np.stack([next(r) for _ in range(6)], 1).reshape(len(labels), 2, 3, 1, 1)
-    below, above = colours[:, 0], colours[:, 1]
-    above = _apart(below, above)
+    below, above = 0.5 * colours[:, 0], 0.5 + 0.5 * colours[:, 1]
     picture = np.where(foreground[:, None], above, below)
     light = (next(r) - 0.5) * across + (next(r) - 0.5) * down
-    picture = picture + 0.5 * light[:, None]
+    picture = picture + 0.3 * light[:, None]
     spot = (across - 2 * next(r) + 1) ** 2 + (down - 2 * next(r) + 1) ** 2 < 0.05 * next(r)
     colour = np.stack([next(r) for _ in range(3)], 1)
     picture = np.where(spot[:, None], colour, picture)
     picture = picture + 0.12 * next(r)[:, None] * noise
     return np.clip(picture * 255, 0, 255).astype(np.uint8)
-
-
-def _apart(below: Array, above: Array) -> Array:
-    """`above`, moved away from `below` where the two colours could hardly be told apart."""
-    gap = above - below
-    far = np.sqrt((gap**2).sum(1, keepdims=True))
-    return below + gap * np.maximum(1, 0.5 / np.maximum(far, 1e-3))

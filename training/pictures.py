@@ -21,7 +21,7 @@ import io
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -109,8 +109,9 @@ def _cifar10(path: Path) -> PictureSets:
                 )
                 return PictureSets(train, test, CIFAR10_CLASSES)
     raise UserError(
-        f"--dataset {path}: CIFAR-10's files are not there; its Python version has {_TEST_FILES[0]} "
-        f"and {_TRAIN_FILES[0]} to 5, its binary one {_TEST_FILES[0]}.bin and so on; {NO_NETWORK}"
+        f"--dataset {path}: CIFAR-10's files are not there; its Python version has "
+        f"{_TEST_FILES[0]} and {_TRAIN_FILES[0]} to 5, its binary one {_TEST_FILES[0]}.bin and so "
+        f"on; {NO_NETWORK}"
     )
 
 
@@ -175,7 +176,7 @@ def _latin1(text: str, encoding: str) -> bytes:
 class _ArrayUnpickler(pickle.Unpickler):
     """Reads numbers, bytes, text, lists, dictionaries and numpy arrays, and knows no other name."""
 
-    KNOWN = {
+    KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
         **{
             (f"numpy.{core}.multiarray", "_reconstruct"): np.array(0).__reduce__()[0]
             for core in ("core", "_core")
