@@ -23,7 +23,7 @@ from project.session import CPU_POSITIONS, EVAL_BATCH, shared_tokenizer
 from project.utils import evaluate_bleu, generate
 from training.data import Encoded, GlobalBatches, RankLoader, encode, to_batch
 from training.launch import World
-from training.model import gpt2_config, initialize_parameter, round_vocab
+from training.model import gpt2_config, initializer, round_vocab
 from training.pictures import Pictures, PictureSets, to_inputs
 from training.text import SPLITS, Texts
 from training.vgg import initialize_vgg_parameter, picture_loss, vgg16, vgg_layers
@@ -197,6 +197,7 @@ class TextTask(_Scored):
             args.model, args.vocab_size or round_vocab(len(self.tokenizer)), args.model_max_length,
             dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
         )  # fmt: skip
+        self.fill = initializer(self.config, args.seed)
         self.batches = GlobalBatches(len(self.examples["train"]), args.batch_size, args.seed)
         self.steps_per_epoch = len(self.batches)
         self.length = args.model_max_length if args.padding == "max_length" else None
@@ -210,7 +211,7 @@ class TextTask(_Scored):
 
     def initialize(self, name: str, p: Tensor) -> None:
         """See `Task`."""
-        initialize_parameter(name, p, self.args.seed, self.config.n_layer)
+        self.fill(name, p)
 
     def steps(
         self, epoch: int, part: int, parts: int, num_microbatches: int | None

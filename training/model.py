@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,26 +97,29 @@ def build_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
 
 
 def initialize(model: Any, seed: int) -> None:
-    """Sets every parameter from the seed and its name, see `initialize_parameter`."""
+    """Sets every parameter from the seed and its name, see `initializer`."""
+    fill = initializer(model.config, seed)
     for name, p in model.named_parameters():
-        initialize_parameter(name, p, seed, model.config.n_layer)
+        fill(name, p)
 
 
-@torch.no_grad()
-def initialize_parameter(name: str, p: Tensor, seed: int, n_layer: int) -> None:
-    """Sets one parameter, on whatever rank it is needed, as GPT-2 does: biases 0, norms 1, matrices
-    normal with deviation 0.02, those that add to the residual stream less by sqrt(2 * n_layer).
+def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
+    """Fills a parameter of that name, as GPT-2 does: biases 0, norms 1, matrices normal with
+    deviation 0.02, those that add to the residual stream less by sqrt(2 * n_layer)."""
+    layers = config.n_layer
 
-    Args:
-        name: its name in the whole model.
-    """
-    if name.endswith("bias"):
-        p.zero_()
-    elif ".ln_" in name:
-        p.fill_(1)
-    else:
-        std = 0.02 / math.sqrt(2 * n_layer) if name.endswith("c_proj.weight") else 0.02
-        p.copy_(torch.empty(p.shape).normal_(0, std, generator=generator_for(seed, name)))
+    @torch.no_grad()
+    def fill(name: str, p: Tensor) -> None:
+        if name.endswith("bias"):
+            p.zero_()
+        elif ".ln_" in name:
+            p.fill_(1)
+        else:
+            generator = generator_for(seed, name)
+            std = 0.02 / math.sqrt(2 * layers) if name.endswith("c_proj.weight") else 0.02
+            p.copy_(torch.empty(p.shape).normal_(0, std, generator=generator))
+
+    return fill
 
 
 def check_pretrained(name: str, max_length: int) -> None:
