@@ -31,6 +31,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ from data_parallel.shared_memory import SharedBuffers, aligned
 Recorder = Callable[[str, int, int, float, float], None]
 """Called with (kind, bucket, -1, start, end); seconds of perf_counter."""
 
+TensorT = TypeVar("TensorT", bound=Tensor)
 GRADIENT_SYNCS = ("per_parameter", "flat", "overlap")
 
 
@@ -304,12 +306,12 @@ class GradientBuckets:
             self.recorder(kind, i, -1, start, time.perf_counter())
 
 
-def group_parameters(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Cuts the parameters, in their order, into groups of one type and device and of at most
-    bucket_bytes each, unless a single parameter is larger. Groups come in the order in which
+def group_parameters(parameters: list[TensorT], bucket_bytes: int) -> list[list[TensorT]]:
+    """Cuts the parameters, or other tensors, in their order, into groups of one type and device and
+    of at most bucket_bytes each, unless a single one is larger. Groups come in the order in which
     they are full."""
-    done: list[list[nn.Parameter]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    done: list[list[TensorT]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[TensorT]] = {}
     for p in parameters:
         group = filling.setdefault((p.dtype, p.device), [])
         if group and sum(q.nbytes for q in group) + p.nbytes > bucket_bytes:

@@ -300,16 +300,7 @@ def open_session(
     and the others read the tokenizer there, so that all have the same: that of the checkpoint
     `saved`, if there is one to go on from."""
     name = model_name(args, world.device)
-    if world.is_main:
-        clean(args.workdir / CHECKPOINTS)
-        if saved is None:
-            _make_tokenizer(args, name, texts.splits["train"])
-        else:
-            for file in FILES:
-                (args.workdir / file).write_bytes(saved.read(file))
-    if dist.is_initialized():
-        dist.barrier()
-    tokenizer = load_tokenizer(args.workdir)
+    tokenizer = shared_tokenizer(args, name, texts, world, saved)
     vocab_size = args.vocab_size or round_vocab(len(tokenizer))
     if name in PRESETS:
         config = gpt2_config(
@@ -331,6 +322,27 @@ def open_session(
             "target is left to learn; --model_max_length 128 works"
         )
     return Session(args, world, texts, tokenizer, model, examples, saved=saved)
+
+
+def shared_tokenizer(
+    args: argparse.Namespace,
+    name: str,
+    texts: Texts,
+    world: World,
+    saved: Checkpoint | None = None,
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of model `name`, or that of a checkpoint: rank 0 writes it to the workdir, and
+    all read it there."""
+    if world.is_main:
+        clean(args.workdir / CHECKPOINTS)
+        if saved is None:
+            _make_tokenizer(args, name, texts.splits["train"])
+        else:
+            for file in FILES:
+                (args.workdir / file).write_bytes(saved.read(file))
+    if dist.is_initialized():
+        dist.barrier()
+    return load_tokenizer(args.workdir)
 
 
 def _make_tokenizer(args: argparse.Namespace, name: str, pairs: Sequence[dict[str, str]]) -> None:

@@ -115,7 +115,7 @@ def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
         elif ".ln_" in name:
             p.fill_(1)
         else:
-            generator = _generator(seed, name)
+            generator = generator_for(seed, name)
             std = 0.02 / math.sqrt(2 * layers) if name.endswith("c_proj.weight") else 0.02
             p.copy_(torch.empty(p.shape).normal_(0, std, generator=generator))
 
@@ -147,7 +147,7 @@ def _no_weights(name: str, reason: object) -> UserError:
     )
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
+def generator_for(seed: int, name: str) -> torch.Generator:
     """The source of a parameter's initial weights."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
@@ -178,7 +178,7 @@ def load_pretrained(name: str, vocab_size: int, dropout: float, seed: int) -> GP
     if known < vocab_size:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
         new = model.transformer.wte.weight.data[known:]
-        new.normal_(0, 0.02, generator=_generator(seed, "transformer.wte.weight"))
+        new.normal_(0, 0.02, generator=generator_for(seed, "transformer.wte.weight"))
     return model
 
 
