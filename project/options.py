@@ -264,5 +264,6 @@ def run_program(main: Callable[[], None]) -> None:
     try:
         main()
     except (UserError, RunError) as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        # In one piece: torchrun's ranks all say it, and print() would write the line's end apart.
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {error}\n")
         raise SystemExit(2 if isinstance(error, UserError) else 1) from None

@@ -6,6 +6,7 @@ handed to them as functions (how a step's gradients are computed, how they are a
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,9 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from training.data import Batch, Step, encode, eos, load_tokenizer, to_batch, train_tokenizer
 from training.optimization import Optimizers
+
+# A lock of threads; by default tqdm takes one of processes, which a rank that fails leaves behind.
+tqdm.set_lock(threading.RLock())
 
 
 def get_tokenizer(
