@@ -192,7 +192,7 @@ class Optimizers:
         """What is not finite, in words."""
         bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
-            others = f" (and of {len(bad) - 1} more)" if len(bad) > 1 else ""
+            others = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             rank = f" of rank {bad[0]}{others}" if len(losses) > 1 else ""
             return f"the loss{rank} is {losses[bad[0]]}"
         if not math.isfinite(norm):

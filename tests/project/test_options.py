@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from project.options import check_model, launch_settings
+from project.options import check_model, check_warmup, launch_settings
 from project.run_data_parallel import parse
+from project.session import read_texts
 from training.launch import Settings, UserError
 from training.model import build_model, gpt2_config
 
@@ -151,6 +152,33 @@ def test_what_is_not_given() -> None:
         "accumulation_steps": None, "cores_per_rank": None, "master_port": None, "pytest": False,
         "timeline": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "steps", "works"),
+    [
+        ("--n_epochs 2 --warmup_steps 10", 10, 1),  # 33 pairs in batches of 8: 5 steps an epoch
+        ("--n_epochs 1 --warmup_steps 100", 5, 0),
+        ("--n_epochs 8 --warmup_steps 40", 40, 4),
+    ],
+)
+def test_a_warm_up_that_does_not_end(line: str, steps: int, works: int) -> None:
+    args = parse([*line.split(), "--batch_size", "8"])
+    with pytest.raises(UserError) as error:
+        check_warmup(args, 33)
+    assert str(error.value) == (
+        f"--warmup_steps {args.warmup_steps}: the run has {steps} steps, and the warm-up must end "
+        f"before the last; --warmup_steps {works} works"
+    )
+    for good in (works, steps - 1):
+        args.warmup_steps = good
+        check_warmup(args, 33)
+
+
+def test_the_warm_up_is_checked_with_the_texts() -> None:
+    args = parse(["--n_train", "33", "--n_epochs", "1", "--batch_size", "8", "--warmup_steps", "5"])
+    with pytest.raises(UserError, match=r"^--warmup_steps 5: the run has 5 steps"):
+        read_texts(args, 2)
 
 
 def test_values_are_what_is_meant() -> None:

@@ -17,7 +17,7 @@ from pipeline.schedule import SCHEDULES
 from project.run_pipeline import choose_devices, parse, run_pp
 from tests.project.conftest import ROOT, run
 from training.breakdown import bubble, in_step
-from training.launch import UserError
+from training.launch import RunError, UserError
 from training.timeline import by_worker, read_timelines
 
 PROGRAM = str(ROOT / "project" / "run_pipeline.py")
@@ -289,6 +289,29 @@ def test_bf16(train: Trainer, reference: Path) -> None:
     found = losses(train("--dropout=0", PIPELINE, "--precision=bf16"))
     assert found == pytest.approx(losses(reference), rel=1e-2)
     assert found != losses(reference)
+
+
+@pytest.mark.parametrize("pipeline", ["whole", "blocks"])
+def test_a_loss_that_is_not_a_number_ends_the_run(train: Trainer, pipeline: str) -> None:
+    """The first step is finite, and moves every weight by 1e30."""
+    with pytest.raises(RunError, match=r"^epoch 0, step 2 of 5: the loss is nan; try "):
+        train(PIPELINE, "--learning_rate=1e30", f"--pipeline={pipeline}")
+
+
+def test_or_its_steps_are_left_out_and_counted(
+    train: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = train(PIPELINE, "--learning_rate=1e30", "--on_nan=skip", "--dropout=0")
+    results = [read(workdir, f"eval_results_epoch{epoch}.json") for epoch in range(2)]
+    assert [result["skipped_steps"] for result in results] == [4, 5]
+    assert results[0]["training_loss"] == pytest.approx(math.log(320), abs=0.5)  # of the first step
+    assert math.isnan(results[1]["training_loss"])
+    said = [line for line in capsys.readouterr().out.split("\n") if "left out" in line][:-1]
+    assert said == [
+        f"epoch {epoch}, step {step} of 5: the loss is nan; the step was left out"
+        for epoch, first in ((0, 2), (1, 1))
+        for step in range(first, 6)
+    ]
 
 
 @pytest.mark.parametrize("pipeline", ["whole", "blocks"])
