@@ -19,7 +19,7 @@ import argparse
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -265,6 +265,7 @@ def share_out(totals: Sequence[Mapping[str, Any]], rank: int, world_size: int) -
     return EpochTotals(**{**parts, **same})
 
 
+@cache
 def versions() -> dict[str, str]:
     """Of what wrote a checkpoint."""
     libraries = ("torch", "transformers", "tokenizers", "safetensors")
