@@ -35,6 +35,7 @@ class Plan:
     dtype: torch.dtype = torch.float32
     num_microbatches: int | None = None
     schedule: str = "1f1b"
+    balance: str = "auto"
     zero: int = 3
     record: Recorder | None = None
 
@@ -63,8 +64,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def outputs(self, x: Any) -> Tensor | None:
-        """The model's outputs for `x`, which is this rank's part of a batch; None on ranks that do
-        not get to see them."""
+        """The model's outputs for `x`, which is this rank's part of a batch, or None where it has
+        none; None on ranks that do not get to see them."""
 
     @abstractmethod
     def whole_weights(self) -> dict[str, Tensor]:
@@ -126,6 +127,8 @@ class Single(Strategy):
     @torch.no_grad()
     def outputs(self, x: Any) -> Tensor | None:
         """See `Strategy`."""
+        if x is None:
+            return None
         self.net.eval()
         with self.plan.autocast():
             output = self.net(x)
@@ -174,4 +177,3 @@ class Ddp(Single):
         self.ddp.close()
 
 
-STRATEGIES: dict[str, Callable[[Task, World, Plan], Strategy]] = {"single": Single, "ddp": Ddp}
