@@ -232,16 +232,28 @@ class FullyShardedDataParallel(ShardedState):
             self.backward(loss, last=i == most - 1)
         return torch.stack([loss.to(losses[-1].dtype) for loss in losses]).sum()
 
+    def expose_gradients(self) -> None:
+        """Makes the gradients of the shards their ``grad``, to be looked at or scaled before
+        `optimizer_step`, which does so too. All ranks must call it."""
+        self._gradients.settle()
+        for u in self._trained:
+            u.shard.grad = u.gradient if u.has_gradient else None
+
+    def zero_grad(self) -> None:
+        """Forgets gradients that no `optimizer_step` has used. All ranks must call it."""
+        self._gradients.settle()
+        self._gradients.clear()
+        self._microbatch = 0
+        self.expose_gradients()
+
     def optimizer_step(self) -> None:
         """Updates this rank's shards; gradients are then spent. Nobody's backward may be missing.
 
         Without a backward since the last step it changes nothing.
         """
-        self._gradients.settle()
+        self.expose_gradients()
         self.exchange.before_update()
         with self._record("optimizer", -1):
-            for u in self._trained:
-                u.shard.grad = u.gradient if u.has_gradient else None
             self.optimizer.step()
         self._gradients.clear()
         self._parameters.outdate()

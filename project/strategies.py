@@ -1,85 +1,32 @@
-"""Every strategy in one form, so that the program that trains knows none of them.
+"""The strategies: whole models, shards of one, and stages of one.
 
-A strategy holds a model, or its part of one, with an optimizer for what it holds. It is given its
-part of each global batch, in micro-batches, leaves the gradients of the mean loss of the *global*
-batch in its parameters, and can hand the whole weights to rank 0. How the weights are then updated
-is the same for all: training/optimization.py.
+single     one rank                                   a plain loop
+ddp        the whole model on every rank              data_parallel/ddp.py
+fsdp       a shard of every layer on each rank        data_parallel/fsdp.py
+pipeline   a few layers on each rank                  pipeline/process.py
+model      the same, one rank computing at a time     pipeline/process.py
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.ddp import DistributedDataParallel
+from data_parallel.fsdp import FullyShardedDataParallel
+from pipeline.microbatch import MicroBatches
+from pipeline.process import ProcessPipe
+from project.stages import cut_into_stages, gather_on_main
+from project.strategy import Plan, Strategy
 from project.tasks import Step, Task, materialize
 from training.launch import World
 from training.memory import state_bytes
-
-Recorder = Callable[[str, int, int, float, float], None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the options ask of a strategy."""
-
-    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-    autocast: Callable[[], AbstractContextManager[Any]]
-    dtype: torch.dtype = torch.float32
-    num_microbatches: int | None = None
-    schedule: str = "1f1b"
-    zero: int = 3
-    record: Recorder | None = None
-
-
-class Strategy(ABC):
-    """A way to train a task's model on the ranks of a run. All ranks call the same methods.
-
-    Attributes:
-        part, parts: which part of each global batch this rank is given.
-        num_microbatches: into how many it is cut; None: as suits the device.
-        optimizers: of the parameters that this rank holds; each is in one of them.
-        counted: the parameters whose gradients this rank adds to the norm of the whole gradient,
-            each of which one rank must add; None: all of its own.
-    """
-
-    part = 0
-    parts = 1
-    num_microbatches: int | None = None
-    optimizers: list[torch.optim.Optimizer]
-    counted: list[nn.Parameter] | None = None
-
-    @abstractmethod
-    def backward(self, step: Step) -> Tensor:
-        """Leaves the gradients of the mean loss of the global batch in the parameters that this
-        rank holds; returns this rank's part of the summed loss."""
-
-    @abstractmethod
-    def outputs(self, x: Any) -> Tensor | None:
-        """The model's outputs for `x`, which is this rank's part of a batch; None on ranks that do
-        not get to see them."""
-
-    @abstractmethod
-    def whole_weights(self) -> dict[str, Tensor]:
-        """On rank 0 every parameter by its name in the whole model; on others nothing."""
-
-    def differing(self) -> list[str]:
-        """Names of parameters of which ranks hold copies that have come apart."""
-        return []
-
-    @abstractmethod
-    def state_bytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state that this rank holds."""
-
-    def close(self) -> None:  # noqa: B027 (most have nothing to end)
-        """Ends what was started for it."""
 
 
 class Single(Strategy):
@@ -126,6 +73,8 @@ class Single(Strategy):
     @torch.no_grad()
     def outputs(self, x: Any) -> Tensor | None:
         """See `Strategy`."""
+        if x is None:
+            return None
         self.net.eval()
         with self.plan.autocast():
             output = self.net(x)
@@ -174,4 +123,136 @@ class Ddp(Single):
         self.ddp.close()
 
 
-STRATEGIES: dict[str, Callable[[Task, World, Plan], Strategy]] = {"single": Single, "ddp": Ddp}
+def skeleton_of(task: Task, plan: Plan) -> tuple[nn.Module, list[nn.Module]]:
+    """The model and its layers, shapes without memory."""
+    model = task.skeleton().to(plan.dtype)
+    return model, task.layers(model)
+
+
+class Fsdp(Strategy):
+    """Parameters, gradients and optimizer state in shards, a part of the batch on each rank."""
+
+    def __init__(self, task: Task, world: World, plan: Plan) -> None:
+        self.task, self.world, self.plan = task, world, plan
+        self.part, self.parts = world.rank, world.world_size
+        self.num_microbatches = plan.num_microbatches
+        model, layers = skeleton_of(task, plan)
+        self.layers = nn.Sequential(*layers)
+        self.fsdp = FullyShardedDataParallel(
+            layers, plan.make_optimizer, names={p: name for name, p in model.named_parameters()},
+            init=task.initialize, zero=plan.zero, device=world.device, recorder=plan.record,
+        )  # fmt: skip
+        self.optimizers = [cast(torch.optim.Optimizer, _ShardOptimizer(self.fsdp))]
+
+    def backward(self, step: Step) -> Tensor:
+        """See `Strategy`."""
+        count = max(1, step.count)
+        with self.plan.autocast():
+            loss = self.fsdp.train_step(step.inputs, step.targets, self.task.loss, 1 / count)
+        self.fsdp.expose_gradients()
+        return loss * count
+
+    @torch.no_grad()
+    def outputs(self, x: Any) -> Tensor | None:
+        """See `Strategy`."""
+        self.layers.eval()
+        with self.plan.autocast():
+            output = self.fsdp.forward(x)
+        self.layers.train()
+        return output
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """See `Strategy`."""
+        return {name: p.clone() for name, p in self.fsdp.gather() if p is not None}
+
+    def state_bytes(self) -> int:
+        """See `Strategy`."""
+        return self.fsdp.held_bytes().state
+
+
+class _ShardOptimizer:
+    """The optimizer of the shards, as `Optimizers` knows optimizers."""
+
+    def __init__(self, fsdp: FullyShardedDataParallel) -> None:
+        self.fsdp = fsdp
+        self.zero_grad, self.step = fsdp.zero_grad, fsdp.optimizer_step
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.fsdp.optimizer.param_groups
+
+
+class Pipeline(Strategy):
+    """The layers in stages, one on each rank; micro-batches flow through them."""
+
+    def __init__(self, task: Task, world: World, plan: Plan) -> None:
+        self.task, self.world, self.plan = task, world, plan
+        self.num_microbatches = plan.num_microbatches or 4
+        model, layers = skeleton_of(task, plan)
+        sizes = cut_into_stages(task, world, plan, model, layers)
+        self.pipe = ProcessPipe(
+            nn.Sequential(*layers), sizes, world.device, model=model, initialize=task.initialize,
+            recorder=plan.record,
+        )  # fmt: skip
+        self.optimizers = [plan.make_optimizer(self.pipe.parameters())]
+        self.counted = list(self.pipe.owned_parameters().values())
+
+    def backward(self, step: Step) -> Tensor:
+        """See `Strategy`. All ranks know the loss; the first counts it."""
+        count = max(1, step.count)
+        with self.plan.autocast():
+            loss = self.pipe.train_step(
+                MicroBatches(step.inputs), MicroBatches(step.targets), self.task.loss,
+                self.plan.schedule, scale=1 / count,
+            )  # fmt: skip
+        return loss.detach() * (count if self.world.is_main else 0)
+
+    def outputs(self, x: Any) -> Tensor | None:
+        """See `Strategy`."""
+        with self.plan.autocast():
+            _, output = self.pipe.eval(x)
+        return output
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """See `Strategy`."""
+        return gather_on_main(self.world, self.pipe.owned_parameters())
+
+    def differing(self) -> list[str]:
+        """See `Strategy`: tied parameters have a copy on each stage that uses them."""
+        owned, mine = self.pipe.owned_parameters(), self.pipe.named_parameters()
+        copies = {name: p for name, p in mine.items() if name not in owned}
+        asked: list[Any] = [None] * self.world.world_size
+        dist.all_gather_object(asked, list(copies))
+        tied = {name for names in asked for name in names}
+        originals = gather_on_main(self.world, {n: p for n, p in owned.items() if n in tied})
+        apart = []
+        for rank, names in enumerate(asked):
+            here = copies if rank == self.world.rank else {}
+            found = gather_on_main(self.world, here)
+            apart += [n for n in names if found and not torch.equal(found[n], originals[n])]
+        return apart
+
+    def state_bytes(self) -> int:
+        """See `Strategy`."""
+        return state_bytes(self.pipe.parameters(), self.optimizers)
+
+    def close(self) -> None:
+        """See `Strategy`."""
+        self.pipe.close()
+
+
+class ModelParallel(Pipeline):
+    """The pipeline with one micro-batch: one rank computes at a time."""
+
+    def __init__(self, task: Task, world: World, plan: Plan) -> None:
+        super().__init__(task, world, plan)
+        self.num_microbatches = 1
+
+
+STRATEGIES: dict[str, Callable[[Task, World, Plan], Strategy]] = {
+    "single": Single,
+    "ddp": Ddp,
+    "fsdp": Fsdp,
+    "pipeline": Pipeline,
+    "model": ModelParallel,
+}

@@ -2,6 +2,9 @@
 
     single     one worker
     ddp        the whole model on every worker, a part of each batch on each
+    fsdp       a shard of every layer on each worker, a part of each batch on each
+    pipeline   a few of the layers on each worker, micro-batches flowing through them
+    model      the same with one micro-batch: one worker computes at a time
 
     python project/train.py ddp --num_workers 2 --num_batches 2 --learning_rate 1e-3 \\
         --batch_size 32 --check_weights --check_output
@@ -21,6 +24,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pipeline.schedule import SCHEDULES
 from project.options import (
     PRECISIONS,
     check_model,
@@ -41,7 +45,7 @@ from training.model import PRESETS
 from training.pictures import load_pictures
 from training.vgg import WIDTH
 
-DATA_PARALLEL = ("ddp",)  # of these every worker gets a part of each batch
+DATA_PARALLEL = ("ddp", "fsdp")  # of these every worker gets a part of each batch
 
 
 def read_data(args: argparse.Namespace) -> Data:
@@ -82,8 +86,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     more.add_argument(
         "--num_microbatches", type=count,
-        help="parts into which a worker cuts its share of a batch; by default one, and of "
-        "sentences on a CPU as few as keep like lengths together",
+        help="parts into which a worker cuts its share of a batch; by default 4 in a pipeline, "
+        "otherwise one, and of sentences on a CPU as few as keep like lengths together",
+    )  # fmt: skip
+    more.add_argument(
+        "--schedule", choices=[name for name in SCHEDULES if name != "sequential"],
+        help="of pipeline: the order of forwards and backwards; by default 1f1b",
+    )  # fmt: skip
+    more.add_argument(
+        "--balance",
+        help="of pipeline and model: auto, by default, measures the layers; uniform; or layers per "
+        "worker, as 9,7",
+    )  # fmt: skip
+    more.add_argument(
+        "--zero", type=int, choices=(1, 2, 3),
+        help="of fsdp: 1 shards the optimizer state, 2 gradients too, 3, by default, parameters too",
     )  # fmt: skip
     more.add_argument(
         "--cores_per_worker", type=count, default=1, help="CPU cores to which a worker is bound"
@@ -167,10 +184,30 @@ def _check_workers(args: argparse.Namespace) -> None:
                     f"--{name} {have} --num_workers {args.num_workers}: each worker needs an "
                     f"example; --num_workers {have} or less works"
                 )
+    _check_options_of_strategies(args)
     if args.num_microbatches and args.num_microbatches > args.batch_size:
         raise UserError(
             f"--num_microbatches {args.num_microbatches} --batch_size {args.batch_size}: a "
             f"micro-batch needs an example; --num_microbatches {args.batch_size} or less works"
+        )
+
+
+def _check_options_of_strategies(args: argparse.Namespace) -> None:
+    """Gives them their defaults. Raises UserError where they are of another strategy."""
+    for name, default, strategies in (
+        ("schedule", "1f1b", ("pipeline",)),
+        ("balance", "auto", ("pipeline", "model")),
+        ("zero", 3, ("fsdp",)),
+    ):
+        given = getattr(args, name)
+        if given is not None and args.strategy not in strategies:
+            raise UserError(
+                f"{args.strategy} --{name} {given}: it is an option of {' and '.join(strategies)}"
+            )
+        setattr(args, name, given or default)
+    if args.strategy == "model" and (args.num_microbatches or 1) > 1:
+        raise UserError(
+            f"model --num_microbatches {args.num_microbatches}: with more than one it is pipeline"
         )
 
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from project.check import PlainRuns, Verdict, compare
-from project.strategies import STRATEGIES, Plan, Strategy
+from project.strategies import STRATEGIES
+from project.strategy import Plan, Strategy
 from project.tasks import VGG, Data, Step, Task, make_task
 from project.utils import autocast, sum_over_ranks
 from training.launch import RunError, World
@@ -101,6 +102,9 @@ def run_worker(world: World, args: argparse.Namespace, data: Data) -> None:
         autocast=partial(autocast, world.device, args.precision),
         dtype=task.dtype,
         num_microbatches=args.num_microbatches,
+        schedule=args.schedule,
+        balance=args.balance,
+        zero=args.zero,
     )
     torch.manual_seed(args.seed * 100_003 + world.rank)  # dropout differs between the ranks
     strategy = STRATEGIES[args.strategy](task, world, plan)
@@ -186,6 +190,9 @@ def evaluate(world: World, task: Task, strategy: Strategy) -> tuple[float, float
     """Mean loss and share of right answers over the test data."""
     totals = torch.zeros(3, dtype=torch.float64)
     batches = task.test_batches(strategy.part, strategy.parts)
+    most = torch.tensor(len(batches), device=world.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)  # where a rank has none left, it still takes part
+    batches += [(None, None)] * (int(most) - len(batches))
     bar = tqdm(batches, "Testing", disable=None if world.is_main else True, leave=False)
     for x, target in bar:
         output = strategy.outputs(x)
@@ -216,7 +223,7 @@ def summarize(
         "strategy": args.strategy,
         "num_workers": world.world_size,
         "model": args.model,
-        "schedule": None,
+        "schedule": args.schedule if args.strategy == "pipeline" else None,
         "num_microbatches": strategy.num_microbatches,
         "batch_size": args.batch_size,
         "step_seconds": log.seconds,

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from project.train import parse, read_data
 from project.worker import run_worker
 from tests.project.conftest import ROOT, Run, run
 from tests.ranks import Ranks
-from training.launch import RunError, UserError, World
+from training.launch import RunError, World
 
 PROGRAM = str(ROOT / "project" / "train.py")
 TINY = (
