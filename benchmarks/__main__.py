@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-NAMES = ("data_parallel", "generation", "epoch", "pipeline", "pipeline_program")
+NAMES = ("data_parallel", "fsdp", "generation", "epoch", "pipeline", "pipeline_program")
 
 
 def main() -> None:
