@@ -58,7 +58,7 @@ def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 class _Contestant:
     """A model of its own, trained in its own way."""
 
-    def __init__(self, name: str, rank: int) -> None:
+    def __init__(self, rank: int) -> None:
         self.batches = _batches(rank)
         self.taken = 0
         self.loss = torch.zeros(())
@@ -82,7 +82,7 @@ class _Contestant:
 
 class _Ours(_Contestant):
     def __init__(self, name: str, rank: int) -> None:
-        super().__init__(name, rank)
+        super().__init__(rank)
         with torch.device("meta"):
             model = GPT2LMHeadModel(_config())
         self.fsdp = FullyShardedDataParallel(
@@ -90,7 +90,7 @@ class _Ours(_Contestant):
             _optimizer,
             names={p: name for name, p in model.named_parameters()},
             init=initializer(_config(), seed=0),
-            zero=int(name.split()[1]),
+            zero=int(name[len("zero ")]),
             share_memory="gloo" not in name,
         )
 
@@ -108,7 +108,7 @@ class _Torch(_Contestant):
     """Whole replicas with averaged gradients, or FSDP2: the same loop."""
 
     def __init__(self, name: str, rank: int) -> None:
-        super().__init__(name, rank)
+        super().__init__(rank)
         model = build_model(_config(), seed=0)
         self.average: Callable[[], None] = lambda: None
         self.model: nn.Module = nn.Sequential(*gpt2_layers(model))
@@ -139,3 +139,90 @@ def _local_bytes(tensor: Tensor) -> int:
     """FSDP2's tensors know how large the whole is, and hold a part."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.nbytes
+
+
+OURS = ("zero 1", "zero 2", "zero 3", "zero 3, gloo")
+NAMES = (*OURS, "DDP buckets", "FSDP2")
+
+
+def _contestant(name: str, rank: int) -> _Contestant:
+    return (_Ours if name in OURS else _Torch)(name, rank)
+
+
+def _speed(world: World, out: Path) -> None:
+    contestants = {name: _contestant(name, world.rank) for name in NAMES}
+
+    def turn(name: str) -> None:
+        contestants[name].steps()
+        dist.barrier()
+
+    seconds = alternate({name: lambda name=name: turn(name) for name in NAMES}, ROUNDS)  # type: ignore[misc]
+    losses = {}
+    for name in NAMES:
+        loss = contestants[name].loss.clone()
+        dist.all_reduce(loss)
+        losses[name] = loss.item()
+    agree(losses)
+    if world.is_main:
+        torch.save(seconds, out)
+
+
+def _memory(world: World, name: str, out: Path) -> None:
+    """Bytes held between steps; the peak of the process' memory beyond what it had before."""
+    before = psutil.Process().memory_info().rss
+    contestant = _contestant(name, world.rank)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    for _ in range(MEMORY_STEPS):
+        contestant.steps()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak = int(status["VmHWM"].split()[0]) * 1024
+    both = torch.tensor([float(contestant.state_bytes()), float(peak - before)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    if world.is_main:
+        torch.save(both, out)
+
+
+def _layer_bytes() -> int:
+    """Of the largest layer: a block, or the tied embedding."""
+    with torch.device("meta"):
+        layers = gpt2_layers(GPT2LMHeadModel(_config()))
+    return max(sum(p.nbytes for p in layer.parameters()) for layer in layers)
+
+
+def run() -> list[Row]:
+    """Times and weighs all contestants and prints their table."""
+    settings = Settings(world_size=2, device="cpu", cores_per_rank=1)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.pt"
+        launch(_speed, settings, out)
+        seconds = torch.load(out, weights_only=True)
+        held, peak = {}, {}
+        for name in NAMES:
+            launch(_memory, settings, name, out)
+            held[name], peak[name] = torch.load(out, weights_only=True).tolist()
+    positions = 2 * SEQUENCES * LENGTH * STEPS
+    rows = []
+    for name in NAMES:
+        value, spread = summarize([positions / s for s in seconds[name]])
+        goal = 1.0 if name == "zero 3" else None
+        ratio = ratio_of(seconds["FSDP2"], seconds[name])
+        rows.append(Row(name, value, spread, "positions/s", ratio, "FSDP2", goal))
+    allowed = held["DDP buckets"] / 2 + _layer_bytes()
+    for name in NAMES:
+        value, goal = held[name] / MIB, 1.0 if name == "zero 3" else None
+        rows.append(
+            Row(f"{name}, parameters + gradients + optimizer", value, (value, value), "MiB",
+                allowed / held[name], "under half of DDP's + a layer", goal)
+        )  # fmt: skip
+    for name in NAMES:
+        value, goal = peak[name] / MIB, 1.0 if name == "zero 3" else None
+        rows.append(
+            Row(f"{name}, peak resident", value, (value, value), "MiB",
+                peak["FSDP2"] / peak[name], "under FSDP2's", goal)
+        )  # fmt: skip
+    write_rows("fsdp", TITLE, rows)
+    return rows
+
+
+if __name__ == "__main__":
+    run()
