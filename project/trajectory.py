@@ -37,6 +37,9 @@ class Difference:
     where: str = ""
 
 
+NONE = Difference()
+
+
 def named_gradients(model: nn.Module) -> Tensors:
     """Copies of all gradients, by parameter name; a parameter without one is not in it."""
     named = model.named_parameters()
@@ -86,7 +89,7 @@ def tensor_difference(
 
 def largest(differences: Iterable[Difference]) -> Difference:
     """The first of the largest ones."""
-    return max(differences, key=lambda difference: difference.value, default=Difference())
+    return max(differences, key=lambda difference: difference.value, default=NONE)
 
 
 def _relative(distance: float, scale: float) -> float:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from project.trajectory import KINDS, Difference, Trajectory, compare, largest
+from project.trajectory import KINDS, NONE, Difference, Trajectory, compare, largest
 from project.utils import train
 from project.verified import Given, Problem, Strategy, Trainer, find
 from training.data import Step
@@ -49,9 +49,9 @@ class Row:
     strategy: str
     steps: int
     bound: float
-    loss: Difference = Difference()
-    gradient: Difference = Difference()
-    weight: Difference = Difference()
+    loss: Difference = NONE
+    gradient: Difference = NONE
+    weight: Difference = NONE
     failure: str = ""
     seconds: float = 0.0
 

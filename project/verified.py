@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from data_parallel.gradients import GradientBuckets
-from pipeline.model import cut_gpt2, gpt2_layers, loss_of_targets, place
+from pipeline.model import gpt2_layers, loss_of_targets, place
 from pipeline.pipe import Pipe
 from project.run_data_parallel import make_backward, make_gradient_sync
 from project.run_pipeline import BlocksOnly, StageOptimizers, WholeModel
@@ -45,7 +45,7 @@ EPS = 1e-4
 class Problem:
     """What is trained: a GPT-2 of width 16 on random sentences, and in which batches."""
 
-    num_examples: int = 24
+    num_examples: int = 16
     batch_size: int = 8
     n_layer: int = 2
     tied: bool = True  # the head is the embedding
@@ -281,14 +281,11 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _data_parallel_strategies() -> Iterator[Strategy]:
     """Each way to average, on 2 and 3 ranks, with the layouts on which sums per rank go wrong."""
     for W, B in ((2, 8), (3, 6)):
-        layouts: dict[str, tuple[Problem, dict[str, int]]] = {
-            "even": (Problem(3 * B, B), {}),
-            "one_more": (
-                Problem(3 * B + W + 1, B),
-                {"max_positions": 30},
-            ),  # rank 0, in a last batch
-            "none_left": (Problem(3 * B + 1, B), {"max_positions": 1}),  # for all but rank 0
-            "accumulate": (Problem(3 * B + W, B), {"accumulation": 2}),
+        layouts: dict[str, tuple[Problem, dict[str, Any]]] = {
+            "even": (Problem(2 * B, B), {}),
+            "one_more": (Problem(B + W + 1, B), {"max_positions": 30}),  # rank 0, every second step
+            "none_left": (Problem(B + 1, B), {"max_positions": 1}),  # for all but rank 0, likewise
+            "accumulate": (Problem(B + W, B), {"accumulation": 2}),
             "no_target": (Problem(6 * W, 2 * W, some_without_target=True), {}),  # on some rank
         }
         for layout, (problem, cut) in layouts.items():
@@ -300,21 +297,21 @@ def _data_parallel_strategies() -> Iterator[Strategy]:
 
 
 def _pipeline_strategies() -> Iterator[Strategy]:
-    """Each schedule with 1 to 3 stages of three blocks. The last batch of an epoch has 3 examples:
-    less than micro-batches; 8 examples in 3 micro-batches: the last one is smaller."""
-    problem = Problem(27, n_layer=3)
+    """Each schedule, with 1 to 3 stages of three blocks. Every second batch has 3 examples, fewer
+    than 8 micro-batches; of 8 examples in 3 micro-batches the last has fewer."""
+    problem = Problem(11, n_layer=3)
     even: dict[int, tuple[int, ...]] = {1: (6,), 2: (2, 4), 3: (2, 2, 2)}  # halves of blocks
     for n, sizes in even.items():
         for schedule in ("gpipe", "1f1b", "zb"):
-            for m in (1, 3, 8):
+            for m in (1, 3, 8) if n > 1 else (3,):
                 build = whole_model(sizes, schedule, m)
                 yield Strategy(f"pipe{n}-{schedule}-m{m}", 1, build, problem)
     for schedule in ("gpipe", "1f1b", "zb"):
         for cut in ((3, 3), (0, 6), (5, 1, 0)):  # in a block; an embedding or a head alone
             name = f"pipe{len(cut)}-{schedule}-cut_{'_'.join(f'{half / 2:g}' for half in cut)}"
             yield Strategy(name, 1, whole_model(cut, schedule, 4), problem)
-        untied = Problem(27, n_layer=3, tied=False)
-        alike = Problem(24, n_layer=3, same_length=True)
+        untied = Problem(11, n_layer=3, tied=False)
+        alike = Problem(16, n_layer=3, same_length=True)
         yield Strategy(f"pipe2-{schedule}-untied", 1, whole_model((2, 4), schedule, 4), untied)
         yield Strategy(f"pipe2-{schedule}-same_length", 1, whole_model((2, 4), schedule, 4), alike)
     sequential = whole_model((2, 4), "sequential", 4)
@@ -328,7 +325,7 @@ def _pipeline_strategies() -> Iterator[Strategy]:
 
 def _same_bits_strategies() -> Iterator[Strategy]:
     """Dropout on, twice: no race of threads or ranks may show."""
-    problem = Problem(27, n_layer=3, dropout=0.1)
+    problem = Problem(11, n_layer=3, dropout=0.1)
     for sync in ("per_parameter", "flat", "overlap"):
         yield Strategy(f"dp2-{sync}-twice", 2, data_parallel(sync, accumulation=2), problem, True)
     gloo = data_parallel("overlap", share_memory=False, accumulation=2)

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from project import options
+from project import golden, options
 from project.trajectory import Trajectory, named_gradients, named_weights
 from project.verification import Row, check_all
 from project.verified import EPS, LEARNING_RATE, STRATEGIES, Problem, Strategy
@@ -123,6 +123,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="cuda: ranks share the GPUs in turn; stages of a pipeline need a GPU each, or run on "
         "the CPU",
     )  # fmt: skip
+    parser.add_argument(
+        "--write_golden", action="store_true",
+        help="instead, write the losses of the programs' first 50 steps to tests/golden/, after a "
+        "change that is meant to change them",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
     args = parser.parse_args(argv)
     named = args.strategy or ["*"]
@@ -138,7 +143,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.list:
         print("\n".join(strategy.name for strategy in args.chosen))
         return
+    if args.write_golden:
+        print("\n".join(f"wrote {path}" for path in golden.write()))
+        return
     start, dtype = time.perf_counter(), DTYPES[args.dtype]
+    torch.set_num_threads(1)  # in matrices as small as these, threads would wait for each other
     problems = dict.fromkeys(strategy.without_dropout for strategy in args.chosen)
     references = {problem: plain(problem, args.steps, dtype) for problem in problems}
     print(f"Largest relative differences from one plain process, {args.dtype}:\n{HEADER}")
