@@ -69,17 +69,18 @@ def record(trainer: Trainer, n_steps: int, world: World) -> Trajectory:
         sums.append((loss.detach().double().cpu(), step.target_tokens))
         return loss
 
-    class Noting:
-        def zero_grad(self) -> None:
-            trainer.optimizer.zero_grad()
+    optimizers = trainer.optimizer
+    update = optimizers.step
 
-        def step(self) -> None:
-            found.gradients.append(trainer.gradients(trainer.model))
-            trainer.optimizer.step()
+    def step(loss: Tensor, target_tokens: int) -> str | None:
+        found.gradients.append(trainer.gradients(trainer.model))
+        return update(loss, target_tokens)
+
+    optimizers.step = step  # type: ignore[method-assign]
 
     every = (step for epoch in count() for step in trainer.loader.steps(epoch))
     train(
-        trainer.model, Noting(), islice(every, n_steps), backward, "",
+        trainer.model, optimizers, islice(every, n_steps), backward, "",
         rank=1,  # only rank 0 has a progress bar
         average_gradients_fn=trainer.average,
     )  # fmt: skip

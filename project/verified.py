@@ -25,14 +25,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from data_parallel.gradients import GradientBuckets
 from pipeline.model import gpt2_layers, loss_of_targets, place
 from pipeline.pipe import Pipe
-from project.run_data_parallel import make_backward, make_gradient_sync
-from project.run_pipeline import BlocksOnly, StageOptimizers, WholeModel
+from project.run_data_parallel import make_backward, make_gradient_sync, make_optimizer
+from project.run_pipeline import BlocksOnly, WholeModel
 from project.session import Session
 from project.trajectory import Tensors, named_gradients, named_weights
-from project.utils import Steps
 from training.data import Encoded, GlobalBatches, RankLoader, Step
 from training.launch import World
 from training.model import gpt2_config
+from training.optimization import Optimizers, Recipe
 
 LEARNING_RATE = 1e-3
 # AdamW divides by |gradient| + eps. With the usual 1e-8 a gradient that is zero but for rounding
@@ -51,6 +51,7 @@ class Problem:
     tied: bool = True  # the head is the embedding
     same_length: bool = False  # micro-batches have equal shapes, and can be mistaken for each other
     some_without_target: bool = False  # every second is a source sentence alone
+    max_grad_norm: float | None = None
     dropout: float = 0.0
     seed: int = 0  # of data order and dropout
 
@@ -105,6 +106,12 @@ class Given:
             device=self.world.device, **cut,
         )  # fmt: skip
 
+    @property
+    def recipe(self) -> Recipe:
+        """How weights are updated: at one rate, and clipped where the problem says so."""
+        steps = -(-self.problem.num_examples // self.problem.batch_size)
+        return Recipe(LEARNING_RATE, steps, max_grad_norm=self.problem.max_grad_norm)
+
     def devices(self, num_stages: int) -> list[torch.device]:
         """Of the stages of one process: GPUs, if there are enough, or slices of the cores."""
         on_gpu = self.world.device.type == "cuda" and torch.cuda.device_count() >= num_stages
@@ -123,7 +130,7 @@ class Trainer:
     """
 
     model: nn.Module
-    optimizer: Steps
+    optimizer: Optimizers
     backward: Callable[[Step], Tensor]
     loader: RankLoader
     average: Callable[[nn.Module], None] | None = None
@@ -164,9 +171,11 @@ def data_parallel(sync: str, share_memory: bool = True, **cut: Any) -> Callable[
         else:  # the way of ranks on several machines
             buckets = GradientBuckets(model, bucket_bytes=8 << 10, share_memory=False)
             average, no_sync = (lambda _: buckets.finish()), buckets.no_sync
+        optimizer = make_optimizer(model, given.recipe, given.world)
+        _set_eps(optimizer)
         return Trainer(
             model,
-            torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, fused=True),
+            optimizer,
             make_backward(args, given.world, model, no_sync),
             given.loader(**cut),
             average,
@@ -186,31 +195,27 @@ def whole_model(
     def build(given: Given) -> Trainer:
         session = _session(given, model_parallel_mode="pipeline_parallel", schedule=schedule)
         loader = given.loader(accumulation=m)
-        devices = given.devices(len(sizes))
         if balance is not None:
             session.args.balance = balance
-            whole = WholeModel(session, devices, next(loader.steps(0)))
-        else:
-            whole = _CutByHand(session, _pipe(given, session.model, sizes))
-        _set_eps(*whole.optimizer.optimizers)
+        cut = None if balance is not None else _with_ends(sizes)
+        whole = WholeModel(session, given.devices(len(sizes)), next(loader.steps(0)), cut)
+        _set_eps(whole.optimizer)
         return Trainer(session.model, whole.optimizer, whole.backward, loader, close=whole.close)
 
     return build
 
 
-class _CutByHand(WholeModel):
-    """The program's strategy without its measuring of where to cut."""
-
-    def __init__(self, session: Session, pipe: Pipe) -> None:
-        self.args, self.schedule, self.pipe = session.args, session.args.schedule, pipe
-        self.optimizer = StageOptimizers(pipe, session.learning_rate)
+def _with_ends(sizes: tuple[int, ...]) -> list[int]:
+    """Layers per stage: the embedding is on the first, the head on the last."""
+    layers = [*sizes]
+    layers[0] += 1
+    layers[-1] += 1
+    return layers
 
 
 def _pipe(given: Given, model: GPT2LMHeadModel, sizes: tuple[int, ...]) -> Pipe:
-    layers = [*sizes]
-    layers[0] += 1  # the embedding
-    layers[-1] += 1  # the head
-    module, replicas = place(gpt2_layers(model, halves=True), layers, given.devices(len(sizes)))
+    layers = gpt2_layers(model, halves=True)
+    module, replicas = place(layers, _with_ends(sizes), given.devices(len(sizes)))
     return Pipe(module, replicas=replicas)
 
 
@@ -229,7 +234,9 @@ def as_a_module(sizes: tuple[int, ...], split_size: int) -> Callable[[Given], Tr
             (loss / step.target_tokens).backward()
             return loss.detach()
 
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
+        adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        optimizer = Optimizers([adamw], given.recipe, given.world)
+        _set_eps(optimizer)
         return Trainer(model, optimizer, backward, given.loader(), close=pipe.close)
 
     return build
@@ -239,7 +246,8 @@ def blocks_only(n: int, m: int, mode: str = "pipeline_parallel") -> Callable[[Gi
     """The course's GPT2LMHeadModelParallel, as run_pipeline.py --pipeline blocks trains it."""
 
     def build(given: Given) -> Trainer:
-        session = _session(given, model_parallel_mode=mode, n_chunk=m, balance="uniform")
+        session = _session(given, model_parallel_mode=mode, n_chunk=m)
+        session.args.balance = "uniform"
         with _default_dtype(given.dtype):
             blocks = BlocksOnly(session, given.devices(n))
         _set_eps(blocks.optimizer)
@@ -256,14 +264,22 @@ def _session(given: Given, **options: Any) -> Session:
         precision="fp32",
         learning_rate=LEARNING_RATE,
         batch_size=given.problem.batch_size,
+        n_epochs=1,
+        lr_scheduler=given.recipe.lr_scheduler,
+        warmup_steps=given.recipe.warmup_steps,
+        max_grad_norm=given.recipe.max_grad_norm,
+        on_nan=given.recipe.on_nan,
+        pipeline="whole",
+        balance="auto",
         **options,
     )
     unused: Any = None
-    return Session(args, given.world, unused, unused, given.model(), {})
+    examples = {"train": given.problem.examples()}
+    return Session(args, given.world, unused, unused, given.model(), examples)
 
 
-def _set_eps(*optimizers: torch.optim.Optimizer) -> None:
-    for optimizer in optimizers:
+def _set_eps(optimizers: Optimizers) -> None:
+    for optimizer in optimizers.optimizers:
         for group in optimizer.param_groups:
             group["eps"] = EPS
 
@@ -294,6 +310,8 @@ def _data_parallel_strategies() -> Iterator[Strategy]:
                 yield Strategy(name, W, data_parallel(sync, **cut), problem)
             gloo = data_parallel("overlap", share_memory=False, **cut)
             yield Strategy(f"dp{W}-gloo-{layout}", W, gloo, problem)
+        clipped = Problem(2 * B + 1, B, max_grad_norm=0.1)
+        yield Strategy(f"dp{W}-overlap-clipped", W, data_parallel("overlap"), clipped)
 
 
 def _pipeline_strategies() -> Iterator[Strategy]:
@@ -314,6 +332,9 @@ def _pipeline_strategies() -> Iterator[Strategy]:
         alike = Problem(16, n_layer=3, same_length=True)
         yield Strategy(f"pipe2-{schedule}-untied", 1, whole_model((2, 4), schedule, 4), untied)
         yield Strategy(f"pipe2-{schedule}-same_length", 1, whole_model((2, 4), schedule, 4), alike)
+    clipped = Problem(11, n_layer=3, max_grad_norm=0.1)
+    yield Strategy("pipe3-1f1b-clipped", 1, whole_model((2, 2, 2), "1f1b", 3), clipped)
+    yield Strategy("pipe2-blocks-clipped", 1, blocks_only(2, m=3), clipped)
     sequential = whole_model((2, 4), "sequential", 4)
     yield Strategy("pipe2-sequential-m4", 1, sequential, problem)
     yield Strategy("pipe2-1f1b-balance_auto", 1, whole_model((3, 3), "1f1b", 4, "auto"), problem)

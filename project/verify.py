@@ -61,6 +61,8 @@ def plain(problem: Problem, n_steps: int, dtype: torch.dtype) -> Trajectory:
         loss.backward()
         found.losses.append(loss.item())
         found.gradients.append(named_gradients(model))
+        if problem.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), problem.max_grad_norm)
         optimizer.step()
     found.weights = named_weights(model)
     return found

@@ -126,7 +126,7 @@ def two_micro_batches_are_swapped() -> Iterator[None]:
 
     def swapping(self: dataflow.Dataflow, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        self._down = [Swapping() for _ in self._down]
+        self._down = {s: Swapping() for s in self._down}
 
     def split_wrongly(self: autograd._Call, gradients: Any) -> Any:
         first, second, *others = split(self, gradients)
