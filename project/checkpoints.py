@@ -15,7 +15,7 @@ import torch
 from project.log import Log
 from project.options import plain
 from project.progress import NO_RESUME, Resume, find_resume, versions
-from project.recipes import learning_rate
+from project.recipes import learning_rate, num_steps
 from project.session import CHECKPOINTS, gather_over_ranks
 from project.strategy import Strategy
 from project.task import Data, Task
@@ -41,12 +41,7 @@ def find(args: argparse.Namespace, data: Data) -> Resume:
             f"--resume: {name} was trained on other data of the same name; another --workdir "
             "starts anew"
         )
-    was, done = state["options"]["num_batches"], state["steps"]
-    if args.num_batches is not None and args.num_batches < done:
-        raise UserError(
-            f"--num_batches {args.num_batches} with --resume: {name} has done {done}; "
-            f"--num_batches {done} or more works"
-        )
+    was = state["options"]["num_batches"]
     if args.num_batches != was and args.lr_scheduler != "constant":
         then = "no --num_batches" if was is None else f"--num_batches {was}"
         raise UserError(
@@ -83,6 +78,12 @@ class Checkpoints:
             return
         state, tensors = resume.checkpoint.state, resume.checkpoint.tensors
         strategy, rank = self.strategy, self.world.rank
+        steps, total = state["steps"], num_steps(self.args, self.task)
+        if steps > total:
+            raise UserError(
+                f"--resume: {resume.checkpoint.folder.name} has done {steps} steps, and the run "
+                f"has {total}; --num_batches {steps} or more works"
+            )
         load_training(strategy.held(), strategy.optimizers, strategy.pieces, tensors)
         strategy.loaded()
         self.optimizer.steps, self.optimizer.left_out = state["steps"], state["left_out"]

@@ -153,7 +153,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             f"--dropout {args.dropout:g} with --check_weights or --check_output: what is dropped "
             "depends on the strategy, and nothing can be compared; --dropout 0 works"
         )
-    args.world_size = args.num_workers
     args.workdir = args.workdir or Path("workdir") / f"{args.strategy}{args.num_workers}"
     claim_folders(args)
     return args
@@ -163,6 +162,7 @@ def _check_workers(args: argparse.Namespace) -> None:
     """Settles how many there are. Raises UserError where they cannot share the work."""
     started, given = torchrun_world_size(), args.num_workers
     args.num_workers = given or started or (1 if args.strategy == "single" else 2)
+    args.world_size = args.num_workers  # what the other programs call it
     if started is not None and started != args.num_workers:
         raise UserError(
             f"--num_workers {args.num_workers}: torchrun started {started} ranks; leave it out"
