@@ -277,7 +277,7 @@ def _attempts_store(world_size: int, limit: timedelta) -> Any:
     if address is None:
         return None
     store = dist.TCPStore(*address, world_size, False, limit)  # type: ignore[attr-defined]
-    return dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    return dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)  # type: ignore[attr-defined]
 
 
 def _finish(device: torch.device) -> None:
