@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import importlib
 
-NAMES = ("data_parallel", "generation", "epoch", "pipeline", "pipeline_program")
+NAMES = (
+    "data_parallel", "fsdp", "generation", "epoch", "pipeline", "pipeline_program", "mathematics",
+)  # fmt: skip
 
 
 def main() -> None:

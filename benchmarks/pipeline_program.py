@@ -54,8 +54,12 @@ class _Contestant:
 
 
 def _compare(model: str, options: str, goals: dict[int, float], folder: Path) -> list[Row]:
-    contestants = {"model parallel": _Contestant(options, "model_parallel", 1, "gpipe", folder)}
+    contestants = {}
     for m in (4, 8):
+        # Cut into as many micro-batches: those of like lengths have less padding than a batch.
+        contestants[f"model parallel, M={m}"] = _Contestant(
+            options, "model_parallel", m, "gpipe", folder
+        )
         for schedule in ("gpipe", "1f1b", "zb"):
             contestants[f"{schedule}, M={m}"] = _Contestant(
                 options, "pipeline_parallel", m, schedule, folder
@@ -70,9 +74,10 @@ def _compare(model: str, options: str, goals: dict[int, float], folder: Path) ->
     rows = []
     for name in contestants:
         value, spread = summarize(seconds[name])
-        m = int(name.rpartition("=")[2]) if "=" in name else 0
+        m = int(name.rpartition("=")[2])
+        baseline = f"model parallel, M={m}"
+        ratio = None if name == baseline else ratio_of(seconds[baseline], seconds[name])
         goal = goals.get(m) if name.startswith("zb") else None
-        ratio = ratio_of(seconds["model parallel"], seconds[name])
         rows.append(Row(f"{model}: {name}", value, spread, "s", ratio, "model parallel", goal))
     return rows
 

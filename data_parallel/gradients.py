@@ -28,8 +28,10 @@ VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,10 @@ from torch import Tensor, nn
 
 from data_parallel.shared_memory import SharedBuffers, aligned
 
+Recorder = Callable[[str, int, int, float, float], None]
+"""Called with (kind, bucket, -1, start, end); seconds of perf_counter."""
+
+TensorT = TypeVar("TensorT", bound=Tensor)
 GRADIENT_SYNCS = ("per_parameter", "flat", "overlap")
 
 
@@ -100,6 +106,7 @@ class _Bucket:
         self.complete = True  # every parameter has a gradient on this rank
         self.work: dist.Work | None = None
         self.sent: Tensor | None = None  # what is on its way: all, or flags, or a copy
+        self.sent_at = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -170,6 +177,8 @@ class GradientBuckets:
             parameter that is larger by itself gets a bucket of its own.
         comm_dtype: the type in which gradients travel and are summed, by default their own.
         share_memory: lets CPU ranks of one machine sum in shared memory, where they can.
+        recorder: is told of each bucket's `all_reduce`, from its leaving until this rank has
+            waited for the result, and of the `barrier` after shared memory.
 
     Raises:
         ValueError: bucket_bytes is not positive, or the model has nothing to train.
@@ -182,6 +191,7 @@ class GradientBuckets:
         bucket_bytes: int = 4 << 20,
         comm_dtype: torch.dtype | None = None,
         share_memory: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes {bucket_bytes} must be positive, for example {4 << 20}")
@@ -192,6 +202,7 @@ class GradientBuckets:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.comm_dtype = comm_dtype
+        self.recorder = recorder
         self.buckets = [_Bucket(ps) for ps in group_parameters(parameters, bucket_bytes)]
         self.shared: SharedBuffers | None = None
         on_cpu = all(bucket.device.type == "cpu" for bucket in self.buckets)
@@ -236,7 +247,9 @@ class GradientBuckets:
         for i in range(len(self.buckets)):
             self._receive(i)
         if self.shared is not None:
+            start = time.perf_counter()
             dist.barrier(self.group)  # until all ranks have written their parts of my buckets
+            self._record("barrier", -1, start)
         for bucket in self.buckets:
             bucket.hand_back()
         self._next = 0
@@ -264,6 +277,7 @@ class GradientBuckets:
 
     def _send(self, bucket: _Bucket) -> None:
         bucket.complete_locally()
+        bucket.sent_at = time.perf_counter()
         if self.shared is not None:
             bucket.sent = bucket.flags  # says that this rank's bucket is full
         elif self.comm_dtype is None:
@@ -279,18 +293,25 @@ class GradientBuckets:
         bucket.work.wait()
         if self.shared is not None:
             self.shared.average(self._as_held[i])
-            return
-        if bucket.sent is not bucket.flat:
-            bucket.flat.copy_(bucket.sent)
-        bucket.gradients.div_(self.world_size)
+        else:
+            if bucket.sent is not bucket.flat:
+                bucket.flat.copy_(bucket.sent)
+            bucket.gradients.div_(self.world_size)
+        self._record("all_reduce", i, bucket.sent_at)
+
+    def _record(self, kind: str, i: int, start: float) -> None:
+        if self.recorder is not None:
+            if (device := self.buckets[i].device).type == "cuda":
+                torch.cuda.synchronize(device)  # kernels run later than they are launched
+            self.recorder(kind, i, -1, start, time.perf_counter())
 
 
-def group_parameters(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Cuts the parameters, in their order, into groups of one type and device and of at most
-    bucket_bytes each, unless a single parameter is larger. Groups come in the order in which
+def group_parameters(parameters: list[TensorT], bucket_bytes: int) -> list[list[TensorT]]:
+    """Cuts the parameters, or other tensors, in their order, into groups of one type and device and
+    of at most bucket_bytes each, unless a single one is larger. Groups come in the order in which
     they are full."""
-    done: list[list[nn.Parameter]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    done: list[list[TensorT]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[TensorT]] = {}
     for p in parameters:
         group = filling.setdefault((p.dtype, p.device), [])
         if group and sum(q.nbytes for q in group) + p.nbytes > bucket_bytes:

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -48,33 +50,71 @@ class SharedBuffers:
         ranks: by rank, its memory as bytes.
     """
 
-    def __init__(self, ranks: list[Tensor], rank: int, group: dist.ProcessGroup | None) -> None:
-        self.ranks = ranks
+    def __init__(
+        self,
+        maps: list[mmap.mmap],
+        files: list[int],
+        rank: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.ranks = [torch.frombuffer(m, dtype=torch.uint8, offset=_ALIGNMENT) for m in maps]
         self.rank = rank
         self.group = group
+        self._mine = maps[rank]
+        self._files = files
+        weakref.finalize(self, _close, files)
 
     @classmethod
-    def open(cls, nbytes: int, group: dist.ProcessGroup | None = None) -> SharedBuffers | None:
+    def open(
+        cls, nbytes: int, group: dist.ProcessGroup | None = None, readable: bool = False
+    ) -> SharedBuffers | None:
         """A buffer of `nbytes` for every rank of the group, zeroed; None where they cannot share
-        memory. All ranks must call it together, and all get the same answer."""
+        memory. All ranks must call it together, and all get the same answer. Memory is taken from
+        the system page by page, when first written to.
+
+        Args:
+            readable: keeps a descriptor of each, so that `read` works.
+        """
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         secret = os.urandom(16)  # tells the file of this run from any other behind the same path
         mine, descriptor = _create(secret, nbytes)
         places: list[tuple[str, bytes]] = [("", b"")] * world_size
         dist.all_gather_object(places, (f"/proc/{os.getpid()}/fd/{descriptor}", secret), group)
-        maps = [mine if r == rank else _attach(*places[r], nbytes) for r in range(world_size)]
-        everywhere = torch.tensor([int(all(m is not None for m in maps))])
+        found = [
+            (mine, descriptor) if r == rank else _attach(*places[r], nbytes)
+            for r in range(world_size)
+        ]
+        maps = [m for m, _ in found if m is not None]
+        everywhere = torch.tensor([int(len(maps) == world_size)])
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
-        if descriptor >= 0:
-            os.close(descriptor)  # the maps keep the memory
-        if not everywhere.item():
-            return None
-        tensors = [torch.frombuffer(m, dtype=torch.uint8, offset=_ALIGNMENT) for m in maps if m]
-        return cls(tensors, rank, group)
+        files = [file for _, file in found]
+        if not (readable and everywhere.item()):
+            _close(files)  # the maps keep the memory
+            files = []
+        return cls(maps, files, rank, group) if everywhere.item() else None
 
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of a rank's memory, from byte `offset` on."""
         return self.ranks[rank][offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def read(self, rank: int, offset: int, into: Tensor) -> None:
+        """Copies a rank's memory, from byte `offset` on, into a tensor of this one's. Unlike a
+        copy out of the map, it leaves none of the other's pages among this process' own."""
+        target = memoryview(into.view(torch.uint8).numpy().data)
+        done = 0
+        while done < len(target):
+            done += os.preadv(self._files[rank], [target[done:]], _ALIGNMENT + offset + done)
+
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Gives whole pages of this rank's memory back to the system; they read as zeros then."""
+        begin, end = _ALIGNMENT + offset, _ALIGNMENT + offset + nbytes
+        begin, end = (
+            -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE,
+            end // mmap.PAGESIZE * mmap.PAGESIZE,
+        )
+        if begin < end and hasattr(mmap, "MADV_REMOVE"):
+            with suppress(OSError):
+                self._mine.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def average(self, parts: list[Tensor]) -> None:
         """Writes the mean of this rank's part of `parts`, which are one bucket as the ranks hold
@@ -109,12 +149,18 @@ def _create(secret: bytes, nbytes: int) -> tuple[mmap.mmap | None, int]:
         return None, -1
 
 
-def _attach(path: str, secret: bytes, nbytes: int) -> mmap.mmap | None:
-    """Another rank's memory, or None where `path` is not it."""
+def _attach(path: str, secret: bytes, nbytes: int) -> tuple[mmap.mmap | None, int]:
+    """Another rank's memory and a descriptor of it; (None, -1) where `path` is not it."""
     try:
         with Path(path).open("r+b") as file:
             if file.read(len(secret)) != secret:
-                return None
-            return mmap.mmap(file.fileno(), _ALIGNMENT + nbytes)
+                return None, -1
+            return mmap.mmap(file.fileno(), _ALIGNMENT + nbytes), os.dup(file.fileno())
     except (OSError, ValueError):
-        return None
+        return None, -1
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        if file >= 0:
+            os.close(file)

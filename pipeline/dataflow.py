@@ -9,13 +9,17 @@ worker takes the next action of its list, waits for the one input it needs, comp
 result on. Order, and so every bit of the result, is given by the lists and not by timing.
 
 An error on any stage stops all channels: whoever waits, or is about to, ends at once.
+
+Where the stages are in several processes, each runs this for the stages it has, over channels
+whose other end is in another process: `Links`, and process.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -31,6 +35,18 @@ Recorder = Callable[[str, int, int, float, float], None]
 """Called by the workers with (kind, stage, micro-batch, start, end); seconds of perf_counter."""
 
 LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Links:
+    """``up[s]``: activations into stage s; ``down[s]``: gradients out of it, to stage s-1.
+
+    Each is a `Channel`, or the end of one: with ``put`` where it begins, ``get`` where it ends.
+    """
+
+    num_stages: int
+    up: Mapping[int, Any]
+    down: Mapping[int, Any]
 
 
 class Channel:
@@ -61,7 +77,8 @@ class Dataflow:
     """The stages, micro-batches and channels of one step.
 
     The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; the gradients are those
-    of ``scale`` times the sum of all losses.
+    of ``scale`` times the sum of all losses. With ``links``, ``stages`` are those of this process,
+    and the others are behind the links; without, all stages are here.
     """
 
     def __init__(
@@ -72,17 +89,21 @@ class Dataflow:
         loss_fn: LossFunction,
         scale: float | Tensor,
         recorder: Recorder | None,
+        links: Links | None = None,
     ) -> None:
         self.losses: list[Tensor | None] = [None] * len(inputs)
-        self._stages = stages
+        self._stages = {stage.index: stage for stage in stages}
         self._inputs = list(inputs)
         self._targets = targets
         self._loss_fn = loss_fn
         self._scale = scale
         self._recorder = recorder
         self._stopped = False
-        self._up = [Channel() for _ in stages]  # into stage s
-        self._down = [Channel() for _ in stages]  # back into stage s
+        links = links or Links(
+            len(stages), {s: Channel() for s in self._stages}, {s: Channel() for s in self._stages}
+        )
+        self._last = links.num_stages - 1
+        self._up, self._down = links.up, links.down
 
     def run(self, actions: Sequence[Action]) -> None:
         """The work of one worker."""
@@ -103,7 +124,7 @@ class Dataflow:
 
     def stop(self) -> None:
         self._stopped = True
-        for channel in (*self._up, *self._down):
+        for channel in (*self._up.values(), *self._down.values()):
             channel.stop()
 
     def loss(self) -> Tensor:
@@ -118,7 +139,7 @@ class Dataflow:
         else:
             value = self._up[s].get(i)
         stage = self._stages[s]
-        if s + 1 < len(self._stages):
+        if s < self._last:
             output = perform(action, self._recorder, stage, stage.forward, i, value, None, halves)
             self._up[s + 1].put(i, output)
         else:
@@ -129,7 +150,7 @@ class Dataflow:
             )  # fmt: skip
 
     def _loss(self, output: Any, target: Any) -> Tensor:
-        device = self._stages[-1].memory
+        device = self._stages[self._last].memory
         loss = self._loss_fn(output, pytree.tree_map_only(Tensor, lambda t: t.to(device), target))
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -146,7 +167,7 @@ class Dataflow:
 
     def _backward(self, action: Action) -> None:
         kind, s, i = action
-        if s + 1 == len(self._stages):
+        if s == self._last:
             loss = self.losses[i]
             assert loss is not None  # its forward came before, see schedule.validate
             gradients = [torch.ones_like(loss) * self._scale]

@@ -7,7 +7,7 @@ tensor (a flag, None) goes to every micro-batch unchanged, and so does a tensor 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,22 @@ def split(value: Any, sizes: Sequence[int]) -> list[Any]:
     ]
     return [pytree.tree_unflatten([column[i] for column in columns], spec)
             for i in range(len(sizes))]  # fmt: skip
+
+
+def cut(x: Any, target: Any, sizes: Callable[[int], Sequence[int]]) -> tuple[list[Any], list[Any]]:
+    """The micro-batches of x and of the target, by ``sizes`` (of the batch's size).
+
+    `MicroBatches` come as they are.
+    """
+    if isinstance(x, MicroBatches):
+        if not isinstance(target, MicroBatches) or len(x) != len(target):
+            raise ValueError(
+                f"{len(x)} micro-batches, but the target is a {type(target).__name__}: give "
+                "it as MicroBatches too, as many"
+            )
+        return x, target
+    found = sizes(batch_size((x, target)))
+    return split(x, found), split(target, found)
 
 
 def join(values: Sequence[Any]) -> Any:

@@ -226,30 +226,17 @@ class Pipe(nn.Module):
         num_microbatches: int | None,
         scale: float | Tensor,
     ) -> Tensor:
-        inputs, targets = self._cut(x, target, num_microbatches)
+        if num_microbatches is None:
+            sizes = partial(microbatch.sizes_by_split, split_size=self.split_size)
+        else:
+            sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
+        inputs, targets = microbatch.cut(x, target, sizes)
         flow = Dataflow(stages, inputs, targets, loss_fn, scale, self.recorder)
         context = Context()
         plan = self._plan(schedule, len(inputs), context.grad_enabled)
         jobs = [(s, Task(partial(flow.run, actions), context)) for s, actions in plan]
         self._crew.run(jobs, stop=flow.stop)
         return flow.loss()
-
-    def _cut(
-        self, x: Any, target: Any, num_microbatches: int | None
-    ) -> tuple[list[Any], list[Any]]:
-        if isinstance(x, microbatch.MicroBatches):
-            if not isinstance(target, microbatch.MicroBatches) or len(x) != len(target):
-                raise ValueError(
-                    f"{len(x)} micro-batches, but the target is a {type(target).__name__}: give "
-                    "it as MicroBatches too, as many"
-                )
-            return x, target
-        batch = microbatch.batch_size((x, target))
-        if num_microbatches is None:
-            sizes = microbatch.sizes_by_split(batch, self.split_size)
-        else:
-            sizes = microbatch.sizes_by_number(batch, num_microbatches)
-        return microbatch.split(x, sizes), microbatch.split(target, sizes)
 
     def _plan(
         self, schedule: str | BuildSchedule, m: int, backward: bool

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
-SKY, PURPLE, VERMILION = "#56B4E9", "#CC79A7", "#D55E00"
+SKY, PURPLE, VERMILION, YELLOW = "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
 INK, GREY, FAINT = "#1F2933", "#6B7785", "#E8EBEE"
 DPI = 150
 TITLE, TEXT, SMALL = 19, 15, 13  # points

@@ -5,27 +5,34 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from data_parallel.dataset import split_batch_size
+from training.ending import ctrl_c_ends, refuse, speaks
 from training.export import check_export
 from training.launch import (
     DEVICES,
     RunError,
     Settings,
     UserError,
+    World,
     choose_device,
+    core_slice,
     quiet_libraries,
+    torchrun_world_size,
 )
 from training.model import PRESETS, check_pretrained, gpt2_config
 from training.optimization import LR_SCHEDULERS, ON_NAN
+from training.timeline import Timeline
 
 PRECISIONS = ("fp32", "bf16")
 PADDINGS = ("longest", "max_length")
+MAX_SECONDS = 30 * 24 * 3600
 
 
 def count(text: str) -> int:
@@ -75,6 +82,23 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """A TCP port, 0 being any that is free."""
+    if not text.isdecimal() or int(text) >= 2**16:
+        raise argparse.ArgumentTypeError(
+            f"{text} must be a port from 0 (any free one) to {2**16 - 1}"
+        )
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A positive time that the libraries can still count in milliseconds."""
+    value = positive(text)
+    if value > MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text} must be at most {MAX_SECONDS} seconds, a month")
+    return value
+
+
 def boolean(text: str) -> bool:
     """True or False, as the course writes it: --pytest True."""
     if text.lower() not in ("true", "false", "1", "0"):
@@ -82,15 +106,24 @@ def boolean(text: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the defaults, and keeps the line breaks of the description."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong, or helps, once for all ranks that torchrun starts with one line."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse(f"{self.format_usage()}{self.prog}: error: {message}\n")
+
+    def print_help(self, file: Any = None) -> None:
+        if speaks():
+            super().print_help(file)
 
 
 def parser_for(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that every program has."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=_Help, allow_abbrev=False
-    )
+    parser = _Parser(description=description, formatter_class=Help, allow_abbrev=False)
     data = parser.add_argument_group("data")
     data.add_argument(
         "--dataset", default="builtin",
@@ -188,6 +221,11 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     run.add_argument(
         "--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one"
     )
+    run.add_argument(
+        "--timeline", type=count, metavar="N",
+        help="record who does what when in the first N + 1 steps: timeline_rank*.json, for "
+        "plot.py timeline, and trace.json, for ui.perfetto.dev",
+    )  # fmt: skip
     return parser
 
 
@@ -202,6 +240,20 @@ def launch_settings(args: argparse.Namespace) -> Settings:
     )
 
 
+def open_timeline(
+    args: argparse.Namespace, world: World, workers: str = "rank", **about: str | int
+) -> Timeline:
+    """The recorder that --timeline asks for; without it, one that records nothing."""
+    return Timeline(
+        world.rank,
+        world.world_size,
+        num_steps=args.timeline + 1 if args.timeline else 0,  # pictures leave the first one out
+        workers=workers,
+        device=world.device,
+        about=about,
+    )
+
+
 def check_batch(args: argparse.Namespace) -> None:
     """Raises UserError where the global batch does not fit the ranks or the data."""
     try:
@@ -212,6 +264,26 @@ def check_batch(args: argparse.Namespace) -> None:
         raise UserError(
             f"--world_size {args.world_size} --n_train {args.n_train}: each rank needs an example; "
             f"--world_size {args.n_train} or less works"
+        )
+
+
+def check_ranks(args: argparse.Namespace) -> None:
+    """Raises UserError where the ranks cannot be started as the options say."""
+    started = torchrun_world_size()
+    if started is not None and started != args.world_size:
+        raise UserError(
+            f"--world_size {args.world_size}: torchrun started {started} ranks; leave it out"
+        )
+    if started is not None and args.master_port is not None:
+        raise UserError(
+            f"--master_port {args.master_port}: torchrun decides where its ranks meet; leave it "
+            f"out, or start torchrun with --master-port {args.master_port}"
+        )
+    cores = len(core_slice(0, 1))
+    if cores and (args.cores_per_rank or 0) > cores:
+        raise UserError(
+            f"--cores_per_rank {args.cores_per_rank}: {cores} cores may be used here; "
+            f"--cores_per_rank {cores} or less works"
         )
 
 
@@ -282,9 +354,7 @@ def claim_folders(args: argparse.Namespace) -> None:
 def _claim(folder: Path, option: str, example: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another rank of torchrun's may have been here
+        tempfile.TemporaryFile(dir=folder).close()  # without a name, which a killed run would leave
     except OSError as error:
         raise UserError(
             f"{option}: nothing can be written there ({error.strerror}); "
@@ -294,10 +364,11 @@ def _claim(folder: Path, option: str, example: str) -> None:
 
 def run_program(main: Callable[[], None]) -> None:
     """Runs a program: a user's mistake is one line and status 2, a run that cannot go on one line
-    and status 1."""
+    and status 1, Ctrl-C no word and status 130."""
     quiet_libraries()
-    try:
-        main()
-    except (UserError, RunError) as error:
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, UserError) else 1) from None
+    with ctrl_c_ends():
+        try:
+            main()
+        except (UserError, RunError) as error:
+            status = 2 if isinstance(error, UserError) else 1
+            refuse(f"{Path(sys.argv[0]).name}: error: {error}\n", status)

@@ -5,6 +5,8 @@
     python project/plot.py pipeline --model_parallel workdir_mp --pipeline_parallel workdir_pp
     python project/plot.py training workdir
     python project/plot.py schedule --schedule 1f1b --num_devices 4 --n_chunk 8
+    python project/plot.py timeline workdir_pp
+    python project/plot.py split_time ddp=1,ddp=2        and throughput, memory, timeline pipeline=3
 
 A comparison leaves the first epoch of each run out: it pays for what happens once, as memory that
 is touched for the first time. Bars are means over the other epochs, error bars their standard
@@ -38,6 +40,7 @@ from project.comparison import (
 from project.figure_runs import FIGURES, RUNS, WORKDIRS, make_runs
 from project.figures import BLUE, GREEN, GREY, Bar, Curve, draw_bars, draw_curves, save
 from project.options import count, run_program
+from project.runs_commands import RUN_FIGURES, add_run_commands, draw_runs, picture_of
 from project.timeline import draw_schedule
 from training.launch import DEVICES, UserError
 from training.record import OPTIONS, PICTURE
@@ -240,8 +243,12 @@ def make_figures(output: Path = OUTPUT, device: str = "cpu", again: bool = False
     make_runs(device, again)
     paths = []
     for figure in map(parse, FIGURES):
-        single = figure.figure == "schedule"
-        figure.output = schedule_picture(figure.schedule, output) if single else output
+        if figure.figure == "schedule":
+            figure.output = schedule_picture(figure.schedule, output)
+        elif figure.figure in RUN_FIGURES:
+            figure.output = picture_of(figure, output)
+        else:
+            figure.output = output
         paths += draw(figure)
     return paths
 
@@ -279,6 +286,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     table.add_argument("--num_devices", type=count, default=4, metavar="N", help="stages (4)")
     table.add_argument("--n_chunk", type=count, default=8, metavar="M", help="micro-batches (8)")
 
+    add_run_commands(command, OUTPUT)
+
     every = command("figures", "Everything: the runs that are missing, and all pictures", RUNS_HELP)
     every.add_argument(
         "--device", choices=DEVICES, default="cpu", help="where the runs train (cpu)"
@@ -307,6 +316,8 @@ def draw(args: argparse.Namespace) -> list[Path]:
         return [plot_training(args.workdir, args.output)]
     if args.figure == "schedule":
         return [plot_schedule(args.schedule, args.num_devices, args.n_chunk, args.output)]
+    if args.figure in RUN_FIGURES:
+        return [draw_runs(args)]
     return make_figures(args.output, args.device, args.again)
 
 

@@ -33,12 +33,16 @@ from project.options import (
     boolean,
     check_batch,
     check_model,
+    check_ranks,
     claim_folders,
     count,
     launch_settings,
+    open_timeline,
     parser_for,
+    port,
     positive,
     run_program,
+    seconds,
 )
 from project.progress import NO_RESUME, Progress, Resume, check_texts, find_resume
 from project.session import open_session, read_texts
@@ -48,24 +52,28 @@ from training.launch import UserError, World, launch, setup, torchrun_world_size
 from training.model import target_loss
 from training.optimization import Optimizers, Recipe
 from training.text import Texts
+from training.timeline import OFF, Timeline
+
+BUCKET_MB = 4.0
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
 
 
 def make_gradient_sync(
-    args: argparse.Namespace, model: nn.Module
+    args: argparse.Namespace, model: nn.Module, timeline: Timeline = OFF
 ) -> tuple[Callable[[nn.Module], None], Callable[[], AbstractContextManager[None]]]:
     """The function that makes the gradients those of all ranks, and the context in which
     backward only accumulates."""
     if args.gradient_sync == "overlap":
         buckets = GradientBuckets(
             model,
-            bucket_bytes=max(1, int(args.bucket_mb * 2**20)),
+            bucket_bytes=max(1, int(min(args.bucket_mb, 2**30) * 2**20)),
             comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
+            recorder=timeline if timeline.recording else None,
         )
         return lambda _: buckets.finish(), buckets.no_sync
     by_hand = average_gradients if args.gradient_sync == "per_parameter" else average_gradients_flat
-    return by_hand, nullcontext
+    return timeline.span("all_reduce")(by_hand), nullcontext
 
 
 def make_backward(
@@ -73,6 +81,7 @@ def make_backward(
     world: World,
     model: nn.Module,
     no_sync: Callable[[], AbstractContextManager[None]],
+    timeline: Timeline = OFF,
 ) -> Callable[[Step], Tensor]:
     """The function that computes a rank's gradients of a step.
 
@@ -87,9 +96,10 @@ def make_backward(
         for i, batch in enumerate(step.micro_batches):
             last = i == len(step.micro_batches) - 1
             with nullcontext() if last else no_sync():
-                with autocast(world.device, args.precision):
+                with autocast(world.device, args.precision), timeline.span("F", microbatch=i):
                     loss = target_loss(model, batch)
-                (loss * scale).backward()
+                with timeline.span("B", microbatch=i):
+                    (loss * scale).backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum() if losses else torch.zeros(())
 
@@ -114,15 +124,17 @@ def run_dp(
     if not args.pytest:
         session.start(loss_fn, resume.epoch, resume.notes)
     torch.manual_seed(args.seed * 100_003 + world.rank)  # dropout differs between the ranks
-    average_gradients_fn, no_sync = make_gradient_sync(args, model)
-    backward_fn = make_backward(args, world, model, no_sync)
+    timeline = open_timeline(args, world, strategy="ddp")
+    average_gradients_fn, no_sync = make_gradient_sync(args, model, timeline)
+    backward_fn = make_backward(args, world, model, no_sync, timeline)
     optimizer = make_optimizer(model, session.recipe, world)
+    timeline.watch(optimizer.optimizers[0])
     loader = session.loader(world.world_size, world.rank, args.accumulation_steps)
     progress = Progress(session, optimizer, len(loader), [world.device], resume)
     for epoch in progress.epochs():
         totals = train(
-            model, optimizer, loader.steps(epoch, progress.before.steps), backward_fn,
-            f"Epoch {epoch}", world.rank, average_gradients_fn, len(loader),
+            model, optimizer, timeline.over(loader.steps(epoch, progress.before.steps)),
+            backward_fn, f"Epoch {epoch}", world.rank, average_gradients_fn, len(loader),
             progress.before, progress.after_step,
         )  # fmt: skip
         if args.pytest:
@@ -130,6 +142,7 @@ def run_dp(
             return
         progress.end_epoch(totals)
         session.end_epoch(epoch, totals, loss_fn, world.rank)
+        session.save_timeline(timeline, epoch)
     session.close()
 
 
@@ -146,7 +159,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="per_parameter: an all-reduce for each, after backward; flat: one for all; overlap: "
         "buckets, each as soon as it is full, while backward runs",
     )  # fmt: skip
-    ranks.add_argument("--bucket_mb", type=positive, default=4.0, help="size of a bucket, in MiB")
+    ranks.add_argument(
+        "--bucket_mb", type=positive,
+        help=f"size of a bucket of --gradient_sync overlap, in MiB; by default {BUCKET_MB:g}",
+    )  # fmt: skip
     ranks.add_argument(
         "--comm_dtype", choices=("fp32", "bf16"), default="fp32",
         help="the type in which the buckets travel",
@@ -161,11 +177,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="CPU cores of a rank; by default all cores are shared out",
     )  # fmt: skip
     ranks.add_argument(
-        "--master_port", type=int,
-        help="port on 127.0.0.1 where the ranks meet; by default 11868, or a free one",
+        "--master_port", type=port,
+        help="port on 127.0.0.1 where the ranks meet, 0 for any; by default 11868, or a free one",
     )  # fmt: skip
     ranks.add_argument(
-        "--timeout", type=positive, default=300.0,
+        "--timeout", type=seconds, default=300.0,
         help="seconds after which a rank that does not answer ends the run",
     )  # fmt: skip
     ranks.add_argument(
@@ -174,16 +190,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "tests/model{rank}_gradients.pth",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    started = torchrun_world_size()
-    if started is not None and started != args.world_size:
-        raise UserError(
-            f"--world_size {args.world_size}: torchrun started {started} ranks; leave it out"
-        )
     if args.comm_dtype != "fp32" and args.gradient_sync != "overlap":
         raise UserError(
             f"--comm_dtype {args.comm_dtype} --gradient_sync {args.gradient_sync}: only the "
             "buckets of --gradient_sync overlap travel in another type"
         )
+    if args.bucket_mb is not None and args.gradient_sync != "overlap":
+        raise UserError(
+            f"--bucket_mb {args.bucket_mb:g} --gradient_sync {args.gradient_sync}: only "
+            "--gradient_sync overlap has buckets"
+        )
+    args.bucket_mb = args.bucket_mb or BUCKET_MB
+    check_ranks(args)
     check_batch(args)
     check_model(args)
     claim_folders(args)

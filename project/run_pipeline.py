@@ -36,6 +36,7 @@ from project.options import (
     claim_folders,
     count,
     model_name,
+    open_timeline,
     parser_for,
     run_program,
 )
@@ -43,9 +44,11 @@ from project.progress import Progress, check_texts, find_resume
 from project.session import Session, open_session, read_texts
 from project.utils import autocast, train
 from training.data import Batch, Step
+from training.ending import run_here
 from training.launch import UserError, World, choose_device, quiet_libraries
 from training.model import PRESETS, target_loss
 from training.optimization import Optimizers
+from training.timeline import OFF, Timeline
 
 MODES = ("none", "model_parallel", "pipeline_parallel")
 
@@ -68,6 +71,13 @@ def choose_devices(args: argparse.Namespace) -> list[torch.device]:
     return [torch.device(kind, index) for index in range(n)]
 
 
+def schedule_of(args: argparse.Namespace) -> str:
+    """The order in which the stages really work."""
+    if args.model_parallel_mode != "pipeline_parallel":
+        return "sequential"
+    return args.schedule if args.pipeline == "whole" else "gpipe"
+
+
 class WholeModel:
     """The whole model in stages: the embedding on the first, the head and the loss on the last."""
 
@@ -77,11 +87,11 @@ class WholeModel:
         devices: list[torch.device],
         balance_on: Step,
         cut: list[int] | None = None,
+        timeline: Timeline = OFF,
     ) -> None:
         args = session.args
         self.args = args
-        pipelined = args.model_parallel_mode == "pipeline_parallel"
-        self.schedule = args.schedule if pipelined else "sequential"
+        self.schedule = schedule_of(args)
         batch = balance_on.micro_batches[-1]  # of the longest sentences
         sample = (batch["input_ids"], batch["label_token_weights"])
         target = (batch["labels"], batch["label_token_weights"])
@@ -90,13 +100,17 @@ class WholeModel:
             module, replicas, self.cut = cut_gpt2(
                 session.model, devices, cut or args.balance, sample, target
             )
-        self.pipe = Pipe(module, replicas=replicas)
+        self.pipe = Pipe(
+            module, recorder=timeline if timeline.recording else None, replicas=replicas
+        )
         self.layers = [len(list(partition.children())) for partition in self.pipe.partitions]
         # An AdamW per stage, which steps on the stage's worker; a tied weight is in the first's.
         adamws = [
             torch.optim.AdamW(parameters, lr=session.learning_rate, fused=True)
             for parameters in self.pipe.stage_parameters()
         ]
+        for stage, adamw in enumerate(adamws):
+            timeline.watch(adamw, stage)
         self.optimizer = Optimizers(
             adamws, session.recipe, session.world, run=self.pipe.run_on_stages
         )
@@ -128,7 +142,9 @@ class WholeModel:
 class BlocksOnly:
     """The course's form: the blocks in stages, embedding and head on the first device."""
 
-    def __init__(self, session: Session, devices: list[torch.device]) -> None:
+    def __init__(
+        self, session: Session, devices: list[torch.device], timeline: Timeline = OFF
+    ) -> None:
         self.args = args = session.args
         model = GPT2LMHeadModelParallel(session.model.config)
         model.load_state_dict(session.model.state_dict())
@@ -140,11 +156,14 @@ class BlocksOnly:
         )
         if args.model_parallel_mode == "pipeline_parallel":
             model._prepare_pipeline_parallel(-(-args.batch_size // args.n_chunk))
+        self.pipe = model.transformer.h_pp
+        self.pipe.recorder = timeline if timeline.recording else None
         session.translator = session.model  # keys and values are cached by the plain model alone
         self.model = session.model = model
         self.cut = " | ".join(map(str, sizes)) + " blocks"
         self.layers = None  # nothing is measured: the options say it
         adamw = torch.optim.AdamW(model.parameters(), lr=session.learning_rate, fused=True)
+        timeline.watch(adamw, 0)
         self.optimizer = Optimizers([adamw], session.recipe, session.world)
 
     def backward(self, step: Step) -> Tensor:
@@ -173,14 +192,17 @@ def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
     check_texts(texts, resume)
     session = open_session(args, World(device=physical), texts, resume.checkpoint)
     loader = session.loader(1, 0, args.n_chunk if args.pipeline == "whole" else 1)
+    timeline = open_timeline(
+        args, session.world, "stage", strategy=args.model_parallel_mode, schedule=schedule_of(args)
+    )
     strategy: WholeModel | BlocksOnly
     if args.pipeline == "whole":
         # Where the layers are to be cut again, a cut measured again could be another.
         cut = resume.cut if args.balance == "auto" else None
         cut = cut if cut and len(cut) == len(devices) else None
-        strategy = WholeModel(session, devices, next(loader.steps(0)), cut)
+        strategy = WholeModel(session, devices, next(loader.steps(0)), cut, timeline)
     else:
-        strategy = BlocksOnly(session, devices)
+        strategy = BlocksOnly(session, devices, timeline)
     try:
         refresh = evaluate_on_one_device(session, devices)
         session.say(f"{args.model_parallel_mode} on {', '.join(map(str, devices))}: {strategy.cut}")
@@ -191,13 +213,16 @@ def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
         )
         for epoch in progress.epochs():
             totals = train(
-                session.model, strategy.optimizer, loader.steps(epoch, progress.before.steps),
+                session.model, strategy.optimizer,
+                timeline.over(loader.steps(epoch, progress.before.steps)),
                 strategy.backward, f"Epoch {epoch}", n_steps=len(loader),
                 before=progress.before, after_step=progress.after_step,
             )  # fmt: skip
             progress.end_epoch(totals)
             refresh()
             session.end_epoch(epoch, totals, strategy.loss, None)
+            if session.save_timeline(timeline, epoch):
+                strategy.pipe.recorder = None  # on a GPU, recording waits for every action
         session.close()
     finally:
         strategy.close()
@@ -296,7 +321,7 @@ def main() -> None:
     """The program."""
     args = parse()
     quiet_libraries()
-    run_pp(args, choose_devices(args))
+    run_here(run_pp, args, choose_devices(args))
 
 
 if __name__ == "__main__":

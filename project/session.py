@@ -22,6 +22,7 @@ from project.utils import (
     evaluate_loss,
     generate,
     get_tokenizer,
+    precision_notes,
     sum_over_ranks,
 )
 from training.checkpoint import Checkpoint, clean
@@ -57,6 +58,7 @@ from training.record import (
     write_json,
 )
 from training.text import SPLITS, Texts, load_texts
+from training.timeline import TRACE, Timeline
 
 MAX_VOCAB = 4096  # tokens that BPE may learn where --vocab_size does not say
 EVAL_BATCH = 64
@@ -88,6 +90,7 @@ class Session:
     sentences: list[str] = field(default_factory=list)  # the last translations of the test split
     times: list[tuple[float, float]] = field(default_factory=list)  # seconds, positions/s of epochs
     saved: Checkpoint | None = None  # the one to go on from
+    timeline_saved: bool = False
     translator: Any = None  # the model that translates: `model`, or a copy of it on one device
 
     @property
@@ -189,7 +192,8 @@ class Session:
         if self.world.is_main:  # before the others write theirs: end_epoch() waits for all
             clear_results(self.args.workdir, first)
             write_json(self.args.workdir / OPTIONS, self.options())
-        self.say("\n".join([self.describe(), *self.texts.notes, *notes]))
+        slow = precision_notes(self.world.device, self.args.precision)
+        self.say("\n".join([self.describe(), *self.texts.notes, *slow, *notes]))
         self.say(HEADER)
         if self.saved is not None:
             return
@@ -226,6 +230,15 @@ class Session:
         self.times.append((totals.seconds, speeds[0]))
         self.say(epoch_line(str(epoch), bleu, result.validation_loss, result, speeds))
 
+    def save_timeline(self, timeline: Timeline, epoch: int) -> bool:
+        """Writes what was recorded, once: after the epoch in which all steps have been, or the
+        last. Returns whether it has been written."""
+        last = epoch == self.args.n_epochs - 1
+        if self.args.timeline and not self.timeline_saved and (timeline.done or last):
+            timeline.save(self.args.workdir)
+            self.timeline_saved = True
+        return self.timeline_saved
+
     def close(self) -> None:
         """Shows a few translations, draws the curves, and says where the results are."""
         src, tgt, test = self.args.src, self.args.tgt, self.texts.splits["test"]
@@ -240,6 +253,11 @@ class Session:
             from project.plot import plot_training  # here: matplotlib takes a second to import
 
             picture = plot_training(self.args.workdir)
+            if self.timeline_saved:
+                self.say(
+                    f"The recorded steps: python project/plot.py timeline {self.args.workdir}, or "
+                    f"open {self.args.workdir / TRACE} in https://ui.perfetto.dev."
+                )
             self.say(
                 f"Results, translations and tokenizer are in {self.args.workdir}/; "
                 f"loss and BLEU are drawn in {picture}."
@@ -286,16 +304,7 @@ def open_session(
     and the others read the tokenizer there, so that all have the same: that of the checkpoint
     `saved`, if there is one to go on from."""
     name = model_name(args, world.device)
-    if world.is_main:
-        clean(args.workdir / CHECKPOINTS)
-        if saved is None:
-            _make_tokenizer(args, name, texts.splits["train"])
-        else:
-            for file in FILES:
-                (args.workdir / file).write_bytes(saved.read(file))
-    if dist.is_initialized():
-        dist.barrier()
-    tokenizer = load_tokenizer(args.workdir)
+    tokenizer = shared_tokenizer(args, name, texts, world, saved)
     vocab_size = args.vocab_size or round_vocab(len(tokenizer))
     if name in PRESETS:
         config = gpt2_config(
@@ -317,6 +326,27 @@ def open_session(
             "target is left to learn; --model_max_length 128 works"
         )
     return Session(args, world, texts, tokenizer, model, examples, saved=saved)
+
+
+def shared_tokenizer(
+    args: argparse.Namespace,
+    name: str,
+    texts: Texts,
+    world: World,
+    saved: Checkpoint | None = None,
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of model `name`, or that of a checkpoint: rank 0 writes it to the workdir, and
+    all read it there."""
+    if world.is_main:
+        clean(args.workdir / CHECKPOINTS)
+        if saved is None:
+            _make_tokenizer(args, name, texts.splits["train"])
+        else:
+            for file in FILES:
+                (args.workdir / file).write_bytes(saved.read(file))
+    if dist.is_initialized():
+        dist.barrier()
+    return load_tokenizer(args.workdir)
 
 
 def _make_tokenizer(args: argparse.Namespace, name: str, pairs: Sequence[dict[str, str]]) -> None:

@@ -1,7 +1,7 @@
-"""Draws who does what when: the clock table of a schedule, or a timeline that was measured.
+"""Draws who does what when: the clock table of a schedule, or times of actions.
 
-One function for both, so that the prediction and the measurement are looked at side by side: a
-row per stage, a box per action, grey where a stage idles (the bubble).
+A row per stage, a box per action, grey where a stage idles (the bubble). Timelines of whole runs,
+with the ideal beside them: measured.py.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from project.figures import (
     SMALL,
     TEXT,
     VERMILION,
+    YELLOW,
     page,
     readable,
     save,
 )
+from training.timeline import COMMUNICATION, KINDS
 
-_KINDS = {
-    "F": ("forward", BLUE),
-    "B": ("backward", ORANGE),
-    "I": ("backward of inputs", ORANGE),
-    "W": ("backward of weights", GREEN),
-    "send": ("send", PURPLE),
-    "recv": ("receive", SKY),
-}
-_TRANSFERS = ("send", "recv")  # go on beside the work: strips at the foot of a row
+COLOURS = {  # of a kind: what arrives is sky blue, what leaves purple, what does both vermilion
+    "F": BLUE, "B": ORANGE, "I": ORANGE, "W": GREEN, "R": YELLOW, "optimizer": GREY,
+    "send": PURPLE, "receive": SKY, "all_reduce": VERMILION, "all_gather": SKY,
+    "reduce_scatter": PURPLE, "barrier": INK,
+}  # fmt: skip
+_KINDS = {kind: (KINDS[kind][0], colour) for kind, colour in COLOURS.items()}
+_TRANSFERS = [kind for kind in KINDS if KINDS[kind][1] == COMMUNICATION]  # strips at a row's foot
 Action = tuple[Any, int, float, float]  # kind, micro-batch, start, end
 
 
@@ -75,7 +75,7 @@ def draw_clock_table(
 
     Args:
         rows: per stage, its actions (kind, micro-batch, start, end). Kinds are text, or an Enum of
-            text: F, B, W, send, recv, or any other.
+            text: F, B, W, send, receive, or any other.
         path: the picture.
         title: by default the sizes, the duration, and the share of it that the stages are idle.
         subtitle: the line under it.
@@ -83,7 +83,7 @@ def draw_clock_table(
     """
     begin = min((start for row in rows for _, _, start, _ in row), default=0.0)
     span = (max((end for row in rows for *_, end in row), default=0.0) - begin) or 1.0
-    factor, name = (1.0, "clocks") if unit == "clock" else _seconds(span)
+    factor, name = (1.0, "clocks") if unit == "clock" else handy(span)
     table = [
         [
             (str(kind.value if isinstance(kind, Enum) else kind), i, a - begin, b - begin)
@@ -113,7 +113,7 @@ def draw_clock_table(
     return save(fig, path)
 
 
-def _seconds(span: float) -> tuple[float, str]:
+def handy(span: float) -> tuple[float, str]:
     """The unit in which a time is a handy number, and how many of it make a second."""
     return (1.0, "s") if span >= 1 else (1e3, "ms") if span >= 1e-3 else (1e6, "µs")
 

@@ -6,6 +6,7 @@ handed to them as functions (how a step's gradients are computed, how they are a
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,10 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from training.data import Batch, Step, encode, eos, load_tokenizer, to_batch, train_tokenizer
 from training.optimization import Optimizers
+
+# Bars of one process need a lock among its threads. The default is one among processes, a named
+# semaphore of the system's, which a run that is killed would leave in /dev/shm.
+tqdm.set_lock(threading.RLock())
 
 
 def get_tokenizer(
@@ -57,6 +62,19 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def precision_notes(device: torch.device, precision: str) -> list[str]:
+    """What a user should know of --precision on this machine: nothing, or one line."""
+    if precision == "fp32" or device.type != "cpu":
+        return []
+    cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if cpu.get("architecture") != "x86_64" or cpu.get("avx512_bf16") or cpu.get("amx_bf16"):
+        return []
+    return [
+        f"--precision {precision}: this CPU has no instructions for it (avx512_bf16 or amx_bf16) "
+        "and computes it several times slower than fp32"
+    ]
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,18 @@ with the one traceback that matters.
 Idea: the parent binds the meeting point (a TCP store) to 127.0.0.1 *before* it starts anybody
 and hands the socket over to rank 0. So no port can be lost to another run, and nothing listens on
 another interface, as torch's store does by default. Each rank has a pipe to the parent: its work
-comes through it once all ranks are started, and through it the rank reports how it ended. A rank
-that dies without a word was killed, and that is the cause; otherwise the earliest report is, for
-the others fail in consequence.
-A rank whose parent has gone ends itself.
+comes through it once all ranks are started, and through it the rank reports how it ended. The
+parent names the rank that failed first and ends the others (`training.watch`); a rank whose parent
+has gone ends itself.
 
-This is the only module that reads or writes the environment.
+    who notices         that a rank failed     that a rank is stopped       that the parent died
+    our own launcher    the parent, at once    the parent, after timeout    every rank, at once
+    torchrun            torchrun, at once      the ranks that wait for it   every rank, at once
+
+Nobody waits in a collective for longer than `timeout`, and a rank is done when all are: each waits
+for the others at the end, so that one which is stopped even then is noticed.
+
+This module and `ending` are the only ones that read or write the environment.
 """
 
 from __future__ import annotations
@@ -25,32 +31,36 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from training.ending import (
+    Interrupted,
+    end_with_parent,
+    format_error,
+    ignore_ctrl_c,
+    is_consequence,
+    leave_torchrun,
+    look_for_torchrun,
+    say,
+    until_orphaned,
+)
+from training.ending import RunError as RunError  # where all look for them
+from training.ending import UserError as UserError
+from training.ending import torchrun_world_size as torchrun_world_size
+from training.watch import Report, Signals, ctrl_c_held, end, watch
+
 DEFAULT_PORT = 11868
 LOOPBACK = "127.0.0.1"
 DEVICES = ("auto", "cpu", "cuda", "mps")
-_GRACE = 2.0  # seconds for the other ranks' reports, and then to end when asked
-
-
-class UserError(Exception):
-    """A mistake of the user's: programs print it as one line and end with status 2. The text
-    gives the value, the rule, and a setting that works."""
-
-
-class RunError(Exception):
-    """The run cannot go on, and the text says all there is to say, as of a loss that is not a
-    number: programs print it as one line, without traceback, and end with status 1."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +76,6 @@ class World:
     def is_main(self) -> bool:
         """Rank 0 prints, draws the progress bars and writes what is written once."""
         return self.rank == 0
-
-
-def torchrun_world_size() -> int | None:
-    """The number of ranks that torchrun started, or None where it started none."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def core_slice(index: int, slices: int, cores_each: int | None = None) -> list[int]:
@@ -141,8 +146,7 @@ def setup(
         UserError: rank 0 cannot listen on the port.
         torch.distributed.DistError: a rank did not come within `timeout` seconds.
     """
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+    _stay_on_loopback()
     limit = timedelta(seconds=timeout)
     if rank == 0:
         listener = listener or listen(port)
@@ -153,6 +157,12 @@ def setup(
     else:
         store = dist.TCPStore(LOOPBACK, port, world_size, False, limit)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def _stay_on_loopback() -> None:
+    """Ranks of one machine talk to each other there, and nothing outside can."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
 
 
 @dataclass(frozen=True)
@@ -179,13 +189,14 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
             told to end (128 + signal); the ranks have been ended.
     """
     if torchrun_world_size() is not None:
-        return _join_torchrun(main, settings, args)
+        _join_torchrun(main, settings, args)
+        return
     quiet_libraries()  # ranks import theirs before they run a line of ours
     backend = choose_backend(settings.device, settings.world_size)
     listener = listen(settings.master_port)
     port = listener.getsockname()[1]
     if settings.master_port is None and port != DEFAULT_PORT:
-        print(f"Port {DEFAULT_PORT} is taken; the ranks meet on {port}.", file=sys.stderr)  # noqa: T201
+        say(f"Port {DEFAULT_PORT} is taken; the ranks meet on {port}.\n")
     # The work is sent when all ranks are started, and not as arguments of the processes: start()
     # waits until a process has read its arguments, which it does seconds later, when it has
     # imported its libraries; the ranks would import theirs one after the other.
@@ -193,9 +204,9 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
     context = mp.get_context("spawn")
     processes: list[Any] = []
     pipes: list[Connection] = []
-    with _signals_raise():
+    with Signals() as signals:
         try:
-            with _ctrl_c_ignored():
+            with ctrl_c_held():
                 for rank in range(settings.world_size):
                     ours, theirs = context.Pipe()
                     process = context.Process(
@@ -211,12 +222,17 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
             listener.close()
             for pipe in pipes:  # a rank that does not read must not keep us from watching
                 threading.Thread(target=_send, args=(pipe, work), daemon=True).start()
-            _watch(processes, pipes)
+            failure = watch(processes, pipes, settings.timeout, signals)
         finally:
             listener.close()
-            with _ctrl_c_ignored():  # an impatient second one would leave ranks behind
-                _end(processes)
-    return None
+            end(processes)
+    if signals.number is not None:
+        raise Interrupted(128 + signals.number)
+    if failure is not None:
+        if failure.kind is not None:
+            raise failure.kind(failure.text)
+        say(f"\nrank {failure.rank} failed; the run has been ended.\n{failure.text}")
+        raise SystemExit(1)
 
 
 def _send(pipe: Connection, work: bytes) -> None:
@@ -225,15 +241,49 @@ def _send(pipe: Connection, work: bytes) -> None:
 
 
 def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence[Any]) -> None:
-    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    device = choose_device(settings.device, local_rank, local_size)
-    _claim(device, local_rank, local_size, settings.cores_per_rank)
-    dist.init_process_group(
-        choose_backend(settings.device, local_size), timeout=timedelta(seconds=settings.timeout)
-    )
+    parent = os.getppid()
+    end_with_parent(lambda: until_orphaned(parent))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun passes Ctrl-C on: gloo is deaf to it
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    local_size, world_size = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     try:
-        main(World(dist.get_rank(), dist.get_world_size(), local_rank, device), *args)
-    finally:
+        device = choose_device(settings.device, local_rank, local_size)
+        _claim(device, local_rank, local_size, settings.cores_per_rank)
+        limit = timedelta(seconds=settings.timeout)
+        store = None  # torch finds it
+        if local_size == world_size:
+            _stay_on_loopback()
+            store = _attempts_store(world_size, limit)
+        backend = choose_backend(settings.device, local_size)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit
+        )
+        main(World(rank, world_size, local_rank, device), *args)
+        _finish(device)
+    except (UserError, RunError):
+        raise
+    except BaseException as error:
+        leave_torchrun(rank, error)
+
+
+def _attempts_store(world_size: int, limit: timedelta) -> Any:
+    """The meeting point of one of torchrun's attempts; None where torchrun does not keep it. It
+    keeps one for all attempts, and nobody clears it: ranks that are started again could find the
+    addresses of those before them there, and end because nobody answers.
+
+    (Of the ranks on several machines nobody knows which attempt all are at: they use it as it is.)
+    """
+    address = look_for_torchrun()
+    if address is None:
+        return None
+    store = dist.TCPStore(*address, world_size, False, limit)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)  # type: ignore[attr-defined]
+
+
+def _finish(device: torch.device) -> None:
+    """The end of a rank's work: when all are there."""
+    if dist.is_initialized():
+        dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
         dist.destroy_process_group()
 
 
@@ -276,10 +326,11 @@ def _rank_main(
     pipe: Connection,
     listener: socket.socket | None = None,
 ) -> None:
-    """A rank's life. Sends the time, and twice None when done; when not, the kind of error whose
-    text explains itself, and the text, or None and a traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
-    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    """A rank's life. Sends a `Report` when it is done, or has failed."""
+    ignore_ctrl_c()  # it reaches the parent, which ends us
+    parent = mp.parent_process()
+    assert parent is not None
+    end_with_parent(parent.join)
     try:
         main, args = pipe.recv()
         device = choose_device(settings.device, rank, settings.world_size)
@@ -289,107 +340,11 @@ def _rank_main(
             port=port, listener=listener, timeout=settings.timeout,
         )  # fmt: skip
         main(World(rank, settings.world_size, rank, device), *args)
-        dist.destroy_process_group()
+        _finish(device)
     except BaseException as error:
         kind = next((k for k in (UserError, RunError) if isinstance(error, k)), None)
-        pipe.send((time.time(), kind, str(error) if kind else traceback.format_exc()))
+        text = str(error) if kind else format_error(error)
+        pipe.send(Report(time.time(), text, kind, is_consequence(error)))
         sys.stdout.flush()
         os._exit(1)  # not through destructors, which may wait for the other ranks
-    pipe.send((time.time(), None, None))
-
-
-def _end_with_parent() -> NoReturn:
-    parent = mp.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-class _signals_raise:  # noqa: N801
-    """Within it, the signals that ask this process to end raise SystemExit, so that its ranks
-    are ended first."""
-
-    def __enter__(self) -> None:
-        self.before = {}
-        if threading.current_thread() is threading.main_thread():
-            for name in ("SIGTERM", "SIGHUP", "SIGINT"):
-                number = getattr(signal, name, None)  # Windows has not all of them
-                # What is ignored stays ignored: SIGHUP under nohup, for one.
-                if number and signal.getsignal(number) is not signal.SIG_IGN:
-                    self.before[number] = signal.signal(number, self._raise)
-
-    @staticmethod
-    def _raise(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _ctrl_c_ignored() -> Iterator[None]:
-    """Processes started within it ignore Ctrl-C from birth: it reaches all processes of a
-    terminal, and each would print where in its imports it was."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _watch(processes: list[Any], pipes: list[Connection]) -> None:
-    """Returns when every rank is done.
-
-    Raises:
-        UserError, RunError: the first rank that failed raised one.
-        SystemExit: with status 1, after saying which rank failed first, and how.
-    """
-    silent = dict(enumerate(pipes))  # the ranks not heard of yet
-    failures: list[tuple[float, int, type[Exception] | None, str]] = []
-    deadline = None
-    while silent and (deadline is None or time.time() < deadline):
-        for pipe in wait(list(silent.values()), deadline and max(0.0, deadline - time.time())):
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
-            del silent[rank]
-            try:
-                when, kind, text = pipes[rank].recv()
-            except (
-                EOFError,
-                ConnectionError,
-            ):  # it died without a word: that is the cause, whatever others report
-                processes[rank].join(_GRACE)
-                when, kind, text = 0.0, None, _how_it_died(processes[rank].exitcode)
-            if text is not None:
-                failures.append((when, rank, kind, text))
-                deadline = deadline or time.time() + _GRACE
-    if failures:
-        _, rank, kind, text = min(failures)
-        if kind:
-            raise kind(text)
-        print(f"\nrank {rank} failed; the run has been ended.\n{text}", file=sys.stderr)  # noqa: T201
-        raise SystemExit(1)
-    for process in processes:
-        process.join(_GRACE)
-
-
-def _how_it_died(exitcode: int | None) -> str:
-    if exitcode is not None and exitcode < 0:
-        return f"It was ended by {signal.Signals(-exitcode).name}."
-    return f"It exited with status {exitcode} before it was done."
-
-
-def _end(processes: list[Any]) -> None:
-    """Ends the ranks that still run: asked first, then not."""
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
-    deadline = time.time() + _GRACE
-    for process in processes:
-        process.join(max(0.0, deadline - time.time()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+    pipe.send(Report(time.time()))

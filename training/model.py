@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +99,29 @@ def build_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
 
 
 def initialize(model: Any, seed: int) -> None:
-    """Sets every parameter from the seed and its name, as GPT-2 does: biases 0, norms 1, matrices
-    normal with deviation 0.02, those that add to the residual stream less by sqrt(2 * n_layer)."""
-    layers = model.config.n_layer
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("bias"):
-                p.zero_()
-            elif ".ln_" in name:
-                p.fill_(1)
-            else:
-                generator = _generator(seed, name)
-                std = 0.02 / math.sqrt(2 * layers) if name.endswith("c_proj.weight") else 0.02
-                p.copy_(torch.empty(p.shape).normal_(0, std, generator=generator))
+    """Sets every parameter from the seed and its name, see `initializer`."""
+    fill = initializer(model.config, seed)
+    for name, p in model.named_parameters():
+        fill(name, p)
+
+
+def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
+    """Fills a parameter of that name, as GPT-2 does: biases 0, norms 1, matrices normal with
+    deviation 0.02, those that add to the residual stream less by sqrt(2 * n_layer)."""
+    layers = config.n_layer
+
+    @torch.no_grad()
+    def fill(name: str, p: Tensor) -> None:
+        if name.endswith("bias"):
+            p.zero_()
+        elif ".ln_" in name:
+            p.fill_(1)
+        else:
+            generator = generator_for(seed, name)
+            std = 0.02 / math.sqrt(2 * layers) if name.endswith("c_proj.weight") else 0.02
+            p.copy_(torch.empty(p.shape).normal_(0, std, generator=generator))
+
+    return fill
 
 
 def check_pretrained(name: str, max_length: int) -> None:
@@ -183,7 +194,7 @@ def _no_weights(name: str, reason: object) -> UserError:
     )
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
+def generator_for(seed: int, name: str) -> torch.Generator:
     """The source of a parameter's initial weights."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
@@ -214,7 +225,7 @@ def load_pretrained(name: str, vocab_size: int, dropout: float, seed: int) -> GP
     if known < vocab_size:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
         new = model.transformer.wte.weight.data[known:]
-        new.normal_(0, 0.02, generator=_generator(seed, "transformer.wte.weight"))
+        new.normal_(0, 0.02, generator=generator_for(seed, "transformer.wte.weight"))
     return model
 
 

@@ -14,7 +14,8 @@ The learning rate of a step is a function of its number alone. A step that is le
 too, so data and schedule stay together, and a run that goes on needs to know but the number.
 
 Cost: one pass over the gradient (a W-th of it where each of W ranks has all of it), 8 * (W + 1)
-bytes summed over the ranks; if it is clipped, another pass. docs/log.md has what that is of a step.
+bytes summed over the ranks; if it is clipped, another pass. For gpt2-mini on two ranks with a core
+each 2 ms, 0.2% of a step, and 1 ms for clipping; on two stages 1 ms, 0.1%.
 
 Papers: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013 (clipping);
 Goyal et al., "Accurate, large minibatch SGD", 2017 (warm-up); Loshchilov and Hutter, "SGDR", 2017
@@ -93,7 +94,7 @@ class Optimizers:
         run: where the work of optimizer i is done; by default here, one after the other.
 
     `steps` is the number of the next step, from 0 over all epochs; `left_out` counts those that
-    changed nothing.
+    changed nothing. `state_dict` has these; the state of each of `optimizers` is its own.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Optimizers:
         self.optimizers = list(optimizers)
         self.recipe = recipe
         self.steps = self.left_out = 0
-        self._in_a_row = 0
+        self.in_a_row = 0  # of those, the last ones that were not finite
         self._world = world or World()
         self._group = group
         self._run = run or (lambda function: [function(i) for i in range(len(self.optimizers))])
@@ -149,12 +150,21 @@ class Optimizers:
             self._run(partial(self._update, rate=rate, factor=factor))
         else:
             reason = f"{self._where()}: {reason}; the step was left out"
-        self._in_a_row = self._in_a_row + 1 if wrong else 0
-        if self._in_a_row == MOST_IN_A_ROW:
+        self.in_a_row = self.in_a_row + 1 if wrong else 0
+        if self.in_a_row == MOST_IN_A_ROW:
             raise RunError(f"{reason}, as were {MOST_IN_A_ROW - 1} before it; {self._advice()}")
         self.steps += 1
         self.left_out += reason is not None
         return reason
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the run is: all that check and schedule remember."""
+        return {"steps": self.steps, "left_out": self.left_out, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on from there."""
+        self.steps, self.left_out = state["steps"], state["left_out"]
+        self.in_a_row = state["in_a_row"]
 
     def _facts(self, loss: Tensor) -> tuple[float, list[float]]:
         """The norm of the gradient, and the loss of each rank: the same on all of them."""
@@ -180,13 +190,14 @@ class Optimizers:
 
     def _wrong(self, norm: float, losses: list[float]) -> str | None:
         """What is not finite, in words."""
-        several = len(losses) > 1
-        for rank, loss in enumerate(losses):
-            if not math.isfinite(loss):
-                return f"the loss{f' of rank {rank}' if several else ''} is {loss}"
+        bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad:
+            others = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            rank = f" of rank {bad[0]}{others}" if len(losses) > 1 else ""
+            return f"the loss{rank} is {losses[bad[0]]}"
         if not math.isfinite(norm):
-            of = "over all ranks, " if several else ""
-            return f"the norm of the gradient, {of}is {norm}, though the loss is finite"
+            which = "every rank's loss" if len(losses) > 1 else "the loss"
+            return f"the norm of the gradient is {norm}, though {which} is finite"
         return None
 
     def _where(self) -> str:

@@ -7,8 +7,8 @@ epoch e:
     rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json              [{"example": ..., "gen": ...}]
 
 and once: options.json, the options, with what the program chose where it was left to it; and
-training.png, drawn from the results. Figures are drawn from these files, never from numbers typed
-in.
+training.png, drawn from the results. With --timeline, timeline_rank{r}.json and trace.json
+(timeline.py). Figures are drawn from these files, never from numbers typed in.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 _RESULT_FILE = re.compile(
     r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch(?P<epoch>\d+)\.json"
 )
+_TIMELINE_FILE = re.compile(r"timeline_rank\d+\.json|trace\.json")
 OPTIONS, PICTURE = "options.json", "training.png"
 
 
@@ -53,6 +54,7 @@ def clear_results(workdir: Path, first: int = 0) -> None:
     for path in workdir.iterdir():
         found = _RESULT_FILE.fullmatch(path.name)
         stale = int(found["epoch"]) >= first if found else path.name.endswith(".json.part")
+        stale = stale or (first == 0 and _TIMELINE_FILE.fullmatch(path.name) is not None)
         if stale or path.name in (OPTIONS, PICTURE):
             path.unlink()
 

@@ -29,7 +29,7 @@ from training.launch import UserError
 SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin"
 _BEGINNINGS = {"train": ("train",), "validation": ("val", "dev"), "test": ("test",)}
-_WAY_OUT = f"--dataset {BUILTIN} needs neither files nor network"
+NO_NETWORK = f"--dataset {BUILTIN} needs neither files nor network"
 _FORMATS = {
     ".jsonl": "json",
     ".json": "json",
@@ -76,7 +76,7 @@ def load_texts(
     elif path.exists():
         texts = _local_files(path, src, tgt, sizes)
     elif path.suffix in _FORMATS or path.is_absolute() or dataset.startswith((".", "~")):
-        raise UserError(f"--dataset {dataset}: there is no such file or folder; {_WAY_OUT}")
+        raise UserError(f"--dataset {dataset}: there is no such file or folder; {NO_NETWORK}")
     else:
         texts = _hub(dataset, src, tgt, sizes)
     for split in SPLITS:
@@ -114,7 +114,7 @@ def _read_lines(path: Path) -> list[str]:
     except FileNotFoundError as error:
         raise UserError(
             f"{path}: the file is missing; a folder needs {path.suffix[1:]} lines for "
-            f"{', '.join(SPLITS)}; {_WAY_OUT}"
+            f"{', '.join(SPLITS)}; {NO_NETWORK}"
         ) from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
@@ -123,7 +123,7 @@ def _read_lines(path: Path) -> list[str]:
             f"convert it, for example: iconv -f latin1 -t utf-8 {path.name}"
         ) from error
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {_WAY_OUT}") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {NO_NETWORK}") from error
     lines = text.replace("\r\n", "\n").split("\n")
     return lines[:-1] if lines and not lines[-1] else lines
 
@@ -183,7 +183,7 @@ def _local_files(path: Path, src: str, tgt: str, sizes: dict[str, int | None]) -
     if not files:
         raise UserError(
             f"--dataset {path}: no train.{src} and train.{tgt} there, nor any of "
-            f"{' '.join(_FORMATS)}; {_WAY_OUT}"
+            f"{' '.join(_FORMATS)}; {NO_NETWORK}"
         )
     named: dict[str, list[Path]] = {split: [] for split in SPLITS}
     for file in files:
@@ -223,7 +223,7 @@ def _read_files(paths: Sequence[Path]) -> list[Any]:
             )
         except Exception as error:  # its readers raise many kinds
             reason = " ".join(str(error.__cause__ or error).split())[:200]
-            raise UserError(f"{path}: cannot be read ({reason}); {_WAY_OUT}") from error
+            raise UserError(f"{path}: cannot be read ({reason}); {NO_NETWORK}") from error
     return rows
 
 
@@ -243,25 +243,31 @@ def _from_rows(read: dict[str, Any], src: str, tgt: str, sizes: dict[str, int | 
 
 
 def _hub(name: str, src: str, tgt: str, sizes: dict[str, int | None]) -> Texts:
+    found = load_from_hub(name)
+    known = {split: found[split] for split in SPLITS if split in found}
+    return _from_rows(known, src, tgt, sizes)
+
+
+def load_from_hub(name: str) -> Any:
+    """The splits of a dataset of the hub, or of those that were downloaded before. Raises UserError
+    where there is none."""
     import datasets
 
     _do_not_wait_for_the_hub()
     try:
         try:
-            found = datasets.load_dataset(name)
+            return datasets.load_dataset(name)
         except RuntimeError as error:
             # Datasets 4 runs no code that comes with a dataset; the hub keeps a converted copy.
             if "script" not in str(error):
                 raise
-            found = datasets.load_dataset(name, revision="refs/convert/parquet")
+            return datasets.load_dataset(name, revision="refs/convert/parquet")
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(
             f"--dataset {name}: it is no local path, and the hub did not give it "
-            f"({type(error).__name__}: {reason}); {_WAY_OUT}"
+            f"({type(error).__name__}: {reason}); {NO_NETWORK}"
         ) from error
-    known = {split: found[split] for split in SPLITS if split in found}
-    return _from_rows(known, src, tgt, sizes)
 
 
 def _do_not_wait_for_the_hub() -> None:

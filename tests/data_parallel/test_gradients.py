@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -336,3 +337,27 @@ def _leftovers(_: int, _world_size: int) -> tuple[bool, list[str], int]:
 def test_shared_memory_has_no_name(ranks: Ranks) -> None:
     """Nothing that a killed process could leave behind: two maps, and their own descriptors."""
     assert ranks.run(_leftovers) == [(True, [], 2)] * 2
+
+
+def _recorded(rank: int, _: int, share: bool) -> tuple[list[tuple[str, int, int]], bool, bool]:
+    net, told = _net(), []
+    buckets = GradientBuckets(
+        net, bucket_bytes=1, share_memory=share, recorder=lambda *event: told.append(event)
+    )
+    start = time.perf_counter()
+    _loss(net, seed=rank).backward()
+    middle = time.perf_counter()
+    buckets.finish()
+    end = time.perf_counter()
+    inside = all(start < a <= b < end for *_, a, b in told)
+    return [event[:3] for event in told], inside, told[0][3] < middle
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_recorder_is_told_of_every_bucket(ranks: Ranks, share: bool) -> None:
+    """In the order in which they arrive; the first has left while backward was running."""
+    buckets = len([p for p in _net().parameters() if p.requires_grad])
+    expected = [("all_reduce", i, -1) for i in range(buckets)]
+    for events, inside, overlapped in ranks.run(_recorded, share):
+        assert events == expected + [("barrier", -1, -1)] * share
+        assert inside and overlapped

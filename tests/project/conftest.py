@@ -85,22 +85,28 @@ def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, pairs_folder: Path) -> Run:
-    """Two epochs on two ranks, in a workdir where an earlier run of more has left its results."""
+    """Two epochs on two ranks, with a timeline, where an earlier, larger run has left results."""
     workdir = tmp_path_factory.mktemp("trained") / "work"
     workdir.mkdir()
-    for stale in ("rank2_results_epoch0.json", "rank0_gen_epoch7.json", "eval_results_epoch0.json"):
+    for stale in (
+        "rank2_results_epoch0.json",
+        "rank0_gen_epoch7.json",
+        "eval_results_epoch0.json",
+        "timeline_rank5.json",
+        "trace.json",
+    ):
         (workdir / stale).write_text("{}")
     (workdir / "notes.txt").write_text("mine")
     return run(
         workdir, PROGRAM, "--dataset", str(pairs_folder), "--workdir", str(workdir),
-        "--world_size", "2", *TINY,
+        "--world_size", "2", "--timeline", "2", *TINY,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def trained_by_torchrun(tmp_path_factory: pytest.TempPathFactory, pairs_folder: Path) -> Run:
-    """The same options again, the ranks started by torchrun; and started again, since rank 1 is
-    killed in the second epoch."""
+    """The same options again, without a timeline, the ranks started by torchrun; and started again,
+    since rank 1 is killed in the second epoch."""
     folder = tmp_path_factory.mktemp("torchrun")
     script, workdir = folder / "killed.py", folder / "work"
     script.write_text(KILLED.format(root=str(ROOT), mark=str(folder / "mark")))

@@ -4,9 +4,9 @@ Plain PyTorch: the whole batch padded to one rectangle, all logits, the mean ove
 `torch.nn.utils.clip_grad_norm_`, `LambdaLR`. Of this project only the model and the order of the
 examples. In float64, where a wrong factor cannot hide.
 
-The examples: 25 in batches of 4, so that each epoch ends with a batch of one. In epoch 0, the
+The examples: 31 in batches of 6, so that each epoch ends with a batch of one. In epoch 0, the
 sentences of step 1 that two ranks deal to rank 1 have no target; step 3 has no target at all; in
-step 5 one sentence is so long that it meets a position whose embedding is infinite, where a case
+step 4 one sentence is so long that it meets a position whose embedding is infinite, where a case
 says so.
 """
 
@@ -31,10 +31,10 @@ from training.model import build_model, gpt2_config
 from training.optimization import Optimizers
 
 VOCAB, PAD, LONG = 64, 0, 30
-NUM_EXAMPLES, BATCH, EPOCHS, SEED = 25, 4, 2, 0
-STEPS_PER_EPOCH = 7
+NUM_EXAMPLES, BATCH, EPOCHS, SEED = 31, 6, 2, 0
+STEPS_PER_EPOCH = 6
 STEPS = EPOCHS * STEPS_PER_EPOCH
-NO_TARGETS_ON_RANK_1, NO_TARGETS, TOO_LONG = 1, 3, 5
+NO_TARGETS_ON_RANK_1, NO_TARGETS, TOO_LONG = 1, 3, 4
 RATE, WARMUP = 1e-3, 3
 SIZES = {"n_layer": 3, "n_embd": 16, "n_head": 2}
 
@@ -76,7 +76,7 @@ def make_examples() -> list[Encoded]:
     def example(source: int, target: int) -> Encoded:
         return Encoded([rng.randrange(1, VOCAB) for _ in range(source + target)], source)
 
-    examples = [example(rng.randint(2, 9), rng.randint(1, 12)) for _ in range(NUM_EXAMPLES)]
+    examples = [example(rng.randint(2, 7), rng.randint(1, 9)) for _ in range(NUM_EXAMPLES)]
     batches = GlobalBatches(NUM_EXAMPLES, BATCH, SEED).epoch(0)
     for place, i in enumerate(batches[NO_TARGETS_ON_RANK_1]):  # sorted by length, dealt in turn
         examples[i] = example(4 + 2 * place, 0 if place % 2 else 1)
@@ -120,7 +120,7 @@ def one_process(case: Case) -> tuple[list[Taken], Arrays]:
             nll[chosen].mean().backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm or math.inf)
             if norm.isfinite():
-                (step.rate,) = scheduler.get_last_lr()
+                step.rate = float(scheduler.get_last_lr()[0])
                 step.gradients = _arrays((n, p.grad) for n, p in model.named_parameters())
                 optimizer.step()
         scheduler.step()
@@ -129,12 +129,12 @@ def one_process(case: Case) -> tuple[list[Taken], Arrays]:
 
 
 def _factors(lr_scheduler: str) -> Callable[[int], float]:
-    """In float64 and by its own arithmetic: thirds, and what is left of eleven steps."""
+    """In float64 and by its own arithmetic: thirds, and what is left of nine steps."""
     rising = [1 / 3, 2 / 3, 1.0]
     falling = {
         "constant": [1.0] * STEPS,
-        "linear": [*rising, *((STEPS - k) / 11 for k in range(3, STEPS))],
-        "cosine": [*rising, *(math.cos(math.pi / 2 * (k - 3) / 11) ** 2 for k in range(3, STEPS))],
+        "linear": [*rising, *((STEPS - k) / 9 for k in range(3, STEPS))],
+        "cosine": [*rising, *(math.cos(math.pi / 2 * (k - 3) / 9) ** 2 for k in range(3, STEPS))],
     }
     return ([*falling[lr_scheduler], 0.0]).__getitem__
 
@@ -171,15 +171,14 @@ def compare(steps: list[Taken], weights: Arrays, case: Case) -> None:
 
     With eps = 1.1e-16 and sums of less than 1e3 terms of like size, a gradient is off by less than
     1e-12 of the largest; AdamW divides by the root of the mean square, and so may turn an error d
-    of a gradient g into lr * d / |g|: fourteen steps of lr 1e-3 leave weights within 1e-9 where
+    of a gradient g into lr * d / |g|: twelve steps of lr 1e-3 leave weights within 1e-9 where
     |g| > 1e-5 * max|g|, which is all but a few.
     """
     want, want_weights = one_process(case)
     assert len(steps) == len(want) == STEPS
     np.testing.assert_allclose([s.loss_sum for s in steps], [s.loss_sum for s in want], rtol=1e-10)
-    assert [s.rate is None for s in steps] == [s.rate is None for s in want]
-    rates = [(s.rate, w.rate) for s, w in zip(steps, want, strict=True) if s.rate and w.rate]
-    np.testing.assert_allclose(*zip(*rates, strict=True), rtol=1e-12)
+    rates = [[math.nan if s.rate is None else s.rate for s in these] for these in (steps, want)]
+    np.testing.assert_allclose(rates[0], rates[1], rtol=1e-12)  # NaN equals NaN
     for k, (step, wanted) in enumerate(zip(steps, want, strict=True)):
         if wanted.gradients is None or step.gradients is None:
             continue

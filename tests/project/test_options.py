@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from project.options import check_model, launch_settings
+from project.options import check_model, check_warmup, launch_settings
 from project.run_data_parallel import parse
+from project.session import read_texts
 from training.launch import Settings, UserError
 from training.model import build_model, gpt2_config
 
@@ -56,7 +57,7 @@ BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--device tpu", ["--device", "'tpu'", "auto", "cpu", "cuda", "mps"]),
     ("--gradient_sync ring", ["--gradient_sync", "'ring'", "per_parameter", "flat", "overlap"]),
     ("--comm_dtype fp16", ["--comm_dtype", "'fp16'", "fp32", "bf16"]),
-    ("--master_port http", ["--master_port", "'http'"]),
+    ("--master_port http", ["--master_port", "http must be a port from 0 (any free one) to 65535"]),
     ("--n_layers 3", ["unrecognized arguments: --n_layers 3"]),
     ("--world 2", ["unrecognized arguments: --world 2"]),
 ]
@@ -149,7 +150,35 @@ def test_what_is_not_given() -> None:
         "seed": 0, "workdir": Path("workdir"), "device": "auto", "timeout": 300.0,
         "world_size": 2, "gradient_sync": "overlap", "bucket_mb": 4.0, "comm_dtype": "fp32",
         "accumulation_steps": None, "cores_per_rank": None, "master_port": None, "pytest": False,
+        "timeline": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "steps", "works"),
+    [
+        ("--n_epochs 2 --warmup_steps 10", 10, 1),  # 33 pairs in batches of 8: 5 steps an epoch
+        ("--n_epochs 1 --warmup_steps 100", 5, 0),
+        ("--n_epochs 8 --warmup_steps 40", 40, 4),
+    ],
+)
+def test_a_warm_up_that_does_not_end(line: str, steps: int, works: int) -> None:
+    args = parse([*line.split(), "--batch_size", "8"])
+    with pytest.raises(UserError) as error:
+        check_warmup(args, 33)
+    assert str(error.value) == (
+        f"--warmup_steps {args.warmup_steps}: the run has {steps} steps, and the warm-up must end "
+        f"before the last; --warmup_steps {works} works"
+    )
+    for good in (works, steps - 1):
+        args.warmup_steps = good
+        check_warmup(args, 33)
+
+
+def test_the_warm_up_is_checked_with_the_texts() -> None:
+    args = parse(["--n_train", "33", "--n_epochs", "1", "--batch_size", "8", "--warmup_steps", "5"])
+    with pytest.raises(UserError, match=r"^--warmup_steps 5: the run has 5 steps"):
+        read_texts(args, 2)
 
 
 def test_values_are_what_is_meant() -> None:
@@ -161,8 +190,8 @@ def test_values_are_what_is_meant() -> None:
 
 
 def test_launch_settings_are_those_of_the_options() -> None:
-    line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 3"
-    assert launch_settings(parse(line.split())) == Settings(4, "cpu", 1234, 5.0, 3)
+    line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 1"
+    assert launch_settings(parse(line.split())) == Settings(4, "cpu", 1234, 5.0, 1)
 
 
 def test_torchrun_decides_the_world_size(monkeypatch: pytest.MonkeyPatch) -> None:

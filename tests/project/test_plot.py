@@ -22,6 +22,7 @@ from project.figure_runs import Run, make_runs
 from project.figures import Bar, draw_bars, readable, with_spread
 from project.timeline import draw_clock_table
 from training.launch import UserError
+from training.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds of epochs 0, 1, 2. Epoch 0 is far off: where it is not left out, every number is wrong.
@@ -309,6 +310,10 @@ def test_figures_draws_every_picture_of_the_table(
         (figure_runs.WORKDIRS / name / "options.json").write_text(text, encoding="utf-8")
     for rank in range(2):
         write(figure_runs.WORKDIRS / "dp2", f"rank{rank}_results", SINGLE + [19.0] * 2, TOKENS / 2)
+    for name in ("dp1", "dp2", "pp"):
+        timeline = Timeline()
+        timeline("F", 0, 0, 1.0, 2.0)
+        timeline.write(figure_runs.WORKDIRS / name)
     plot.make_figures(tmp_path / "pictures")
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [
         "data_parallel_throughput.png",
@@ -317,6 +322,8 @@ def test_figures_draws_every_picture_of_the_table(
         "pipeline_training_time.png",
         "schedule_1f1b.png",
         "schedule_gpipe.png",
+        "timeline_dp2.png",
+        "timeline_pp.png",
     ]
 
 

@@ -15,6 +15,7 @@ from tests.project.conftest import PROGRAM, TINY, Run, run
 from tests.project.test_resume import assert_same
 from training.launch import core_slice
 from training.record import HEADER
+from training.timeline import COMMUNICATION, COMPUTE, read_timelines
 
 TEST_PAIRS = [
     {"de": f"Wir sehen {i} Häuser und test.", "en": f"We see {i} houses and test."}
@@ -78,7 +79,8 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
     ]
     others = [
         "checkpoints", "config.json", "notes.txt", "options.json", "tokenizer.json",
-        "tokenizer_config.json", "training.png",
+        "tokenizer_config.json", "training.png", "timeline_rank0.json", "timeline_rank1.json",
+        "trace.json",
     ]  # fmt: skip
     assert names == sorted(of_epochs + others)
     checkpoints = sorted(path.name for path in (trained.workdir / "checkpoints").iterdir())
@@ -87,7 +89,8 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
 
 def test_it_writes_its_options_with_what_it_chose_itself(trained: Run) -> None:
     options = read(trained.workdir, "options.json")
-    given = vars(parse([*TINY, "--world_size", "2", "--workdir", str(trained.workdir)]))
+    line = [*TINY, "--world_size", "2", "--timeline", "2", "--workdir", str(trained.workdir)]
+    given = vars(parse(line))
     chosen = {
         "model": "gpt2-mini", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 320,
         "learning_rate": 1e-2, "device": "cpu",
@@ -110,6 +113,26 @@ def test_results_have_the_keys_that_figures_are_drawn_from(trained: Run) -> None
             assert set(result) == keys
             assert all(math.isfinite(value) for value in result.values())
             assert result["tokens_per_sec"] >= result["real_tokens_per_sec"] > 0
+
+
+def test_the_timeline_tells_what_each_rank_did_in_the_first_steps(trained: Run) -> None:
+    """40 pairs in batches of 8 are 5 steps an epoch; 2 + 1 of the first epoch are recorded. What
+    was recorded changes nothing: see the comparison with torchrun's run, which records nothing."""
+    for rank, timeline in enumerate(read_timelines(trained.workdir)):
+        assert (timeline.rank, timeline.workers, timeline.about) == (
+            rank, "rank", {"strategy": "ddp"}
+        )  # fmt: skip
+        assert sorted({event.step for event in timeline.events}) == [0, 1, 2]
+        for step in range(3):
+            events = [event for event in timeline.events if event.step == step]
+            assert [(e.kind, e.microbatch) for e in events if e.lane == COMPUTE] == [
+                ("F", 0), ("B", 0), ("optimizer", -1)
+            ]  # fmt: skip
+            assert {e.kind for e in events if e.lane == COMMUNICATION} == {"all_reduce", "barrier"}
+            times = [e.start for e in events if e.lane == COMPUTE]
+            times += [e.end for e in events if e.kind == "optimizer"]
+            assert times == sorted(times)
+    assert read(trained.workdir, "trace.json")["traceEvents"]
 
 
 def test_losses_are_of_all_ranks_and_fall(trained: Run) -> None:
@@ -166,8 +189,29 @@ def test_a_killed_rank_costs_a_restart_and_nothing_else(
     assert sorted(path.name for path in folder.iterdir()) == [
         "000004-epoch1-step4", "000005-epoch1-step5"
     ]  # fmt: skip
-    names = {path.name for path in workdir.iterdir()}
-    assert names == {path.name for path in trained.workdir.iterdir()} - {"notes.txt"}
+    names, expected = ({path.name for path in run.workdir.iterdir()} for run in
+                       (trained_by_torchrun, trained))  # fmt: skip
+    timeline = {"timeline_rank0.json", "timeline_rank1.json", "trace.json"}
+    assert names == expected - timeline - {"notes.txt"}
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_in_one_line(
+    tmp_path: Path, pairs_folder: Path
+) -> None:
+    """The first step is finite, and moves every weight by 1e30."""
+    workdir = tmp_path / "work"
+    done = run(
+        workdir, PROGRAM, *TINY, "--learning_rate", "1e30", "--dataset", str(pairs_folder),
+        "--workdir", str(workdir), "--world_size", "2", "--master_port", "0",
+    )  # fmt: skip
+    assert done.status == 1
+    said = [line for line in done.stderr.replace("\r", "\n").split("\n") if "%|" not in line]
+    assert [line for line in said if line.strip()] == [
+        "run_data_parallel.py: error: epoch 0, step 2 of 5: the loss of rank 0 and 1 more is nan; "
+        "try --learning_rate 5e+29, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip, which "
+        "leaves such steps out"
+    ]
+    assert list(workdir.glob("*epoch*")) == []
 
 
 def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from pipeline.schedule import SCHEDULES
 from project.run_pipeline import choose_devices, parse, run_pp
 from tests.project.conftest import ROOT, run
-from training.launch import UserError
+from training.breakdown import bubble, in_step
+from training.launch import RunError, UserError
+from training.timeline import by_worker, read_timelines
 
 PROGRAM = str(ROOT / "project" / "run_pipeline.py")
 TINY = [
@@ -245,6 +247,32 @@ def test_with_dropout_the_same_seed_gives_the_same_bits(
     assert first[0] != other[0]
 
 
+@pytest.mark.parametrize(
+    ("options", "about", "kinds"),
+    [
+        ((PIPELINE, "--schedule=zb"), ("pipeline_parallel", "zb"), "FIW"),
+        ((PIPELINE, "--pipeline=blocks"), ("pipeline_parallel", "gpipe"), "FB"),
+    ],
+    ids=["zb", "blocks"],
+)
+def test_a_timeline_has_every_action_of_the_schedule(
+    train: Trainer, options: tuple[str, ...], about: tuple[str, str], kinds: str
+) -> None:
+    """Of the steps alone: validation runs through the same stages and is not recorded."""
+    workdir = train("--n_chunk=4", "--balance=1,1", "--timeline=1", *options)
+    (timeline,) = read_timelines(workdir)
+    assert timeline.about == dict(zip(("strategy", "schedule"), about, strict=True))
+    expected = [(s, k, s, i) for s in range(2) for k in kinds for i in range(4)]
+    work = [e for e in timeline.events if e.kind != "optimizer"]
+    assert sorted((e.step, e.kind, e.stage, e.microbatch) for e in work) == sorted(
+        (step, kind, stage, i) for step in range(2) for _, kind, stage, i in expected
+    )
+    workers = by_worker([timeline])
+    assert list(workers) == ["stage 0", "stage 1"]
+    assert 0 < bubble(in_step(workers, 1)) < 1
+    assert "optimizer" in {event.kind for event in workers["stage 0"]}
+
+
 def test_dropout_knows_nothing_of_cut_or_schedule(train: Trainer) -> None:
     """Dropout is drawn per layer and micro-batch."""
     one, two, three = (
@@ -261,6 +289,29 @@ def test_bf16(train: Trainer, reference: Path) -> None:
     found = losses(train("--dropout=0", PIPELINE, "--precision=bf16"))
     assert found == pytest.approx(losses(reference), rel=1e-2)
     assert found != losses(reference)
+
+
+@pytest.mark.parametrize("pipeline", ["whole", "blocks"])
+def test_a_loss_that_is_not_a_number_ends_the_run(train: Trainer, pipeline: str) -> None:
+    """The first step is finite, and moves every weight by 1e30."""
+    with pytest.raises(RunError, match=r"^epoch 0, step 2 of 5: the loss is nan; try "):
+        train(PIPELINE, "--learning_rate=1e30", f"--pipeline={pipeline}")
+
+
+def test_or_its_steps_are_left_out_and_counted(
+    train: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = train(PIPELINE, "--learning_rate=1e30", "--on_nan=skip", "--dropout=0")
+    results = [read(workdir, f"eval_results_epoch{epoch}.json") for epoch in range(2)]
+    assert [result["skipped_steps"] for result in results] == [4, 5]
+    assert results[0]["training_loss"] == pytest.approx(math.log(320), abs=0.5)  # of the first step
+    assert math.isnan(results[1]["training_loss"])
+    said = [line for line in capsys.readouterr().out.split("\n") if "left out" in line][:-1]
+    assert said == [
+        f"epoch {epoch}, step {step} of 5: the loss is nan; the step was left out"
+        for epoch, first in ((0, 2), (1, 1))
+        for step in range(first, 6)
+    ]
 
 
 @pytest.mark.parametrize("pipeline", ["whole", "blocks"])

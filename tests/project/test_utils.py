@@ -17,6 +17,7 @@ from project.utils import (
     evaluate_loss,
     generate,
     get_tokenizer,
+    precision_notes,
     save_grad_weights,
     sum_over_ranks,
     train,
@@ -205,3 +206,21 @@ def test_evaluation_sums_and_skips_what_has_no_targets() -> None:
 
 def test_sums_over_one_rank_are_the_values() -> None:
     assert sum_over_ranks((1.5, 2), torch.device("cpu")) == [1.5, 2]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "notes"),
+    [
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, 1),
+        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, 0),
+        ({"architecture": "aarch64"}, 0),
+        ({}, 0),
+    ],
+)
+def test_a_cpu_without_bf16_is_told_of_it(
+    capabilities: dict[str, Any], notes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert len(precision_notes(torch.device("cpu"), "bf16")) == notes
+    assert precision_notes(torch.device("cpu"), "fp32") == []
+    assert precision_notes(torch.device("cuda"), "bf16") == []

@@ -1,0 +1,144 @@
+"""A whole model on every rank, each computing its part of the batch.
+
+Problem: W copies of a model, on W ranks, must stay one model: they start with the same weights and
+make the same steps, though each sees other examples.
+
+Idea: rank 0's weights are sent to all once, before the first step. After that only gradients
+travel: their mean over the ranks is the same number everywhere, and so is what an optimizer makes
+of it, bit for bit. The mean is computed bucket by bucket while backward still runs; how, and at
+what cost, `gradients.py` tells.
+
+    model = DistributedDataParallel(net)          # broadcast_params
+    loss = loss_fn(model(mine)) * W / whole       # mine: this rank's part; whole: size of the batch
+    loss.backward()                               # buckets leave as they fill
+    model.average_gradients()                     # p.grad is the mean over the ranks
+    optimizer.step()
+
+Averaging over ranks is the mean over examples only where all ranks have equally many: scale each
+rank's *summed* loss by W / (examples of the whole batch) and it is right for any division.
+
+Cost: a broadcast of the parameters, P bytes, once; per step 2 * G * (W-1)/W bytes of gradients sent
+by each rank. Memory: parameters, gradients and optimizer state whole on every rank; `fsdp.py` is
+for models where that is too much.
+
+Paper: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
+2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data_parallel.gradients import GradientBuckets, Recorder, group_parameters
+
+
+class DistributedDataParallel(nn.Module):
+    """`module`, the same on all ranks from here on.
+
+    All ranks must construct it together. Buffers are sent once, with the parameters: what a module
+    then writes into its own (the averages of a batch norm) stays with its rank.
+
+    Args:
+        module: on its device already; see `GradientBuckets` for this and the following.
+        group: the ranks; by default all.
+        bucket_bytes, comm_dtype, share_memory, recorder: of the gradients' buckets.
+
+    Raises:
+        ValueError: the ranks' modules have other names, shapes or types; or nothing to train.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = 4 << 20,
+        comm_dtype: torch.dtype | None = None,
+        share_memory: bool = True,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.group = group
+        self._bucket_bytes = bucket_bytes
+        self._check_that_all_have_the_same_module()
+        self.broadcast_params()
+        self.buckets = GradientBuckets(
+            module, group, bucket_bytes, comm_dtype, share_memory, recorder
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output for this rank's part of the batch."""
+        return self.module(*args, **kwargs)
+
+    def broadcast_params(self) -> None:
+        """Overwrites every rank's parameters and buffers with rank 0's."""
+        for tensors, flat in self._of_first_rank():
+            parts = flat.split([t.numel() for t in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.detach().copy_(part.view_as(tensor))
+
+    def average_gradients(self) -> None:
+        """Waits until every p.grad is the mean over the ranks; call it after each backward that
+        was not inside `no_sync()`, equally often on all ranks."""
+        self.buckets.finish()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, backward accumulates gradients locally and sends nothing."""
+        return self.buckets.no_sync()
+
+    def differing(self) -> list[str]:
+        """The names of parameters and buffers that are not, bit for bit, rank 0's on some rank:
+        none, unless the ranks' training has come apart. All ranks must call it together."""
+        differs: list[Tensor] = []
+        tensors_of_all: list[Tensor] = []
+        for tensors, flat in self._of_first_rank():
+            parts = flat.split([t.numel() for t in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                mine, first = (x.detach().flatten().view(torch.uint8) for x in (tensor, part))
+                differs.append((mine != first).any())
+                tensors_of_all.append(tensor)
+        flags = torch.stack(differs).to(torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        apart = {id(t) for t, flag in zip(tensors_of_all, flags.tolist(), strict=True) if flag}
+        return [name for name, t in self._named_tensors() if id(t) in apart]
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        self.buckets.close()
+
+    def _named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters and buffers, a shared one under its first name only."""
+        return [*self.module.named_parameters(), *self.module.named_buffers()]
+
+    def _of_first_rank(self) -> Iterator[tuple[list[Tensor], Tensor]]:
+        """Groups of tensors, and rank 0's values of each, one behind the other: a broadcast per
+        group of bucket_bytes, since one per tensor would pay the latency for every bias."""
+        source = dist.get_global_rank(self.group or dist.group.WORLD, 0)  # type: ignore[arg-type]
+        tensors = [tensor for _, tensor in self._named_tensors()]
+        for group in group_parameters(tensors, self._bucket_bytes):
+            flat = torch.cat([t.detach().flatten() for t in group])
+            dist.broadcast(flat, source, group=self.group)
+            yield group, flat
+
+    def _check_that_all_have_the_same_module(self) -> None:
+        """Else broadcasts of different sizes would meet, and hang or mix up the weights."""
+        mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in self._named_tensors()]
+        ranks: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(ranks, mine, self.group)
+        for rank, theirs in enumerate(ranks):
+            if theirs != ranks[0]:
+                first, other = next(
+                    (a, b)
+                    for a, b in zip([*ranks[0], "no more"], [*theirs, "no more"], strict=False)
+                    if a != b
+                )
+                raise ValueError(
+                    f"rank {rank} has another module than rank 0: {other} where that has {first}; "
+                    "all ranks must construct the same one"
+                )

@@ -1,0 +1,356 @@
+"""Fully sharded data parallelism: each rank holds 1/W of the model, and of what trains it.
+
+Problem: data parallelism keeps everything W times. AdamW in fp32 takes 16 bytes per parameter
+(weight, gradient, two moments) on every rank: a model that does not fit one rank does not fit
+a thousand.
+
+Idea (ZeRO): the rank that holds shard r of the parameters also updates it, so only that rank needs
+its gradients and its optimizer state. Parameters are gathered when they are used, layer by layer:
+
+    compute   | F0       | F1       | F2 | B2       | B1       | B0       | update
+    gather      1          2               1          (0)
+    reduce                                            2          1
+
+While layer k computes, the parameters of the next are on their way, and the gradients of the one
+before; no rank holds more than two layers' parameters whole. Backward gathers only what gradients
+depend on: not embeddings, for instance, hence (0).
+
+`zero` is how much is sharded: 1 the optimizer state, 2 also the gradients, 3 also the parameters.
+Bytes in fp32 with AdamW, W ranks, P parameters, the largest layer having L of them:
+
+    zero   parameters   gradients   moments   lent for a while   sent per rank and micro-batch
+    1      4 P          4 P         8 P / W   -                  8 P (W-1)/W per step
+    2      4 P          4 P / W     8 P / W   4 L to 8 L         4 P (W-1)/W, and as much per step
+    3      4 P / W      4 P / W     8 P / W   8 L to 16 L        12 P (W-1)/W
+
+Collectives are matched by their order, so all ranks must make the same calls. One that has no
+examples calls ``forward(None)`` and ``backward(None)``, and takes part with zeros; `train_step`
+does so by itself where ranks have different numbers of micro-batches.
+
+Gradients are *summed* over ranks and micro-batches. For the mean over all target tokens of the
+global batch, the loss of each micro-batch is its sum divided by the global number of tokens.
+Dropout draws from each rank's own generator, as in data parallelism.
+
+Papers: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+SC 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from data_parallel.exchange import Exchange, GroupExchange, SharedExchange
+from data_parallel.materialize import Initialize, materialize
+from data_parallel.sharded_layer import Gathered, Graph, ShardedLayer
+from data_parallel.sharded_state import ShardedState
+from data_parallel.sharding import Piece, plan
+from data_parallel.shards import Gradients, Parameters, ShardedUnit
+
+Recorder = Callable[[str, int, int, float, float], None]
+"""Called with (kind, layer, micro-batch, start, end), seconds of perf_counter. Kinds: F, B,
+all_gather, reduce_scatter, optimizer (layer and micro-batch -1). Of collectives, the time in which
+the rank works on them or waits for them: what travels while it computes is not in it."""
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes the optimizer of flat shards. It must work element by element, as SGD, Adam, AdamW: one
+that looks at whole matrices, as Muon or Adafactor, would see pieces of them."""
+
+
+class FullyShardedDataParallel(ShardedState):
+    """Trains layers of which every rank holds a part.
+
+        fsdp = FullyShardedDataParallel(layers, lambda shards: torch.optim.AdamW(shards, lr=1e-3),
+                                        names=names, init=init)
+        loss = loss_fn(fsdp.forward(x), target) / tokens_of_the_global_batch
+        fsdp.backward(loss)
+        fsdp.optimizer_step()
+
+    Args:
+        layers: run one after the other. On the meta device, in which case `init` gives the values,
+            or with values: then those of rank 0 count, and the modules are emptied. Either way
+            their parameters have no memory from here on, but for the time of a forward.
+        make_optimizer: of the trainable shards, one flat tensor per unit (sharding.py).
+        names: of the parameters; by default those of ``nn.Sequential(*layers)``.
+        init: fills one parameter, or buffer, by its name.
+        zero: 1, 2 or 3.
+        device: where to compute.
+        group: the ranks; by default all.
+        share_memory: lets CPU ranks of one machine read each other's shards, where they can.
+        recorder: is told who did what when.
+
+    Raises:
+        ValueError: zero is none of 1, 2, 3; nothing to train; no `init` for what is on the meta
+            device; a parameter without a name.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module] | nn.Sequential,
+        make_optimizer: MakeOptimizer,
+        *,
+        names: Mapping[nn.Parameter, str] | None = None,
+        init: Initialize | None = None,
+        zero: int = 3,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+        share_memory: bool = True,
+        recorder: Recorder | None = None,
+    ) -> None:
+        if zero not in (1, 2, 3):
+            raise ValueError(f"zero {zero}: 1 shards the optimizer state, 2 gradients too, 3 all")
+        self.zero = zero
+        self.device = torch.device(device)
+        self.recorder = recorder
+        modules = list(layers)
+        planned, places = plan(modules, names, dist.get_world_size(group))
+        if not any(unit.trainable for unit in planned):
+            raise ValueError("the layers have no parameter that requires a gradient")
+        shared = None
+        if share_memory and self.device.type == "cpu":
+            shared = SharedExchange.open(planned, zero, group)
+        self.exchange: Exchange = shared or GroupExchange(planned, self.device, group)
+        self.units = [ShardedUnit(unit, self.exchange, zero) for unit in planned]
+        materialize(modules, places, self.units, init, self.device, group)
+        self.exchange.after_update()
+        self._of_layer = [
+            [u for u in self.units if k in u.unit.layers] for k in range(len(modules))
+        ]
+        self.layers = [
+            ShardedLayer(module, places[k], list[Gathered](self._of_layer[k]))
+            for k, module in enumerate(modules)
+        ]
+        self._parameters = Parameters(self.units, self.exchange)
+        self._gradients = Gradients(self.units, self._parameters, self.exchange, zero)
+        self._trained = [u for u in self.units if u.unit.trainable]
+        self.optimizer = make_optimizer([u.shard for u in self._trained])
+        self._first_trained = min(u.unit.layers[0] for u in self._trained)
+        self._regathered: set[int] | None = None  # the units that backward gathers; None: all
+        self._graphs: list[Graph | None] = []
+        self._output: list[Tensor | None] = []  # its leaves, None those without a gradient
+        self._microbatch = 0
+
+    # A pass over the layers
+
+    def forward(self, x: Any) -> Any:
+        """The output of the last layer for x; None for None, on a rank that has no examples.
+
+        In grad mode the next `backward` is that of this forward.
+        """
+        self._forget()
+        value, training = x, torch.is_grad_enabled()
+        for k, layer in enumerate(self.layers):
+            following = self._units_of_next(range(k + 1, len(self.layers)))
+            graph = None
+            self._gather(k, self._units(k), following)
+            if x is not None:
+                with self._record("F", k):
+                    value, graph = layer.forward(value, self._regathered)
+            self._graphs.append(graph)
+            # The last layer's stay for its backward, which is next.
+            if following or not training:
+                self._parameters.free([u for u in self._units(k) if u not in following])
+        if not training:
+            self._forget()
+        self._output = [
+            y if isinstance(y, Tensor) and y.requires_grad else None
+            for y in pytree.tree_leaves(value)
+        ]
+        return value
+
+    __call__ = forward
+
+    @torch.no_grad()
+    def backward(self, loss: Tensor | None, last: bool = True) -> None:
+        """Adds the gradients of a loss, computed from the output of the last forward.
+
+        Args:
+            loss: None on a rank that has no examples.
+            last: no other backward comes before the optimizer step. With zero 1 the exchange then
+                overlaps with this one; the others do not need to know.
+
+        Raises:
+            RuntimeError: there was no forward in grad mode; or, with zero 1, a `last` one before.
+        """
+        if not self._graphs:
+            raise RuntimeError("backward needs a forward in grad mode before it, one for each")
+        if self._regathered is None and self.zero == 3:
+            self._agree_on_regathered()
+        gradients = self._gradients_of_output(loss)
+        for k in reversed(range(self._first_trained, len(self.layers))):
+            units = self._regathered_units(k)
+            before = range(k - 1, self._first_trained - 1, -1)
+            following = self._units_of_next(before, backward=True)
+            self._gather(k, units, following)
+            graph = self._graphs.pop()
+            found: dict[int, list[Tensor | None]] = {}
+            if graph is not None:
+                with self._record("B", k):
+                    gradients, found = self.layers[k].backward(graph, gradients)
+            del graph
+            free = [u for u in self._units(k) if u not in following]
+            with self._record("reduce_scatter", k):
+                self._gradients.add(k, found, free, last)
+            self._parameters.free(free)
+        self._forget()
+        self._microbatch += 1
+
+    def train_step(
+        self,
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
+        loss_fn: Callable[[Any, Any], Tensor],
+        scale: float = 1.0,
+        num_microbatches: int | None = None,
+    ) -> Tensor:
+        """Forward and backward of this rank's micro-batches, of which it may have none.
+
+        Args:
+            loss_fn: (output, target) to the *sum* of the losses of a micro-batch.
+            scale: of the loss and its gradients, for example 1 / tokens of the global batch.
+            num_microbatches: of the rank that has most; without it the ranks ask each other.
+
+        Returns:
+            This rank's part of the loss. The sum over the ranks is the loss of the step.
+        """
+        most = self._most(len(inputs)) if num_microbatches is None else num_microbatches
+        losses = [torch.zeros((), device=self.device)]
+        for i in range(most):
+            loss = None
+            with torch.enable_grad():
+                output = self.forward(inputs[i] if i < len(inputs) else None)
+                if i < len(inputs):
+                    loss = loss_fn(output, targets[i]) * scale
+                    losses.append(loss.detach())
+            self.backward(loss, last=i == most - 1)
+        return torch.stack([loss.to(losses[-1].dtype) for loss in losses]).sum()
+
+    def expose_gradients(self) -> None:
+        """Makes the gradients of the shards their ``grad``, to be looked at or scaled before
+        `optimizer_step`, which does so too. All ranks must call it."""
+        self._gradients.settle()
+        for u in self._trained:
+            u.shard.grad = u.gradient if u.has_gradient else None
+
+    def zero_grad(self) -> None:
+        """Forgets gradients that no `optimizer_step` has used. All ranks must call it."""
+        self._gradients.settle()
+        self._gradients.clear()
+        self._microbatch = 0
+        self.expose_gradients()
+
+    def optimizer_step(self) -> None:
+        """Updates this rank's shards; gradients are then spent. Nobody's backward may be missing.
+
+        Without a backward since the last step it changes nothing.
+        """
+        self.expose_gradients()
+        self.exchange.before_update()
+        with self._record("optimizer", -1):
+            self.optimizer.step()
+        self._gradients.clear()
+        self._parameters.outdate()
+        self.exchange.after_update()
+        self._microbatch = 0
+
+    # What is held here
+
+    def get_local_info(self, layer: int) -> list[Piece]:
+        """Which part of each of a layer's parameters this rank holds, and its values."""
+        return [
+            piece for u in self._units(layer) for piece in u.unit.pieces(self.rank, u.shard.data)
+        ]
+
+    def get_local_grad_shard(self, layer: int) -> list[Piece]:
+        """The gradients of those, summed over all ranks and backwards since the last step."""
+        self._gradients.settle()
+        return [piece for u in self._units(layer) for piece in self._gradient_pieces(u)]
+
+    def gather_param_data(self, layer: int) -> dict[str, Tensor]:
+        """The whole parameters of a layer by name, until `free_param_data`, or the next step. All
+        ranks must call it. They may be read, not written to."""
+        units = self._units(layer)
+        self._gather(layer, units, [])
+        found = {}
+        for u in units:
+            assert u.whole is not None
+            views = u.unit.views(u.whole)
+            found.update({e.name: view for e, view in zip(u.unit.entries, views, strict=True)})
+        return found
+
+    def free_param_data(self, layer: int) -> None:
+        """Gives the memory of `gather_param_data` back."""
+        self._parameters.free(self._units(layer))
+
+    # How a pass goes about it
+
+    def _units(self, layer: int) -> list[ShardedUnit]:
+        return self._of_layer[layer]
+
+    def _regathered_units(self, layer: int) -> list[ShardedUnit]:
+        """Those of which a layer's backward needs the values."""
+        if self._regathered is None:
+            return self._units(layer)
+        return [u for u in self._units(layer) if u.unit.index in self._regathered]
+
+    def _units_of_next(self, layers: Iterable[int], backward: bool = False) -> list[ShardedUnit]:
+        """Those of the first of the layers that has any."""
+        of = self._regathered_units if backward else self._units
+        return next((units for k in layers if (units := of(k))), [])
+
+    def _gather(self, layer: int, units: list[ShardedUnit], following: list[ShardedUnit]) -> None:
+        """Waits for the units of a layer, and sends for those of the following."""
+        self._parameters.start(units)
+        if any(u.arriving is not None for u in units):
+            with self._record("all_gather", layer):
+                self._parameters.finish(units)
+        if self.exchange.prefetch:
+            self._parameters.start(following)
+
+    def _gradients_of_output(self, loss: Tensor | None) -> list[Tensor | None]:
+        """Of the leaves of the last layer's output, as they are handed to its backward."""
+        output, self._output = self._output, []
+        wanted = [y for y in output if y is not None]
+        if loss is None or not wanted:
+            return [None] * len(output)
+        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+        return [None if y is None else next(found) for y in output]
+
+    def _agree_on_regathered(self) -> None:
+        """Whether backward needs a unit is seen in forward, but not by a rank without examples."""
+        wanted = [int(u.wanted) for u in self.units]
+        flags = torch.tensor([*wanted, any(self._graphs)], dtype=torch.int32, device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        *somewhere, ran = flags.tolist()
+        if ran:
+            self._regathered = {k for k, flag in enumerate(somewhere) if flag}
+
+    def _most(self, count: int) -> int:
+        """The largest of the ranks' numbers."""
+        number = torch.tensor(count, device=self.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
+        return int(number)
+
+    def _forget(self) -> None:
+        """Frees what a forward has left for a backward that did not come."""
+        self._graphs, self._output = [], []
+        self._parameters.free(self.units)
+
+    @contextmanager
+    def _record(self, kind: str, layer: int) -> Iterator[None]:
+        if self.recorder is None:
+            yield
+            return
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # kernels run later than they are launched
+        microbatch = -1 if layer < 0 else self._microbatch
+        self.recorder(kind, layer, microbatch, start, time.perf_counter())

@@ -1,0 +1,95 @@
+"""Gives sharded parameters their values, no rank ever holding more than one of them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data_parallel.sharding import Place
+from data_parallel.shards import ShardedUnit
+
+Initialize = Callable[[str, Tensor], object]
+"""Called with (name, tensor to fill). The values must depend on the name and on nothing else: each
+rank asks only for those parameters of which it holds a part."""
+
+
+@torch.no_grad()
+def materialize(
+    layers: Sequence[nn.Module],
+    places: Sequence[Sequence[Place]],
+    units: Sequence[ShardedUnit],
+    init: Initialize | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Fills the shards and empties the modules.
+
+    Parameters on the meta device get what `init` says; those that have values get rank 0's. The
+    modules' parameters are on the meta device afterwards, their buffers, whole, on `device`.
+
+    Raises:
+        ValueError: something is on the meta device, and there is no `init`.
+    """
+    where: dict[tuple[int, int], list[Place]] = {}
+    for place in (place for of_layer in places for place in of_layer):
+        where.setdefault((place.unit, place.entry), []).append(place)
+    for (index, i), users in where.items():
+        parameter = users[0].module._parameters[users[0].attribute]
+        assert parameter is not None
+        _fill(units[index], i, parameter, init, device, group)
+        if not parameter.is_meta:
+            empty = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            for place in users:
+                setattr(place.module, place.attribute, empty)
+    _materialize_buffers(layers, init, device)
+
+
+def _fill(
+    u: ShardedUnit,
+    index: int,
+    parameter: nn.Parameter,
+    init: Initialize | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """This rank's part of one parameter."""
+    rank = dist.get_rank(group)
+    entry = u.unit.entries[index]
+    begin, end = u.unit.held(entry, rank)
+    if not parameter.is_meta:
+        whole = parameter.detach().to(device).contiguous()
+        first = 0 if group is None else dist.get_global_rank(group, 0)
+        dist.broadcast(whole, first, group=group)
+    elif begin < end:
+        whole = torch.empty(entry.shape, dtype=u.unit.dtype, device=device)
+        _require(init, entry.name)(entry.name, whole)
+    if begin < end:
+        start = entry.start + begin - u.unit.part(rank).start
+        u.shard.data[start : start + end - begin] = whole.flatten()[begin:end]
+
+
+def _materialize_buffers(
+    layers: Sequence[nn.Module], init: Initialize | None, device: torch.device
+) -> None:
+    """Buffers, as the statistics of a batch norm, are small: every rank has all of them."""
+    names = {b: name for name, b in nn.Sequential(*layers).named_buffers()}
+    for module in (m for layer in layers for m in layer.modules()):
+        for key, buffer in list(module._buffers.items()):
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=device)
+                _require(init, names[buffer])(names[buffer], module._buffers[key])
+            else:
+                module._buffers[key] = buffer.to(device)
+
+
+def _require(init: Initialize | None, name: str) -> Callable[[str, Tensor | None], object]:
+    if init is None:
+        raise ValueError(
+            f"{name} is on the meta device: give init, a function of (name, tensor) that fills it"
+        )
+    return init  # type: ignore[return-value]

@@ -1,0 +1,166 @@
+"""How the parameters of a list of layers are laid out flat, and which part each rank holds.
+
+Problem: a rank is to hold 1/W of every parameter. Cutting each by itself would take a collective
+per parameter, and rows do not divide evenly.
+
+Idea: the parameters of a layer are put end to end into one flat unit, and the unit is cut into W
+equal shards, wherever that falls. One collective then moves a whole layer:
+
+    unit      [ ln_1.weight | ln_1.bias | attn.weight ............ | attn.bias | gap ]
+    shards    [       rank 0        |       rank 1       |       rank 2              ]
+
+Parameters that several layers use (the tied embedding of GPT-2: first and last) form a unit of
+their own, gathered for each of those layers. So do frozen ones, and each type of number.
+
+Cost: every parameter, and every shard, starts on a cache line: at most 64 bytes of zeros each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+
+
+class Entry(NamedTuple):
+    """A parameter's place in its unit: elements start ... start + numel."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    numel: int
+
+
+class Piece(NamedTuple):
+    """What a rank holds of one parameter: elements offset ... offset + len(tensor) of it,
+    flattened. The tensor is a view: what is written to it is kept."""
+
+    name: str
+    shape: torch.Size  # of the whole parameter
+    offset: int
+    tensor: Tensor
+
+
+class Unit:
+    """Some parameters of one type, end to end, to be cut into `world_size` equal shards.
+
+    Attributes:
+        layers: the layers that use it, in order.
+        numel, shard_numel: elements with all gaps, of the whole and of a shard.
+        gaps: the stretches that belong to no parameter. They must stay zero.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: tuple[int, ...],
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        world_size: int,
+    ) -> None:
+        self.index = index
+        self.layers = layers
+        first = parameters[0][1]
+        self.dtype, self.trainable = first.dtype, first.requires_grad
+        step = max(1, _ALIGNMENT // self.dtype.itemsize)
+        self.entries: list[Entry] = []
+        self.gaps: list[slice] = []
+        end = 0
+        for name, p in parameters:
+            self.entries.append(Entry(name, p.shape, end, p.numel()))
+            used, end = end + p.numel(), -(-(end + p.numel()) // step) * step
+            self.gaps += [slice(used, end)] if used < end else []
+        self.shard_numel = -(-end // (world_size * step)) * step
+        self.numel = world_size * self.shard_numel
+        self.gaps += [slice(end, self.numel)] if end < self.numel else []
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole unit."""
+        return self.numel * self.dtype.itemsize
+
+    def part(self, rank: int) -> slice:
+        """Where the shard of a rank lies in the unit."""
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters, or their gradients, as they lie in the whole unit `flat`."""
+        return [flat[e.start : e.start + e.numel].view(e.shape) for e in self.entries]
+
+    def held(self, entry: Entry, rank: int) -> tuple[int, int]:
+        """The elements of a parameter, begin ... end, that lie in the shard of a rank."""
+        part = self.part(rank)
+        begin = min(max(part.start - entry.start, 0), entry.numel)
+        return begin, min(max(part.stop - entry.start, begin), entry.numel)
+
+    def pieces(self, rank: int, shard: Tensor) -> list[Piece]:
+        """What of each parameter lies in the shard of a rank; none of those that do not."""
+        pieces = []
+        for e in self.entries:
+            begin, end = self.held(e, rank)
+            if begin < end:
+                first = e.start + begin - self.part(rank).start
+                pieces.append(Piece(e.name, e.shape, begin, shard[first : first + end - begin]))
+        return pieces
+
+
+class Place(NamedTuple):
+    """Where a layer keeps a parameter: an attribute of a module, and the entry of a unit."""
+
+    module: nn.Module
+    attribute: str
+    unit: int
+    entry: int
+
+
+def plan(
+    layers: Sequence[nn.Module], names: Mapping[nn.Parameter, str] | None, world_size: int
+) -> tuple[list[Unit], list[list[Place]]]:
+    """The units of the layers, ordered by the layer that first uses them, and each layer's places.
+
+    Args:
+        names: of all parameters; by default those of ``nn.Sequential(*layers)``.
+
+    Raises:
+        ValueError: a parameter without a name, or two with the same.
+    """
+    if names is None:
+        names = {p: name for name, p in nn.Sequential(*layers).named_parameters()}
+    found = [
+        (p, layer, module, key)
+        for layer, whole in enumerate(layers)
+        for module in whole.modules()
+        for key, p in module._parameters.items()
+        if p is not None
+    ]
+    users: dict[nn.Parameter, dict[int, None]] = {}
+    for p, layer, _, _ in found:
+        users.setdefault(p, {})[layer] = None
+    _check_names(list(users), names)
+    groups: dict[object, list[nn.Parameter]] = {}
+    for p, used_by in users.items():
+        groups.setdefault((tuple(used_by), p.dtype, p.requires_grad), []).append(p)
+    units, where = [], {}
+    for index, group in enumerate(groups.values()):
+        layers_of = tuple(users[group[0]])
+        units.append(Unit(index, layers_of, [(names[p], p) for p in group], world_size))
+        where.update({p: (index, i) for i, p in enumerate(group)})
+    places: list[list[Place]] = [[] for _ in layers]
+    for p, layer, module, key in found:
+        places[layer].append(Place(module, key, *where[p]))
+    return units, places
+
+
+def _check_names(parameters: list[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+    for p in parameters:
+        if p not in names:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} has no name: give the names of all, for "
+                "example {p: name for name, p in model.named_parameters()}"
+            )
+    used = [names[p] for p in parameters]
+    if twice := {name for name in used if used.count(name) > 1}:
+        raise ValueError(f"two parameters are named {min(twice)}: each needs a name of its own")

@@ -1,0 +1,229 @@
+"""What passes between two processes: tensors packed into one stretch of memory, one way.
+
+Problem. Stages in processes must hand on activations and gradients while both sides compute, in
+any order that a schedule may have, without ever waiting for each other in a circle. With one
+group and blocking calls, or gloo's batched ones, 1F1B does: one side sends an activation, the
+other a gradient, and each waits to be received.
+
+Idea. Each way between two ranks is a channel of its own, and nothing but the need of an input
+ever waits: sends are asynchronous, their memory is kept until they are done, and receives are
+posted ahead, in the order in which the other side sends, which the schedule says. The channels up
+and down have groups of their own: NCCL runs what belongs to one group and pair of ranks in order,
+on one stream, beside the one that computes.
+
+A message is one transfer whatever its number of tensors:
+
+    | header, 64 bytes or more: state, and per tensor whether it is there | tensor 0 | tensor 1 ...
+
+The state tells a receiver that the sender has failed. On GPUs the header is not read, since that
+would wait for the GPU: there a gradient that is not there comes as zeros.
+
+Between CPU ranks of one machine shared_memory.py takes the place of the groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+_AHEAD = 2  # receives that wait at a time for what is not needed yet
+_ABSENT, _THERE, _FAILED = 0, 1, 2
+
+Route = tuple[int, int, str]  # from rank, to rank of the pipeline, and what for
+
+
+class PeerError(RuntimeError):
+    """The other end of a channel has failed, ended, or kept silent for too long."""
+
+
+class Layout:
+    """Where tensors of given shapes and types lie in a message of ``nbytes``."""
+
+    def __init__(self, kinds: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
+        self._places = []
+        end = _aligned(1 + len(kinds))
+        for shape, dtype in kinds:
+            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            self._places.append((begin, end, tuple(shape), dtype))
+            end = _aligned(end)
+        self.nbytes = end
+
+    def write(self, memory: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        """Pack ``tensors`` into ``memory``, bytes; None is a tensor that is not there."""
+        there = [_ABSENT if tensor is None else _THERE for tensor in tensors]
+        memory[: 1 + len(there)] = torch.tensor([_THERE, *there], dtype=torch.uint8)
+        for tensor, (begin, end, shape, dtype) in zip(tensors, self._places, strict=True):
+            place = memory[begin:end].view(dtype).view(shape)
+            if tensor is None:
+                place.zero_()
+            else:
+                place.copy_(tensor)
+
+    def read(self, memory: Tensor) -> list[Tensor | None]:
+        """The tensors, as views of ``memory``. Raises `PeerError` if it is a failure's."""
+        there = [_THERE] * (1 + len(self._places))
+        if memory.device.type == "cpu":
+            there = memory[: len(there)].tolist()
+        if there[0] == _FAILED:
+            raise PeerError("it has failed")
+        return [
+            memory[begin:end].view(dtype).view(shape) if here else None
+            for here, (begin, end, shape, dtype) in zip(there[1:], self._places, strict=True)
+        ]
+
+
+Expected = Sequence[tuple[int, Layout]]  # the messages of a step, in the order of their sending
+
+
+class Sender(Protocol):
+    """The end of a channel where messages begin. They have numbers, which the receiver knows."""
+
+    def expect(self, messages: Expected, capacity: int) -> None:
+        """Announce the messages of a step. At most ``capacity`` are under way at a time."""
+
+    def send(self, number: int, layout: Layout, tensors: Sequence[Tensor | None]) -> None:
+        """Hand over a message; does not wait until it is received."""
+
+    def flush(self) -> None:
+        """At the end of a step: return when this process may end without harm to what it sent."""
+
+    def fail(self, reason: str) -> None:
+        """Tell the receiver, in place of what it still expects."""
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """The end where messages arrive."""
+
+    def expect(self, messages: Expected) -> None:
+        """Announce the messages of a step, in the order in which they will be sent."""
+
+    def receive(self, number: int, layout: Layout) -> list[Tensor | None]:
+        """Wait for a message. Raises `PeerError` if it will not come."""
+
+    def close(self) -> None: ...
+
+
+class GroupSender:
+    """Sends through a process group to its rank ``peer``, counted over all processes."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self._group, self._peer, self._device = group, peer, device
+        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+        self._expected: dict[int, Layout] = {}
+
+    def expect(self, messages: Expected, capacity: int) -> None:
+        del capacity
+        self._expected = dict(messages)
+
+    def send(self, number: int, layout: Layout, tensors: Sequence[Tensor | None]) -> None:
+        memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        layout.write(memory, tensors)
+        self._send(number, memory)
+
+    def flush(self) -> None:
+        try:
+            while self._under_way:
+                self._under_way.popleft()[0].wait()
+        except RuntimeError as error:
+            raise _lost(error) from None
+
+    def fail(self, reason: str) -> None:
+        del reason  # there is no place for it in a message of a given size
+        for number, layout in list(self._expected.items()):
+            self._send(number, torch.full((layout.nbytes,), _FAILED, dtype=torch.uint8))
+
+    def close(self) -> None:
+        self._under_way.clear()
+
+    def _send(self, number: int, memory: Tensor) -> None:
+        self._expected.pop(number, None)
+        work = dist.isend(memory, self._peer, self._group, tag=_tag(number))
+        assert work is not None
+        self._under_way.append((work, memory))
+
+
+class GroupReceiver:
+    """The other end of a `GroupSender`."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self._group, self._peer, self._device = group, peer, device
+        self._expected: deque[tuple[int, Layout]] = deque()
+        self._posted: deque[tuple[int, dist.Work, Tensor]] = deque()
+        self._here: dict[int, Tensor] = {}
+
+    def expect(self, messages: Expected) -> None:
+        self._expected.extend(messages)
+        self._post()
+
+    def receive(self, number: int, layout: Layout) -> list[Tensor | None]:
+        while number not in self._here:
+            if not self._posted:
+                self.expect([(number, layout)])
+            first, work, memory = self._posted.popleft()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerError(
+                    f"it has ended, or is silent ({str(error).splitlines()[0]})"
+                ) from None
+            self._here[first] = memory
+            self._post()
+        return layout.read(self._here.pop(number))
+
+    def close(self) -> None:
+        self._posted.clear()
+
+    def _post(self) -> None:
+        while self._expected and len(self._posted) < _AHEAD:
+            number, layout = self._expected.popleft()
+            memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+            work = dist.irecv(memory, self._peer, self._group, tag=_tag(number))
+            assert work is not None
+            self._posted.append((number, work, memory))
+
+
+def open_group_channels(
+    routes: Sequence[Route], group: dist.ProcessGroup | None, device: torch.device, timeout: float
+) -> tuple[dict[Route, Sender], dict[Route, Receiver]]:
+    """This rank's ends of the routes, through new groups: one for those to higher ranks, one for
+    those to lower ones. All ranks of ``group`` must call it together."""
+    rank = dist.get_rank(group)
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    limit, alone = timedelta(seconds=timeout), len(members) < dist.get_world_size()
+    groups = [
+        dist.new_group(members, limit, use_local_synchronization=alone) for _ in ("up", "down")
+    ]
+    senders: dict[Route, Sender] = {}
+    receivers: dict[Route, Receiver] = {}
+    for route in routes:
+        begin, end, _ = route
+        one_way = groups[begin > end]
+        if begin == rank:
+            senders[route] = GroupSender(one_way, members[end], device)
+            senders[route].send(0, Layout([]), [])
+        if end == rank:  # the first message makes the connection, while nobody computes yet
+            receivers[route] = GroupReceiver(one_way, members[begin], device)
+            receivers[route].receive(0, Layout([]))
+    return senders, receivers
+
+
+def _lost(error: RuntimeError) -> PeerError:
+    return PeerError(f"it has ended, or is silent: {str(error).splitlines()[0]}")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _tag(number: int) -> int:
+    return number + 8  # a few messages of a step have negative numbers

@@ -1,0 +1,87 @@
+"""What a rank holds of a model that is spread over ranks: its own layers, under the model's names.
+
+The layers of all stages are built on the meta device, where a parameter is a shape without memory.
+A rank gives memory to those of its own stage, and an initial value that depends on the name, never
+on the layout: so every cut starts from the same model, and no rank ever holds all of it.
+
+A parameter that several stages use (tied weights) has a copy on each of them. The first of them
+owns it: norms count it, and checkpoints hold it, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Initialize = Callable[[str, Tensor], None]
+"""Writes the initial value of the parameter (or buffer) of that name."""
+
+
+class Ownership:
+    """The parameters of the ``own`` one of the ``partitions`` of a model, by name.
+
+    ``stages``: for every parameter of the model, the stages that use it, in order. ``model`` says
+    the names; by default they are those of a Sequential of all layers.
+    """
+
+    def __init__(
+        self, partitions: Sequence[nn.Sequential], own: int, model: nn.Module | None = None
+    ) -> None:
+        model = model or nn.Sequential(*(layer for part in partitions for layer in part))
+        self._own = own
+        self._module = partitions[own]
+        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self._names.update((b, name) for name, b in model.named_buffers())
+        self.stages: dict[str, list[int]] = {}
+        for s, part in enumerate(partitions):
+            for name, p in part.named_parameters():
+                if p not in self._names:
+                    raise ValueError(
+                        f"parameter {name} of stage {s} is not one of the model's: give the model "
+                        "whose layers these are"
+                    )
+                self.stages.setdefault(self._names[p], []).append(s)
+
+    def materialize(self, device: torch.device, initialize: Initialize | None) -> None:
+        """Give memory on ``device`` to what is on the meta device; move the rest there."""
+        made: dict[Tensor, Tensor] = {}
+        for module in self._module.modules():
+            for table in (module._parameters, module._buffers):
+                for key, tensor in table.items():
+                    if tensor is not None and tensor.is_meta:
+                        if tensor not in made:
+                            made[tensor] = self._make(tensor, device, initialize)
+                        table[key] = made[tensor]  # type: ignore[assignment]
+        self._module.to(device)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters of this stage."""
+        return {self._names[p]: p for p in self._module.parameters()}
+
+    def owned(self) -> dict[str, nn.Parameter]:
+        """Those that this stage owns: over all stages, each parameter of the model once."""
+        return {n: p for n, p in self.parameters().items() if self.stages[n][0] == self._own}
+
+    def tied(self) -> dict[str, nn.Parameter]:
+        """Those that other stages use too, in an order that is the same on all of them."""
+        return {n: p for n, p in sorted(self.parameters().items()) if len(self.stages[n]) > 1}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers of this stage."""
+        return {self._names[b]: b for b in self._module.buffers()}
+
+    def _make(self, tensor: Tensor, device: torch.device, initialize: Initialize | None) -> Tensor:
+        name = self._names[tensor]
+        if initialize is None:
+            raise ValueError(
+                f"parameter {name} is on the meta device and has no value: give initialize, a "
+                "function of (name, tensor) that writes it"
+            )
+        new = torch.empty_like(tensor, device=device)
+        with torch.no_grad():
+            initialize(name, new)
+        made = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        self._names[made] = name
+        return made

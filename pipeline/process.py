@@ -1,0 +1,366 @@
+"""A pipeline of many processes: a rank per stage, joined by send and receive.
+
+    layers = nn.Sequential(*gpt2_layers(model))           # on every rank, on the meta device
+    pipe = ProcessPipe(layers, sizes=(3, 3), model=model, initialize=initial_value)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    loss = pipe.train_step(x, y, loss_fn, "1f1b", num_microbatches=4, scale=1 / tokens)
+    pipe.optimizer_step(optimizer, max_norm=1.0)
+
+Problem. Threads share memory and one machine. Processes do not: what a stage hands on must be sent,
+the receiver must know what will come, and a rank that dies must not leave the others waiting.
+
+Idea. The lists of schedule.py are run by the same `Dataflow` on the same `Stage` as under threads,
+so every bit of the result is the same, dropout included. Only the channels differ: shapes come from
+a dry forward (analysis.py), tensors go through shared memory between CPU ranks of one machine, and
+through process groups otherwise (exchange.py). Model parallelism is the pipeline with one
+micro-batch.
+
+    rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
+                          ◂══gradients════         ◂══gradients════
+
+All ranks call the same methods with the same global batch, as the data loader gives it to each: the
+first uses x, the last the target, the others look at the shapes.
+
+A backward whose input gradient another stage waits for is run in its two halves (zero_bubble.py),
+the gradient sent in between: the same list of actions, but the stage below starts earlier by the
+time of the weights' half. With GPipe and 1F1B, and all thirds of the work alike, a step of n stages
+takes 3(m+n-1) - (n-1) thirds instead of 3(m+n-1).
+
+In training every step draws its dropout's seed from the default generator of each rank; seeded
+alike, and used for nothing else that differs, they give all ranks the same.
+
+Cost: per boundary and micro-batch, one tensor each way. Memory: a stage, and what the schedule
+keeps alive of activations. Adding the tied weights' gradients (GPT-2's embedding is used on the
+first rank and the last) takes one exchange of them per step.
+
+Glossary: n stages, m micro-batches, s stage, i micro-batch.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import microbatch
+from .analysis import Analysis
+from .dataflow import Dataflow, LossFunction, Recorder
+from .exchange import PeerError
+from .gradients import deliver, gradients_by_stage, hooks_held
+from .neighbours import Neighbours
+from .ownership import Initialize, Ownership
+from .randomness import StepSeed
+from .schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    Action,
+    Schedule,
+    find,
+    forward_only,
+    validate,
+)
+from .stage import Stage
+
+BuildSchedule = Callable[[int, int], Schedule]
+
+_LOSS, _NORM = -1, -2  # numbers of messages that belong to no micro-batch
+_GRACE = 0.2  # seconds by which a failure's cause is to be reported before its consequences
+
+
+class ProcessPipe:
+    """The stages of ``layers``, ``sizes[s]`` of them on rank s of ``group``; this rank has one.
+
+    Args:
+        layers: all of them, on every rank; those of other stages are best on the meta device, and
+            must never be needed for more than their shapes.
+        sizes: layers per stage; as many as there are ranks.
+        device: of this rank.
+        group: the ranks; by default all.
+        model: whose names the parameters have; by default those of ``layers``.
+        initialize: writes the values of parameters that are on the meta device.
+        recorder: see dataflow.Recorder; kinds are those of schedule.Kind, and send, receive,
+            all_reduce (of tied gradients) and optimizer; micro-batch below 0: of none.
+        by_layer: see stage.py.
+        early_gradients: send a gradient before those of weights are computed.
+        share_memory: CPU ranks of one machine exchange through it, where they can.
+        generalize_shapes: see analysis.py.
+        timeout: seconds that a neighbour may be silent.
+
+    Raises ValueError where sizes, ranks and layers do not fit.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        sizes: Sequence[int],
+        device: str | torch.device = "cpu",
+        group: dist.ProcessGroup | None = None,
+        *,
+        model: nn.Module | None = None,
+        initialize: Initialize | None = None,
+        recorder: Recorder | None = None,
+        by_layer: bool = True,
+        early_gradients: bool = True,
+        share_memory: bool = True,
+        generalize_shapes: bool = True,
+        timeout: float = 300.0,
+    ) -> None:
+        world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+        _check(len(layers), sizes, world_size)
+        self.rank = dist.get_rank(group) if world_size > 1 else 0
+        self.num_stages = len(sizes)
+        self.recorder = recorder
+        self.device = torch.device(device)
+        self.layers = layers
+        self.peak_alive = 0
+        ends = [sum(sizes[: s + 1]) for s in range(self.num_stages)]
+        parts = [
+            nn.Sequential(*list(layers)[end - n : end]) for n, end in zip(sizes, ends, strict=True)
+        ]
+        self.module = parts[self.rank]
+        self._first_layer = ends[self.rank] - sizes[self.rank]
+        self._by_layer, self._early = by_layer, early_gradients
+        self._ownership = Ownership(parts, self.rank, model)
+        self._ownership.materialize(self.device, initialize)
+        known = parts[: min(self.rank + 1, self.num_stages - 1)]
+        self._analysis = Analysis(known, self.device, generalize_shapes)
+        tied = {name: users for name, users in self._ownership.stages.items() if len(users) > 1}
+        self._neighbours = Neighbours(
+            self.num_stages, self.rank, tied, group, self.device, share_memory, timeout,
+            self._record,
+        )  # fmt: skip
+        self._plans: dict[Any, Schedule] = {}
+        self._broken: str | None = None
+
+    def close(self) -> None:
+        """Hang up. The neighbours notice when they next wait for this rank."""
+        self._broken = self._broken or "it is closed"
+        self._neighbours.close()
+
+    def __enter__(self) -> ProcessPipe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def train_step(
+        self,
+        x: Any,
+        target: Any,
+        loss_fn: LossFunction,
+        schedule: str | BuildSchedule = "1f1b",
+        num_microbatches: int = 1,
+        scale: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Forward and backward of a batch by ``schedule``; return the loss, add to ``.grad``.
+
+        As `Pipe.train_step`: ``loss_fn(output, target)`` returns the sum over a micro-batch, and
+        the loss is ``scale`` times all sums. x and target are cut into ``num_microbatches``, unless
+        they are `MicroBatches`. The loss is the same on all ranks, and in float64: its own type is
+        known to the last only. Raises what this stage raised, or `exchange.PeerError` because of
+        what another did; after that the pipe is of no use any more.
+        """
+        with self._step(), hooks_held(list(self.module.parameters())), torch.enable_grad():
+            seed = StepSeed()
+            if self.layers.training:
+                seed.get()  # also where no layer draws, so that all ranks have drawn as often
+            stage = self._stage(seed)
+            loss = self._run(stage, x, target, loss_fn, schedule, num_microbatches, scale)
+            self.peak_alive = stage.peak_alive
+            (own,), _ = gradients_by_stage([stage], {})
+            tied = self._ownership.tied()
+            parts = {name: own.pop(p, None) for name, p in tied.items()}
+            sums = self._neighbours.sum_tied(tied, parts)
+            deliver(own)
+            deliver(sums)
+            return loss
+
+    def eval(
+        self,
+        x: Any,
+        target: Any = None,
+        loss_fn: LossFunction | None = None,
+        num_microbatches: int = 1,
+        scale: float | Tensor = 1.0,
+    ) -> tuple[Tensor | None, Any]:
+        """The loss, on all ranks, and the output of the last layer, on the last rank, else None.
+
+        Layers are in evaluation mode meanwhile. Without ``loss_fn`` there is no loss.
+        """
+        outputs: dict[int, Any] = {}
+
+        def loss_of(output: Any, numbered: tuple[int, Any]) -> Tensor:
+            i, part = numbered
+            outputs[i] = output
+            return torch.zeros(()) if loss_fn is None else loss_fn(output, part)
+
+        target = x if loss_fn is None else target
+        sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
+        inputs, targets = microbatch.cut(x, target, sizes)
+        numbered = microbatch.MicroBatches(enumerate(targets))
+        with self._step(), torch.no_grad(), _evaluating(self.layers):
+            cut = microbatch.MicroBatches(inputs)
+            stage = self._stage(StepSeed())
+            loss = self._run(stage, cut, numbered, loss_of, "gpipe", len(cut), scale)
+        joined = microbatch.join([outputs[i] for i in sorted(outputs)]) if outputs else None
+        return (None if loss_fn is None else loss), joined
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None = None
+    ) -> Tensor | None:
+        """Update this stage's parameters and drop their gradients; all ranks together.
+
+        With ``max_norm`` the gradients are clipped by the norm of the whole model's, returned.
+        """
+        norm = None if max_norm is None else self.clip_gradients(max_norm)
+        start = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        self._record("optimizer", -1, start, time.perf_counter())
+        return norm
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this stage."""
+        return iter(self.named_parameters().values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Those of this stage, by the model's names."""
+        return self._ownership.parameters()
+
+    def owned_parameters(self) -> dict[str, nn.Parameter]:
+        """Of those, the ones this stage owns. Over all ranks: each parameter of the model once."""
+        return self._ownership.owned()
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """Those of this stage, by the model's names."""
+        return self._ownership.buffers()
+
+    def train(self, mode: bool = True) -> None:
+        """Of all layers, as nn.Module.train."""
+        self.layers.train(mode)
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole model's gradient, the same on all ranks; all must call it.
+
+        Squares are added up from the first stage to the last, a tied parameter's once.
+        """
+        gradients = [p.grad for p in self.owned_parameters().values() if p.grad is not None]
+        norms = torch._foreach_norm(gradients) if gradients else []
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for norm in norms:
+            total += norm.double().square()
+        with self._step():
+            return self._neighbours.sum(_NORM, total).sqrt()
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their `gradient_norm` is at most ``max_norm``; return what
+        it was. As torch.nn.utils.clip_grad_norm_ on the whole model."""
+        norm = self.gradient_norm()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(factor.to(p.grad.dtype))
+        return norm
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Whatever is raised inside, the neighbours learn of it, and so do theirs."""
+        if self._broken is not None:
+            raise RuntimeError(f"the pipe cannot be used any more: {self._broken}; make a new one")
+        try:
+            yield
+            self._neighbours.flush()
+        except BaseException as error:
+            self._broken = _in_one_line(error)
+            self._neighbours.fail(self._broken)
+            if isinstance(error, PeerError):
+                time.sleep(_GRACE)
+            raise
+
+    def _stage(self, seed: StepSeed) -> Stage:
+        return Stage(
+            self.rank, self.module, self.device, seed, self._first_layer, by_layer=self._by_layer
+        )
+
+    def _run(
+        self,
+        stage: Stage,
+        x: Any,
+        target: Any,
+        loss_fn: LossFunction,
+        schedule: str | BuildSchedule,
+        num_microbatches: int,
+        scale: float | Tensor,
+    ) -> Tensor:
+        sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
+        inputs, targets = microbatch.cut(x, target, sizes)
+        plan = self._plan(schedule, len(inputs))
+        self._neighbours.announce(plan, [self._analysis.messages(value) for value in inputs])
+        links = self._neighbours.links
+        flow = Dataflow([stage], inputs, targets, loss_fn, scale, self.recorder, links)
+        actions = plan[self.rank]
+        flow.run(_halved(actions) if self._early and self.rank > 0 else actions)
+        last = self.rank + 1 == self.num_stages
+        return self._neighbours.from_last(_LOSS, flow.loss().double() if last else None)
+
+    def _plan(self, schedule: str | BuildSchedule, m: int) -> Schedule:
+        """The checked lists of all stages."""
+        key = (schedule, m, torch.is_grad_enabled())
+        if key in self._plans:
+            return self._plans[key]
+        plan = (find(schedule) if isinstance(schedule, str) else schedule)(self.num_stages, m)
+        if len(plan) != self.num_stages:
+            raise ValueError(f"the schedule has {len(plan)} stages and the pipe {self.num_stages}")
+        validate(plan, m)
+        plan = plan if torch.is_grad_enabled() else forward_only(plan)
+        if isinstance(schedule, str):  # a function may be a new one in every step
+            self._plans[key] = plan
+        return plan
+
+    def _record(self, kind: str, i: int, start: float, end: float) -> None:
+        if self.recorder is not None:
+            self.recorder(kind, self.rank, i, start, end)
+
+
+def _halved(actions: Sequence[Action]) -> list[Action]:
+    """The same work, a whole backward as its two halves: between them the gradient is sent."""
+    result = []
+    for action in actions:
+        if action.kind is BACKWARD:
+            result += [action._replace(kind=kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT)]
+        else:
+            result.append(action)
+    return result
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    notes = [note for note in getattr(error, "__notes__", []) if note not in text]
+    return "; ".join([*text.splitlines(), *notes])
+
+
+def _check(num_layers: int, sizes: Sequence[int], world_size: int) -> None:
+    if len(sizes) != world_size or sum(sizes) != num_layers or min(sizes, default=0) < 1:
+        raise ValueError(
+            f"sizes {list(sizes)} for {num_layers} layers on {world_size} ranks: one number per "
+            "rank, each at least 1, their sum the layers"
+        )

@@ -1,0 +1,1 @@
+"""Predicts what a parallel run costs, and never trains."""

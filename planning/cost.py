@@ -1,0 +1,190 @@
+"""What a parallel layout costs: bytes held, bytes sent, seconds, idle time. Closed forms, no torch.
+
+The derivations are in docs/mathematics.md, whose every number is computed here. Bytes are exact
+where the layout is: nothing is said of fragmentation, of what a framework keeps for itself, or of
+the activations inside of a layer.
+
+Glossary: P parameters, W workers (ranks), n stages, m micro-batches, s stage, B sequences of T
+positions of width H.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes that training holds per parameter, by what they are for."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All together."""
+        return self.parameters + self.gradients + self.optimizer
+
+    def __mul__(self, factor: float) -> State:
+        return State(self.parameters * factor, self.gradients * factor, self.optimizer * factor)
+
+
+FP32 = State(4, 4, 4 + 4)  # Adam's two moments
+MIXED = State(2, 2, 4 + 4 + 4)  # fp16 or bf16 to compute with; the weights themselves, two moments
+SGD_FP32 = State(4, 4, 0)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins two workers: bytes per second in each direction, and the seconds that the
+    smallest message takes."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+    @classmethod
+    def gigabits(cls, rate: float, latency: float = 0.0) -> Link:
+        """A link of so many Gb/s: 8 bits make a byte, and a giga is 10^9."""
+        return cls(rate * 1e9 / 8, latency)
+
+    def seconds(self, size: float, messages: int = 1) -> float:
+        """For `messages` one after the other that have `size` bytes together."""
+        return messages * self.latency + size / self.bandwidth
+
+
+# --- bytes held -----------------------------------------------------------------------------------
+
+
+def zero(stage: int, parameters: float, workers: int, state: State = MIXED) -> State:
+    """Bytes on each worker under ZeRO (Rajbhandari et al., 2020): 0 is data parallelism, 1 shards
+    the optimizer's state, 2 the gradients too, 3 the parameters too.
+
+    Raises:
+        ValueError: there is no such stage.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"ZeRO stage {stage}: 0 (data parallel), 1, 2 or 3")
+    share = [1 / workers if stage >= first else 1.0 for first in (3, 2, 1)]
+    return State(
+        parameters * state.parameters * share[0],
+        parameters * state.gradients * share[1],
+        parameters * state.optimizer * share[2],
+    )
+
+
+def gathered(layer_parameters: float, state: State = MIXED, layers: int = 2) -> float:
+    """Bytes that ZeRO-3 holds beside its shards: the whole parameters of the layer that computes
+    and of those that are fetched meanwhile (`layers` in all), and one layer's whole gradients."""
+    return layer_parameters * (layers * state.parameters + state.gradients)
+
+
+def padded(numel: int, workers: int) -> int:
+    """The elements of each worker's shard: all are as long as the longest, the rest is padding."""
+    return -(-numel // workers)
+
+
+def pipeline_state(parameters: float, stages: int, state: State = MIXED) -> State:
+    """Bytes on each worker of a pipeline whose layers are cut evenly."""
+    return state * (parameters / stages)
+
+
+def held_microbatches(schedule: str, stages: int, microbatches: int, stage: int) -> int:
+    """The most micro-batches whose activations a stage holds at once.
+
+    Raises:
+        ValueError: no formula for this schedule.
+    """
+    n, m, s = stages, microbatches, stage
+    held = {"gpipe": m, "1f1b": min(m, n - s), "zb": min(m, n), "sequential": 1}
+    if schedule not in held:
+        raise ValueError(f"schedule={schedule!r}: one of {', '.join(held)}")
+    return held[schedule]
+
+
+def held_activations(
+    activations: float, schedule: str, stages: int, microbatches: int, stage: int
+) -> float:
+    """Bytes of activations on a stage at its peak, where the whole batch needs `activations` in the
+    whole model, and layers and micro-batches are cut evenly."""
+    held = held_microbatches(schedule, stages, microbatches, stage)
+    return activations / (stages * microbatches) * held
+
+
+def gpt2_parameters(layers: int, width: int, vocabulary: int, positions: int) -> int:
+    """Parameters of GPT-2 with tied embeddings: per block 12 H^2 + 13 H."""
+    return layers * (12 * width**2 + 13 * width) + (vocabulary + positions + 2) * width
+
+
+# --- bytes sent, and how long it takes ------------------------------------------------------------
+
+
+def reduce_scatter_bytes(size: float, workers: int) -> float:
+    """Bytes that each worker of a ring sends so that each has its W-th part of the sum of `size`
+    bytes; an all-gather of the parts sends as many."""
+    return size * (workers - 1) / workers
+
+
+def all_reduce_bytes(size: float, workers: int) -> float:
+    """Bytes that each worker sends in a ring all-reduce: a reduce-scatter and an all-gather."""
+    return 2 * reduce_scatter_bytes(size, workers)
+
+
+def all_reduce_seconds(size: float, workers: int, link: Link) -> float:
+    """A ring all-reduce: 2 (W-1) steps one after the other."""
+    return link.seconds(all_reduce_bytes(size, workers), 2 * (workers - 1))
+
+
+def server_seconds(size: float, workers: int, link: Link) -> float:
+    """The same through one worker, which receives from all the others and sends to all."""
+    return 2 * link.seconds(size * (workers - 1), workers - 1)
+
+
+def zero_traffic(stage: int, parameters: float, workers: int, state: State = MIXED) -> float:
+    """Bytes that each worker sends in a step: the gradients are reduce-scattered, the updated
+    parameters all-gathered; under ZeRO-3 all-gathered twice, for forward and for backward."""
+    zero(stage, parameters, workers, state)  # raises for a stage that is none
+    if stage == 0:
+        return all_reduce_bytes(parameters * state.gradients, workers)
+    gathers = 2 if stage == 3 else 1
+    return reduce_scatter_bytes(parameters * state.gradients, workers) + gathers * (
+        reduce_scatter_bytes(parameters * state.parameters, workers)
+    )
+
+
+def boundary_bytes(sequences: int, positions: int, width: int, element: int = 2) -> int:
+    """Bytes of the activations that cross a boundary between two stages, one way: B T H elements.
+    As many come back as gradients. However many micro-batches there are, the sum is the same."""
+    return sequences * positions * width * element
+
+
+# --- idle time ------------------------------------------------------------------------------------
+
+
+def pipeline_bubble(stages: int, microbatches: int) -> Fraction:
+    """The share of time in which a stage of GPipe or 1F1B idles: (n-1)/(m+n-1)."""
+    return Fraction(stages - 1, microbatches + stages - 1)
+
+
+def zero_bubble_share(stages: int, microbatches: int) -> Fraction:
+    """The same under ZB-H1 with F, I and W of one clock each and m >= n: (n-1)/(3m+n-1)."""
+    return Fraction(stages - 1, 3 * microbatches + stages - 1)
+
+
+def pipeline_seconds(stages: int, microbatches: int, forward: float, backward: float) -> float:
+    """A step of GPipe or 1F1B where each stage needs `forward` and `backward` seconds for a
+    micro-batch: m + n - 1 times both."""
+    return (microbatches + stages - 1) * (forward + backward)
+
+
+def pipeline_speedup(stages: int, microbatches: int) -> float:
+    """Against one stage at a time: n m / (m + n - 1)."""
+    return float(stages * (1 - pipeline_bubble(stages, microbatches)))
+
+
+def microbatches_for(stages: int, bubble: float) -> int:
+    """The fewest micro-batches with which the bubble of GPipe or 1F1B is at most `bubble`."""
+    limit = Fraction(str(bubble))
+    return max(1, math.ceil((stages - 1) * (1 - limit) / limit))

@@ -1,0 +1,41 @@
+"""When each action of a schedule runs, if every action takes as long as it is said to take.
+
+A stage starts the next action of its list as soon as it has ended the one before and what the
+action depends on has ended elsewhere; transfers take no time. That is the ideal that a measured
+timeline is drawn beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pipeline.schedule import Action, Schedule, clock_table, dependencies
+
+
+class Timed(NamedTuple):
+    """An action, and when it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def simulate(schedule: Schedule, seconds: Callable[[Action], float]) -> list[list[Timed]]:
+    """Per stage, its actions with start and end, from 0.
+
+    Raises:
+        ValueError: the schedule waits for ever.
+    """
+    ended: dict[Action, float] = {}
+    rows: list[list[Timed]] = [[] for _ in schedule]
+    for clock in clock_table(schedule):  # an order in which all dependencies come before
+        for action in clock:
+            if action is None:
+                continue
+            row = rows[action.stage]
+            ready = [ended[needed] for needed in dependencies(action, len(schedule))]
+            start = max([*ready, row[-1].end if row else 0.0], default=0.0)
+            ended[action] = start + seconds(action)
+            row.append(Timed(action, start, ended[action]))
+    return rows

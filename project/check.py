@@ -1,0 +1,218 @@
+"""Is what a strategy trained what one process trains? Compared by parameter name.
+
+Problem: floating-point sums depend on their order, and every strategy has an order of its own, so
+two right runs differ. A tolerance that is guessed is either so wide that a wrong factor passes, or
+so narrow that a right run fails; and the right one depends on the model, on the steps made, and on
+the optimizer: AdamW turns the rounding of a gradient that is nearly zero into a step of full size.
+
+Idea: measure what rounding makes of this very training. One process, plain PyTorch, whole batches,
+no micro-batches, does it twice: as asked, and in float64. The distance of the two is the rounding
+of the one, accumulated over all sums and steps. Another order of summation makes errors of the
+same kind and size; FACTOR times as many are allowed.
+
+    distance   the 2-norm, over a parameter, of (strategy - plain)
+    rounding   the 2-norm of (plain - float64), at least one rounding of every weight
+    agrees     distance <= FACTOR * rounding, for every parameter
+
+In float64 itself the rounding is that of float32 times 2^-29, the quotient of the two's precisions.
+A weight that the training did not move must be as it was: then there is nothing to round.
+
+AdamW divides a gradient by its own size, and so hides a wrong factor in all of them; SGD does not.
+
+Cost: the training over again, in float64 and on one process: for a few steps, not for an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from project.task import Step, Task, materialize
+from training.optimization import Recipe
+
+FACTOR = 16.0
+EPS32 = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor is from the plain one's."""
+
+    name: str
+    largest: float  # of all elements, absolutely
+    distance: float
+    rounding: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether rounding explains it."""
+        return self.distance <= FACTOR * self.rounding  # never where it is NaN
+
+    @property
+    def times_rounding(self) -> float:
+        """The distance in units of the rounding; 0 where there is none."""
+        return self.distance / self.rounding if self.rounding else 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was compared, and every difference, the worst first."""
+
+    what: str
+    differences: list[Difference]
+    missing: list[str]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether everything is there and rounding explains all differences."""
+        return not self.missing and all(d.agrees for d in self.differences)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For summary.json."""
+        return {"agrees": self.agrees, "missing": self.missing, "worst": asdict(self.worst)}
+
+    @property
+    def worst(self) -> Difference:
+        """The one that rounding explains least."""
+        return self.differences[0]
+
+    def say(self) -> str:
+        """For a person: the verdict, and the differences that matter to it."""
+        largest = max(self.differences, key=lambda d: d.largest)
+        wrong = [d for d in self.differences if not d.agrees]
+        lines = [
+            f"{self.what}: {'agree' if self.agrees else 'DISAGREE'} with one process",
+            f"  largest difference {largest.largest:.1e} ({largest.name})",
+            f"  furthest for its rounding: {self.worst.times_rounding:.1f} times, "
+            f"{FACTOR:g} allowed ({self.worst.name})",
+        ]
+        lines += [f"  missing: {', '.join(self.missing)}"] if self.missing else []
+        lines += [
+            f"  {d.name}: off by {d.largest:.1e}, {d.times_rounding:,.0f} times its rounding"
+            for d in wrong[:5]
+        ]
+        lines += [f"  and {len(wrong) - 5} more"] if len(wrong) > 5 else []
+        return "\n".join(lines)
+
+
+def compare(
+    what: str,
+    got: Mapping[str, Tensor],
+    plain: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> Verdict:
+    """Compares tensors by name.
+
+    Args:
+        got: what the strategy made.
+        plain: one process' at the precision of `got`; in float64 at float32's.
+        exact: one process' in float64.
+        dtype: the type of the weights.
+    """
+    finer = torch.finfo(dtype).eps / EPS32
+    differences = []
+    for name in plain.keys() & got.keys():
+        reference = exact[name] if dtype == torch.float64 else plain[name].double()
+        delta = got[name].double().to(reference.device) - reference
+        noise = finer * (plain[name].double() - exact[name]).norm().item()
+        moved = 1.0 if noise else 0.0
+        rounding = max(noise, moved * torch.finfo(dtype).eps * reference.norm().item())
+        largest = delta.abs().max().item()
+        differences.append(Difference(name, largest, delta.norm().item(), rounding))
+    missing = sorted(plain.keys() ^ got.keys())
+    return Verdict(what, sorted(differences, key=_badness, reverse=True), missing)
+
+
+def _badness(d: Difference) -> float:
+    ratio = (
+        d.distance / d.rounding if d.rounding else float("inf") * d.distance if d.distance else 0.0
+    )
+    return float("inf") if ratio != ratio else ratio
+
+
+class PlainRuns:
+    """The training once more, on one process: in the precision asked for, and in float64.
+
+    Args:
+        steps: gives the global batches, one micro-batch each.
+        recipe: how the gradients are clipped and the learning rate is scheduled.
+        make_optimizer: as for the strategy.
+        autocast: the context of a forward pass in the precision asked for.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        device: torch.device,
+        steps: Callable[[], Iterable[Step]],
+        recipe: Recipe,
+        make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.task, self.device, self.steps = task, device, steps
+        self.recipe, self.make_optimizer = recipe, make_optimizer
+        self.plain, self.plain_context = self._train(torch.float32, autocast), autocast
+        self.exact = self._train(torch.float64, nullcontext)
+
+    def _train(
+        self, dtype: torch.dtype, context: Callable[[], AbstractContextManager[Any]]
+    ) -> nn.Module:
+        model = materialize(self.task, self.device, dtype)
+        optimizer = self.make_optimizer(model.parameters())
+        most = self.recipe.max_grad_norm
+        for k, step in enumerate(self.steps()):
+            if step.count == 0:
+                continue
+            optimizer.zero_grad()
+            with context():
+                (x,), (target,) = step.inputs, step.targets
+                loss = plain_loss(plain_output(model, x), target)
+            (loss / step.count).backward()
+            if most is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), most)
+            for group in optimizer.param_groups:
+                group["lr"] = self.recipe.learning_rate_at(k)
+            optimizer.step()
+        return model.eval()
+
+    def weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """By name, in the precision asked for and in float64."""
+        plain, exact = (
+            {name: p.detach() for name, p in model.named_parameters()}
+            for model in (self.plain, self.exact)
+        )
+        return plain, exact
+
+    @torch.no_grad()
+    def outputs(self, batches: Sequence[tuple[Any, Any]]) -> tuple[list[Tensor], list[Tensor]]:
+        """Of each test batch, at its target positions."""
+        with self.plain_context():
+            plain = [_at_targets(plain_output(self.plain, x), y) for x, y in batches]
+        return plain, [_at_targets(plain_output(self.exact, x), y) for x, y in batches]
+
+
+def plain_output(model: Any, x: Any) -> Tensor:
+    """All outputs of a whole model: logits of pictures [B, classes] or of positions [B, T, V]."""
+    if isinstance(x, tuple):  # (ids, weights): the weights only say which logits are wanted
+        return model(input_ids=x[0], use_cache=False).logits
+    return model(x.to(next(model.parameters()).dtype))
+
+
+def plain_loss(output: Tensor, target: Any) -> Tensor:
+    """The summed cross-entropy, computed at every position and weighted."""
+    if not isinstance(target, tuple):
+        return F.cross_entropy(output, target, reduction="sum")
+    ids, weights = target
+    losses = F.cross_entropy(output.flatten(0, 1), ids.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum()
+
+
+def _at_targets(output: Tensor, target: Any) -> Tensor:
+    return output[target[1] != 0] if isinstance(target, tuple) else output

@@ -1,0 +1,58 @@
+"""The programs that chaos befalls. A new one joins by one entry of PROGRAMS."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+OWN, TORCHRUN, ALONE = "own", "torchrun", "alone"  # who starts the ranks; ALONE: there are none
+
+TORCHRUN_COMMAND = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TINY = (
+    "--n_layer", "1", "--n_embd", "32", "--n_head", "2", "--vocab_size", "320",
+    "--model_max_length", "32", "--batch_size", "8", "--n_train", "64", "--n_validation", "8",
+    "--n_test", "4", "--device", "cpu",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Program:
+    """A command line, given to Python in the root of the repository.
+
+    The program must take --workdir and --n_epochs, and with ranks --timeout, and write
+    `*results_epoch{e}.json` into its workdir after epoch e. Where it has ranks, they are children
+    of the process that the command starts.
+
+    restarts: whether it is also killed and restarted; it must take the options of restart.py.
+    """
+
+    name: str
+    launcher: str
+    arguments: tuple[str, ...]
+    restarts: bool = False
+
+    def command(
+        self, workdir: str, epochs: int, timeout: float, restarts: int = 0,
+        more: tuple[str, ...] = (),
+    ) -> list[str]:  # fmt: skip
+        """The whole command line."""
+        given = ["--workdir", workdir, "--n_epochs", str(epochs)]
+        if self.launcher != ALONE:
+            given += ["--timeout", str(timeout)]
+        arguments = list(self.arguments)
+        if restarts:
+            arguments[2:2] = [f"--max-restarts={restarts}"]
+        return [sys.executable, *arguments, *given, *more]
+
+
+PROGRAMS = (
+    Program("data parallel", OWN, ("project/run_data_parallel.py", "--world_size", "2", *TINY)),
+    Program(
+        "torchrun", TORCHRUN, (*TORCHRUN_COMMAND, "project/run_data_parallel.py", *TINY),
+        restarts=True,
+    ),
+    Program(
+        "pipeline", ALONE,
+        ("project/run_pipeline.py", "--model_parallel_mode=pipeline_parallel", *TINY),
+    ),
+)  # fmt: skip

@@ -1,0 +1,42 @@
+"""How much memory a process and its tensors take."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory this process has held at once: resident, or on a GPU allocated there.
+
+    Linux keeps a process' own peak in /proc; what getrusage tells starts, in a child, with what its
+    parent held.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    if found:
+        return int(found[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def state_bytes(
+    parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> dict[str, int]:
+    """Bytes of `parameters`, of the `gradients` they have, of what the `optimizer` keeps."""
+    ps = list(parameters)
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return {
+        "parameters": sum(p.nbytes for p in ps),
+        "gradients": sum(p.grad.nbytes for p in ps if p.grad is not None),
+        "optimizer": sum(v.nbytes for s in states for v in s.values() if isinstance(v, Tensor)),
+    }

@@ -1,0 +1,107 @@
+"""VGG16 for 32 x 32 pictures: a network that is as unlike GPT-2 as a network can be.
+
+Problem: a parallel scheme that was only ever tried on blocks of equal size knows nothing of
+others. Here the first layers are cheap in parameters and dear in activations, the last ones the
+other way round; no two stages or shards are alike.
+
+    conv 64 64 | 128 128 | 256 256 256 | 512 512 512 | 512 512 512 | linear 512 512 classes
+    pixels  32        16             8             4             2           1
+
+Each `|` is a 2 x 2 max pooling; every layer but the last ends in a ReLU. 15.2 M parameters for ten
+classes, 0.63 GFLOP forward for a picture.
+
+No batch norm: it makes an example's output depend on the batch it is in, so micro-batches, ranks
+and one process would compute different functions, and nothing could be compared. No dropout either.
+What batch norm is used for, that sixteen layers learn at all, is left to the initialisation: every
+layer with as many outputs as inputs starts as the identity, which ReLUs leave alone, and a little
+noise. So the network begins as one of five layers, which learns at once, and the others find
+something to add. (If all are random, of variance 2 / fan_in, the loss does not fall for the first
+steps, and then slowly: docs/log.md.) The last layer starts near zero: the first losses are those of
+guessing.
+
+Like GPT-2's, initial weights depend on the seed and the parameter's name alone.
+
+Papers: Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
+Recognition", 2015; with linear layers of 512 for 32 x 32 pictures: Liu and Deng, 2015; He et al.,
+"Delving Deep into Rectifiers", 2015 (variance); Zagoruyko and Komodakis, "DiracNets", 2017
+(identity).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from training.model import generator_for
+
+STAGES = (
+    (1, 2),
+    (2, 2),
+    (4, 3),
+    (8, 3),
+    (8, 3),
+)  # (channels / width, convolutions), then a pooling
+WIDTH = 64  # of the published model
+NOISE = 0.2  # of layers that start as the identity, as a part of what random layers start with
+LAST = 0.01  # deviation of the last layer's weights
+
+
+def vgg16(num_classes: int = 10, width: int = WIDTH) -> nn.Sequential:
+    """The network: bytes made floats [B, 3, 32, 32] to logits [B, num_classes].
+
+    Its modules have names, as conv3_2: the second convolution after the second pooling.
+
+    Args:
+        width: channels of the first convolutions; the others are in proportion.
+    """
+    modules: OrderedDict[str, nn.Module] = OrderedDict()
+    channels = 3
+    for stage, (factor, convolutions) in enumerate(STAGES, 1):
+        for i in range(1, convolutions + 1):
+            modules[f"conv{stage}_{i}"] = nn.Conv2d(channels, factor * width, 3, padding=1)
+            modules[f"relu{stage}_{i}"] = nn.ReLU()
+            channels = factor * width
+        modules[f"pool{stage}"] = nn.MaxPool2d(2)
+    modules["flatten"] = nn.Flatten()
+    for i in (6, 7):
+        modules[f"fc{i}"], modules[f"relu{i}"] = nn.Linear(channels, channels), nn.ReLU()
+    modules["fc8"] = nn.Linear(channels, num_classes)
+    return nn.Sequential(modules)
+
+
+def vgg_layers(model: nn.Sequential) -> list[nn.Sequential]:
+    """The 16 layers of `model` as modules that can be put on different devices or gathered one
+    by one: each a convolution or linear layer with what follows up to the next. They share its
+    parameters."""
+    layers: list[list[nn.Module]] = []
+    for module in model:
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            layers.append([])
+        layers[-1].append(module)
+    return [nn.Sequential(*modules) for modules in layers]
+
+
+@torch.no_grad()
+def initialize_vgg_parameter(name: str, p: Tensor, seed: int) -> None:
+    """Sets one parameter from the seed and its name in the whole model."""
+    if name.endswith("bias"):
+        p.zero_()
+        return
+    std = LAST if name.startswith("fc8") else math.sqrt(2 / p[0].numel())
+    square = p.shape[0] == p.shape[1]
+    p.copy_(torch.empty(p.shape).normal_(generator=generator_for(seed, name)))
+    p.mul_(NOISE * std if square else std)
+    if square:
+        centre = p if p.dim() == 2 else p[:, :, 1, 1]
+        centre.diagonal().add_(1)
+
+
+def picture_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The summed cross-entropy, in nats, of B pictures; logits [B, classes], labels [B]."""
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    return F.cross_entropy(logits, labels, reduction="sum")
