@@ -2,8 +2,8 @@
 
 Gradients are compared at every step and by parameter name, relative to the largest of the
 parameter's: the sum of all would let errors cancel, and one scale for all parameters would hide the
-small ones. Names count: a gradient that is missing, or is there under another name, is infinitely
-far off, and so is one that is not a number.
+small ones. A rank need not hold all parameters, but one that nobody should have is infinitely far
+off, and so is what is not a number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 Tensors = dict[str, Tensor]
 KINDS = ("loss", "gradient", "weight")
@@ -40,19 +40,14 @@ class Difference:
 NONE = Difference()
 
 
-def named_gradients(model: nn.Module) -> Tensors:
-    """Copies of all gradients, by parameter name; a parameter without one is not in it."""
-    named = model.named_parameters()
-    return {name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}
-
-
-def named_weights(model: nn.Module) -> Tensors:
-    """Copies of all parameters, by name; one that is tied has one name."""
-    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+def copies(named: Iterable[tuple[str, Tensor | None]]) -> Tensors:
+    """Copies in the CPU's memory of the tensors that are there."""
+    return {name: t.detach().cpu().clone() for name, t in named if t is not None}
 
 
 def compare(found: Trajectory, wanted: Trajectory) -> dict[str, Difference]:
-    """The largest difference of loss, gradient and weight; a trajectory as long as wanted."""
+    """The largest difference of loss, gradient and weight of two equally long trajectories, of the
+    parameters that are in `found`."""
     gradients = [
         tensor_difference(mine, theirs, f", step {k}")
         for k, (mine, theirs) in enumerate(zip(found.gradients, wanted.gradients, strict=True), 1)
@@ -68,20 +63,22 @@ def compare(found: Trajectory, wanted: Trajectory) -> dict[str, Difference]:
     }
 
 
+def held(found: Trajectory) -> set[str]:
+    """The parameters of which there is a gradient at every step, and a weight."""
+    return set(found.weights).intersection(*found.gradients)
+
+
 def tensor_difference(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], when: str = ""
 ) -> Difference:
     """The largest difference of tensors of the same name."""
     differences = []
-    for name in dict.fromkeys([*wanted, *found]):
-        if name not in found or name not in wanted:
-            missing = "found" if name in wanted else "expected"
-            differences.append(Difference(math.inf, f"{name} (not {missing}){when}"))
+    for name, tensor in found.items():
+        if name not in wanted or tensor.shape != wanted[name].shape:
+            shape = tuple(tensor.shape)
+            differences.append(Difference(math.inf, f"{name} of shape {shape}, not expected{when}"))
             continue
-        mine, theirs = found[name].double(), wanted[name].double()
-        if mine.shape != theirs.shape:
-            differences.append(Difference(math.inf, f"{name} (shape {tuple(mine.shape)}){when}"))
-            continue
+        mine, theirs = tensor.double(), wanted[name].double()
         distance, scale = (mine - theirs).abs().max().item(), theirs.abs().max().item()
         differences.append(Difference(_relative(distance, scale), name + when))
     return largest(differences)

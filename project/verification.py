@@ -1,6 +1,6 @@
 """Trains a strategy and compares it with what it must equal, on the ranks that it needs.
 
-Problem: nearly a hundred strategies and layouts, on one to three processes each. A process needs
+Problem: more than a hundred strategies and layouts, on one to three processes each. A process needs
 seconds to import its libraries, so ranks are started once per world size and given all strategies
 of that size, one after the other. Every rank compares what it holds; the row says the worst.
 
@@ -20,7 +20,8 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -28,15 +29,35 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from project.trajectory import KINDS, NONE, Difference, Trajectory, compare, largest
-from project.utils import train
-from project.verified import Given, Problem, Strategy, Trainer, find
-from training.data import Step
+from project.problems import Problem
+from project.session import gather_over_ranks
+from project.trainers import Given, Trainer
+from project.trajectory import (
+    KINDS,
+    NONE,
+    Difference,
+    Tensors,
+    Trajectory,
+    compare,
+    held,
+    largest,
+)
+from project.utils import sum_over_ranks, train
+from project.verified import Strategy, find
+from training.checkpoint import Checkpoint, Saver
 from training.launch import Settings, World, choose_device, launch
+from training.pieces import deal
 from training.record import write_json
+from training.state import (
+    Shards,
+    generator_pieces,
+    load_generators,
+    load_training,
+    training_pieces,
+    whole_parameters,
+)
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}  # relative, of ten steps
 References = Mapping[Problem, Trajectory]
@@ -59,90 +80,127 @@ class Row:
 Show = Callable[[Row], None]
 
 
-def record(trainer: Trainer, n_steps: int, world: World) -> Trajectory:
-    """Trains `n_steps` steps, over as many epochs as they take, in the programs' own loop."""
-    found = Trajectory(initial=trainer.weights(trainer.model))
-    sums: list[tuple[Tensor, int]] = []
+def record(trainer: Trainer, world: World, start: int, stop: int) -> Trajectory:
+    """Trains steps `start` to `stop`, over as many epochs as they take, in the programs' loop."""
+    found = Trajectory(initial=trainer.held_weights())
+    sums: list[Tensor] = []
+    tokens: list[int] = []
+    update = trainer.optimizer.step
 
-    def backward(step: Step) -> Tensor:
-        loss = trainer.backward(step)
-        sums.append((loss.detach().double().cpu(), step.target_tokens))
-        return loss
-
-    optimizers = trainer.optimizer
-    update = optimizers.step
-
-    def step(loss: Tensor, target_tokens: int) -> str | None:
-        found.gradients.append(trainer.gradients(trainer.model))
+    def note(loss: Tensor, target_tokens: int) -> str | None:
+        sums.append(loss.double().cpu())
+        tokens.append(target_tokens)
+        found.gradients.append(trainer.held_gradients())
         return update(loss, target_tokens)
 
-    optimizers.step = step  # type: ignore[method-assign]
-
+    trainer.optimizer.step = note  # type: ignore[method-assign]
     every = (step for epoch in count() for step in trainer.loader.steps(epoch))
     train(
-        trainer.model, optimizers, islice(every, n_steps), backward, "",
+        trainer.model, trainer.optimizer, islice(every, start, stop), trainer.backward, "",
         rank=1,  # only rank 0 has a progress bar
         average_gradients_fn=trainer.average,
     )  # fmt: skip
-    losses = torch.stack([loss for loss, _ in sums]).to(world.device)
-    if world.world_size > 1:
-        dist.all_reduce(losses)
-    tokens = torch.tensor([tokens for _, tokens in sums])
-    found.losses = (losses.cpu() / tokens).tolist()
-    found.weights = trainer.weights(trainer.model)
+    total = sum_over_ranks([loss.item() for loss in sums], world.device)
+    found.losses = [loss / n for loss, n in zip(total, tokens, strict=True)]
+    found.weights = trainer.held_weights()
     return found
 
 
-def train_strategy(
-    strategy: Strategy,
-    initial: Trajectory,
-    world: World,
-    n_steps: int,
-    dtype: torch.dtype,
-    seed: int,
-) -> Trajectory:
-    """One run of a strategy on this rank, from the weights of a reference."""
-    trainer = strategy.build(Given(strategy.problem, world, dtype, initial.initial))
-    torch.manual_seed(seed * 100_003 + world.rank)  # dropout differs between the ranks
-    try:
-        return record(trainer, n_steps, world)
-    finally:
-        trainer.close()
+@dataclass(frozen=True)
+class Run:
+    """A strategy to be trained on this rank, from given weights."""
+
+    strategy: Strategy
+    initial: Tensors
+    world: World
+    dtype: torch.dtype
+
+    @contextmanager
+    def trainer(self) -> Iterator[Trainer]:
+        """The strategy, with nothing done yet."""
+        trainer = self.strategy.build(
+            Given(self.strategy.problem, self.world, self.dtype, self.initial)
+        )
+        try:
+            yield trainer
+        finally:
+            trainer.close()
+
+    def train(self, n_steps: int, seed: int = 0) -> Trajectory:
+        """So many steps. The seed is that of dropout, which differs between the ranks."""
+        with self.trainer() as trainer:
+            torch.manual_seed(seed * 100_003 + self.world.rank)
+            return record(trainer, self.world, 0, n_steps)
+
+    def train_interrupted(self, n_steps: int) -> Trajectory:
+        """The same; but half-way it is saved, and a new trainer goes on from what was saved."""
+        half, world = n_steps // 2, self.world
+        with TemporaryDirectory() as mine, self.trainer() as trainer:
+            folder = Path(gather_over_ranks(mine, world.world_size)[0])
+            torch.manual_seed(world.rank)
+            found = record(trainer, world, 0, half)
+            held = training_pieces(*_of(trainer))
+            held = deal(held, world.rank, world.world_size)
+            held += generator_pieces(world.rank, [world.device])
+            saver = Saver(folder, 1, world.rank, lambda v: gather_over_ranks(v, world.world_size))
+            saved = Checkpoint(saver.save("half", held, {"steps": trainer.optimizer.steps}))
+            torch.manual_seed(1_000)
+            with self.trainer() as other:
+                load_training(*_of(other), saved.tensors)
+                load_generators(world.rank, [world.device], saved.tensors)
+                other.optimizer.steps = saved.state["steps"]
+                rest = record(other, world, half, n_steps)
+            gather_over_ranks("", world.world_size)  # all have read
+        return Trajectory(
+            found.losses + rest.losses,
+            found.gradients + rest.gradients,
+            found.initial,
+            rest.weights,
+        )
+
+
+def _of(trainer: Trainer) -> tuple[Iterable[Tensor], Sequence[torch.optim.Optimizer], Shards]:
+    model = trainer.model
+    return model.parameters(), trainer.optimizer.optimizers, whole_parameters(model)
 
 
 def check(
     strategy: Strategy, reference: Trajectory, world: World, n_steps: int, dtype: torch.dtype
 ) -> Row:
     """Trains a strategy and compares it; all ranks call this together and get the same row."""
-    start = time.perf_counter()
-    bound = 0.0 if strategy.same_bits else BOUNDS[dtype] * max(1.0, n_steps / 10)
-    found = train_strategy(strategy, reference, world, n_steps, dtype, 0)
-    failure = ""
-    if strategy.same_bits:
-        if found.losses == reference.losses:
-            failure = "dropout changes nothing"
-        wanted = train_strategy(strategy, reference, world, n_steps, dtype, 0)
-        other = train_strategy(strategy, reference, world, 1, dtype, 1)
-        if other.losses[0] == found.losses[0]:
-            failure = "another seed changes nothing"
-    else:
-        wanted = reference
-    every = [compare(found, wanted)]
-    if world.world_size > 1:
-        every *= world.world_size
-        dist.all_gather_object(every, every[0])
+    begin = time.perf_counter()
+    run = Run(strategy, reference.initial, world, dtype)
+    found, wanted, failure = run.train(n_steps), reference, ""
+    bound = BOUNDS[dtype] * max(1.0, n_steps / 10)
+    if strategy.beside != "one process":
+        bound, failure = 0.0, _idle(run, found, reference)
+        again = strategy.beside == "second run"
+        wanted = run.train(n_steps) if again else run.train_interrupted(n_steps)
+    every = gather_over_ranks((compare(found, wanted), held(found)), world.world_size)
     worst = {
         kind: largest(
-            Difference(ds[kind].value, ds[kind].where + f" (rank {r})" * (len(every) > 1))
-            for r, ds in enumerate(every)
+            Difference(found[kind].value, found[kind].where + f" (rank {r})" * (len(every) > 1))
+            for r, (found, _) in enumerate(every)
         )
         for kind in KINDS
     }
-    for kind, difference in worst.items():
-        if not difference.value <= bound and not failure:
-            failure = f"{kind} of {difference.where}: off by {difference.value:.1e}"
-    return Row(strategy.name, n_steps, bound, **worst, failure=failure,
-               seconds=time.perf_counter() - start)  # fmt: skip
+    missing = sorted(set(wanted.weights) - set().union(*(names for _, names in every)))
+    kind = max(KINDS, key=lambda kind: worst[kind].value)
+    if missing:
+        failure = f"gradient of {missing[0]}: on no rank"
+    elif not worst[kind].value <= bound:
+        failure = f"{kind} of {worst[kind].where}: off by {worst[kind].value:.1e}"
+    seconds = time.perf_counter() - begin
+    return Row(strategy.name, n_steps, bound, **worst, failure=failure, seconds=seconds)
+
+
+def _idle(run: Run, found: Trajectory, reference: Trajectory) -> str:
+    """Whether dropout does nothing: then the same bits say little."""
+    if found.losses == reference.losses:
+        return "dropout changes nothing"
+    if run.train(1, seed=1).losses[0] == found.losses[0]:
+        return "the seed of dropout changes nothing"
+    return ""
 
 
 def check_all(
@@ -177,7 +235,7 @@ def _check_here(
 ) -> Row:
     strategy = find(name)
     try:
-        row = check(strategy, references[strategy.without_dropout], world, n_steps, dtype)
+        row = check(strategy, references[strategy.problem.without_dropout], world, n_steps, dtype)
     except Exception as error:
         traceback.print_exc()
         row = Row(name, n_steps, 0.0, failure=f"{type(error).__name__}: {error}")
@@ -220,7 +278,7 @@ def _rank(
 ) -> None:
     for name in names:
         strategy = find(name)
-        row = check(strategy, references[strategy.without_dropout], world, n_steps, dtype)
+        row = check(strategy, references[strategy.problem.without_dropout], world, n_steps, dtype)
         if world.is_main:
             write_json(folder / f"{name}.json", asdict(row))
             show(row)

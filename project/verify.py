@@ -24,6 +24,7 @@ from dataclasses import asdict
 from fnmatch import fnmatchcase
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,13 +32,13 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GPT2LMHeadModel
 
 from project import golden, options
-from project.trajectory import Trajectory, named_gradients, named_weights
+from project.problems import Pictures, Problem, Sentences
+from project.trainers import EPS, LEARNING_RATE
+from project.trajectory import Trajectory, copies
 from project.verification import Row, check_all
-from project.verified import EPS, LEARNING_RATE, STRATEGIES, Problem, Strategy
-from training.data import Encoded
+from project.verified import STRATEGIES, Strategy
 from training.launch import UserError
 from training.record import write_json
 
@@ -47,28 +48,35 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 def plain(problem: Problem, n_steps: int, dtype: torch.dtype) -> Trajectory:
     """One process, plain PyTorch: what every strategy must equal."""
     torch.manual_seed(1)
-    model = GPT2LMHeadModel(problem.config()).to(dtype)
+    model = problem.model().to(dtype)
     with torch.no_grad():  # also biases, which else begin at 0, and norms, which begin at 1
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
-    examples, batches = problem.examples(), problem.batches()
-    found = Trajectory(initial=named_weights(model))
+    batches = problem.batches()
+    found = Trajectory(initial=copies(model.named_parameters()))
     every = (indices for epoch in count() for indices in batches.epoch(epoch))
     for indices in islice(every, n_steps):
-        loss = _plain_loss(model, [examples[i] for i in indices])
+        loss = plain_loss(problem, model, indices)
         optimizer.zero_grad()
         loss.backward()
         found.losses.append(loss.item())
-        found.gradients.append(named_gradients(model))
+        found.gradients.append(copies((name, p.grad) for name, p in model.named_parameters()))
         if problem.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), problem.max_grad_norm)
         optimizer.step()
-    found.weights = named_weights(model)
+    found.weights = copies(model.named_parameters())
     return found
 
 
-def _plain_loss(model: GPT2LMHeadModel, batch: list[Encoded]) -> Tensor:
+def plain_loss(problem: Problem, model: Any, indices: list[int]) -> Tensor:
+    """The mean loss of the examples with these numbers."""
+    if isinstance(problem, Pictures):
+        pictures, classes = problem.examples()
+        logits = model(pictures[indices].to(next(model.parameters()).dtype))
+        return F.cross_entropy(logits, classes[indices])
+    assert isinstance(problem, Sentences)
+    batch = [problem.examples()[i] for i in indices]
     ids = torch.zeros(len(batch), max(len(example.ids) for example in batch), dtype=torch.long)
     weights = torch.zeros(ids.shape, dtype=model.dtype)
     for row, example in enumerate(batch):
@@ -150,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     start, dtype = time.perf_counter(), DTYPES[args.dtype]
     torch.set_num_threads(1)  # in matrices as small as these, threads would wait for each other
-    problems = dict.fromkeys(strategy.without_dropout for strategy in args.chosen)
+    problems = dict.fromkeys(strategy.problem.without_dropout for strategy in args.chosen)
     references = {problem: plain(problem, args.steps, dtype) for problem in problems}
     print(f"Largest relative differences from one plain process, {args.dtype}:\n{HEADER}")
     rows = check_all(args.chosen, references, args.steps, dtype, args.device, show)
