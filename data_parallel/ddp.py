@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data_parallel.gradients import GradientBuckets, group_parameters
+from data_parallel.gradients import GradientBuckets, Recorder, group_parameters
 
 
 class DistributedDataParallel(nn.Module):
@@ -47,7 +47,7 @@ class DistributedDataParallel(nn.Module):
     Args:
         module: on its device already; see `GradientBuckets` for this and the following.
         group: the ranks; by default all.
-        bucket_bytes, comm_dtype, share_memory: of the gradients' buckets.
+        bucket_bytes, comm_dtype, share_memory, recorder: of the gradients' buckets.
 
     Raises:
         ValueError: the ranks' modules have other names, shapes or types; or nothing to train.
@@ -60,6 +60,7 @@ class DistributedDataParallel(nn.Module):
         bucket_bytes: int = 4 << 20,
         comm_dtype: torch.dtype | None = None,
         share_memory: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -67,7 +68,9 @@ class DistributedDataParallel(nn.Module):
         self._bucket_bytes = bucket_bytes
         self._check_that_all_have_the_same_module()
         self.broadcast_params()
-        self.buckets = GradientBuckets(module, group, bucket_bytes, comm_dtype, share_memory)
+        self.buckets = GradientBuckets(
+            module, group, bucket_bytes, comm_dtype, share_memory, recorder
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output for this rank's part of the batch."""

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from project.tasks import Step, Task, materialize
+from project.task import Step, Task, materialize
 from training.optimization import Recipe
 
 FACTOR = 16.0

@@ -106,7 +106,7 @@ def boolean(text: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the defaults, and keeps the line breaks of the description."""
 
 
@@ -123,7 +123,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser_for(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that every program has."""
-    parser = _Parser(description=description, formatter_class=_Help, allow_abbrev=False)
+    parser = _Parser(description=description, formatter_class=Help, allow_abbrev=False)
     data = parser.add_argument_group("data")
     data.add_argument(
         "--dataset", default="builtin",

@@ -50,7 +50,9 @@ MAY_CHANGE = {
     "n_epochs", "on_nan", "save_every", "keep", "resume", "pytest",
     "workdir", "export", "timeout", "master_port",
     "device", "world_size", "cores_per_rank", "accumulation_steps", "gradient_sync", "bucket_mb",
-    "model_parallel_mode", "num_devices", "n_chunk", "schedule", "balance", "pipeline",
+    "model_parallel_mode", "num_devices", "n_chunk", "schedule", "balance", "pipeline", "timeline",
+    "strategy", "num_workers", "cores_per_worker", "num_batches", "num_microbatches", "zero",
+    "check_weights", "check_output",
 }  # fmt: skip
 
 

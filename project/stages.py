@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.partition import measure_costs, parse_balance
 from project.strategy import Plan
-from project.tasks import Task
+from project.task import Task
 from training.launch import World
 
 

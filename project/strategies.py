@@ -9,8 +9,7 @@ model      the same, one rank computing at a time     pipeline/process.py
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -24,9 +23,11 @@ from pipeline.microbatch import MicroBatches
 from pipeline.process import ProcessPipe
 from project.stages import cut_into_stages, gather_on_main
 from project.strategy import Plan, Strategy
-from project.tasks import Step, Task, materialize
+from project.task import Step, Task, materialize
 from training.launch import World
 from training.memory import state_bytes
+from training.pieces import Piece, flat_pieces, whole
+from training.state import whole_parameters
 
 
 class Single(Strategy):
@@ -34,37 +35,27 @@ class Single(Strategy):
 
     def __init__(self, task: Task, world: World, plan: Plan) -> None:
         self.task, self.world, self.plan = task, world, plan
-        self.num_microbatches = plan.num_microbatches
+        self.num_microbatches, self.replicated = plan.num_microbatches, True
         self.model = materialize(task, world.device, plan.dtype)
         self.net: nn.Module = nn.Sequential(*task.layers(self.model))
+        self._pieces = whole_parameters(self.model)
         self.optimizers = [plan.make_optimizer(self.model.parameters())]
+        plan.timeline.watch(self.optimizers[0])
 
     def backward(self, step: Step) -> Tensor:
         """See `Strategy`. The gradients are averaged over the ranks, so each rank's summed loss is
         divided by the *mean* number of examples per rank, and not by its own."""
         scale = self.parts / max(1, step.count)
-        last = len(step.inputs) - 1
+        last, timeline = len(step.inputs) - 1, self.plan.timeline
         total = torch.zeros((), device=self.world.device)
         for i, (x, target) in enumerate(zip(step.inputs, step.targets, strict=True)):
             with nullcontext() if i == last else self.no_sync():
-                start = time.perf_counter()
-                with self.plan.autocast():
+                with self.plan.autocast(), timeline.span("F", microbatch=i):
                     loss = self.task.loss(self.net(x), target)
-                middle = self._record("F", i, start)
-                (loss * scale).backward()
-                self._record("B", i, middle)
+                with timeline.span("B", microbatch=i):
+                    (loss * scale).backward()
             total += loss.detach()
         return total
-
-    def _record(self, kind: str, microbatch: int, start: float) -> float:
-        """Records what ends now; returns the time."""
-        if self.plan.record is None:
-            return 0.0
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
-        now = time.perf_counter()
-        self.plan.record(kind, -1, microbatch, start, now)
-        return now
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward only accumulates."""
@@ -87,7 +78,15 @@ class Single(Strategy):
             return {}
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
-    def state_bytes(self) -> int:
+    def held(self) -> Iterable[Tensor]:
+        """See `Strategy`."""
+        return self.model.parameters()
+
+    def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
+        """See `Strategy`."""
+        return self._pieces(p, t)
+
+    def state_bytes(self) -> dict[str, int]:
         """See `Strategy`."""
         return state_bytes(self.model.parameters(), self.optimizers)
 
@@ -100,7 +99,7 @@ class Ddp(Single):
         self.part, self.parts = world.rank, world.world_size
         # Every rank has the whole gradient by then: each counts a part of it.
         self.counted = list(self.model.parameters())[world.rank :: world.world_size]
-        self.ddp = self.net = DistributedDataParallel(self.net)
+        self.ddp = self.net = DistributedDataParallel(self.net, recorder=plan.recorder)
 
     def backward(self, step: Step) -> Tensor:
         """See `Strategy`."""
@@ -140,7 +139,7 @@ class Fsdp(Strategy):
         self.layers = nn.Sequential(*layers)
         self.fsdp = FullyShardedDataParallel(
             layers, plan.make_optimizer, names={p: name for name, p in model.named_parameters()},
-            init=task.initialize, zero=plan.zero, device=world.device, recorder=plan.record,
+            init=task.initialize, zero=plan.zero, device=world.device, recorder=plan.recorder,
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, _ShardOptimizer(self.fsdp))]
 
@@ -165,21 +164,36 @@ class Fsdp(Strategy):
         """See `Strategy`."""
         return {name: p.clone() for name, p in self.fsdp.gather() if p is not None}
 
-    def state_bytes(self) -> int:
+    def held(self) -> Iterable[Tensor]:
         """See `Strategy`."""
-        return self.fsdp.held_bytes().state
+        return [unit.shard for unit in self.fsdp.units]
+
+    def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
+        """See `Strategy`."""
+        (unit,) = (u.unit for u in self.fsdp.units if u.shard is p)
+        found = unit.pieces(self.world.rank, t)
+        return [x for f in found for x in flat_pieces(f.name, f.shape, f.offset, f.tensor)]
+
+    def loaded(self) -> None:
+        """See `Strategy`."""
+        self.fsdp.parameters_changed()
+
+    def state_bytes(self) -> dict[str, int]:
+        """See `Strategy`."""
+        held = self.fsdp.held_bytes()
+        return {kind: getattr(held, kind) for kind in ("parameters", "gradients", "optimizer")}
 
 
 class _ShardOptimizer:
     """The optimizer of the shards, as `Optimizers` knows optimizers."""
 
     def __init__(self, fsdp: FullyShardedDataParallel) -> None:
-        self.fsdp = fsdp
+        self.optimizer = fsdp.optimizer
         self.zero_grad, self.step = fsdp.zero_grad, fsdp.optimizer_step
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.fsdp.optimizer.param_groups
+    def __getattr__(self, name: str) -> Any:
+        """Its groups and state are those of the optimizer within."""
+        return getattr(self.optimizer, name)
 
 
 class Pipeline(Strategy):
@@ -192,9 +206,11 @@ class Pipeline(Strategy):
         sizes = cut_into_stages(task, world, plan, model, layers)
         self.pipe = ProcessPipe(
             nn.Sequential(*layers), sizes, world.device, model=model, initialize=task.initialize,
-            recorder=plan.record,
+            recorder=plan.recorder,
         )  # fmt: skip
+        self.layout = f", layers {' | '.join(map(str, sizes))}"
         self.optimizers = [plan.make_optimizer(self.pipe.parameters())]
+        plan.timeline.watch(self.optimizers[0])
         self.counted = list(self.pipe.owned_parameters().values())
 
     def backward(self, step: Step) -> Tensor:
@@ -217,6 +233,14 @@ class Pipeline(Strategy):
         """See `Strategy`."""
         return gather_on_main(self.world, self.pipe.owned_parameters())
 
+    def held(self) -> Iterable[Tensor]:
+        """See `Strategy`."""
+        return self.pipe.parameters()
+
+    def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
+        """See `Strategy`. What several stages use, all of them hand over."""
+        return [whole(n, t) for n, q in self.pipe.named_parameters().items() if q is p]
+
     def differing(self) -> list[str]:
         """See `Strategy`: tied parameters have a copy on each stage that uses them."""
         owned, mine = self.pipe.owned_parameters(), self.pipe.named_parameters()
@@ -232,7 +256,7 @@ class Pipeline(Strategy):
             apart += [n for n in names if found and not torch.equal(found[n], originals[n])]
         return apart
 
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> dict[str, int]:
         """See `Strategy`."""
         return state_bytes(self.pipe.parameters(), self.optimizers)
 

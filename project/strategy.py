@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from project.tasks import Step
-
-Recorder = Callable[[str, int, int, float, float], None]
+from project.task import Step
+from training.pieces import Piece
+from training.timeline import OFF, Timeline
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,12 @@ class Plan:
     schedule: str = "1f1b"
     balance: str = "auto"
     zero: int = 3
-    record: Recorder | None = None
+    timeline: Timeline = OFF
+
+    @property
+    def recorder(self) -> Timeline | None:
+        """Who is told what happened when, if anybody."""
+        return self.timeline if self.timeline.recording else None
 
 
 class Strategy(ABC):
@@ -41,6 +46,8 @@ class Strategy(ABC):
 
     Attributes:
         part, parts: which part of each global batch this rank is given.
+        layout: how the model lies on the ranks, for a person.
+        replicated: whether all ranks hold the same tensors, each of them whole.
         num_microbatches: into how many it is cut; None: as suits the device.
         optimizers: of the parameters that this rank holds; each is in one of them.
         counted: the parameters whose gradients this rank adds to the norm of the whole gradient,
@@ -49,6 +56,8 @@ class Strategy(ABC):
 
     part = 0
     parts = 1
+    layout = ""
+    replicated = False
     num_microbatches: int | None = None
     optimizers: list[torch.optim.Optimizer]
     counted: list[nn.Parameter] | None = None
@@ -67,13 +76,24 @@ class Strategy(ABC):
     def whole_weights(self) -> dict[str, Tensor]:
         """On rank 0 every parameter by its name in the whole model; on others nothing."""
 
+    @abstractmethod
+    def held(self) -> Iterable[Tensor]:
+        """The tensors in which this rank keeps parameters, or parts of them."""
+
+    @abstractmethod
+    def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
+        """What `t`, a tensor like `p`, which is one of `held`, has of which parameters."""
+
+    def loaded(self) -> None:  # noqa: B027 (most need do nothing)
+        """Somebody has written to the tensors that are `held`."""
+
     def differing(self) -> list[str]:
         """Names of parameters of which ranks hold copies that have come apart."""
         return []
 
     @abstractmethod
-    def state_bytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state that this rank holds."""
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of `parameters`, `gradients` and `optimizer` state that this rank holds."""
 
     def close(self) -> None:  # noqa: B027 (most have nothing to end)
         """Ends what was started for it."""

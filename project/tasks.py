@@ -1,102 +1,67 @@
-"""What is trained, in one form for all strategies: VGG16 on pictures, GPT-2 on translations.
-
-A task is a model that nobody has to hold whole (a skeleton without memory, a function that fills
-one parameter by its name, and the layers one after the other), the steps of training it, and how
-good its outputs are. Strategies see layers, inputs and targets, and never what they are of.
-"""
+"""The two tasks of project/train.py: VGG16 on pictures, GPT-2 on translations. See task.py."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from data_parallel.dataset import Partition
 from pipeline.model import gpt2_layers, loss_of_targets
-from project.session import CPU_POSITIONS, EVAL_BATCH, shared_tokenizer
+from project.options import check_warmup
+from project.session import CPU_POSITIONS, EVAL_BATCH, FILES, shared_tokenizer
+from project.task import VGG, Data, Step, Task, materialize
 from project.utils import evaluate_bleu, generate
+from training.checkpoint import Checkpoint
 from training.data import Encoded, GlobalBatches, RankLoader, encode, to_batch
-from training.launch import World
+from training.export import export
+from training.launch import UserError, World
 from training.model import gpt2_config, initializer, round_vocab
-from training.pictures import Pictures, PictureSets, to_inputs
-from training.text import SPLITS, Texts
+from training.pictures import Pictures, PictureSets, load_pictures, to_inputs
+from training.record import write_json
+from training.text import SPLITS, Texts, load_texts
 from training.vgg import initialize_vgg_parameter, picture_loss, vgg16, vgg_layers
 
-VGG = "vgg16"
-Data = PictureSets | Texts
+WEIGHTS = "model.safetensors"
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one rank computes in one step: its part of a global batch, in micro-batches."""
-
-    inputs: list[Any]  # empty where the global batch has fewer examples than parts
-    targets: list[Any]
-    count: int  # what the loss is the mean over: pictures, or target tokens, of the global batch
-    examples: int  # of this part
-    positions: int  # of this part: tokens, padding included; a picture is one
-
-
-class Task(Protocol):
-    """See the head of this file. `part` of `parts` is what one of several data-parallel ranks
-    computes; 0 of 1 is the whole batch."""
-
-    unit: str  # what an example is called, in the plural
-    answers: str  # what is right or wrong: the classes of pictures, or the tokens of sentences
-    dtype: torch.dtype  # of weights and of inputs that are numbers
-    steps_per_epoch: int
-
-    def skeleton(self) -> nn.Module:
-        """The whole model on the meta device: shapes and names, no memory."""
-
-    def initialize(self, name: str, p: Tensor) -> None:
-        """Fills the parameter of that name."""
-
-    def layers(self, model: Any) -> list[nn.Module]:
-        """The model as layers that follow each other; they hold its parameters."""
-
-    def loss(self, output: Tensor, target: Any) -> Tensor:
-        """The summed loss of a micro-batch, from the last layer's output."""
-
-    def steps(
-        self, epoch: int, part: int, parts: int, num_microbatches: int | None
-    ) -> Iterator[Step]:
-        """The steps of an epoch; None: as many micro-batches as suit the device."""
-
-    def test_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
-        """Inputs and targets that are not trained on."""
-
-    def score(self, output: Tensor, target: Any) -> Tensor:
-        """[summed loss, right answers, number of answers] of a test batch, in float64."""
-
-    def describe(self) -> str:
-        """What is trained on what, for a person."""
-
-    def last_words(self, weights: dict[str, Tensor]) -> str:
-        """What else a person wants to know of the trained model."""
+def read_data(args: argparse.Namespace) -> Data:
+    """Pictures or sentence pairs, whichever the model wants. Raises UserError where there are
+    none."""
+    if args.model == VGG:
+        pictures = load_pictures(args.dataset, args.n_train, args.n_validation, seed=1234)
+        check_steps(args, len(pictures.train))
+        return pictures
+    sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
+    texts = load_texts(args.dataset, args.src, args.tgt, sizes, 1234, world_size=1)
+    check_steps(args, len(texts.splits["train"]))
+    return texts
 
 
-def materialize(task: Task, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The whole model with its initial weights."""
-    model: Any = task.skeleton().to(dtype).to_empty(device=device)
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()  # to_empty has given each use of a tied parameter memory of its own
-    for name, p in model.named_parameters():
-        task.initialize(name, p)
-    return model
+def check_steps(args: argparse.Namespace, num_examples: int) -> None:
+    """Raises UserError where the warm-up does not end before the run does."""
+    if args.num_batches is None:
+        check_warmup(args, num_examples)
+    elif args.warmup_steps >= args.num_batches > 1:
+        raise UserError(
+            f"--warmup_steps {args.warmup_steps} --num_batches {args.num_batches}: the warm-up "
+            f"must end before the last step; --warmup_steps {args.num_batches // 10} works"
+        )
 
 
-def make_task(args: argparse.Namespace, world: World, data: Data) -> Task:
-    """The task that the options name."""
+def make_task(
+    args: argparse.Namespace, world: World, data: Data, saved: Checkpoint | None = None
+) -> Task:
+    """The task that the options name; what a checkpoint has saved is used again."""
     if isinstance(data, PictureSets):
         return PictureTask(args, world, data)
-    return TextTask(args, world, data)
+    return TextTask(args, world, data, saved)
 
 
 def _cut(n: int, parts: int) -> list[slice]:
@@ -121,19 +86,20 @@ class PictureTask(_Scored):
     """VGG16 that tells the classes of pictures apart."""
 
     unit = answers = "pictures"
+    small_files = ()
 
     def __init__(self, args: argparse.Namespace, world: World, sets: PictureSets) -> None:
-        self.args, self.sets, self.device = args, sets, world.device
+        self.args, self.data, self.device = args, sets, world.device
         self.dtype = torch.float64 if args.precision == "fp64" else torch.float32
         self.batches = GlobalBatches(len(sets.train), args.batch_size, args.seed)
         self.steps_per_epoch = len(self.batches)
         self.loss: Callable[[Tensor, Any], Tensor] = picture_loss
-        self.layers = vgg_layers
+        self.layers: Callable[[Any], list[Any]] = vgg_layers
 
     def skeleton(self) -> nn.Sequential:
         """See `Task`."""
         with torch.device("meta"):
-            return vgg16(len(self.sets.classes), self.args.vgg_width)
+            return vgg16(len(self.data.classes), self.args.vgg_width)
 
     def initialize(self, name: str, p: Tensor) -> None:
         """See `Task`."""
@@ -144,13 +110,13 @@ class PictureTask(_Scored):
         return to_inputs(images.to(self.device), self.dtype), labels.to(self.device)
 
     def steps(
-        self, epoch: int, part: int, parts: int, num_microbatches: int | None
+        self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
     ) -> Iterator[Step]:
         """See `Task`."""
-        for indices in self.batches.epoch(epoch):
+        for indices in self.batches.epoch(epoch)[start:]:
             mine = indices[part::parts]
             cut = [
-                self._to_device(self.sets.train, mine[at])
+                self._to_device(self.data.train, mine[at])
                 for at in _cut(len(mine), num_microbatches or 1)
             ]
             inputs, targets = [x for x, _ in cut], [y for _, y in cut]
@@ -158,9 +124,9 @@ class PictureTask(_Scored):
 
     def test_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
         """See `Task`."""
-        mine = range(part, len(self.sets.test), parts)
+        mine = range(part, len(self.data.test), parts)
         starts = range(0, len(mine), EVAL_BATCH)
-        return [self._to_device(self.sets.test, list(mine[i : i + EVAL_BATCH])) for i in starts]
+        return [self._to_device(self.data.test, list(mine[i : i + EVAL_BATCH])) for i in starts]
 
     def score(self, output: Tensor, target: Any) -> Tensor:
         """See `Task`."""
@@ -168,26 +134,35 @@ class PictureTask(_Scored):
 
     def describe(self) -> str:
         """See `Task`."""
-        sets = self.sets
+        sets = self.data
         return (
             f"{self.args.dataset}: {len(sets.train):,} pictures of {len(sets.classes)} classes to "
             f"train, {len(sets.test):,} to test"
         )
 
-    def last_words(self, weights: dict[str, Tensor]) -> str:  # noqa: ARG002
-        """See `Task`."""
-        return ""
+    def finish(self, weights: dict[str, Tensor]) -> str:
+        """See `Task`. What is exported are the weights by name."""
+        folder = self.args.export
+        if folder is None:
+            return ""
+        folder.mkdir(exist_ok=True)
+        write_json(folder / "config.json", {"model": VGG, "classes": self.data.classes})
+        save_file({n: p.cpu().contiguous() for n, p in weights.items()}, folder / WEIGHTS)
+        return f"The trained weights are in {folder / WEIGHTS}."
 
 
 class TextTask(_Scored):
     """GPT-2 that learns to translate."""
 
     unit, answers = "sentences", "tokens"
+    small_files = FILES
 
-    def __init__(self, args: argparse.Namespace, world: World, texts: Texts) -> None:
-        self.args, self.texts, self.device = args, texts, world.device
+    def __init__(
+        self, args: argparse.Namespace, world: World, texts: Texts, saved: Checkpoint | None
+    ) -> None:
+        self.args, self.data, self.device = args, texts, world.device
         self.dtype = torch.float64 if args.precision == "fp64" else torch.float32
-        self.tokenizer = shared_tokenizer(args, args.model, texts, world)
+        self.tokenizer = shared_tokenizer(args, args.model, texts, world, saved)
         self.pad_id = self.tokenizer.convert_tokens_to_ids(self.tokenizer.pad_token)
         self.examples: dict[str, list[Encoded]] = {
             split: encode(pairs, self.tokenizer, args.src, args.tgt, args.model_max_length)
@@ -197,12 +172,14 @@ class TextTask(_Scored):
             args.model, args.vocab_size or round_vocab(len(self.tokenizer)), args.model_max_length,
             dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
         )  # fmt: skip
+        if world.is_main:
+            self.config.save_pretrained(args.workdir)
         self.fill = initializer(self.config, args.seed)
         self.batches = GlobalBatches(len(self.examples["train"]), args.batch_size, args.seed)
         self.steps_per_epoch = len(self.batches)
         self.length = args.model_max_length if args.padding == "max_length" else None
         self.loss: Callable[[Tensor, Any], Tensor] = loss_of_targets
-        self.layers: Callable[[Any], list[nn.Module]] = partial(gpt2_layers, halves=False)
+        self.layers: Callable[[Any], list[Any]] = partial(gpt2_layers, halves=True)
 
     def skeleton(self) -> GPT2LMHeadModel:
         """See `Task`."""
@@ -214,7 +191,7 @@ class TextTask(_Scored):
         self.fill(name, p)
 
     def steps(
-        self, epoch: int, part: int, parts: int, num_microbatches: int | None
+        self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
     ) -> Iterator[Step]:
         """See `Task`."""
         cut = num_microbatches is None and self.length is None and self.device.type == "cpu"
@@ -223,7 +200,7 @@ class TextTask(_Scored):
             device=self.device, length=self.length, accumulation=num_microbatches or 1,
             max_positions=CPU_POSITIONS if cut else None,
         )  # fmt: skip
-        for step in loader.steps(epoch):
+        for step in loader.steps(epoch, start):
             pairs = [_inputs_and_targets(batch) for batch in step.micro_batches]
             yield Step(
                 [x for x, _ in pairs],
@@ -251,17 +228,23 @@ class TextTask(_Scored):
 
     def describe(self) -> str:
         """See `Task`."""
-        sizes = " / ".join(f"{len(self.texts.splits[split]):,}" for split in SPLITS)
+        sizes = " / ".join(f"{len(self.data.splits[split]):,}" for split in SPLITS)
         return (
             f"{self.args.dataset}: {sizes} pairs to train / validate / test, {self.args.src} to "
             f"{self.args.tgt}, vocabulary {self.config.vocab_size:,}"
         )
 
-    def last_words(self, weights: dict[str, Tensor]) -> str:
-        """See `Task`: the BLEU of the test split and a translation."""
-        model = materialize(self, self.device)
-        model.load_state_dict(weights, strict=False)  # the tied head is in it under one name
-        args, test = self.args, self.texts.splits["test"]
+    def finish(self, weights: dict[str, Tensor]) -> str:
+        """See `Task`: BLEU and a translation, unless there were too few steps to learn any."""
+        args, test = self.args, self.data.splits["test"]
+        if args.export is None and args.num_batches and args.num_batches < self.steps_per_epoch:
+            return ""
+        model: Any = materialize(self, self.device)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(weights[name])
+        if args.export is not None:
+            export(args.export, model, self.tokenizer)
         pairs = Partition(test, range(len(test)))
         sentences = generate(
             model, [pairs[i] for i in range(len(pairs))], args.src, args.tgt, self.tokenizer,

@@ -24,46 +24,37 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pipeline.partition import parse_balance
 from pipeline.schedule import SCHEDULES
+from project.checkpoints import find
 from project.options import (
     PRECISIONS,
     check_model,
-    check_warmup,
-    claim_workdir,
+    claim_folders,
     count,
     fraction,
     parser_for,
+    port,
     positive,
     run_program,
+    seconds,
 )
-from project.session import read_texts
+from project.recipes import OPTIMIZERS
 from project.strategies import STRATEGIES
-from project.tasks import VGG, Data
-from project.worker import OPTIMIZERS, run_worker
+from project.task import VGG
+from project.tasks import read_data
+from project.worker import run_worker
 from training.launch import Settings, UserError, launch, torchrun_world_size
 from training.model import PRESETS
-from training.pictures import load_pictures
 from training.vgg import WIDTH
 
-DATA_PARALLEL = ("ddp", "fsdp")  # of these every worker gets a part of each batch
-
-
-def read_data(args: argparse.Namespace) -> Data:
-    """Pictures or sentence pairs, whichever the model wants.
-
-    Raises:
-        UserError: there are none, or fewer than there are workers.
-    """
-    if args.model != VGG:
-        return read_texts(args, 1)
-    sets = load_pictures(args.dataset, args.n_train, args.n_validation, seed=1234)
-    check_warmup(args, len(sets.train))
-    return sets
+DATA_PARALLEL = ("ddp", "fsdp")  # every worker gets a part of each batch
+STAGED = ("pipeline", "model")  # every worker gets some of the layers
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_for(__doc__)
-    parser.set_defaults(n_epochs=1, batch_size=32, dropout=0.0)
+    parser.set_defaults(n_epochs=1, batch_size=32, dropout=0.0, timeline=20)
     parser.conflict_handler = "resolve"  # of these options there is more to say here
     more = parser.add_argument_group("of this program")
     more.add_argument("strategy", choices=STRATEGIES, help="how the model is trained; see above")
@@ -100,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     more.add_argument(
         "--zero", type=int, choices=(1, 2, 3),
-        help="of fsdp: 1 shards the optimizer state, 2 gradients too, 3, by default, parameters too",
+        help="of fsdp: 1 shards the optimizer state, 2 gradients too, 3, the default, all",
     )  # fmt: skip
     more.add_argument(
         "--cores_per_worker", type=count, default=1, help="CPU cores to which a worker is bound"
@@ -136,11 +127,11 @@ def _parser() -> argparse.ArgumentParser:
         "--workdir", type=Path, help="where results go; by default workdir/STRATEGY and NUM_WORKERS"
     )
     more.add_argument(
-        "--master_port", type=int,
+        "--master_port", type=port,
         help="port on 127.0.0.1 where the workers meet; by default 11868, or a free one",
     )  # fmt: skip
     more.add_argument(
-        "--timeout", type=positive, default=300.0,
+        "--timeout", type=seconds, default=300.0,
         help="seconds after which a worker that does not answer ends the run",
     )  # fmt: skip
     return parser
@@ -149,20 +140,21 @@ def _parser() -> argparse.ArgumentParser:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options, with what is wrong with them said before anything is started."""
     args = _parser().parse_args(argv)
-    _check_workers(args)
     if args.model == VGG:
         _check_pictures(args)
     elif args.model not in PRESETS:
         raise UserError(f"--model {args.model}: this program trains {VGG}, {', '.join(PRESETS)}")
-    else:
+    _check_workers(args)
+    if args.model != VGG:
         check_model(args)
+    _check_options_of_strategies(args)
     if args.dropout and (args.check_weights or args.check_output):
         raise UserError(
             f"--dropout {args.dropout:g} with --check_weights or --check_output: what is dropped "
             "depends on the strategy, and nothing can be compared; --dropout 0 works"
         )
     args.workdir = args.workdir or Path("workdir") / f"{args.strategy}{args.num_workers}"
-    claim_workdir(args.workdir)
+    claim_folders(args)
     return args
 
 
@@ -170,6 +162,7 @@ def _check_workers(args: argparse.Namespace) -> None:
     """Settles how many there are. Raises UserError where they cannot share the work."""
     started, given = torchrun_world_size(), args.num_workers
     args.num_workers = given or started or (1 if args.strategy == "single" else 2)
+    args.world_size = args.num_workers  # what the other programs call it
     if started is not None and started != args.num_workers:
         raise UserError(
             f"--num_workers {args.num_workers}: torchrun started {started} ranks; leave it out"
@@ -177,14 +170,13 @@ def _check_workers(args: argparse.Namespace) -> None:
     if args.strategy == "single" and args.num_workers > 1:
         raise UserError(f"single --num_workers {args.num_workers}: it is one; ddp takes several")
     if args.strategy in DATA_PARALLEL:
-        for name in ("batch_size", "n_train"):
+        for name in ("batch_size", "n_train", "n_validation"):
             have = getattr(args, name)
             if have is not None and have < args.num_workers:
                 raise UserError(
                     f"--{name} {have} --num_workers {args.num_workers}: each worker needs an "
                     f"example; --num_workers {have} or less works"
                 )
-    _check_options_of_strategies(args)
     if args.num_microbatches and args.num_microbatches > args.batch_size:
         raise UserError(
             f"--num_microbatches {args.num_microbatches} --batch_size {args.batch_size}: a "
@@ -196,7 +188,7 @@ def _check_options_of_strategies(args: argparse.Namespace) -> None:
     """Gives them their defaults. Raises UserError where they are of another strategy."""
     for name, default, strategies in (
         ("schedule", "1f1b", ("pipeline",)),
-        ("balance", "auto", ("pipeline", "model")),
+        ("balance", "auto", STAGED),
         ("zero", 3, ("fsdp",)),
     ):
         given = getattr(args, name)
@@ -205,6 +197,18 @@ def _check_options_of_strategies(args: argparse.Namespace) -> None:
                 f"{args.strategy} --{name} {given}: it is an option of {' and '.join(strategies)}"
             )
         setattr(args, name, given or default)
+    if args.strategy in STAGED:
+        blocks = args.n_layer or PRESETS.get(args.model, {}).get("n_layer", 0)
+        layers = 16 if args.model == VGG else 2 * blocks + 2
+        if args.num_workers > layers:
+            raise UserError(
+                f"{args.strategy} --num_workers {args.num_workers}: {args.model} has {layers} "
+                f"layers and every worker needs one; --num_workers {layers} or less works"
+            )
+        try:
+            parse_balance(args.balance, layers, args.num_workers, lambda: [1.0] * layers)
+        except ValueError as error:
+            raise UserError(f"--num_workers {args.num_workers} --{error}") from None
     if args.strategy == "model" and (args.num_microbatches or 1) > 1:
         raise UserError(
             f"model --num_microbatches {args.num_microbatches}: with more than one it is pipeline"
@@ -225,10 +229,11 @@ def main() -> None:
     """The program."""
     args = parse()
     data = read_data(args)
+    resume = find(args, data)
     settings = Settings(
         args.num_workers, args.device, args.master_port, args.timeout, args.cores_per_worker
     )
-    launch(run_worker, settings, args, data)
+    launch(run_worker, settings, args, data, resume)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,12 @@ def peak_bytes(device: torch.device) -> int:
 
 def state_bytes(
     parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer] = ()
-) -> int:
-    """Bytes of parameters, of the gradients they have, and of what optimizers keep for them."""
-    total = 0
-    for p in parameters:
-        total += p.nbytes + (0 if p.grad is None else p.grad.nbytes)
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            total += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
-    return total
+) -> dict[str, int]:
+    """Bytes of `parameters`, of the `gradients` they have, of what the `optimizer` keeps."""
+    ps = list(parameters)
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return {
+        "parameters": sum(p.nbytes for p in ps),
+        "gradients": sum(p.grad.nbytes for p in ps if p.grad is not None),
+        "optimizer": sum(v.nbytes for s in states for v in s.values() if isinstance(v, Tensor)),
+    }

@@ -11,17 +11,20 @@ Each `|` is a 2 x 2 max pooling; every layer but the last ends in a ReLU. 15.2 M
 classes, 0.63 GFLOP forward for a picture.
 
 No batch norm: it makes an example's output depend on the batch it is in, so micro-batches, ranks
-and one process would compute different functions, and nothing could be compared. No dropout either,
-in this form. What batch norm is used for, that sixteen layers learn at all, is done by the
-initialisation: weights normal with variance 2 / fan_in keep the size of the activations through
-ReLUs, and the last layer starts near zero, so that the first losses are those of guessing and the
-first gradients small.
+and one process would compute different functions, and nothing could be compared. No dropout either.
+What batch norm is used for, that sixteen layers learn at all, is left to the initialisation: every
+layer with as many outputs as inputs starts as the identity, which ReLUs leave alone, and a little
+noise. So the network begins as one of five layers, which learns at once, and the others find
+something to add. (If all are random, of variance 2 / fan_in, the loss does not fall for the first
+steps, and then slowly: docs/log.md.) The last layer starts near zero: the first losses are those of
+guessing.
 
 Like GPT-2's, initial weights depend on the seed and the parameter's name alone.
 
 Papers: Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
-Recognition", 2015; He et al., "Delving Deep into Rectifiers", 2015. The form for 32 x 32 pictures,
-with linear layers of 512: Liu and Deng, 2015.
+Recognition", 2015; with linear layers of 512 for 32 x 32 pictures: Liu and Deng, 2015; He et al.,
+"Delving Deep into Rectifiers", 2015 (variance); Zagoruyko and Komodakis, "DiracNets", 2017
+(identity).
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ STAGES = (
     (8, 3),
 )  # (channels / width, convolutions), then a pooling
 WIDTH = 64  # of the published model
+NOISE = 0.2  # of layers that start as the identity, as a part of what random layers start with
+LAST = 0.01  # deviation of the last layer's weights
 
 
 def vgg16(num_classes: int = 10, width: int = WIDTH) -> nn.Sequential:
@@ -68,7 +73,7 @@ def vgg16(num_classes: int = 10, width: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(modules)
 
 
-def vgg_layers(model: nn.Sequential) -> list[nn.Module]:
+def vgg_layers(model: nn.Sequential) -> list[nn.Sequential]:
     """The 16 layers of `model` as modules that can be put on different devices or gathered one
     by one: each a convolution or linear layer with what follows up to the next. They share its
     parameters."""
@@ -86,9 +91,13 @@ def initialize_vgg_parameter(name: str, p: Tensor, seed: int) -> None:
     if name.endswith("bias"):
         p.zero_()
         return
-    fan_in = p[0].numel()
-    std = 0.01 if name.startswith("fc8") else math.sqrt(2 / fan_in)
-    p.copy_(torch.empty(p.shape).normal_(0, std, generator=generator_for(seed, name)))
+    std = LAST if name.startswith("fc8") else math.sqrt(2 / p[0].numel())
+    square = p.shape[0] == p.shape[1]
+    p.copy_(torch.empty(p.shape).normal_(generator=generator_for(seed, name)))
+    p.mul_(NOISE * std if square else std)
+    if square:
+        centre = p if p.dim() == 2 else p[:, :, 1, 1]
+        centre.diagonal().add_(1)
 
 
 def picture_loss(logits: Tensor, labels: Tensor) -> Tensor:

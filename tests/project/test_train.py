@@ -1,4 +1,4 @@
-"""project/train.py: every strategy trains what one process trains, and says so, or says it does not."""
+"""project/train.py: a strategy trains what one process trains, and it is said where it does not."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
+from data_parallel.ddp import DistributedDataParallel
 from project import check, strategies
-from project.train import parse, read_data
+from project.tasks import read_data
+from project.train import parse
 from project.worker import run_worker
 from tests.project.conftest import ROOT, Run, run
 from tests.ranks import Ranks
-from training.launch import RunError, World
+from training.checkpoint import newest
+from training.launch import RunError, UserError, World
+from training.timeline import read_timelines
+from training.vgg import vgg16
 
 PROGRAM = str(ROOT / "project" / "train.py")
 TINY = (
@@ -95,24 +101,20 @@ def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
     assert summary["loss"][0] == pytest.approx(math.log(10), abs=0.05)
     assert summary["examples_per_sec"] == pytest.approx(6 / summary["step_seconds"][1], rel=0.5)
     assert summary["positions_per_sec"] == summary["examples_per_sec"]
-    # 15,245,130 parameters at width 64; SGD keeps a gradient and a momentum for each.
-    net = strategies.materialize  # noqa: F841
-    parameters = summary["state_bytes"][0] / 3 / 4
-    assert summary["state_bytes"] == [summary["state_bytes"][0]] * 2
-    assert parameters == NUMBER_AT_WIDTH_4
+    whole = 4 * sum(p.numel() for p in vgg16(width=4).parameters())
+    assert summary["state_bytes"] == {
+        "parameters": [whole, whole], "gradients": [whole, whole], "optimizer": [whole, whole],
+    }  # fmt: skip
     assert len(summary["peak_rss_bytes"]) == 2
     assert all(50e6 < peak < 5e9 for peak in summary["peak_rss_bytes"])
     assert printed.startswith("ddp, 2 workers: vgg16, 0.1 M parameters; 2 steps of 6, sgd at 0.02")
-
-
-NUMBER_AT_WIDTH_4 = 60_000
 
 
 def forget_to_average(_: int, patches: pytest.MonkeyPatch) -> None:
     patches.setattr("data_parallel.gradients.GradientBuckets._receive", lambda *_: None)
 
 
-def average_by_ranks(rank: int, patches: pytest.MonkeyPatch) -> None:
+def average_by_ranks(_: int, patches: pytest.MonkeyPatch) -> None:
     """A rank divides by its own number of examples: wrong where they differ."""
     backward = strategies.Single.backward
 
@@ -123,14 +125,14 @@ def average_by_ranks(rank: int, patches: pytest.MonkeyPatch) -> None:
 
 
 def scale_by_a_thousandth(_: int, patches: pytest.MonkeyPatch) -> None:
-    average = strategies.DistributedDataParallel.average_gradients
+    average = DistributedDataParallel.average_gradients
 
     def wrong(self: Any) -> None:
         average(self)
         for p in self.parameters():
             p.grad *= 1.001
 
-    patches.setattr(strategies.DistributedDataParallel, "average_gradients", wrong)
+    patches.setattr(DistributedDataParallel, "average_gradients", wrong)
 
 
 def move_one_weight(_: int, patches: pytest.MonkeyPatch) -> None:
@@ -159,7 +161,9 @@ def move_one_output(rank: int, patches: pytest.MonkeyPatch) -> None:
     outputs = strategies.Single.outputs
 
     def wrong(self: Any, x: Any) -> Any:
-        found = outputs(self, x).clone()
+        found = outputs(self, x)
+        assert found is not None
+        found = found.clone()
         found[1, 2] += 1e-4 * rank
         return found
 
@@ -246,3 +250,182 @@ def test_the_courses_command(by_command: Run) -> None:
     assert by_command.stdout.count("agree with one process") == 2
     assert lines[-2] == "Results are in workdir/ddp2/."
     assert [path.name for path in by_command.workdir.iterdir()] == ["summary.json"]
+
+
+def test_torchrun_starts_it_and_trains_the_same(by_command: Run, tmp_path: Path) -> None:
+    """Bitwise: the same layout, the same order of every sum."""
+    work = tmp_path / "work"
+    done = run(
+        work, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM,
+        "ddp", *COURSE.replace("--num_workers 2 ", "").split(), "--workdir", str(work),
+    )  # fmt: skip
+    assert done.status == 0, done.stderr
+    summaries = [
+        json.loads((folder / "summary.json").read_text()) for folder in (work, by_command.workdir)
+    ]
+    assert summaries[0]["loss"] == summaries[1]["loss"]
+    assert summaries[0]["checks"] == summaries[1]["checks"]
+
+
+def test_what_does_not_agree_ends_with_status_1(tmp_path: Path) -> None:
+    """The program, but for one averaging that is left out; its workers load this file too."""
+    program = tmp_path / "forgetful.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from data_parallel.gradients import GradientBuckets\n"
+        "GradientBuckets._receive = lambda *_: None\n"
+        "from project.options import run_program\n"
+        "from project.train import main\n"
+        "if __name__ == '__main__':\n"
+        "    run_program(main)\n"
+    )
+    done = run(tmp_path / "work", str(program), "ddp", *COURSE.split(), "--optimizer", "sgd")
+    assert done.status == 1
+    assert "weights: DISAGREE with one process" in done.stdout
+    assert done.stderr.rstrip().split("\n")[-1] == (
+        "forgetful.py: error: ddp: weights and outputs are not those of one process"
+    )
+
+
+# A run that another strategy goes on from: ten steps in all, five of them before.
+RESUMED = [(a, b) for a, b in zip(ON_TWO, [*ON_TWO[1:], ON_TWO[0]], strict=True)]
+
+
+@pytest.mark.parametrize(("first", "second"), RESUMED, ids=[f"{a} to {b}" for a, b in RESUMED])
+@pytest.mark.parametrize("model", [VGG, GPT], ids=["vgg", "gpt2"])
+def test_any_strategy_goes_on_from_any_other(
+    ranks: Ranks, first: str, second: str, model: str
+) -> None:
+    """In the middle of an epoch, with momentum; what comes out is what one process trains in one
+    go."""
+    line = model + "--precision fp64 --max_grad_norm 1 --lr_scheduler constant "
+    trained(ranks, f"{first} {line} --num_batches 3")
+    printed, error, summary = trained(ranks, f"{second} {line} --num_batches 6 --resume")
+    assert "3 steps done" in printed
+    assert error is None, printed
+    assert len(summary["loss"]) == len(summary["step_seconds"]) == 6
+
+
+def test_going_on_at_the_same_layout_is_bit_for_bit(ranks: Ranks) -> None:
+    line = VGG.replace("--check_weights --check_output", "") + "--optimizer adamw --keep 1 "
+    whole = weights_of(ranks, f"ddp {line} --num_batches 6")
+    weights_of(ranks, f"ddp {line} --num_batches 4")
+    assert weights_of(ranks, f"ddp {line} --num_batches 6 --resume") == whole
+
+
+def weights_of(ranks: Ranks, line: str) -> dict[str, str]:
+    """The checksums of the files in the last checkpoint, but for times and options."""
+    trained(ranks, line)
+    (folder,) = Path("work/checkpoints").iterdir()
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    return {name: str(entry) for name, entry in files.items() if name.endswith(".safetensors")}
+
+
+@pytest.mark.parametrize("strategy", ON_TWO)
+def test_the_exported_model_is_the_trained_one(ranks: Ranks, strategy: str) -> None:
+    export = Path("exported").resolve()
+    trained(ranks, f"{strategy} {GPT} --export {export}")
+    model = GPT2LMHeadModel.from_pretrained(export)
+    tensors = load_checkpoint(Path("work/checkpoints"))
+    names = [name for name, _ in model.named_parameters()]
+    assert len(names) > 20
+    for name, p in model.named_parameters():
+        assert torch.equal(p, tensors.tensor(f"model.{name}", torch.float32)), name
+
+
+def load_checkpoint(folder: Path) -> Any:
+    checkpoint, _ = newest(folder)
+    assert checkpoint is not None
+    return checkpoint.tensors
+
+
+def test_a_timeline_is_left_by_every_rank(ranks: Ranks) -> None:
+    for strategy in ON_TWO:
+        trained(ranks, f"{strategy} {VGG.replace('--check_weights --check_output', '')}")
+        timelines = read_timelines(Path("work"))
+        assert [line.rank for line in timelines] == [0, 1]
+        for line in timelines:
+            kinds = {event.kind for event in line.events}
+            assert {"F", "optimizer"} < kinds, (strategy, kinds)
+
+
+# Options that cannot work: the line, how what is said begins, and how it ends.
+BAD: list[tuple[str, str, str]] = [
+    ("ddp --num_workers 3 --batch_size 2", "--batch_size 2 --num_workers 3: ", "2 or less works"),
+    ("ddp --num_workers 3 --n_train 2", "--n_train 2 --num_workers 3: ", "2 or less works"),
+    ("fsdp --num_workers 3 --n_validation 2", "--n_validation 2 --num_workers 3: ", "less works"),
+    ("single --num_workers 2", "single --num_workers 2: ", "ddp takes several"),
+    ("pipeline --num_workers 17", "pipeline --num_workers 17: vgg16 has 16 ", "16 or less works"),
+    (
+        "model --num_workers 7 --model gpt2-mini --n_layer 2",
+        "model --num_workers 7: gpt2-mini has 6 layers",
+        "--num_workers 6 or less works",
+    ),
+    ("pipeline --balance 9,8", "--num_workers 2 --balance='9,8': ", "uniform or 8,8"),
+    ("ddp --balance uniform", "ddp --balance uniform: ", "option of pipeline and model"),
+    ("ddp --schedule gpipe", "ddp --schedule gpipe: ", "option of pipeline"),
+    ("pipeline --zero 2", "pipeline --zero 2: ", "option of fsdp"),
+    ("model --num_microbatches 2", "model --num_microbatches 2: ", "it is pipeline"),
+    (
+        "pipeline --num_microbatches 33",
+        "--num_microbatches 33 --batch_size 32: ",
+        "--num_microbatches 32 or less works",
+    ),
+    ("ddp --model gpt3", "--model gpt3: ", "gpt2-large, gpt2-xl"),
+    ("ddp --model gpt2 --n_embd 770", "--n_layer 12 --n_embd 770 --n_head 12: ", "--n_head 4"),
+    ("ddp --n_layer 2", "--n_layer 2 --model vgg16: ", "gpt2-large, gpt2-xl"),
+    ("ddp --dropout 0.1", "--dropout 0.1 --model vgg16: ", "gpt2-large, gpt2-xl"),
+    (
+        "ddp --model gpt2-mini --dropout 0.1 --check_weights",
+        "--dropout 0.1 with --check_weights or --check_output: ",
+        "--dropout 0 works",
+    ),
+    ("ddp --save_every 3 --keep 0", "--save_every 3 --keep 0: ", "--keep 1 works"),
+    ("ddp --workdir file", "--workdir file: nothing can be written", "--workdir workdir"),
+]
+
+
+@pytest.mark.parametrize(("line", "begin", "end"), BAD, ids=[line for line, _, _ in BAD])
+def test_bad_options(line: str, begin: str, end: str) -> None:
+    Path("file").touch()
+    with pytest.raises(UserError) as error:
+        parse(line.split())
+    said = str(error.value)
+    assert (said[: len(begin)], said[-len(end) :]) == (begin, end)
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "dpp", "ddp --num_workers 0", "fsdp --zero 4", "pipeline --schedule sequential",
+     "ddp --optimizer lamb", "ddp --precision fp8", "ddp --momentum 1", "ddp --vgg_width 0"],
+)  # fmt: skip
+def test_bad_values(line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(line.split())
+    assert end.value.code == 2
+    assert "error: " in capfd.readouterr().err
+
+
+def test_warm_ups_end_before_the_run() -> None:
+    for line in ("--num_batches 5 --warmup_steps 5", "--n_train 64 --warmup_steps 2"):
+        with pytest.raises(UserError, match=r"^--warmup_steps .* works$"):
+            read_data(parse(["ddp", *line.split()]))
+    read_data(parse(["ddp", "--num_batches", "5", "--warmup_steps", "4", "--n_train", "64"]))
+
+
+def test_what_is_not_given() -> None:
+    args = parse(["pipeline"])
+    assert (args.num_workers, args.workdir, args.model) == (2, Path("workdir/pipeline2"), "vgg16")
+    assert (args.schedule, args.balance, args.dropout, args.n_epochs) == ("1f1b", "auto", 0.0, 1)
+    assert (args.batch_size, args.cores_per_worker, args.num_batches) == (32, 1, None)
+    assert parse(["single"]).workdir == Path("workdir/single1")
+    assert parse(["fsdp", "--num_workers", "3"]).zero == 3
+
+
+def test_torchrun_decides_the_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert parse(["ddp"]).num_workers == 3
+    with pytest.raises(UserError, match="torchrun started 3 ranks; leave it out"):
+        parse(["ddp", "--num_workers", "2"])

@@ -27,7 +27,7 @@ def test_shapes_are_those_of_the_paper() -> None:
     with torch.device("meta"):
         net = vgg16()
     channels = [3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
-    want = {}
+    want: dict[str, tuple[int, ...]] = {}
     for i, name in enumerate(CONVOLUTIONS):
         want[f"{name}.weight"] = (channels[i + 1], channels[i], 3, 3)
         want[f"{name}.bias"] = (channels[i + 1],)
@@ -71,8 +71,8 @@ def test_weights_depend_on_seed_and_name_alone() -> None:
 
 
 def test_activations_keep_their_size_through_all_layers() -> None:
-    """Within a factor of four either way over sixteen layers; a gain off by a tenth would leave
-    1.1 ** 16 = 4.6. Max pooling and padding account for the rest."""
+    """Within a factor of four either way over fifteen layers. Of random ones a gain off by a tenth
+    would leave 1.1 ** 15 = 4.2; max pooling, which takes the largest, accounts for the rest."""
     net = initialized(width=16)
     x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     sizes: dict[str, float] = {}
@@ -81,6 +81,18 @@ def test_activations_keep_their_size_through_all_layers() -> None:
         if name.startswith("relu"):
             sizes[name] = x.square().mean().sqrt().item()
     assert {name: size for name, size in sizes.items() if not 0.25 < size < 4} == {}
+
+
+def test_layers_with_as_many_outputs_as_inputs_start_near_the_identity() -> None:
+    near = [
+        name
+        for name, p in initialized(width=16).named_parameters()
+        if name.endswith("weight")
+        and p.shape[0] == p.shape[1]
+        and (p if p.dim() == 2 else p[:, :, 1, 1]).diagonal().mean().item() == pytest.approx(1, 0.1)
+    ]
+    square = ["1_2", "2_2", "3_2", "3_3", "4_2", "4_3", "5_1", "5_2", "5_3"]
+    assert near == [*(f"conv{i}.weight" for i in square), "fc6.weight", "fc7.weight"]
 
 
 def test_the_first_loss_is_that_of_guessing() -> None:

@@ -1,0 +1,130 @@
+"""Checkpoints of project/train.py: saved under any strategy, gone on from under any other.
+
+What is saved is named after parameters (training/state.py), so a run that was sharded on four
+workers goes on as a pipeline on two: with the same global batches, sums in another order. At the
+same layout it computes the bits of a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from project.log import Log
+from project.options import plain
+from project.progress import NO_RESUME, Resume, find_resume, versions
+from project.recipes import learning_rate, num_steps
+from project.session import CHECKPOINTS, gather_over_ranks
+from project.strategy import Strategy
+from project.task import Data, Task
+from training.checkpoint import Saver
+from training.launch import UserError, World
+from training.optimization import Optimizers
+from training.pieces import deal
+from training.state import generator_pieces, load_generators, load_training, training_pieces
+
+
+def find(args: argparse.Namespace, data: Data) -> Resume:
+    """What --resume goes on from.
+
+    Raises:
+        UserError: there is nothing whole, or it is of a run with other options or data.
+    """
+    resume = find_resume(args) if args.resume else NO_RESUME
+    if resume.checkpoint is None:
+        return resume
+    name, state = resume.checkpoint.folder.name, resume.checkpoint.state
+    if state["texts"] != data.fingerprint():
+        raise UserError(
+            f"--resume: {name} was trained on other data of the same name; another --workdir "
+            "starts anew"
+        )
+    was = state["options"]["num_batches"]
+    if args.num_batches != was and args.lr_scheduler != "constant":
+        then = "no --num_batches" if was is None else f"--num_batches {was}"
+        raise UserError(
+            f"--num_batches {args.num_batches} with --resume: {name} has a learning rate that "
+            f"falls over its steps; {then} goes on from it"
+        )
+    return resume
+
+
+class Checkpoints:
+    """The checkpoints of a run; all ranks call its methods together."""
+
+    def __init__(
+        self,
+        world: World,
+        args: argparse.Namespace,
+        task: Task,
+        strategy: Strategy,
+        optimizer: Optimizers,
+        resume: Resume,
+    ) -> None:
+        self.world, self.args, self.task = world, args, task
+        self.strategy, self.optimizer = strategy, optimizer
+        self.fingerprint = task.data.fingerprint()
+        self.saver = Saver(
+            args.workdir / CHECKPOINTS, args.keep, world.rank,
+            lambda value: gather_over_ranks(value, world.world_size), resume.refused,
+        )  # fmt: skip
+        self.saved = 0  # the step after which there was one last
+
+    def restore(self, resume: Resume, log: Log) -> None:
+        """Puts weights, optimizer, random states and log back; the optimizer knows the step."""
+        if resume.checkpoint is None:
+            return
+        state, tensors = resume.checkpoint.state, resume.checkpoint.tensors
+        strategy, rank = self.strategy, self.world.rank
+        steps, total = state["steps"], num_steps(self.args, self.task)
+        if steps > total:
+            raise UserError(
+                f"--resume: {resume.checkpoint.folder.name} has done {steps} steps, and the run "
+                f"has {total}; --num_batches {steps} or more works"
+            )
+        load_training(strategy.held(), strategy.optimizers, strategy.pieces, tensors)
+        strategy.loaded()
+        self.optimizer.steps, self.optimizer.left_out = state["steps"], state["left_out"]
+        log.before = state["log"]
+        self.saved = state["steps"]
+        if not load_generators(rank, [self.world.device], tensors):
+            # A rank or device that was not there: masks of its own, not those of the start again.
+            torch.manual_seed(torch.initial_seed() + 7_919 * (1 + state["steps"]))
+
+    def after_step(self, log: Log, total: int) -> None:
+        """Saves at the end of an epoch, of the run, and every --save_every steps."""
+        steps, args = self.optimizer.steps, self.args
+        every = (args.save_every, None if args.num_batches else self.task.steps_per_epoch, total)
+        if args.keep and steps > self.saved and any(n and steps % n == 0 for n in every):
+            self._save(log)
+
+    def _save(self, log: Log) -> None:
+        world, strategy = self.world, self.strategy
+        held = training_pieces(strategy.held(), strategy.optimizers, strategy.pieces)
+        if strategy.replicated:
+            held = deal(held, world.rank, world.world_size)
+        held += generator_pieces(world.rank, [world.device])
+        epoch, step = 0, self.optimizer.steps
+        if not self.args.num_batches:
+            epoch = (step - 1) // self.task.steps_per_epoch
+            step -= epoch * self.task.steps_per_epoch
+        state = {
+            "position": {"epoch": epoch, "step": step},
+            "steps": self.optimizer.steps,
+            "left_out": self.optimizer.left_out,
+            "log": log.whole(world.device),
+            "options": plain(vars(self.args)),
+            "resolved": plain({**vars(self.args), "learning_rate": learning_rate(self.args)}),
+            "texts": self.fingerprint,
+            "cut": None,
+            "versions": versions(),
+        }
+        files: dict[str, Any] = {}
+        if world.is_main:
+            files = {
+                name: (self.args.workdir / name).read_bytes() for name in self.task.small_files
+            }
+        self.saver.save(f"step{self.optimizer.steps}", held, state, files)
+        self.saved = self.optimizer.steps
