@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.chaos.kinds import FAILED, TRACEBACK
+from tests.chaos.__main__ import main
+from tests.chaos.attempt import Attempt
+from tests.chaos.kinds import FAILED, TRACEBACK, End, judge
 from tests.chaos.programs import OWN, TORCHRUN
 from tests.chaos.run import Run, until
-from tests.training import programs
-from training.launch import Settings, launch
 
 SOON = 30.0  # seconds that the start or the end of a process may take here
 LIGHT = [sys.executable, "-m", "tests.training.programs"]
@@ -47,7 +46,7 @@ def two_runs(tmp_path: Path) -> Iterator[tuple[Run, Run]]:
 
 def test_two_runs_at_once(two_runs: tuple[Run, Run]) -> None:
     """They do not meet, listen on loopback alone, and leave nothing: not when the terminal of one
-    is closed, and not when the parent of the other is killed while a rank is stopped."""
+    is closed, and not when a rank of the other is stopped. It does not hear that it should end."""
     for run in two_runs:
         met = [json.loads((run.tmp.parent / f"{r}.json").read_text()) for r in range(2)]
         assert met == [[run.process.pid] * 3] * 2
@@ -57,27 +56,13 @@ def test_two_runs_at_once(two_runs: tuple[Run, Run]) -> None:
     assert not {port for _, port in first.listening} & {port for _, port in second.listening}
 
     first.close_terminal()
-    stopped = second.ranks()[1]
-    stopped.send_signal(signal.SIGSTOP)
-    second.process.kill()
-    for run, status in ((first, 128 + signal.SIGHUP), (second, -signal.SIGKILL)):
+    second.ranks()[0].send_signal(signal.SIGSTOP)
+    for run, status in ((first, 128 + signal.SIGHUP), (second, 1)):
         assert run.wait(SOON) is not None
         assert (run.process.returncode, run.leftovers()) == (status, [])
-        assert TRACEBACK not in run.said() and "failed" not in run.said()
-
-
-def test_a_stopped_rank_is_named_and_ended(capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 0, where the ranks meet. That the run ends at all shows that it was killed: it cannot
-    hear that it should end."""
-    start = time.monotonic()
-    with pytest.raises(SystemExit) as end:
-        launch(programs.stop_rank_0, Settings(2, device="cpu", master_port=0, timeout=3))
-    assert end.value.code == 1
-    assert capfd.readouterr().err == (
-        "\nrank 0 failed; the run has been ended.\n"
-        "It is stopped (by SIGSTOP, or in a debugger) and does not answer.\n"
-    )
-    assert time.monotonic() - start < SOON
+    assert [FAILED.findall(run.said()) for run in two_runs] == [[], ["0"]]
+    assert [run.said().count("It is stopped (by SIGSTOP") for run in two_runs] == [0, 1]
+    assert [run.said().count(TRACEBACK) for run in two_runs] == [0, 0]
 
 
 def test_misfortunes_under_torchrun(tmp_path: Path) -> None:
@@ -148,13 +133,64 @@ def test_shared_memory_that_is_left_is_found(tmp_path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def test_the_tool_lists_what_there_is_and_explains_itself() -> None:
-    said = [
-        subprocess.run(
-            [sys.executable, "-m", "tests.chaos", option],
-            cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True,
-        ).stdout
-        for option in ("--list", "--help")
+def test_the_tool_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "kill -9 of a rank: own, torchrun\n" in listed
+    assert "\nrestart " in listed
+
+
+def make_up(monkeypatch: pytest.MonkeyPatch, **found: Any) -> None:
+    """Attempts are not made; this is what they find."""
+
+    def make(attempt: Attempt) -> None:
+        for name, value in {"seconds": 1.5, "status": 1, **found}.items():
+            setattr(attempt, name, value)
+
+    monkeypatch.setattr(Attempt, "make", make)
+
+
+def test_a_tally_of_all_that_was_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_up(monkeypatch)
+    asked = ["--only", "kill", "--program", "data parallel", "--rounds", "3", "--phase", "training"]
+    assert main(asked) == 0
+    printed = capsys.readouterr().out
+    assert [line.split("+")[0] for line in printed.split("\n")[:3]] == [
+        f"   {i}/3  data parallel: kill, rank {rank}, training "
+        for i, rank in enumerate((0, 1, 1), 1)
+    ]
+    assert printed.split("\n")[4:6] == [
+        "program        kind  tried  missed  in time  as it must  left  slowest end",
+        "data parallel  kill      3       0        3           3     0        1.5 s",
+    ]
+    assert main(asked) == 0
+    assert capsys.readouterr().out.split("\n")[:3] == printed.split("\n")[:3]  # the same draws
+
+
+def test_a_violation_is_shown_and_makes_the_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_up(monkeypatch, left=["port 1"], wrong=["status 0, and not 1"], said="a\nb\n")
+    assert main(["--only", "kill", "--program", "torchrun"]) == 1
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0].startswith("   1/1  WRONG  torchrun: kill, rank ")
+    assert [line.strip() for line in lines[1:5]] == [
+        "status 0, and not 1", "left: port 1", "| a", "| b"
     ]  # fmt: skip
-    assert "kill -9 of a rank: own, torchrun" in said[0]
-    assert "--rounds" in said[1] and "counted as missed" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "expected"),
+    [
+        (1, "rank 1 failed; all\nTraceback (most recent call last)\nboom\n", []),
+        (0, "rank 1 failed; all\nTraceback (most recent call last)\nboom", ["status 0, and not 1"]),
+        (1, "rank 0 failed; all\nTraceback (most recent call last)\nboom",
+         ["named ['0'], and not [['1']]"]),
+        (1, "boom\nrank 1 failed; all\nboom",
+         ["'boom' is read 2 times", "0 tracebacks, and not 1"]),
+    ],
+)  # fmt: skip
+def test_what_the_tool_calls_wrong(status: int, said: str, expected: list[str]) -> None:
+    assert judge(End((1,), True, ("boom",), 1), status, said, 1) == expected

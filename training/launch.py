@@ -276,8 +276,9 @@ def _attempts_store(world_size: int, limit: timedelta) -> Any:
     address = look_for_torchrun()
     if address is None:
         return None
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     store = dist.TCPStore(*address, world_size, False, limit)  # type: ignore[attr-defined]
-    return dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
 
 
 def _finish(device: torch.device) -> None:

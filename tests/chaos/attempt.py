@@ -16,7 +16,7 @@ from tests.chaos.run import Run, scratch, until
 STARTING, TRAINING, ENDING = PHASES = ("starting", "training", "ending")
 START = 120.0  # seconds that a program may take to begin with training
 TIMEOUT, STOPPED_TIMEOUT = 60.0, 8.0  # --timeout; the second where it is waited for
-RESULTS = "*results_epoch0.json"
+CHECKPOINT = "checkpoints/[0-9]*"  # that there is one shows that an epoch is done
 
 
 @dataclass
@@ -89,7 +89,7 @@ def _in_phase(run: Run, phase: str, workdir: Path) -> bool:
         return True  # it has ended by itself: that will be seen
     if phase == STARTING:
         return bool(run.ranks())
-    return any(workdir.glob(RESULTS))
+    return any(workdir.glob(CHECKPOINT))
 
 
 def _strike(run: Run, attempt: Attempt) -> None:

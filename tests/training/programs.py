@@ -95,13 +95,6 @@ def meet(world: World, folder: Path) -> NoReturn:
         threading.Event().wait()
 
 
-def stop_rank_0(world: World) -> None:
-    """Rank 0 is stopped; rank 1 waits for it."""
-    if world.rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.all_reduce(torch.zeros(1))
-
-
 def misfortunes(world: World, folder: Path) -> None:
     """What befalls the attempts that torchrun makes of one run, one after the other."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -123,7 +116,9 @@ def misfortunes(world: World, folder: Path) -> None:
 if __name__ == "__main__":
     name, *folders = sys.argv[1:]
     port = None if name == "meet" else 0
-    settings = Settings(torchrun_world_size() or 2, device="cpu", master_port=port, timeout=6)
+    # What waits for the time-out: a run in which a rank is stopped.
+    short = name == "meet" or os.environ.get("TORCHELASTIC_RESTART_COUNT") == "2"
+    settings = Settings(torchrun_world_size() or 2, "cpu", port, timeout=5 if short else 60)
     try:
         launch(globals()[name], settings, *map(Path, folders))
     except UserError as error:

@@ -23,6 +23,13 @@ KILLED = "It was ended by SIGKILL.\n"
 STOPPED = "It is stopped (by SIGSTOP, or in a debugger) and does not answer.\n"
 
 
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here takes time."""
+    monkeypatch.setattr("training.watch.GRACE", 0.2)
+    monkeypatch.setattr("training.watch.POLL", 0.1)
+
+
 class FakeRanks:
     """What a parent has of its ranks: pipes to talk into, processes that are none."""
 
@@ -135,8 +142,8 @@ def test_a_rank_that_is_stopped_for_longer_than_the_timeout(
     ranks.theirs[0].send(Report(1.0))
     sleeper.send_signal(signal.SIGSTOP)
     start = time.monotonic()
-    assert ranks.watch(timeout=1.5) == Failure(1, STOPPED, None)
-    assert time.monotonic() - start >= 1.5
+    assert ranks.watch(timeout=0.3) == Failure(1, STOPPED, None)
+    assert time.monotonic() - start >= 0.3
 
 
 def test_a_rank_that_is_stopped_is_why_another_has_waited_in_vain(
@@ -161,7 +168,7 @@ def test_a_stop_of_a_moment_is_none(sleeper: subprocess.Popen[bytes]) -> None:
             ranks.theirs[0].send(Report(1.0))
 
     ranks.processes[0] = _Asked(sleeper.pid, exitcode)
-    assert ranks.watch(timeout=1.5) is None
+    assert ranks.watch(timeout=0.15) is None
     assert len(looks) >= 6
 
 
