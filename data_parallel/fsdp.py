@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from data_parallel.exchange import Exchange, GroupExchange, SharedExchange
-from data_parallel.materialize import Initialize, materialize
+from data_parallel.materialize import Initialize, materialize, require_init
 from data_parallel.sharded_layer import Gathered, Graph, ShardedLayer
 from data_parallel.sharded_state import ShardedState
 from data_parallel.sharding import Piece, plan
@@ -119,6 +119,7 @@ class FullyShardedDataParallel(ShardedState):
         planned, places = plan(modules, names, dist.get_world_size(group), compute_dtype)
         if not any(unit.trainable for unit in planned):
             raise ValueError("the layers have no parameter that requires a gradient")
+        require_init(modules, places, planned, init)
         shared = None
         if share_memory and self.device.type == "cpu":
             shared = SharedExchange.open(planned, zero, group)

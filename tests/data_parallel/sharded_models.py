@@ -192,7 +192,10 @@ def whole(fsdp: FullyShardedDataParallel, what: str) -> dict[str, Tensor]:
 
 
 def same(
-    got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float, extra: frozenset[str] = frozenset()
+    got: dict[str, Tensor],
+    want: dict[str, Tensor],
+    tolerance: float,
+    extra: frozenset[str] = frozenset(),
 ) -> None:
     """The same names, and values within `tolerance` of the largest; `extra` are to be zero."""
     assert set(got) == set(want) | extra
@@ -202,7 +205,9 @@ def same(
         assert worst <= tolerance * reference.abs().max().item(), (name, worst)
 
 
-def check(results: list[list[Result]], want: list[Result], extra: frozenset[str] = frozenset()) -> None:
+def check(
+    results: list[list[Result]], want: list[Result], extra: frozenset[str] = frozenset()
+) -> None:
     """Losses add up over ranks; gradients by name after every step; weights too.
 
     With eps = 1.1e-16 and sums of less than 1e3 terms of like size a gradient is off by less than
