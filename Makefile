@@ -1,5 +1,6 @@
 # make train   two processes learn to translate German: installs, trains, prints BLEU, draws
 # make test    every test
+# make verify  every strategy and layout beside one plain process: a table
 # make lint    ruff and mypy
 # make figures the runs behind the pictures in submit_figures/, and the pictures
 # make bench   every benchmark: one table, and JSON beside it
@@ -10,7 +11,11 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
+<<<<<<< HEAD
 .PHONY: train test lint figures bench chaos clean
+=======
+.PHONY: train test verify lint figures bench clean
+>>>>>>> verify
 .DELETE_ON_ERROR:
 
 # --no-build-isolation would need setuptools in the environment; the default asks pip for it.
@@ -25,6 +30,9 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(RUN) -m pytest
+
+verify: $(VENV)/.installed
+	$(RUN) project/verify.py
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

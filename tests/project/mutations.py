@@ -25,7 +25,7 @@ from data_parallel.shared_memory import SharedBuffers
 from pipeline import autograd, dataflow, pipe
 from pipeline.gradients import gradients_by_stage
 from pipeline.schedule import Action
-from project import run_data_parallel, verified
+from project import run_data_parallel, trainers
 from training.data import Step
 from training.model import target_loss
 
@@ -86,7 +86,7 @@ def a_mean_over_ranks() -> Iterator[None]:
 
         return wrong
 
-    with patch.object(verified, "make_backward", per_rank):
+    with patch.object(trainers, "make_backward", per_rank):
         yield
 
 
@@ -129,8 +129,9 @@ def two_micro_batches_are_swapped() -> Iterator[None]:
         self._down = {s: Swapping() for s in self._down}
 
     def split_wrongly(self: autograd._Call, gradients: Any) -> Any:
-        first, second, *others = split(self, gradients)
-        return [second, first, *others]
+        pieces = split(self, gradients)
+        pieces[:2] = pieces[1::-1]
+        return pieces
 
     with (
         patch.object(dataflow.Dataflow, "__init__", swapping),
