@@ -11,11 +11,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-<<<<<<< HEAD
-.PHONY: train test lint figures bench chaos clean
-=======
-.PHONY: train test verify lint figures bench clean
->>>>>>> verify
+.PHONY: train test verify lint figures bench chaos clean
 .DELETE_ON_ERROR:
 
 # --no-build-isolation would need setuptools in the environment; the default asks pip for it.
