@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-NAMES = ("data_parallel", "generation", "epoch", "pipeline", "pipeline_program")
+NAMES = ("data_parallel", "generation", "epoch", "pipeline", "pipeline_program", "process_pipeline")
 
 
 def main() -> None:
