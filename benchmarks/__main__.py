@@ -14,7 +14,8 @@ import argparse
 import importlib
 
 NAMES = (
-    "data_parallel", "fsdp", "generation", "epoch", "pipeline", "pipeline_program", "mathematics",
+    "data_parallel", "fsdp", "generation", "epoch", "pipeline", "pipeline_program",
+    "process_pipeline", "mathematics",
 )  # fmt: skip
 
 

@@ -55,11 +55,11 @@ class _Block(nn.Module):
         return out[0] if isinstance(out, tuple) else out
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
+def square_error(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().sum()
 
 
-def _blocks() -> nn.Sequential:
+def make_blocks() -> nn.Sequential:
     torch.manual_seed(0)
     config = GPT2Config(
         n_embd=WIDTH, n_head=8, resid_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa",
@@ -78,8 +78,8 @@ class _Bench:
         self.gradients: dict[str, list[Tensor]] = {}
         self.own = self.cores[world.rank : world.rank + 1]
         half = BLOCKS // K
-        self.part = _blocks()[half * world.rank : half * (world.rank + 1)]
-        self.blocks = _blocks()
+        self.part = make_blocks()[half * world.rank : half * (world.rank + 1)]
+        self.blocks = make_blocks()
         self._set_cores(self.cores)
         placed = [
             WithDevice(copy.deepcopy(b), f"cpu:{i // half}") for i, b in enumerate(self.blocks)
@@ -151,7 +151,7 @@ class _Bench:
         def step() -> tuple[Tensor, nn.Module]:
             self.pipe.zero_grad()
             loss = self.pipe.train_step(
-                self.x, self.y, _loss, schedule=schedule, num_microbatches=m
+                self.x, self.y, square_error, schedule=schedule, num_microbatches=m
             )
             return loss, self.pipe
 
@@ -159,7 +159,7 @@ class _Bench:
 
     def _plain(self) -> tuple[Tensor, nn.Module]:
         self.blocks.zero_grad()
-        loss = _loss(self.blocks(self.x), self.y)
+        loss = square_error(self.blocks(self.x), self.y)
         loss.backward()
         return loss.detach(), self.blocks
 
@@ -175,14 +175,14 @@ class _Bench:
                 assert fine, answer
                 batches[i] = answer[1]
         self._set_cores(cores)
-        loss = _loss(torch.cat(batches), self.y)
+        loss = square_error(torch.cat(batches), self.y)
         loss.backward()
         return loss.detach(), self.blocks
 
     def _torch(self, name: str, m: int) -> Callable[[], None]:
         self._set_cores(self.own)
         stage = PipelineStage(self.part, self.world.rank, K, torch.device("cpu"))
-        schedule = TORCH[name](stage, m, loss_fn=_loss, scale_grads=False)
+        schedule = TORCH[name](stage, m, loss_fn=square_error, scale_grads=False)
 
         def turn() -> None:
             self._set_cores(self.own)

@@ -107,13 +107,12 @@ class Dataflow:
 
     def run(self, actions: Sequence[Action]) -> None:
         """The work of one worker."""
-        halved = {(s, i) for kind, s, i in actions if kind is BACKWARD_WEIGHT}
         try:
             for action in actions:
                 if self._stopped:
                     raise Stopped
                 if action.kind is FORWARD:
-                    self._forward(action, halves=action[1:] in halved)
+                    self._forward(action)
                 elif action.kind is BACKWARD_WEIGHT:
                     self._perform_backward(action, "backward_weight")
                 else:
@@ -132,7 +131,7 @@ class Dataflow:
         losses = [loss for loss in self.losses if loss is not None]
         return torch.stack([loss.detach() for loss in losses]).sum() * self._scale
 
-    def _forward(self, action: Action, halves: bool) -> None:
+    def _forward(self, action: Action) -> None:
         _, s, i = action
         if s == 0:
             value, self._inputs[i] = self._inputs[i], None
@@ -140,13 +139,13 @@ class Dataflow:
             value = self._up[s].get(i)
         stage = self._stages[s]
         if s < self._last:
-            output = perform(action, self._recorder, stage, stage.forward, i, value, None, halves)
+            output = perform(action, self._recorder, stage, stage.forward, i, value)
             self._up[s + 1].put(i, output)
         else:
             target = self._targets[i]
             self.losses[i] = perform(
                 action, self._recorder, stage, stage.forward, i, value,
-                lambda output: self._loss(output, target), halves,
+                lambda output: self._loss(output, target),
             )  # fmt: skip
 
     def _loss(self, output: Any, target: Any) -> Tensor:

@@ -18,17 +18,15 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
-from .zero_bubble import Product
-
-Gradients = dict[nn.Parameter, Tensor]
+from .zero_bubble import Gradients, Product
 
 
 class Graph:
-    """One piece. ``products`` are the weight gradients of matrix products that are to come later,
-    where the forward was told to halve the backward, see zero_bubble.py."""
+    """One piece, in ``memory``. ``products``: the weight gradients that `differentiate` has left to
+    be computed, see zero_bubble.py."""
 
-    def __init__(self, memory: torch.device, products: list[Product]) -> None:
-        self.products = products
+    def __init__(self, memory: torch.device) -> None:
+        self.products: list[Product] = []
         self._memory = memory
         # Positions count the leaves of x and of y.
         self._inputs: list[Tensor] = []
@@ -108,11 +106,21 @@ def move(tensor: Tensor, memory: torch.device) -> Tensor:
     return tensor.to(memory, non_blocking=memory.type == "cuda")
 
 
-def add_to(sums: Gradients, found: Gradients, chosen: Collection[nn.Parameter | None]) -> None:
-    """Move the gradients of the chosen parameters from ``found`` to ``sums``."""
+def add_to(
+    sums: Gradients,
+    found: Gradients,
+    chosen: Collection[nn.Parameter | None],
+    others: Sequence[Tensor | None],
+) -> None:
+    """Move the gradients of the chosen parameters from ``found`` to ``sums``; a first one is copied
+    if it shares its memory with one of ``others``."""
     for p in [p for p in found if p in chosen]:
         gradient = found.pop(p)
-        sums[p] = sums[p] + gradient if p in sums else gradient
+        if p in sums:
+            sums[p] = sums[p] + gradient
+        else:
+            shared = _storage(gradient) in {_storage(t) for t in others if t is not None}
+            sums[p] = gradient.clone() if shared else gradient
 
 
 def add_in_place(

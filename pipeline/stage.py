@@ -40,9 +40,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .graph import Gradients, Graph, add_in_place, add_to
+from .graph import Graph, add_in_place, add_to
 from .randomness import NoDraws, StageRandomness, StepSeed
-from .zero_bubble import WeightsLater, weight_gradients
+from .zero_bubble import Gradients, WeightsLater, add_products
 
 
 class _Part:
@@ -106,26 +106,20 @@ class Stage:
         """The sums so far, in the order of ``parameters``."""
         return [self._totals.get(p) for p in self.parameters]
 
-    def forward(
-        self,
-        i: int,
-        value: Any,
-        tail: Callable[[Any], Any] | None = None,
-        halves: bool = False,
-    ) -> Any:
+    def forward(self, i: int, value: Any, tail: Callable[[Any], Any] | None = None) -> Any:
         """Run micro-batch i; return its output, detached, ``requires_grad`` saying what it was.
 
         ``tail`` follows the layers and belongs to the last one's graph: the loss, on the last
-        stage. ``halves`` says that backward will come in two. Without grad mode nothing is kept.
+        stage. Without grad mode nothing is kept.
         """
         kept = _Kept()
         for part in self._parts:
             layers: list[Callable[[Any], Any]] = list(part.layers)
             if tail and part is self._parts[-1]:
                 layers.append(tail)
-            graph = Graph(self.memory, [])
+            graph = Graph(self.memory)
             is_first = self.index == 0 and not kept.graphs
-            with self._later.into(graph.products) if halves else nullcontext():
+            with self._later.into(graph.products) if torch.is_grad_enabled() else nullcontext():
                 run = partial(self._layers, i, layers, part.first_layer)
                 value = graph.record(value, run, is_first)
             kept.graphs.append(graph)
@@ -147,15 +141,14 @@ class Stage:
         graphs = list(kept.graphs) if retain_graph else kept.graphs
         sums: Gradients = {}
         for part in reversed(self._parts):
-            gradients = self._differentiate(graphs.pop(), part, gradients, sums, retain_graph)
+            graph = graphs.pop()
+            gradients = self._differentiate(graph, part, gradients, sums, retain_graph)
+            add_products(graph.products, self._totals, sums, self._shared)
         add_in_place(self._totals, sums, gradients)
         return list(gradients)
 
     def backward_input(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """`backward` without the weight gradients of matrix products; those stay to be computed.
-
-        The micro-batch's forward must have been told of the ``halves``.
-        """
+        """`backward` without the weight gradients of matrix products; those stay to be computed."""
         kept = self._with_graph(i)
         for part, graph in zip(reversed(self._parts), reversed(kept.graphs), strict=True):
             gradients = self._differentiate(graph, part, gradients, kept.sums)
@@ -171,15 +164,10 @@ class Stage:
                 "call backward_input first, and this once"
             )
         kept = self._kept.pop(i)
-        sums: Gradients = {}
         while kept.graphs:
-            found = weight_gradients(kept.graphs.pop().products)
-            add_to(sums, found, self._shared)
-            for p in found:
-                found[p] = found[p] + kept.sums.pop(p) if p in kept.sums else found[p]
-            add_in_place(self._totals, found, [])
-        add_to(sums, kept.sums, set(kept.sums))
-        add_in_place(self._totals, sums, [])
+            products = kept.graphs.pop().products
+            add_products(products, self._totals, kept.sums, self._shared)
+        add_in_place(self._totals, kept.sums, [])
 
     def take_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
         """The sums over all micro-batches so far; they are handed over and start anew."""
@@ -213,10 +201,13 @@ class Stage:
     ) -> list[Tensor | None]:
         """The gradients of the input. Those of the parameters are added to the totals, or to
         ``sums`` where this micro-batch has more to add: one sum per micro-batch, as autograd's."""
-        with NoDraws() if self._draws else nullcontext():
+        with (
+            self._later.into(graph.products),  # for a forward that checkpointing repeats
+            NoDraws() if self._draws else nullcontext(),
+        ):
             result, found, others = graph.differentiate(part.parameters, gradients, retain_graph)
         late = {p for product in graph.products for p in (product.weight, product.bias)}
-        add_to(sums, found, {*late, *self._shared})
+        add_to(sums, found, {*late, *self._shared}, others)
         held = [*others, *sums.values(), *(product.dy for product in graph.products)]
         add_in_place(self._totals, found, held)
         return result

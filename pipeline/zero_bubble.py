@@ -2,32 +2,37 @@
 
 Problem. A stage waits for the gradient of its output, and that depends on one half of the backward
 of the stages above: the gradients of activations. The other half, the gradients of weights, is
-wanted only at the end of the step, but autograd computes both, layer by layer, in one go.
+wanted only at the end of the step, but autograd computes both, layer by layer, in one go. And it
+makes every weight's gradient of every micro-batch before it can be added to the others: where
+micro-batches are small, moving these takes a tenth of the second half.
 
 Idea. Nearly all work on weights is in matrix products y = x w + b. While a stage runs a forward,
 a `TorchFunctionMode` replaces those whose weight is one of its parameters by an autograd function
 with the same y. In backward it returns dx = dy w' at once and, instead of dw = x' dy and
-db = sum of dy, notes (x, dy). `weight_gradients` makes dw and db of the notes, whenever the
-schedule says so. All else, norms and embeddings too, is differentiated in the first half: its
-weight gradients are cheap. Rejected: two calls of `torch.autograd.grad` over the same graph, first
-by the inputs and then by the parameters (torch.distributed.pipelining does it with surgery on the
-graph): everything on the way to a weight is walked, and much of it computed, twice.
+db = sum of dy, notes (x, dy). `add_products` makes dw and db of the notes, whenever the schedule
+says so, and the product x' dy adds itself to the sum over micro-batches. All else, norms and
+embeddings too, is differentiated in the first half: its weight gradients are cheap. Rejected: two
+calls of `torch.autograd.grad` over the same graph, first by the inputs and then by the parameters
+(torch.distributed.pipelining does it with surgery on the graph): everything on the way to a weight
+is walked, and much of it computed, twice.
 
-The formulas are autograd's own, so a split backward gives the bits of a whole one.
+A whole backward is the first half and then, at once, the second: the bits are the same.
 
 Not seen: products by other calls (`@`, `torch.matmul`, `torch.baddbmm`, convolutions), views of
-weights, and torch.compile'd layers: right, but all in the first half. With activation
-checkpointing, whose second forward runs outside the mode, use another schedule.
+weights, and torch.compile'd layers: right, but all in the first half. A forward that activation
+checkpointing repeats must be repeated inside the mode.
 
 Cost: between the halves, x (which backward held anyway) and dy of every product; in forward, about
 1 us per torch call in Python.
 
-Zero Bubble Pipeline Parallelism, Qi et al., 2023; its schedule ZB-H1 is in schedule.py.
+Zero Bubble Pipeline Parallelism, Qi et al., 2023; its schedule ZB-H1 is in schedule.py. That
+products add themselves up: Megatron-LM's gradient accumulation fusion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +40,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+Gradients = dict[nn.Parameter, Tensor]
 
 
 @dataclass
@@ -47,26 +54,48 @@ class Product:
     x: Tensor  # R K
     dy: Tensor  # R N
 
-    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        x, dy = self.x, self.dy
-        yield self.weight, dy.t().mm(x) if self.transposed else x.t().mm(dy)
-        if self.bias is not None:
-            yield self.bias, dy.sum(0)
+    def gradient(self, p: nn.Parameter) -> Tensor:
+        """dw, or db where p is the bias."""
+        if p is self.weight:
+            a, b = self._factors()
+            return a.mm(b).to(p.dtype)  # autocast: as its cast does
+        return self.dy.sum(0).to(p.dtype)
+
+    def add_gradient(self, p: nn.Parameter, total: Tensor) -> None:
+        """Add it to ``total``."""
+        if p is self.weight and self.x.dtype == self.dy.dtype == total.dtype:
+            total.addmm_(*self._factors())
+        else:
+            total.add_(self.gradient(p))
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        return (self.dy.t(), self.x) if self.transposed else (self.x.t(), self.dy)
 
 
-def weight_gradients(products: list[Product]) -> dict[nn.Parameter, Tensor]:
+def add_products(
+    products: list[Product], totals: Gradients, sums: Gradients, apart: Collection[nn.Parameter]
+) -> None:
     """The second half of a micro-batch's backward. ``products`` is emptied, freeing each at once.
 
-    A weight used several times has one gradient, summed in the order of the backward.
+    Gradients are added to the totals over micro-batches; but to ``sums``, those of this
+    micro-batch, if it has several of the parameter: from several products, or in ``sums`` already,
+    or because the parameter is one of those ``apart``. So each has one sum per micro-batch, added
+    up in the order of the backward, whenever the halves are run.
     """
-    found: dict[nn.Parameter, Tensor] = {}
+    uses = Counter(p for product in products for p in (product.weight, product.bias))
     products.reverse()
     while products:
-        for parameter, gradient in products.pop().gradients():
-            if parameter in found:
-                gradient = found[parameter] + gradient
-            found[parameter] = gradient
-    return {p: gradient.to(p.dtype) for p, gradient in found.items()}  # autocast: as its cast does
+        product = products.pop()
+        for p in (product.weight, product.bias):
+            if p is None:
+                continue
+            if uses[p] > 1 or p in sums or p in apart:
+                gradient = product.gradient(p)
+                sums[p] = sums[p] + gradient if p in sums else gradient
+            elif p in totals:
+                product.add_gradient(p, totals[p])
+            else:
+                totals[p] = product.gradient(p)
 
 
 class WeightsLater(TorchFunctionMode):

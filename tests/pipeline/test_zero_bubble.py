@@ -15,7 +15,6 @@ from pipeline import stage as stage_module
 from pipeline.model import gpt2_layers, loss_of_targets, place
 from pipeline.pipe import Pipe
 from pipeline.stage import Stage
-from pipeline.zero_bubble import Product
 from tests.pipeline.pipeline_models import (
     assert_close,
     assert_same_bits,
@@ -160,7 +159,7 @@ def test_a_half_frees_what_the_other_does_not_need() -> None:
             return Save.apply(h)
 
     stage = Stage(0, nn.Sequential(nn.Linear(4, 3).double(), Keep()), torch.device("cpu"))
-    output = stage.forward(0, batch(8)[0], halves=True)
+    output = stage.forward(0, batch(8)[0])
     assert [token() is None for token in saved] == [False]
     products = stage._kept[0].graphs[0].products
     gc.disable()  # references alone must do
@@ -181,7 +180,7 @@ def test_halves_out_of_order_say_so() -> None:
     stage = Stage(0, nn.Sequential(nn.Linear(4, 3).double()), torch.device("cpu"))
     with pytest.raises(RuntimeError, match="micro-batch 0 has no weight gradients to come"):
         stage.backward_weight(0)
-    output = stage.forward(0, batch(8)[0], halves=True)
+    output = stage.forward(0, batch(8)[0])
     with pytest.raises(RuntimeError, match="no weight gradients to come on stage 0"):
         stage.backward_weight(0)
     stage.backward_input(0, [torch.ones_like(output)])
@@ -195,12 +194,12 @@ def test_an_error_in_the_second_half_ends_the_step_and_the_next_one_works(
     x, y = batch(8)
     model = tower()
 
-    def broken(_: list[Product]) -> Any:
+    def broken(*_: Any) -> Any:
         raise ZeroDivisionError("no weights today")
 
     with Pipe(cut(model)) as pipe:
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError) as caught:
-            patch.setattr(stage_module, "weight_gradients", broken)
+            patch.setattr(stage_module, "add_products", broken)
             pipe.train_step(x, y, square_error, "zb", 4)
         assert "in the backward weight of micro-batch 0 on stage" in caught.value.__notes__[0]
         assert {p.grad for p in model.parameters()} == {None}

@@ -1,0 +1,231 @@
+"""A pipeline step over GPT-2 blocks in two processes, a core each: this project's and PyTorch's.
+
+The same blocks, batch and loss as in the benchmark `pipeline`, for all:
+
+- gpipe, 1f1b, zb: this project's ProcessPipe;
+- torch gpipe, 1f1b, zb: `torch.distributed.pipelining` with the same schedules (its zero bubble is
+  ScheduleInterleavedZeroBubble with one stage per rank);
+- gradients last: ProcessPipe that computes the weights' gradients before it sends the
+  activations', as PyTorch does;
+- gloo: ProcessPipe without shared memory;
+- threads: the same lists run by `Pipe` in one process, for the reader.
+
+Nothing is updated: every step computes the same loss and gradients, and those are compared.
+
+Then the peak resident memory of a rank in a step of small micro-batches, where the gradients of a
+stage's parameters outweigh its activations: with a graph per stage, and with one per layer.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
+from benchmarks.pipeline import BATCH, BLOCKS, LENGTH, WIDTH, K, make_blocks, square_error
+from pipeline.partition import WithDevice
+from pipeline.pipe import Pipe
+from pipeline.process import ProcessPipe
+from training.launch import Settings, World, launch
+
+MICROBATCHES, ROUNDS = (4, 8), 5
+HALF = BLOCKS // K
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "gradients last, ": {"early_gradients": False},
+    "gloo, ": {"share_memory": False},
+}
+
+
+class _Bench:
+    """The contestants of one rank. Threads live on rank 0, while rank 1 waits."""
+
+    def __init__(self, world: World, cores: Sequence[int]) -> None:
+        self.world, self.cores = world, list(cores)
+        self.own = self.cores[world.rank : world.rank + 1]
+        self.x, self.y = torch.randn(2, BATCH, LENGTH, WIDTH).unbind(0)
+        self.losses: dict[str, float] = {}
+        self.gradients: dict[str, list[Tensor]] = {}
+        self._use(self.own)
+        self.pipes = {
+            name: ProcessPipe(make_blocks(), [HALF] * K, **options)
+            for name, options in VARIANTS.items()
+        }
+        self.part = make_blocks()[HALF * world.rank : HALF * (world.rank + 1)]
+        self._use(self.cores)
+        placed = [WithDevice(b, f"cpu:{i // HALF}") for i, b in enumerate(make_blocks())]
+        self.threads = Pipe(nn.Sequential(*placed), BATCH)
+
+    @staticmethod
+    def _use(cores: Sequence[int]) -> None:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+
+    def contestants(self) -> dict[str, Callable[[], None]]:
+        """Every contestant, as a step that all ranks call."""
+        turns: dict[str, Callable[[], None]] = {}
+        for m in MICROBATCHES:
+            for schedule in ("gpipe", "1f1b", "zb"):
+                name = f"{schedule}, M={m}"
+                turns[name] = self._ours("", name, schedule, m)
+                turns[f"torch {name}"] = self._torch(f"torch {name}", schedule, m)
+                turns[f"threads, {name}"] = self._threads(f"threads, {name}", schedule, m)
+            for variant in list(VARIANTS)[1:]:
+                name = f"{variant}1f1b, M={m}"
+                turns[name] = self._ours(variant, name, "1f1b", m)
+        return turns
+
+    def _note(self, name: str, loss: float, module: nn.Module) -> None:
+        dist.barrier()
+        self.losses[name] = loss
+        if name not in self.gradients:  # in the round that is not timed
+            self.gradients[name] = [p.grad.clone() for p in module.parameters()]  # type: ignore[union-attr]
+
+    def _ours(self, variant: str, name: str, schedule: str, m: int) -> Callable[[], None]:
+        pipe = self.pipes[variant]
+
+        def turn() -> None:
+            self._use(self.own)
+            pipe.module.zero_grad()
+            loss = pipe.train_step(self.x, self.y, square_error, schedule, m)
+            self._note(name, loss.item(), pipe.module)
+
+        return turn
+
+    def _threads(self, name: str, schedule: str, m: int) -> Callable[[], None]:
+        def turn() -> None:
+            if self.world.is_main:
+                self._use(self.cores)
+                self.threads.zero_grad()
+                loss = self.threads.train_step(self.x, self.y, square_error, schedule, m)
+                self._note(name, loss.item(), self.threads)
+            else:
+                dist.barrier()
+
+        return turn
+
+    def _torch(self, name: str, schedule: str, m: int) -> Callable[[], None]:
+        stage = PipelineStage(self.part, self.world.rank, K, torch.device("cpu"))
+        options: Any = {"loss_fn": square_error, "scale_grads": False}
+        build: dict[str, Callable[[], Any]] = {
+            "gpipe": lambda: ScheduleGPipe(stage, m, **options),
+            "1f1b": lambda: Schedule1F1B(stage, m, **options),
+            "zb": lambda: ScheduleInterleavedZeroBubble([stage], m, **options),
+        }
+        run = build[schedule]()
+
+        def turn() -> None:
+            self._use(self.own)
+            self.part.zero_grad()
+            losses: list[Tensor] = []
+            if self.world.is_main:
+                run.step(self.x)
+            else:
+                run.step(target=self.y, losses=losses)
+            total = torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros(())
+            dist.all_reduce(total)
+            self._note(name, total.item(), self.part)
+
+        return turn
+
+    def check(self) -> None:
+        """Raises AssertionError where a contestant's loss or gradients are not the plain ones.
+
+        The tolerance: see benchmarks/pipeline.py.
+        """
+        agree(self.losses)
+        blocks = make_blocks()
+        square_error(blocks(self.x), self.y).backward()
+        plain = [p.grad for p in blocks.parameters()]
+        own = plain[len(plain) // K * self.world.rank :][: len(plain) // K]
+        for name, gradients in self.gradients.items():
+            wanted = plain if name.startswith("threads") else own
+            for k, (got, want) in enumerate(zip(gradients, wanted, strict=True)):
+                assert want is not None
+                difference = ((got - want).abs().max() / want.abs().max()).item()
+                assert difference < 1e-3, f"{name}: gradient {k} is off by {difference:.1e}"
+
+
+def _rank(world: World, cores: Sequence[int], out: Path) -> None:
+    torch.manual_seed(1)  # the same batch on both ranks
+    bench = _Bench(world, cores)
+    seconds = alternate(bench.contestants(), ROUNDS)
+    bench.check()
+    if world.is_main:
+        torch.save(seconds, out)
+    bench.threads.close()
+    for pipe in bench.pipes.values():
+        pipe.close()
+    dist.barrier()
+
+
+def _peak_memory(_: World, by_layer: bool, out: Path) -> None:
+    """Writes the most KB that this rank ever holds in a step, model and libraries included."""
+    torch.manual_seed(1)
+    x, y = torch.randn(2, BATCH, LENGTH, WIDTH).unbind(0)
+    pipe = ProcessPipe(make_blocks(), [HALF] * K, by_layer=by_layer, early_gradients=False)
+    for _step in range(2):
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        pipe.module.zero_grad()
+        pipe.train_step(x, y, square_error, "1f1b", BATCH)
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    (out / f"{by_layer}-{pipe.rank}").write_text(status["VmHWM"].split()[0])
+    pipe.close()
+
+
+def run() -> list[Row]:
+    """Times all contestants and prints their table."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        cores = sorted(os.sched_getaffinity(0))[:K]
+        settings = Settings(world_size=K, device="cpu", cores_per_rank=1)
+        launch(_rank, settings, cores, out / "seconds.pt")
+        seconds = torch.load(out / "seconds.pt", weights_only=True)
+        peaks = {}
+        for by_layer in (False, True):
+            launch(_peak_memory, settings, by_layer, out)
+            peaks[by_layer] = [int((out / f"{by_layer}-{r}").read_text()) / 1024 for r in range(K)]
+    rows = _rows(seconds)
+    for by_layer, name in ((False, "a graph per stage"), (True, "a graph per layer")):
+        value, ratio = max(peaks[by_layer]), max(peaks[False]) / max(peaks[by_layer])
+        name = f"peak resident memory, M={BATCH}, {name}"
+        rows.append(Row(name, value, (min(peaks[by_layer]), value), "MB", ratio, "less"))
+    title = (
+        f"Pipeline step in processes, {BLOCKS} GPT-2 blocks of width {WIDTH}, batch {BATCH} x "
+        f"{LENGTH}, {K} ranks with a core each"
+    )
+    write_rows("process_pipeline", title, rows)
+    return rows
+
+
+def _rows(seconds: dict[str, list[float]]) -> list[Row]:
+    rows = []
+
+    def add(name: str, against: str, goal: float | None = None) -> None:
+        value, spread = summarize(seconds[name])
+        ratio = ratio_of(seconds[against], seconds[name])
+        rows.append(Row(name, value, spread, "s", ratio, against, goal))
+
+    for m in MICROBATCHES:
+        for schedule in ("gpipe", "1f1b", "zb"):
+            name = f"{schedule}, M={m}"
+            add(f"torch {name}", f"torch {name}")
+            add(name, f"torch {name}", 1.05)
+            add(name, f"threads, {name}")
+        for variant in list(VARIANTS)[1:]:
+            add(f"{variant}1f1b, M={m}", f"torch 1f1b, M={m}")
+        add(f"zb, M={m}", f"torch 1f1b, M={m}")
+    return rows
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,489 @@
+"""A rank per stage: what threads compute, to the bit, and what one process computes, by name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline import schedule as sched
+from pipeline.microbatch import MicroBatches
+from pipeline.model import gpt2_layers, loss_of_targets, place
+from pipeline.pipe import Pipe
+from pipeline.process import ProcessPipe
+from pipeline.schedule import Action, Kind
+from tests.pipeline.pipeline_models import (
+    Call,
+    assert_close,
+    assert_same_bits,
+    batch,
+    cut,
+    gradients,
+    square_error,
+    tower,
+)
+from tests.pipeline.test_gpt2_pipeline import gpt2, plain_loss, sentences
+from tests.ranks import Ranks
+
+NAMES = list(sched.SCHEDULES)
+TRANSPORTS = ["shared memory", "groups"]
+SIZES = {1: (6,), 2: (2, 4), 3: (1, 2, 3)}
+Found = dict[str, Any]
+
+
+def _merge(per_rank: Sequence[dict[Any, Found]]) -> dict[Any, Found]:
+    """Per case what all ranks found, by name; what several have must be the same bits."""
+    merged: dict[Any, Found] = {case: {} for case in per_rank[0]}
+    for found in per_rank:
+        for case, values in found.items():
+            for name, value in values.items():
+                before: Any = merged[case].setdefault(name, value)
+                assert (before is value is None) or torch.equal(before, value), (case, name)
+    return merged
+
+
+def _of(pipe: ProcessPipe) -> Found:
+    return {name: p.grad for name, p in pipe.named_parameters().items()}
+
+
+def _in_order(found: Found, names: Sequence[str]) -> Found:
+    assert sorted(found) == sorted(names)
+    return {name: found[name] for name in names}
+
+
+# Every schedule, number of micro-batches, cut and transport
+
+
+def _towers(rank: int, world_size: int, transport: str, ms: Sequence[int]) -> dict[Any, Found]:
+    x, y = batch(9)
+    x, y = (x if rank == 0 else x.to("meta")), y  # the others only look at the shape
+    results = {}
+    with ProcessPipe(
+        tower(), SIZES[world_size], share_memory=transport == "shared memory", timeout=20
+    ) as pipe:
+        for name in NAMES:
+            for m in ms:
+                pipe.module.zero_grad()
+                loss = pipe.train_step(x, y, square_error, name, m, scale=0.125)
+                results[name, m] = _of(pipe) | {"loss": loss}
+    return results
+
+
+def _check_towers(found: dict[Any, Found], n: int) -> None:
+    x, y = batch(9)
+    plain = tower()
+    expected = square_error(plain(x), y) * 0.125
+    expected.backward()
+    names = [*gradients(plain), "loss"]
+    for (name, m), values in found.items():
+        values = _in_order(values, names)
+        assert_close(values, gradients(plain) | {"loss": expected.detach()})
+        threads = tower()
+        with Pipe(cut(threads, SIZES[n], [f"cpu:{s}" for s in range(n)])) as pipe:
+            loss = pipe.train_step(x, y, square_error, name, m, scale=0.125)
+        assert_same_bits(values, gradients(threads) | {"loss": loss})
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_ranks_compute_what_threads_and_one_process_compute(
+    ranks: Ranks, transport: str
+) -> None:
+    """Nine examples: micro-batches of unequal sizes; a cut of unequal stages; the loss on both."""
+    _check_towers(_merge(ranks.run(_towers, transport, (1, 2, 3, 4, 5))), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_three_ranks_do_too(three_ranks: Ranks, transport: str) -> None:
+    _check_towers(_merge(three_ranks.run(_towers, transport, (1, 2, 4))), 3)
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    _check_towers(_merge([_towers(0, 1, "none", (1, 3))]), 1)
+
+
+# GPT-2: tuples, integers, tied weights, dropout, clipping, ten steps
+
+
+def _model(dropout: float) -> Any:
+    """On the meta device, as every rank has it; `_initial` gives the values."""
+    with torch.device("meta"):
+        return gpt2(dropout)
+
+
+def _initial(name: str, tensor: Tensor) -> None:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    tensor.normal_(0.0, 0.3, generator=generator)
+
+
+def _real(dropout: float) -> Any:
+    model = gpt2(dropout)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            _initial(name, p)
+    return model
+
+
+def _gpt2_pipe(dropout: float, sizes: Sequence[int], **options: Any) -> ProcessPipe:
+    model = _model(dropout)
+    layers = nn.Sequential(*gpt2_layers(model))
+    return ProcessPipe(layers, sizes, model=model, initialize=_initial, timeout=20, **options)
+
+
+def _gpt2_with_dropout(rank: int, _: int, sizes: Sequence[int]) -> dict[Any, Found]:
+    ids, labels, weights = sentences()
+    results = {}
+    with _gpt2_pipe(0.2, sizes) as pipe:
+        pipe.train()
+        for name in NAMES:
+            pipe.module.zero_grad()
+            torch.manual_seed(5)
+            losses = [
+                pipe.train_step(
+                    (ids, weights), (labels, weights), loss_of_targets, name, 4, 1 / weights.sum()
+                )
+                for _ in range(2)
+            ]
+            results[name] = _of(pipe) | {"losses": torch.stack(losses)}
+            results[name] = {k: v.clone() for k, v in results[name].items()}
+    assert torch.initial_seed() == 5
+    del rank
+    return results
+
+
+@pytest.mark.parametrize("sizes", [[1, 4], [4, 1], [1, 2, 2]])
+def test_gpt2_with_dropout_and_tied_weights_gives_the_bits_of_threads(
+    ranks: Ranks, three_ranks: Ranks, sizes: list[int]
+) -> None:
+    """Two steps, so also the seed of the second. `wte` is on two ranks, with the same gradient."""
+    world = ranks if len(sizes) == 2 else three_ranks
+    found = _merge(world.run(_gpt2_with_dropout, sizes))
+    ids, labels, weights = sentences()
+    for name in NAMES:
+        model = _real(0.2).train()
+        module, _ = place(gpt2_layers(model), sizes, [f"cpu:{s}" for s in range(len(sizes))])
+        torch.manual_seed(5)
+        with Pipe(module) as pipe:
+            losses = [
+                pipe.train_step(
+                    (ids, weights), (labels, weights), loss_of_targets, name, 4, 1 / weights.sum()
+                )
+                for _ in range(2)
+            ]
+        expected = gradients(model) | {"losses": torch.stack(losses)}
+        assert_same_bits(_in_order(found[name], list(expected)), expected)
+
+
+def _ten_steps(_: int, __: int, sizes: Sequence[int], max_norm: float) -> dict[Any, Found]:
+    ids, labels, weights = sentences()
+    with _gpt2_pipe(0.0, sizes) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        norms: list[Any] = []
+        for _step in range(10):
+            pipe.train_step(
+                (ids, weights), (labels, weights), loss_of_targets, "zb", 4, 1 / weights.sum()
+            )
+            norms.append(pipe.optimizer_step(optimizer, max_norm))
+        owned = list(pipe.owned_parameters())
+        weights_now = {name: p.detach() for name, p in pipe.named_parameters().items()}
+    only = {name: torch.ones(()) for name in owned}
+    return {"weights": weights_now | {"norms": torch.stack(norms)}, "owned": only}
+
+
+@pytest.mark.parametrize("sizes", [[2, 3], [2, 1, 2]])
+def test_ten_clipped_steps_end_where_one_process_ends(
+    ranks: Ranks, three_ranks: Ranks, sizes: list[int]
+) -> None:
+    """Clipping bites in every step, and the tied weight counts once. Adam divides by the root of a
+    gradient's square, so rounding grows where gradients are near 0: 1e-9 is ample for ten steps."""
+    world = ranks if len(sizes) == 2 else three_ranks
+    per_rank = world.run(_ten_steps, sizes, 0.5)
+    owned = [name for found in per_rank for name in found["owned"]]
+    model = _real(0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    norms = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        plain_loss(model, *sentences()).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).double())
+        optimizer.step()
+    assert min(norms) > 0.5
+    expected = {n: p.detach() for n, p in model.named_parameters()} | {"norms": torch.stack(norms)}
+    assert sorted(owned) == sorted(n for n, _ in model.named_parameters())  # each once
+    found = _in_order(_merge(per_rank)["weights"], list(expected))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def _who_holds_what(rank: int, _: int) -> tuple[list[str], list[str]]:
+    model = _model(0.0)
+    layers = nn.Sequential(*gpt2_layers(model))
+    with ProcessPipe(layers, [2, 3], model=model, initialize=_initial) as pipe:
+        for name, p in pipe.named_parameters().items():
+            expected = torch.empty(p.shape, dtype=p.dtype)
+            _initial(name, expected)
+            assert torch.equal(p.detach(), expected), name
+    real = [name for name, p in layers.named_parameters() if not p.is_meta]
+    del rank
+    return sorted({name.split(".")[0] for name in real}), sorted(pipe.named_buffers())
+
+
+def test_a_rank_gives_memory_to_its_own_stage_only(ranks: Ranks) -> None:
+    assert ranks.run(_who_holds_what) == [(["0", "1"], []), (["2", "3", "4"], [])]
+
+
+# What passes between stages
+
+
+class Fork(nn.Module):
+    """To a tuple: a part that is used, one that is not, integers, a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor) -> Any:
+        return {"h": self.used(x), "rest": (self.unused(x), (x > 0).sum(1), None, "constant")}
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3).double()
+
+    def forward(self, value: Any) -> Tensor:
+        aside, count, nothing, text = value["rest"]
+        assert aside.requires_grad and count.dtype == torch.int64
+        assert (nothing, text) == (None, "constant")
+        return self.last(value["h"]) * count[:, None]
+
+
+def _fork_and_join() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Fork(), nn.Identity(), Join())
+
+
+def _forked(_: int, __: int, transport: str) -> dict[Any, Found]:
+    x, y = batch(7)
+    share = transport == "shared memory"
+    results = {}
+    for schedule in ("1f1b", "zb"):
+        with ProcessPipe(_fork_and_join(), [1, 2], share_memory=share, timeout=20) as pipe:
+            pipe.train_step(x, y, square_error, schedule, 3)
+            results[schedule] = _of(pipe)
+    return results
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stage_hands_on_tuples_integers_and_what_nobody_needs(
+    ranks: Ranks, transport: str
+) -> None:
+    """What has no gradient in one process has none here."""
+    x, y = batch(7)
+    for found in _merge(ranks.run(_forked, transport)).values():
+        model = _fork_and_join()
+        with Pipe(cut(model, (1, 2))) as pipe:
+            pipe.train_step(x, y, square_error, "1f1b", 3)
+        expected = gradients(model)
+        assert [name for name, g in expected.items() if g is None] == [
+            "0.unused.weight", "0.unused.bias",
+        ]  # fmt: skip
+        assert_close(_in_order(found, list(expected)), expected)
+
+
+def _lengths(step: int) -> tuple[MicroBatches, MicroBatches, Tensor]:
+    """Sentences of other numbers and lengths in every step, and in each micro-batch."""
+    chooser = random.Random(step)
+    generator = torch.Generator().manual_seed(step)
+    inputs, targets, total = MicroBatches(), MicroBatches(), torch.zeros((), dtype=torch.float64)
+    for _ in range(3):
+        B, T = chooser.randint(1, 5), chooser.randint(2, 12)
+        ids = torch.randint(40, (B, T + 1), generator=generator)
+        weights = torch.rand(B, T, generator=generator, dtype=torch.float64)
+        inputs.append((ids[:, :-1], weights))
+        targets.append((ids[:, 1:], weights))
+        total += weights.sum()
+    return inputs, targets, total
+
+
+def _many_lengths(_: int, __: int) -> tuple[int, dict[Any, Found]]:
+    results = {}
+    with _gpt2_pipe(0.0, [2, 3]) as pipe:
+        for step in range(12):
+            inputs, targets, total = _lengths(step)
+            pipe.train_step(inputs, targets, loss_of_targets, "1f1b", scale=1 / total)
+        results["all"] = _of(pipe)
+        return pipe._analysis.dry_forwards, results
+
+
+def test_other_lengths_in_every_step(ranks: Ranks) -> None:
+    """36 micro-batches of about 30 shapes; the dry forward is run for the first and twice more."""
+    answers = ranks.run(_many_lengths)
+    assert max(runs for runs, _ in answers) <= 4
+    model = _real(0.0)
+    for step in range(12):
+        inputs, targets, total = _lengths(step)
+        for (ids, weights), (labels, _) in zip(inputs, targets, strict=True):
+            (plain_loss(model, ids, labels, weights) * weights.sum() / total).backward()
+    found = _merge([results for _, results in answers])["all"]
+    assert_close(_in_order(found, list(gradients(model))), gradients(model))
+
+
+# Evaluation
+
+
+def _evaluated(_: int, __: int) -> list[Any]:
+    x, y = batch(9)
+    layers = nn.Sequential(*tower(), nn.Dropout(0.5))
+    with ProcessPipe(layers, [2, 5], timeout=20) as pipe:
+        loss, output = pipe.eval(x, y, square_error, 4, scale=0.5)
+        nothing, same = pipe.eval(x, num_microbatches=20)
+        assert nothing is None and (same is None) == (output is None)
+        assert all(layer.training for layer in layers)
+        assert {p.grad for p in pipe.parameters()} == {None}
+        for _step in range(5):  # the first rank runs ahead of the last, as far as it is let
+            pipe.eval(x, y, square_error, 9)
+        return [loss, output, same]
+
+
+def test_evaluation_gives_loss_and_output(ranks: Ranks) -> None:
+    x, y = batch(9)
+    with torch.no_grad():
+        output = tower()(x)
+    first, last = ranks.run(_evaluated)
+    assert first[1:] == [None, None]
+    for found in (last[1], last[2]):
+        assert_close({"output": found}, {"output": output})
+    for found in (first[0], last[0]):
+        assert_close({"loss": found}, {"loss": square_error(output, y) * 0.5})
+
+
+# Order
+
+
+def _recorded(rank: int, _: int, early: bool) -> list[str]:
+    x, y = batch(8)
+    events: list[tuple[str, int, int, float, float]] = []
+    with ProcessPipe(
+        tower(), [2, 4], recorder=lambda *event: events.append(event), early_gradients=early,
+        timeout=20,
+    ) as pipe:  # fmt: skip
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.train_step(x, y, square_error, "1f1b", 3)
+        pipe.optimizer_step(optimizer)
+        assert pipe.peak_alive == [2, 1][rank]
+    assert {event[1] for event in events} == {rank}
+    times = [t for event in events for t in event[3:]]
+    assert times == sorted(times)
+    return [f"{kind} {i}" for kind, _, i, _, _ in events]
+
+
+def test_the_recorder_sees_what_a_rank_did_and_gradients_leave_before_weights_are_done(
+    ranks: Ranks,
+) -> None:
+    first = [
+        "F 0", "send 0", "F 1", "send 1", "receive 0", "B 0", "F 2", "send 2",
+        "receive 1", "B 1", "receive 2", "B 2", "receive -1", "optimizer -1",
+    ]  # fmt: skip
+    assert ranks.run(_recorded, True) == [
+        first,
+        [
+            "receive 0", "F 0", "I 0", "send 0", "W 0", "receive 1", "F 1", "I 1", "send 1", "W 1",
+            "receive 2", "F 2", "I 2", "send 2", "W 2", "send -1", "optimizer -1",
+        ],
+    ]  # fmt: skip
+    assert ranks.run(_recorded, False) == [
+        first,
+        [
+            "receive 0", "F 0", "B 0", "send 0", "receive 1", "F 1", "B 1", "send 1",
+            "receive 2", "F 2", "B 2", "send 2", "send -1", "optimizer -1",
+        ],
+    ]  # fmt: skip
+
+
+def _random_schedule(n: int, m: int, seed: int) -> sched.Schedule:
+    """Any order that can run: also other orders of micro-batches on every stage."""
+    chooser = random.Random(seed)
+    while True:
+        plan = []
+        for s in range(n):
+            order = chooser.sample(range(m), m) if chooser.random() < 0.5 else list(range(m))
+            actions = [Action(Kind.FORWARD, s, i) for i in order]
+            for i in order if chooser.random() < 0.7 else chooser.sample(order, m):
+                after = actions.index(Action(Kind.FORWARD, s, i)) + 1
+                place_at = chooser.randint(after, len(actions))
+                actions.insert(place_at, Action(Kind.BACKWARD, s, i))
+            plan.append(actions)
+        try:
+            sched.validate(plan, m)
+        except ValueError:
+            continue
+        return plan
+
+
+def _random_schedules(_: int, world_size: int, transport: str) -> list[Found]:
+    x, y = batch(10)
+    results = []
+    share = transport == "shared memory"
+    with ProcessPipe(tower(), SIZES[world_size], share_memory=share, timeout=20) as pipe:
+        for seed in range(40):
+            pipe.module.zero_grad()
+            schedule = partial(_random_schedule, seed=seed)
+            pipe.train_step(x, y, square_error, schedule, seed % 5 + 1)
+            results.append(_of(pipe))
+    return results
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_random_schedules_never_wait_for_each_other_in_a_circle(
+    ranks: Ranks, three_ranks: Ranks, transport: str
+) -> None:
+    x, y = batch(10)
+    plain = tower()
+    square_error(plain(x), y).backward()
+    for world in (ranks, three_ranks):
+        per_rank = world.run(_random_schedules, transport)
+        for step in zip(*per_rank, strict=True):
+            found = {name: g for values in step for name, g in values.items()}
+            assert_close(_in_order(found, list(gradients(plain))), gradients(plain))
+
+
+def test_most_random_schedules_are_none_of_the_known_ones() -> None:
+    """Else the test above would say little."""
+    plans = [_random_schedule(3, 4, seed) for seed in range(40)]
+    known = [build(3, 4) for build in sched.SCHEDULES.values()]
+    assert sum(plan in known for plan in plans) <= 4
+    orders = [[a.microbatch for a in plan[0] if a.kind is Kind.FORWARD] for plan in plans]
+    assert sum(order != sorted(order) for order in orders) >= 5
+
+
+def _kinds_of_layers() -> nn.Sequential:
+    """In place, without parameters, with buffers."""
+    torch.manual_seed(1)
+    layers = (
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True), Call(torch.sin),
+        nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3),
+    )  # fmt: skip
+    return nn.Sequential(*layers).double()
+
+
+def _odd_layers(_: int, __: int) -> dict[Any, Found]:
+    x, y = batch(8)
+    with ProcessPipe(_kinds_of_layers(), [2, 5], timeout=20) as pipe:
+        pipe.train_step(x, y, square_error, "gpipe", 2)
+        return {"all": _of(pipe) | pipe.named_buffers()}
+
+
+def test_layers_that_write_in_place_and_buffers(ranks: Ranks) -> None:
+    """The dry forward changes no running mean; a graph per layer allows writing in place."""
+    x, y = batch(8)
+    plain = _kinds_of_layers()
+    for part, target in zip(x.split(4), y.split(4), strict=True):
+        square_error(plain(part), target).backward()
+    expected = gradients(plain) | dict(plain.named_buffers())
+    found = _merge(ranks.run(_odd_layers))["all"]
+    assert_close(_in_order(found, list(expected)), expected)
