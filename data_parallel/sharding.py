@@ -50,6 +50,8 @@ class Unit:
 
     Attributes:
         layers: the layers that use it, in order.
+        dtype: of the parameters as they are trained, and of their gradients.
+        compute_dtype: as they are gathered, and as the layers see them.
         numel, shard_numel: elements with all gaps, of the whole and of a shard.
         gaps: the stretches that belong to no parameter. They must stay zero.
     """
@@ -60,12 +62,16 @@ class Unit:
         layers: tuple[int, ...],
         parameters: Sequence[tuple[str, nn.Parameter]],
         world_size: int,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.index = index
         self.layers = layers
         first = parameters[0][1]
         self.dtype, self.trainable = first.dtype, first.requires_grad
-        step = max(1, _ALIGNMENT // self.dtype.itemsize)
+        self.compute_dtype = self.dtype
+        if compute_dtype is not None and self.dtype.is_floating_point:
+            self.compute_dtype = compute_dtype
+        step = max(1, _ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize))
         self.entries: list[Entry] = []
         self.gaps: list[slice] = []
         end = 0
@@ -79,7 +85,12 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole unit."""
+        """Of the whole unit as it is gathered."""
+        return self.numel * self.compute_dtype.itemsize
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Of the gradients of the whole unit."""
         return self.numel * self.dtype.itemsize
 
     def part(self, rank: int) -> slice:
@@ -117,7 +128,10 @@ class Place(NamedTuple):
 
 
 def plan(
-    layers: Sequence[nn.Module], names: Mapping[nn.Parameter, str] | None, world_size: int
+    layers: Sequence[nn.Module],
+    names: Mapping[nn.Parameter, str] | None,
+    world_size: int,
+    compute_dtype: torch.dtype | None = None,
 ) -> tuple[list[Unit], list[list[Place]]]:
     """The units of the layers, ordered by the layer that first uses them, and each layer's places.
 
@@ -146,7 +160,8 @@ def plan(
     units, where = [], {}
     for index, group in enumerate(groups.values()):
         layers_of = tuple(users[group[0]])
-        units.append(Unit(index, layers_of, [(names[p], p) for p in group], world_size))
+        named = [(names[p], p) for p in group]
+        units.append(Unit(index, layers_of, named, world_size, compute_dtype))
         where.update({p: (index, i) for i, p in enumerate(group)})
     places: list[list[Place]] = [[] for _ in layers]
     for p, layer, module, key in found:

@@ -23,6 +23,7 @@ class ShardedUnit(Gathered):
 
     Attributes:
         shard: flat; what the optimizer trains.
+        published: the same in the type in which it is gathered; where that is its own, itself.
         kept: with zero 1 and 2, memory for the whole parameters.
         gradient: of the shard, summed over all ranks once settled.
         has_gradient: there was a backward since the last optimizer step.
@@ -34,7 +35,10 @@ class ShardedUnit(Gathered):
     def __init__(self, unit: Unit, exchange: Exchange, zero: int) -> None:
         super().__init__(unit)
         storage = exchange.storage(unit, whole=zero < 3)
-        shard = storage if zero == 3 else storage[unit.part(exchange.rank)]
+        self.published = storage if zero == 3 else storage[unit.part(exchange.rank)]
+        shard = self.published
+        if unit.compute_dtype != unit.dtype:
+            shard = torch.zeros_like(shard, dtype=unit.dtype)
         self.shard = nn.Parameter(shard, unit.trainable)
         self.kept = storage if zero < 3 else None
         self.gradient: Tensor | None = None
@@ -42,6 +46,18 @@ class ShardedUnit(Gathered):
         self.accumulated: Buffer | None = None
         self.buffer: Buffer | None = None
         self.arriving: Finish | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the parameters that are held all the time."""
+        published = self.published if self.kept is None else self.kept
+        apart = self.unit.compute_dtype != self.unit.dtype
+        return published.nbytes + (self.shard.nbytes if apart else 0)
+
+    def publish(self) -> None:
+        """Makes a changed shard what other ranks will gather."""
+        if self.unit.compute_dtype != self.unit.dtype:
+            self.published.copy_(self.shard.data)
 
 
 class Parameters:
@@ -65,7 +81,7 @@ class Parameters:
                 continue
             if u.kept is None:
                 u.buffer = self.exchange.buffers.take(u.unit.nbytes)
-            u.arriving = self.exchange.start_gather(u.unit, u.shard.data, self._memory(u))
+            u.arriving = self.exchange.start_gather(u.unit, u.published, self._memory(u))
         self._count()
 
     def finish(self, units: Iterable[ShardedUnit]) -> None:
@@ -93,13 +109,14 @@ class Parameters:
         self.free(self.units)
         for u in self.units:
             if u.unit.trainable or frozen:
+                u.publish()
                 u.whole = None
 
     def _memory(self, u: ShardedUnit) -> Tensor:
         if u.kept is not None:
             return u.kept
         assert u.buffer is not None
-        return u.buffer.view(u.unit.numel, u.unit.dtype)
+        return u.buffer.view(u.unit.numel, u.unit.compute_dtype)
 
     def _count(self) -> None:
         lent = [u.unit for u in self.units if u.buffer is not None]
@@ -143,10 +160,11 @@ class Gradients:
             return
         reductions = []
         for u in units:
-            if u in free and u.buffer is not None:
+            same = u.unit.compute_dtype == u.unit.dtype
+            if same and u in free and u.buffer is not None:
                 buffer = self.parameters.take_buffer(u)
             else:
-                buffer = self.exchange.buffers.take(u.unit.nbytes)
+                buffer = self.exchange.buffers.take(u.unit.gradient_nbytes)
             _fill(u.unit, buffer.view(u.unit.numel, u.unit.dtype), found.get(u.unit.index, ()))
             if u.gradient is None:
                 u.gradient = torch.empty_like(u.shard)
@@ -174,7 +192,7 @@ class Gradients:
                 "may follow before optimizer_step; give last=False to all but the last"
             )
         if u.accumulated is None:
-            u.accumulated = self.exchange.buffers.keep(u.unit.nbytes)
+            u.accumulated = self.exchange.buffers.keep(u.unit.gradient_nbytes)
             whole = u.accumulated.view(u.unit.numel, u.unit.dtype)
             u.gradient = whole[u.unit.part(self.exchange.rank)]
         whole = u.accumulated.view(u.unit.numel, u.unit.dtype)

@@ -106,7 +106,7 @@ def boolean(text: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the defaults, and keeps the line breaks of the description."""
 
 
@@ -123,7 +123,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser_for(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that every program has."""
-    parser = _Parser(description=description, formatter_class=_Help, allow_abbrev=False)
+    parser = _Parser(description=description, formatter_class=Help, allow_abbrev=False)
     data = parser.add_argument_group("data")
     data.add_argument(
         "--dataset", default="builtin",
@@ -267,23 +267,22 @@ def check_batch(args: argparse.Namespace) -> None:
         )
 
 
-def check_ranks(args: argparse.Namespace) -> None:
-    """Raises UserError where the ranks cannot be started as the options say."""
-    started = torchrun_world_size()
-    if started is not None and started != args.world_size:
-        raise UserError(
-            f"--world_size {args.world_size}: torchrun started {started} ranks; leave it out"
-        )
+def check_ranks(args: argparse.Namespace, ranks: str, cores_each: str) -> None:
+    """Raises UserError where the ranks cannot be started as the options say; `ranks` and
+    `cores_each` name those for their number and for the cores of each."""
+    started, given = torchrun_world_size(), getattr(args, ranks)
+    if started is not None and started != given:
+        raise UserError(f"--{ranks} {given}: torchrun started {started} ranks; leave it out")
     if started is not None and args.master_port is not None:
         raise UserError(
             f"--master_port {args.master_port}: torchrun decides where its ranks meet; leave it "
             f"out, or start torchrun with --master-port {args.master_port}"
         )
-    cores = len(core_slice(0, 1))
-    if cores and (args.cores_per_rank or 0) > cores:
+    there, wanted = len(core_slice(0, 1)), getattr(args, cores_each)
+    if there and (wanted or 0) > there:
         raise UserError(
-            f"--cores_per_rank {args.cores_per_rank}: {cores} cores may be used here; "
-            f"--cores_per_rank {cores} or less works"
+            f"--{cores_each} {wanted}: {there} cores may be used here; "
+            f"--{cores_each} {there} or less works"
         )
 
 

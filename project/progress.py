@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,18 +90,16 @@ def find_resume(args: argparse.Namespace) -> Resume:
     checkpoint, refused = newest(folder)
     if checkpoint is None and refused:
         raise UserError(
-            f"--resume: no checkpoint in {folder} is whole ({'; '.join(refused)}); a run without "
-            "--resume starts from the beginning"
+            f"--resume: no checkpoint in {folder} is whole ({'; '.join(refused.values())}); a run "
+            "without --resume starts from the beginning"
         )
-    notes = [f"Not used, {line}" for line in refused]
+    notes = [f"Not used, {line}" for line in refused.values()]
     if checkpoint is None:
         return Resume(None, (), (f"--resume: {folder} has no checkpoint; from the beginning.",))
     _check_options(args, checkpoint)
     at = checkpoint.state["position"]
     notes.append(f"From {checkpoint.folder}: epoch {at['epoch']}, {at['step']} steps done.")
-    return Resume(
-        checkpoint, tuple(Path(line.split(": ")[0]).name for line in refused), tuple(notes)
-    )
+    return Resume(checkpoint, tuple(refused), tuple(notes))
 
 
 def _check_options(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
@@ -112,8 +109,7 @@ def _check_options(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
     for option, value in plain({**vars(args), "model": model}).items():
         if option in MAY_CHANGE or option not in was or value in (was[option], meant[option]):
             continue
-        now = f"--{option} {value}" if value is not None else f"no --{option}"
-        then = f"--{option} {meant[option]}"
+        now, then = _spelt(option, value), _spelt(option, meant[option])
         raise UserError(
             f"{now} with --resume: {name} was made with {then}; {then} goes on from it, "
             "another --workdir starts anew"
@@ -129,6 +125,13 @@ def _check_options(args: argparse.Namespace, checkpoint: Checkpoint) -> None:
             f"--n_epochs {args.n_epochs} with --resume: {name} has a learning rate that falls over "
             f"{was['n_epochs']} epochs; --n_epochs {was['n_epochs']} goes on from it"
         )
+
+
+def _spelt(option: str, value: Any) -> str:
+    """An option as a person gives it."""
+    if value is None and option not in ("n_train", "n_validation", "n_test"):
+        return f"no --{option}"
+    return f"--{option} {'all' if value is None else value}"
 
 
 def check_texts(texts: Texts, resume: Resume) -> None:

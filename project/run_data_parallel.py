@@ -201,7 +201,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             "--gradient_sync overlap has buckets"
         )
     args.bucket_mb = args.bucket_mb or BUCKET_MB
-    check_ranks(args)
+    check_ranks(args, "world_size", "cores_per_rank")
     check_batch(args)
     check_model(args)
     claim_folders(args)

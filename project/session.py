@@ -262,9 +262,13 @@ class Session:
                 f"Results, translations and tokenizer are in {self.args.workdir}/; "
                 f"loss and BLEU are drawn in {picture}."
             )
-            if self.args.export is not None:
-                export(self.args.export, self.translator or self.model, self.tokenizer)
-                self.say(f"Model and tokenizer, for transformers, are in {self.args.export}/.")
+            self.export_model()
+
+    def export_model(self) -> None:
+        """Writes the model for transformers, if it is asked for."""
+        if self.args.export is not None:
+            export(self.args.export, self.translator or self.model, self.tokenizer)
+            self.say(f"Model and tokenizer, for transformers, are in {self.args.export}/.")
 
     def describe(self) -> str:
         """What is trained, on what, and how, in two lines."""

@@ -30,6 +30,7 @@ from project.checkpoints import find
 from project.options import (
     PRECISIONS,
     check_model,
+    check_ranks,
     claim_folders,
     count,
     fraction,
@@ -163,10 +164,7 @@ def _check_workers(args: argparse.Namespace) -> None:
     started, given = torchrun_world_size(), args.num_workers
     args.num_workers = given or started or (1 if args.strategy == "single" else 2)
     args.world_size = args.num_workers  # what the other programs call it
-    if started is not None and started != args.num_workers:
-        raise UserError(
-            f"--num_workers {args.num_workers}: torchrun started {started} ranks; leave it out"
-        )
+    check_ranks(args, "num_workers", "cores_per_worker")
     if args.strategy == "single" and args.num_workers > 1:
         raise UserError(f"single --num_workers {args.num_workers}: it is one; ddp takes several")
     if args.strategy in DATA_PARALLEL:

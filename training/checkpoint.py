@@ -74,15 +74,15 @@ class Checkpoint:
         return (self.folder / file).read_bytes()
 
 
-def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint in `folder` that is whole, or None where there is none; and why each
-    newer one is refused, a line each."""
-    refused: list[str] = []
+def newest(folder: Path) -> tuple[Checkpoint | None, dict[str, str]]:
+    """The newest checkpoint in `folder` that is whole, or None where there is none; and by name why
+    each newer one is refused."""
+    refused: dict[str, str] = {}
     for name in reversed(names(folder)):
         try:
             return Checkpoint(folder / name), refused
         except CheckpointError as error:
-            refused.append(str(error))
+            refused[name] = str(error)
     return None, refused
 
 

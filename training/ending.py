@@ -93,19 +93,22 @@ class ctrl_c_ends:  # noqa: N801
 
     def __enter__(self) -> None:
         self.before = None
+        self.late: list[threading.Timer] = []
         on_main = threading.current_thread() is threading.main_thread()
         if on_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self.before = signal.signal(signal.SIGINT, self._end)
 
-    @staticmethod
-    def _end(number: int, _: object) -> NoReturn:
+    def _end(self, number: int, _: object) -> NoReturn:
         # An exception may come to nothing: in a destructor or callback Python only prints it.
         late = threading.Timer(_SAY, os._exit, (128 + number,))
         late.daemon = True
         late.start()
+        self.late.append(late)
         raise Interrupted(128 + number)
 
     def __exit__(self, *_: object) -> None:
+        for late in self.late:
+            late.cancel()
         if self.before is not None:
             signal.signal(signal.SIGINT, self.before)
 
@@ -205,14 +208,16 @@ def until_orphaned(parent: int) -> None:
         time.sleep(POLL)
 
 
-def look_for_torchrun() -> None:
-    """Raises where torchrun, at whose address ranks meet, has gone. The store's client would go on
-    trying until its time-out."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        try:
-            socket.create_connection(address, timeout=_SAY).close()
-        except ConnectionRefusedError:
-            raise
-        except OSError:  # slow, or a name that is not found: that is for the store to say
-            return
+def look_for_torchrun() -> tuple[str, int] | None:
+    """The address at which torchrun keeps the ranks' meeting point; None if it keeps none. Raises
+    where torchrun has gone: the store's client would go on trying until its time-out."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(address, timeout=_SAY).close()
+    except ConnectionRefusedError:
+        raise
+    except OSError:  # slow, or a name that is not found: that is for the store to say
+        pass
+    return address

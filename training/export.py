@@ -13,10 +13,12 @@ import os
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from training.checkpoint import sync_folder
 from training.launch import UserError
+from training.pieces import SaveError
 
 
 def check_export(folder: Path) -> None:
@@ -36,8 +38,9 @@ def export(folder: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerF
     """Writes the model and its tokenizer.
 
     Raises:
-        OSError: they cannot be written. What was there before is still there.
+        SaveError: they cannot be written. What was there before still is.
     """
+    folder = folder.resolve()
     aside, old = (folder.with_name(f".{folder.name}.{what}") for what in ("part", "old"))
     for path in (aside, old):
         shutil.rmtree(path, ignore_errors=True)
@@ -55,6 +58,10 @@ def export(folder: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerF
             folder.rename(old)
         aside.rename(folder)
         sync_folder(folder.parent)
+    except (OSError, SafetensorError) as error:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise SaveError(f"--export {folder}: cannot be written ({error})") from error
     finally:
         for path in (aside, old):
             shutil.rmtree(path, ignore_errors=True)

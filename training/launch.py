@@ -243,25 +243,42 @@ def _send(pipe: Connection, work: bytes) -> None:
 def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence[Any]) -> None:
     parent = os.getppid()
     end_with_parent(lambda: until_orphaned(parent))
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # torchrun passes Ctrl-C on; gloo would not hear it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun passes Ctrl-C on: gloo is deaf to it
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     local_size, world_size = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     try:
         device = choose_device(settings.device, local_rank, local_size)
         _claim(device, local_rank, local_size, settings.cores_per_rank)
+        limit = timedelta(seconds=settings.timeout)
+        store = None  # torch finds it
         if local_size == world_size:
             _stay_on_loopback()
-        look_for_torchrun()
+            store = _attempts_store(world_size, limit)
         backend = choose_backend(settings.device, local_size)
-        dist.init_process_group(backend, timeout=timedelta(seconds=settings.timeout))
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit
+        )
         main(World(rank, world_size, local_rank, device), *args)
         _finish(device)
     except (UserError, RunError):
         raise
     except BaseException as error:
         leave_torchrun(rank, error)
+
+
+def _attempts_store(world_size: int, limit: timedelta) -> Any:
+    """The meeting point of one of torchrun's attempts; None where torchrun does not keep it. It
+    keeps one for all attempts, and nobody clears it: ranks that are started again could find the
+    addresses of those before them there, and end because nobody answers.
+
+    (Of the ranks on several machines nobody knows which attempt all are at: they use it as it is.)
+    """
+    address = look_for_torchrun()
+    if address is None:
+        return None
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    store = dist.TCPStore(*address, world_size, False, limit)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
 
 
 def _finish(device: torch.device) -> None:

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 from training.data import Batch
@@ -38,6 +39,7 @@ PRESETS = {
     "gpt2-large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
     "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
 }
+TOKENIZERS = ("tokenizer.json", "vocab.json")  # files, one of which a tokenizer has
 VOCAB_MULTIPLE = 64  # matrix units prefer it
 
 
@@ -124,8 +126,8 @@ def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
 
 def check_pretrained(name: str, max_length: int) -> None:
     """Raises UserError unless `name`, a local folder or one on the hub, is of a GPT-2 with at
-    least max_length positions. (transformers itself loads whatever it is given, and fills what
-    does not fit with random weights.)"""
+    least max_length positions and a tokenizer of its own. (transformers itself loads whatever it is
+    given, and fills what does not fit with random weights.)"""
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:
@@ -137,6 +139,51 @@ def check_pretrained(name: str, max_length: int) -> None:
             f"--model_max_length {max_length} --model {name}: the model has {config.n_positions} "
             f"positions; --model_max_length {config.n_positions} works"
         )
+    _check_weights(name, config)
+    _check_tokenizer(name, config)
+
+
+def _check_weights(name: str, config: GPT2Config) -> None:
+    """Looks at the headers of a folder's files: whether the token embedding is there, whole."""
+    found = None
+    for path in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (it is no dictionary)
+                    if key.removeprefix("transformer.") == "wte.weight":
+                        found = file.get_slice(key).get_shape()
+        except (SafetensorError, OSError) as error:
+            raise _no_weights(name, f"{path.name}: {error}") from error
+    wanted = [config.vocab_size, config.n_embd]
+    if any(Path(name).glob("*.safetensors")) and found != wanted:
+        raise _no_weights(name, f"wte.weight is {found or 'missing'}, config.json says {wanted}")
+
+
+def _check_tokenizer(name: str, config: GPT2Config) -> None:
+    """A smaller tokenizer may fit, its embedding rounded up; a larger one is of another model. Our
+    own special tokens come on top, with new rows."""
+    tokens = 0
+    # Where there is no file, transformers makes a tokenizer that knows no words.
+    if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in TOKENIZERS):
+        try:
+            tokens = len(AutoTokenizer.from_pretrained(name))
+        except Exception as error:
+            raise _no_tokenizer(
+                name, f"it cannot be read: {type(error).__name__} {error}"
+            ) from error
+    if not tokens:
+        raise _no_tokenizer(name, f"there is no {' or '.join(TOKENIZERS)}")
+    if tokens > config.vocab_size:
+        raise _no_tokenizer(
+            name, f"it has {tokens:,} tokens, and the embedding {config.vocab_size:,} rows"
+        )
+
+
+def _no_tokenizer(name: str, reason: str) -> UserError:
+    return UserError(
+        f"--model {name}: no tokenizer that fits comes with it ({' '.join(reason.split())[:160]}); "
+        "save the one of these weights there, as --export does"
+    )
 
 
 def _no_weights(name: str, reason: object) -> UserError:

@@ -8,6 +8,7 @@ its traceback printed once; and no process, port, shared memory or temporary fil
     python -m tests.chaos                              everything once: some minutes
     python -m tests.chaos --rounds 10 --only kill --only stop
     python -m tests.chaos --program torchrun --seed 7
+    python -m tests.chaos --only restart --rounds 5    killed again and again, equal in the end
     python -m tests.chaos --list                       what there is
 
 An attempt whose run was over before it was struck is counted as missed, and not as tried. The
@@ -22,9 +23,13 @@ import time
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from tests.chaos.attempt import PHASES, Attempt, draw, make
+from tests.chaos import restart
+from tests.chaos.attempt import PHASES, Attempt, draw
 from tests.chaos.kinds import KINDS, Kind
 from tests.chaos.programs import PROGRAMS, Program
+from tests.chaos.restart import Restart
+
+RESTART = "restart"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -36,7 +41,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--rounds", type=int, default=1, help="attempts of each kind on each program (default 1)")
     add("--seed", type=int, default=0, help="of moments and victims (default 0)")
-    names, programs = [kind.name for kind in KINDS], [program.name for program in PROGRAMS]
+    names, programs = (
+        [*(kind.name for kind in KINDS), RESTART],
+        [program.name for program in PROGRAMS],
+    )
     add("--only", action="append", metavar="KIND", choices=names, help="may be given repeatedly")
     add("--program", action="append", choices=programs, help="may be given repeatedly")
     add("--phase", choices=PHASES, help="strike only then")
@@ -44,16 +52,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def plan(args: argparse.Namespace) -> Iterator[Attempt]:
+def plan(args: argparse.Namespace) -> Iterator[Attempt | Restart]:
     """The attempts, round by round."""
+    programs = [p for p in PROGRAMS if args.program is None or p.name in args.program]
     for round_ in range(args.rounds):
-        for kind in KINDS:
-            for program in PROGRAMS:
-                wanted = (args.only is None or kind.name in args.only) and (
-                    args.program is None or program.name in args.program
-                )
-                if wanted and program.launcher in kind.ends:
-                    random = Random(f"{args.seed} {round_} {kind.name} {program.name}")
+        for kind in (*KINDS, None):
+            name = RESTART if kind is None else kind.name
+            for program in programs:
+                random = Random(f"{args.seed} {round_} {name} {program.name}")
+                if args.only is not None and name not in args.only:
+                    continue
+                if kind is None:
+                    if program.restarts:
+                        yield Restart(program, random)
+                elif program.launcher in kind.ends:
                     yield draw(program, kind, random, args.phase if kind.at_any_time else None)
 
 
@@ -92,6 +104,7 @@ def show_list(kinds: Sequence[Kind], programs: Sequence[Program]) -> str:
     """What `--list` prints."""
     lines = [f"{kind.name:16}{kind.what}: {', '.join(kind.ends)}" for kind in kinds]
     lines += [f"{p.name:16}{p.launcher}: {' '.join(p.arguments)}" for p in programs]
+    lines.insert(len(kinds), f"{RESTART:16}kill -9 of ranks that torchrun starts again: torchrun")
     return "\n".join(lines)
 
 
@@ -102,9 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(show_list(KINDS, PROGRAMS))
         return 0
     todo = list(plan(args))
-    start, done = time.monotonic(), []
+    start = time.monotonic()
+    done: list[Attempt | Restart] = []
     for i, attempt in enumerate(todo, 1):
-        make(attempt)
+        attempt.make()
         done.append(attempt)
         print(f"{i:>4}/{len(todo)}  {'' if attempt.fine else 'WRONG  '}{attempt}", flush=True)
         for line in (*attempt.wrong, *(f"left: {what}" for what in attempt.left)):
@@ -113,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(
                 "           | " + attempt.said.strip().replace("\n", "\n           | "), flush=True
             )
-    print(f"\n{tally(done)}")
+    print(f"\n{tally([a for a in done if isinstance(a, Attempt)])}")
+    if restarts := [a for a in done if isinstance(a, Restart)]:
+        print(restart.tally(restarts))
     bad = sum(not attempt.fine for attempt in done)
     minutes = (time.monotonic() - start) / 60
     print(f"\n{len(done)} attempts in {minutes:.1f} minutes, {bad} with violations")

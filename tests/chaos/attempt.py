@@ -16,7 +16,7 @@ from tests.chaos.run import Run, scratch, until
 STARTING, TRAINING, ENDING = PHASES = ("starting", "training", "ending")
 START = 120.0  # seconds that a program may take to begin with training
 TIMEOUT, STOPPED_TIMEOUT = 60.0, 8.0  # --timeout; the second where it is waited for
-RESULTS = "*results_epoch0.json"
+CHECKPOINT = "checkpoints/[0-9]*"  # that there is one shows that an epoch is done
 
 
 @dataclass
@@ -34,6 +34,31 @@ class Attempt:
     wrong: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     said: str = ""
+
+    def make(self) -> None:
+        """Does it, and fills in what came of it."""
+        program, kind = self.program, self.kind
+        timeout = STOPPED_TIMEOUT if kind.waits else TIMEOUT
+        with scratch() as name:
+            folder = Path(name)
+            workdir = folder / "work"
+            epochs = 1 if self.phase == ENDING else 1_000_000
+            command = program.command(str(workdir), epochs, timeout)
+            with Run(command, folder, program.launcher, kind.failure) as run:
+                if not until(lambda: _in_phase(run, self.phase, workdir), START):
+                    self.wrong.append(f"it did not come to {self.phase} in {START:.0f} s")
+                else:
+                    time.sleep(self.delay)
+                    run.look()
+                    _strike(run, self)
+                    limit = kind.seconds + (timeout if kind.waits else 0.0)
+                    self.seconds = run.wait(limit)
+                    if self.seconds is None:
+                        self.wrong.append(f"still there after {limit:.0f} s")
+                self.said = run.said()
+                self.status = run.process.poll()
+                self.left = run.leftovers()
+                _judge(run, self)
 
     @property
     def fine(self) -> bool:
@@ -59,39 +84,12 @@ def draw(program: Program, kind: Kind, random: Random, phase: str | None = None)
     return Attempt(program, kind, phase, random.uniform(0, longest), random.randrange(2))
 
 
-def make(attempt: Attempt) -> Attempt:
-    """Does it, and fills in what came of it."""
-    program, kind = attempt.program, attempt.kind
-    timeout = STOPPED_TIMEOUT if kind.waits else TIMEOUT
-    with scratch() as name:
-        folder = Path(name)
-        workdir = folder / "work"
-        epochs = 1 if attempt.phase == ENDING else 1_000_000
-        command = program.command(str(workdir), epochs, timeout)
-        with Run(command, folder, program.launcher, kind.failure) as run:
-            if not until(lambda: _in_phase(run, attempt.phase, workdir), START):
-                attempt.wrong.append(f"it did not come to {attempt.phase} in {START:.0f} s")
-            else:
-                time.sleep(attempt.delay)
-                run.look()
-                _strike(run, attempt)
-                limit = kind.seconds + (timeout if kind.waits else 0.0)
-                attempt.seconds = run.wait(limit)
-                if attempt.seconds is None:
-                    attempt.wrong.append(f"still there after {limit:.0f} s")
-            attempt.said = run.said()
-            attempt.status = run.process.poll()
-            attempt.left = run.leftovers()
-            _judge(run, attempt)
-    return attempt
-
-
 def _in_phase(run: Run, phase: str, workdir: Path) -> bool:
     if run.process.poll() is not None:
         return True  # it has ended by itself: that will be seen
     if phase == STARTING:
         return bool(run.ranks())
-    return any(workdir.glob(RESULTS))
+    return any(workdir.glob(CHECKPOINT))
 
 
 def _strike(run: Run, attempt: Attempt) -> None:

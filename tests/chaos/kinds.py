@@ -27,7 +27,7 @@ class End:
     statuses: any of these; None for whatever is not 0.
     named: True, the rank that was struck is named as the one that failed; False, some rank is;
         None, none is.
-    words: what must be read exactly once.
+    words: what must be read exactly once, {rank} being the one that was struck.
     tracebacks: how many; None where that is not ours to say.
     """
 
@@ -120,14 +120,14 @@ KINDS = (
         "kill", "kill -9 of a rank", _to_rank(signal.SIGKILL),
         {
             OWN: End((1,), True, ("It was ended by SIGKILL.",)),
-            TORCHRUN: End((1,), None, ("Signal 9 (SIGKILL)",), 1),
+            TORCHRUN: End((1,), None, ("failed (exitcode: -9) local_rank: {rank} ",), 1),
         },
     ),
     Kind(
         "terminate", "SIGTERM to a rank", _to_rank(signal.SIGTERM),
         {
             OWN: End((1,), True, ("It was ended by SIGTERM.",)),
-            TORCHRUN: End((1,), None, ("Signal 15 (SIGTERM)",), 1),
+            TORCHRUN: End((1,), None, ("failed (exitcode: -15) local_rank: {rank} ",), 1),
         },
     ),
     Kind(
@@ -181,7 +181,8 @@ def judge(end: End, status: int, said: str, rank: int | None) -> list[str]:
         allowed = [[name] for name in names]  # any, once
     if names not in allowed:
         wrong.append(f"named {names}, and not {allowed}")
-    for words in end.words:
+    for template in end.words:
+        words = template.format(rank=rank)
         if (times := said.count(words)) != 1:
             wrong.append(f"{words!r} is read {times} times")
     if end.tracebacks is not None and (times := said.count(TRACEBACK)) != end.tracebacks:

@@ -19,28 +19,53 @@ TINY = (
 class Program:
     """A command line, given to Python in the root of the repository.
 
-    The program must take --workdir and --n_epochs, and with ranks --timeout, and write
-    `*results_epoch{e}.json` into its workdir after epoch e. Where it has ranks, they are children
-    of the process that the command starts.
+    The program must take --workdir and --n_epochs, and with ranks --timeout, and write a checkpoint
+    into its workdir at the end of each epoch. Where it has ranks, they are children of the process
+    that the command starts.
+
+    restarts: whether it is also killed and restarted; it must take the options of restart.py.
     """
 
     name: str
     launcher: str
     arguments: tuple[str, ...]
+    restarts: bool = False
 
-    def command(self, workdir: str, epochs: int, timeout: float) -> list[str]:
+    def command(
+        self, workdir: str, epochs: int, timeout: float, restarts: int = 0,
+        more: tuple[str, ...] = (),
+    ) -> list[str]:  # fmt: skip
         """The whole command line."""
         given = ["--workdir", workdir, "--n_epochs", str(epochs)]
         if self.launcher != ALONE:
             given += ["--timeout", str(timeout)]
-        return [sys.executable, *self.arguments, *given]
+        arguments = list(self.arguments)
+        if restarts:
+            arguments[2:2] = [f"--max-restarts={restarts}"]
+        return [sys.executable, *arguments, *given, *more]
+
+
+def trained(strategy: str) -> tuple[str, ...]:
+    """project/train.py, with at least a block for each of two stages."""
+    return ("project/train.py", strategy, "--model", "gpt2-mini", *TINY, "--n_layer", "2")
 
 
 PROGRAMS = (
-    Program("data parallel", OWN, ("project/run_data_parallel.py", "--world_size", "2", *TINY)),
-    Program("torchrun", TORCHRUN, (*TORCHRUN_COMMAND, "project/run_data_parallel.py", *TINY)),
+    Program("data parallel", OWN, ("project/run_data_parallel.py", *TINY)),
+    Program(
+        "torchrun", TORCHRUN, (*TORCHRUN_COMMAND, "project/run_data_parallel.py", *TINY),
+        restarts=True,
+    ),
     Program(
         "pipeline", ALONE,
         ("project/run_pipeline.py", "--model_parallel_mode=pipeline_parallel", *TINY),
+    ),
+    Program("train fsdp", OWN, trained("fsdp")),
+    Program("train pipeline", OWN, trained("pipeline")),
+    Program(
+        "torchrun fsdp", TORCHRUN, (*TORCHRUN_COMMAND, *trained("fsdp")), restarts=True
+    ),
+    Program(
+        "torchrun pipeline", TORCHRUN, (*TORCHRUN_COMMAND, *trained("pipeline")), restarts=True
     ),
 )  # fmt: skip

@@ -29,12 +29,18 @@ KEPT = ("torchinductor_", "torchelastic_")  # torch's cache, and torchrun's fold
 class Run:
     """A command, started on a terminal of its own, as a person starts it.
 
-    `folder` is given to it for temporary files, and holds what it prints. Within `with`; at the
-    end of it every process of the run is killed.
+    `folder` is given to it for temporary files, and holds what it prints. `failure` and `count_in`
+    are for arm/sitecustomize.py. To be used with `with`: at its end every process that is left is
+    killed.
     """
 
     def __init__(
-        self, command: Sequence[str], folder: Path, launcher: str = OWN, failure: str = ""
+        self,
+        command: Sequence[str],
+        folder: Path,
+        launcher: str = OWN,
+        failure: str = "",
+        count_in: Path | None = None,
     ) -> None:
         self.launcher = launcher
         self.stdout, self.stderr, self.tmp = folder / "stdout", folder / "stderr", folder / "tmp"
@@ -49,9 +55,12 @@ class Run:
             "HF_HUB_OFFLINE": "1",
             "PYTHONWARNINGS": "",
         }
+        path = [str(ARM), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
         if failure:
-            path = [str(ARM), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment |= {"CHAOS_FAILURE": failure, "PYTHONPATH": os.pathsep.join(path)}
+            environment["CHAOS_FAILURE"] = failure
+        if count_in:
+            environment["CHAOS_STEPS"] = str(count_in)
         self._terminal, theirs = pty.openpty()
         try:
             with self.stdout.open("w") as stdout, self.stderr.open("w") as stderr:

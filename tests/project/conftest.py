@@ -19,6 +19,29 @@ TINY = [
     "--learning_rate", "1e-2", "--seed", "11", "--device", "cpu", "--timeout", "60",
 ]  # fmt: skip
 
+# The program, but rank 1 kills itself after step 7: once, which a file remembers.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+from project.options import run_program
+from project.progress import Progress
+from project.run_data_parallel import main
+
+after_step = Progress.after_step
+
+def kill(self, totals):
+    after_step(self, totals)
+    mark = Path({mark!r})
+    if self.session.world.rank == 1 and self.optimizer.steps == 7 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Progress.after_step = kill
+run_program(main)
+"""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -82,9 +105,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pairs_folder: Path) -> Run
 
 @pytest.fixture(scope="session")
 def trained_by_torchrun(tmp_path_factory: pytest.TempPathFactory, pairs_folder: Path) -> Run:
-    """The same options again, without a timeline, the ranks started by torchrun."""
-    workdir = tmp_path_factory.mktemp("torchrun") / "work"
+    """The same options again, without a timeline, the ranks started by torchrun; and started again,
+    since rank 1 is killed in the second epoch."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    script, workdir = folder / "killed.py", folder / "work"
+    script.write_text(KILLED.format(root=str(ROOT), mark=str(folder / "mark")))
     return run(
         workdir, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        PROGRAM, "--dataset", str(pairs_folder), "--workdir", str(workdir), *TINY,
+        "--max-restarts", "3", str(script), "--dataset", str(pairs_folder),
+        "--workdir", str(workdir), *TINY, "--resume", "--save_every", "3",
     )  # fmt: skip

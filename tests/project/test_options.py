@@ -11,6 +11,7 @@ import pytest
 from project.options import check_model, check_warmup, launch_settings
 from project.run_data_parallel import parse
 from project.session import read_texts
+from training.data import train_tokenizer
 from training.launch import Settings, UserError
 from training.model import build_model, gpt2_config
 
@@ -27,6 +28,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # What argparse refuses by itself: the options, and what its line must contain.
 BAD_VALUES: list[tuple[str, list[str]]] = [
     ("--world_size 0", ["--world_size", "0 must be a whole number, 1 or more"]),
+    ("--save_every 0", ["--save_every", "0 must be a whole number, 1 or more"]),
+    ("--keep -1", ["--keep", "-1 must be a whole number from 0 to"]),
     ("--world_size -2", ["--world_size", "-2 must be a whole number, 1 or more"]),
     ("--n_epochs two", ["--n_epochs", "two must be a whole number, 1 or more"]),
     ("--batch_size 1.5", ["--batch_size", "1.5 must be a whole number, 1 or more"]),
@@ -98,6 +101,9 @@ BAD_COMBINATIONS: list[tuple[str, str, str]] = [
     ("--model . --vocab_size 400", "--vocab_size with --model .: ", "gpt2-large, gpt2-xl)"),
     ("--model .", "--model .: the folder holds no weights", "gpt2-large, gpt2-xl"),
     ("--model gpt-2", "--model gpt-2: no GPT-2 weights come from this name", "gpt2-large, gpt2-xl"),
+    ("--save_every 9 --keep 0", "--save_every 9 --keep 0: no checkpoint", "--keep 1 works"),
+    ("--export file", "--export file: something else is there", "--export file_gpt2"),
+    ("--export file/sub", "--export file/sub: nothing can be", "--export exported"),
     ("--workdir file", "--workdir file: nothing can be written there", "--workdir workdir"),
     ("--workdir file/sub", "--workdir file/sub: nothing can be", "--workdir workdir"),
 ]
@@ -130,6 +136,8 @@ def test_bad_combinations(line: str, begin: str, end: str) -> None:
         "--seed 4294967295",
         "--pytest True",
         "--workdir a/new/folder",
+        "--keep 0",
+        "--save_every 9 --keep 1",
     ],
 )
 def test_what_messages_propose_works(line: str) -> None:
@@ -150,7 +158,7 @@ def test_what_is_not_given() -> None:
         "seed": 0, "workdir": Path("workdir"), "device": "auto", "timeout": 300.0,
         "world_size": 2, "gradient_sync": "overlap", "bucket_mb": 4.0, "comm_dtype": "fp32",
         "accumulation_steps": None, "cores_per_rank": None, "master_port": None, "pytest": False,
-        "timeline": None,
+        "timeline": None, "save_every": None, "keep": 2, "resume": False, "export": None,
     }  # fmt: skip
 
 
@@ -212,6 +220,7 @@ def test_a_folder_with_weights_is_a_model(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     model = build_model(gpt2_config("gpt2-mini", 300, 32, n_layer=1, n_embd=32, n_head=2), 0)
     model.save_pretrained(folder)
+    train_tokenizer([{"de": "ja", "en": "yes"}], 259, "de", "en").save_pretrained(folder)
     check_model(options(model=str(folder), model_max_length=32))
     with pytest.raises(UserError, match=r"^--model_max_length 33 .* --model_max_length 32 works$"):
         check_model(options(model=str(folder), model_max_length=33))

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from project.run_data_parallel import parse
 from project.utils import evaluate_bleu
 from tests.project.conftest import PROGRAM, TINY, Run, run
+from tests.project.test_resume import assert_same
 from training.launch import core_slice
 from training.record import HEADER
 from training.timeline import COMMUNICATION, COMPUTE, read_timelines
@@ -77,10 +78,13 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
         for epoch in range(2)
     ]
     others = [
-        "config.json", "notes.txt", "options.json", "tokenizer.json", "tokenizer_config.json",
-        "training.png", "timeline_rank0.json", "timeline_rank1.json", "trace.json",
+        "checkpoints", "config.json", "notes.txt", "options.json", "tokenizer.json",
+        "tokenizer_config.json", "training.png", "timeline_rank0.json", "timeline_rank1.json",
+        "trace.json",
     ]  # fmt: skip
     assert names == sorted(of_epochs + others)
+    checkpoints = sorted(path.name for path in (trained.workdir / "checkpoints").iterdir())
+    assert checkpoints == ["000001-epoch0-step5", "000002-epoch1-step5"]
 
 
 def test_it_writes_its_options_with_what_it_chose_itself(trained: Run) -> None:
@@ -168,6 +172,27 @@ def test_torchrun_starts_it_and_the_same_seed_gives_the_same_run(
         assert results(trained.workdir, key) == results(trained_by_torchrun.workdir, key)
     same = trained.stdout.split("\n")[:3]
     assert trained_by_torchrun.stdout.split("\n")[:3] == same
+
+
+def test_a_killed_rank_costs_a_restart_and_nothing_else(
+    trained: Run, trained_by_torchrun: Run
+) -> None:
+    """Weights, optimizer, generators and results, bit for bit, of the run that nobody killed."""
+    workdir = trained_by_torchrun.workdir
+    folder = workdir / "checkpoints"
+    said = trained_by_torchrun.stdout.split("\n")
+    assert [line for line in said if line.startswith(("From ", "--resume"))] == [
+        f"--resume: {folder} has no checkpoint; from the beginning.",
+        f"From {folder}/000003-epoch1-step1: epoch 1, 1 steps done.",
+    ]
+    assert_same(workdir, trained.workdir)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "000004-epoch1-step4", "000005-epoch1-step5"
+    ]  # fmt: skip
+    names, expected = ({path.name for path in run.workdir.iterdir()} for run in
+                       (trained_by_torchrun, trained))  # fmt: skip
+    timeline = {"timeline_rank0.json", "timeline_rank1.json", "trace.json"}
+    assert names == expected - timeline - {"notes.txt"}
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_in_one_line(

@@ -35,10 +35,17 @@ class _Stop(BaseException):
     """In the middle of an epoch."""
 
 
+def with_sizes(options: list[str]) -> list[str]:
+    """The options after those of the tiny model; weights that exist have sizes of their own."""
+    sizes = ("--n_layer", "--n_embd", "--n_head", "--vocab_size")
+    ready = any(option.startswith("--model=") for option in options)
+    return [option for option in TINY if not (ready and option.startswith(sizes))] + options
+
+
 def run(work: Callable[[], None], stop_at: int | None) -> None:
     """Does the work of a program, less the pictures; until step `stop_at` of all, if given."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "close", lambda _: None)
+        patch.setattr(Session, "close", Session.export_model)
         after_step = Progress.after_step
 
         def stop(self: Progress, totals: EpochTotals) -> None:
@@ -56,7 +63,7 @@ def data_parallel(
 ) -> None:
     """A rank of the program."""
     args = run_data_parallel.parse(
-        [*TINY, *options, f"--world_size={world_size}", f"--workdir={folder}"]
+        [*with_sizes(options), f"--world_size={world_size}", f"--workdir={folder}"]
     )
     texts = read_texts(args, world_size)
     resume = find_resume(args)
@@ -66,7 +73,7 @@ def data_parallel(
 
 def pipeline(folder: Path, options: list[str], stop_at: int | None = None) -> None:
     """The program."""
-    args = run_pipeline.parse([*TINY, *options, f"--workdir={folder}"])
+    args = run_pipeline.parse([*with_sizes(options), f"--workdir={folder}"])
     run(lambda: run_pipeline.run_pp(args, run_pipeline.choose_devices(args)), stop_at)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +191,36 @@ def test_an_epoch_averages_after_backward_and_counts() -> None:
     totals = train(model.eval(), optimizer, steps, backward, "", 1, average)
     assert order == ["backward True True", "average"] * 2
     assert model.weight.item() == -(1 * 10 + 2 * 10)
-    assert totals == EpochTotals(160.0, 2 + 4, 16, 2, totals.seconds)
+    assert totals == EpochTotals(160.0, 2 + 4, 16, 2, totals.seconds, steps=2)
     assert totals.seconds > 0
     assert model.weight.grad is not None and model.weight.grad.item() == 20
+
+
+def test_the_rest_of_an_epoch_is_added_to_what_was_done() -> None:
+    """And what happens after a step, as saving, is not training time."""
+    model = nn.Linear(1, 1, bias=False)
+    batch = to_batch([Encoded([3, 4, 5, 2], 2)], 0, "cpu")
+    before = EpochTotals(10.0, 20, 30, 40, 5.0, 1, 3)
+    seen: list[EpochTotals] = []
+
+    def backward(_: Step) -> Tensor:
+        model.weight.grad = torch.zeros(1, 1)
+        return torch.tensor(2.5)
+
+    def save(totals: EpochTotals) -> None:
+        seen.append(totals)
+        time.sleep(0.05)
+
+    optimizer = Optimizers([torch.optim.SGD(model.parameters(), lr=1)], Recipe(1.0, 9))
+    start = time.perf_counter()
+    totals = train(
+        model, optimizer, [Step([batch], 9, 7, 1)] * 3, backward, "", 1,
+        before=before, after_step=save,
+    )  # fmt: skip
+    elapsed = time.perf_counter() - start
+    assert totals == EpochTotals(17.5, 20 + 6, 51, 43, totals.seconds, 1, 6)
+    assert [done.steps for done in seen] == [4, 5, 6]
+    assert 5.0 < totals.seconds < 5.0 + elapsed - 3 * 0.05
 
 
 def test_evaluation_sums_and_skips_what_has_no_targets() -> None:

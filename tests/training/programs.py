@@ -17,7 +17,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from training.launch import Settings, UserError, World, launch
+from training.ending import refuse
+from training.launch import Settings, UserError, World, launch, torchrun_world_size
 
 
 def describe(world: World, folder: Path, *_: object) -> None:
@@ -80,5 +81,45 @@ def wait_forever(_: World) -> NoReturn:
         threading.Event().wait()
 
 
+def meet(world: World, folder: Path) -> NoReturn:
+    """Writes down whom the ranks have met: the parents of all, and of rank 0; and stays."""
+    parent = torch.tensor([os.getppid()])
+    parents = [torch.zeros_like(parent) for _ in range(world.world_size)]
+    dist.all_gather(parents, parent)
+    dist.broadcast(parent, 0)
+    met = [int(p) for p in (*parents, parent)]
+    aside = folder / f".{world.rank}"
+    aside.write_text(json.dumps(met))
+    aside.rename(folder / f"{world.rank}.json")
+    while True:
+        threading.Event().wait()
+
+
+def misfortunes(world: World, folder: Path) -> None:
+    """What befalls the attempts that torchrun makes of one run, one after the other."""
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    (folder / f"attempt{attempt}").touch()
+    if attempt == 0:
+        raise_on_one(world)
+    elif attempt == 1:
+        killed_on_one(world)
+    elif attempt == 2:
+        dist.barrier()
+        if world.rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)  # when rank 1 has nothing more to do
+    elif attempt == 3:
+        user_error(world)
+    else:
+        meet(world, folder)
+
+
 if __name__ == "__main__":
-    launch(globals()[sys.argv[1]], Settings(2, device="cpu", master_port=0, timeout=60))
+    name, *folders = sys.argv[1:]
+    port = None if name == "meet" else 0
+    # What waits for the time-out: a run in which a rank is stopped.
+    short = name == "meet" or os.environ.get("TORCHELASTIC_RESTART_COUNT") == "2"
+    settings = Settings(torchrun_world_size() or 2, "cpu", port, timeout=5 if short else 60)
+    try:
+        launch(globals()[name], settings, *map(Path, folders))
+    except UserError as error:
+        refuse(f"{error}\n")

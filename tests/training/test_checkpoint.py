@@ -71,7 +71,7 @@ def test_a_checkpoint_is_what_was_saved(tmp_path: Path) -> None:
         f"000001-step7/{file}" for file in ("manifest.json", "note.txt", SHARD, "state.json")
     ]
     found, refused = newest(folder)
-    assert (value_of(found), refused) == (7, [])
+    assert (value_of(found), refused) == (7, {})
 
 
 def test_nothing_in_it_is_a_pickle(tmp_path: Path) -> None:
@@ -104,11 +104,11 @@ def test_damaged_ones_are_neither_counted_nor_removed(tmp_path: Path) -> None:
 
 
 def test_no_folder_and_other_files_are_no_checkpoints(tmp_path: Path) -> None:
-    assert newest(tmp_path / "none") == (None, [])
+    assert newest(tmp_path / "none") == (None, {})
     clean(tmp_path / "none")
     for name in ("1-short", "latest", ".000009-step9.part", "000009"):
         (tmp_path / name).mkdir()
-    assert newest(tmp_path) == (None, [])
+    assert newest(tmp_path) == (None, {})
     clean(tmp_path)
     assert listing(tmp_path) == ["000009", "1-short", "latest"]
 
@@ -128,7 +128,8 @@ def damaged(two: Path) -> str:
     """Why the newer one is refused, the older one being taken."""
     found, refused = newest(two)
     assert value_of(found) == 1
-    (line,) = refused
+    (line,) = refused.values()
+    assert list(refused) == ["000002-step2"]
     assert line.startswith(f"{two / '000002-step2'}: ")
     return line.split(": ", 1)[1]
 
@@ -258,7 +259,7 @@ def test_a_crash_at_any_instant_leaves_a_whole_one(tmp_path: Path) -> None:
         if not crash(lambda folder=folder: save(folder, 3), folder, at):  # type: ignore[misc]
             break
         found, refused = newest(folder)
-        assert refused == []
+        assert refused == {}
         seen.append(value_of(found))
         clean(folder)
         assert [name for name in listing(folder) if name.startswith(".")] == []

@@ -39,6 +39,7 @@ def test_an_epoch_is_written_under_the_names_of_the_rank(tmp_path: Path) -> None
         "training_time": 12.5,
         "tokens_per_sec": 1234.5,
         "real_tokens_per_sec": 1000.0,
+        "skipped_steps": 0,
     }
     text = (tmp_path / "rank1_gen_epoch3.json").read_text(encoding="utf-8")
     assert "Bäh" in text
@@ -90,3 +91,13 @@ def test_rows_stand_under_their_header() -> None:
         "start                      7.250     0.5",
         "    9        1.500         2.250    33.1     12s     2,000,000          10,000",
     ]
+
+
+def test_a_run_that_goes_on_keeps_the_epochs_before(tmp_path: Path) -> None:
+    kept = ["rank0_results_epoch1.json", "gen_epoch0.json", "notes.json", "rank0_results_epoch1"]
+    gone = ["rank0_results_epoch2.json", "eval_results_epoch10.json", "rank12_gen_epoch3.json",
+            "options.json", "training.png", "options.json.part"]  # fmt: skip
+    for name in kept + gone:
+        (tmp_path / name).touch()
+    clear_results(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)

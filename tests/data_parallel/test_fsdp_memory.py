@@ -1,0 +1,271 @@
+"""What a rank holds, and when: bytes between steps, and which layers are whole at each moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data_parallel.buffers import BufferPool
+from data_parallel.exchange import GroupExchange, SharedExchange
+from data_parallel.fsdp import FullyShardedDataParallel
+from data_parallel.sharded_state import HeldBytes
+from data_parallel.sharding import Unit
+from tests.ranks import Ranks
+
+LAYERS, WIDTH = 6, 32
+LAYER = WIDTH * WIDTH * 4  # bytes of its parameters in fp32
+
+
+def _layers(device: str = "meta") -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH, bias=False, device=device) for _ in range(LAYERS)]
+
+
+def _init(_: str, tensor: Tensor) -> None:
+    nn.init.eye_(tensor)
+
+
+def _make(**options: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
+        _layers(), lambda shards: torch.optim.AdamW(shards, lr=1e-3), init=_init, **options
+    )
+
+
+def _step(fsdp: FullyShardedDataParallel) -> None:
+    fsdp.backward(fsdp.forward(torch.ones(1, WIDTH)).sum())
+    fsdp.optimizer_step()
+
+
+def _held(_: int, _world: int, options: dict[str, Any]) -> tuple[HeldBytes, int]:
+    fsdp = _make(**options)
+    for _again in range(3):
+        _step(fsdp)
+    held = fsdp.held_bytes()
+    fsdp.release_buffers()
+    after = fsdp.held_bytes().buffers
+    _step(fsdp)
+    return held, after
+
+
+ALL = LAYERS * LAYER
+STATE = 2 * 4 * LAYERS  # AdamW counts steps, a number per unit, and has two moments
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(
+    ("zero", "parameters", "gradients", "lent", "gathered"),
+    [(1, ALL, ALL, 0, 0), (2, ALL, ALL // 2, 2, 0), (3, ALL // 2, ALL // 2, 3, 2)],
+)
+def test_bytes(
+    ranks: Ranks, zero: int, parameters: int, gradients: int, lent: int, gathered: int, share: bool
+) -> None:
+    """On two ranks; lent are buffers of a layer: gathered, on its way, gradients on their way."""
+    if share and zero == 3:
+        gathered = 1  # nothing is gathered ahead
+    if share and zero == 2:
+        lent = 3  # gradients: being filled, being read, and read when the next announcement comes
+    want = HeldBytes(
+        parameters=parameters, gradients=gradients, optimizer=ALL + 4 * LAYERS,
+        buffers=lent * LAYER, peak_buffers=lent * LAYER, peak_gathered=gathered * LAYER,
+    )  # fmt: skip
+    options = {"zero": zero, "share_memory": share}
+    assert ranks.run(_held, options) == [(want, 0)] * 2
+
+
+def _in_bf16(_: int, _world: int) -> tuple[HeldBytes, set[torch.dtype], Tensor, Tensor]:
+    fsdp = _make(compute_dtype=torch.bfloat16)
+    seen = set()
+    for layer in fsdp.layers:
+        layer.module.register_forward_hook(lambda m, _x, y: seen.update({m.weight.dtype, y.dtype}))
+    _step(fsdp)
+    held = fsdp.held_bytes()
+    first = fsdp.units[0]
+    assert first.gradient is not None
+    return held, seen, first.gradient.clone(), first.shard.data.clone()
+
+
+def test_computing_in_bf16(ranks: Ranks) -> None:
+    """Parameters travel in half the bytes; shards, gradients and moments stay in fp32. All layers
+    are identities, so each gradient is 1, from two ranks 2; AdamW's first step is -lr."""
+    half = LAYERS * WIDTH * WIDTH // 2
+    for rank, (held, seen, gradient, shard) in enumerate(ranks.run(_in_bf16)):
+        assert seen == {torch.bfloat16}
+        assert (held.parameters, held.gradients) == (half * 6, half * 4)
+        assert held.peak_gathered == LAYER // 2
+        assert gradient.dtype == torch.float32 and set(gradient.tolist()) == {2.0}
+        start = torch.eye(WIDTH).chunk(2)[rank].flatten()
+        assert torch.allclose(shard, start * (1 - 1e-5) - 1e-3, rtol=0, atol=1e-6)
+
+
+Event = tuple[str, int]
+
+
+class _Watch:
+    """Notes gathers, reductions and passes in their order, and what is whole at each pass."""
+
+    def __init__(self, fsdp: FullyShardedDataParallel) -> None:
+        self.events: list[Event] = []
+        self.whole: list[list[int]] = []
+        self.fsdp = fsdp
+        exchange = fsdp.exchange
+        gather, reduce = exchange.start_gather, exchange.start_reduce
+
+        def start_gather(unit: Unit, *args: Any) -> Callable[[], None]:
+            self.events.append(("gather", unit.index))
+            return gather(unit, *args)
+
+        def start_reduce(reductions: Any) -> Callable[[], None]:
+            self.events += [("reduce", r.unit.index) for r in reductions]
+            return reduce(reductions)
+
+        exchange.start_gather = start_gather  # type: ignore[method-assign, assignment]
+        exchange.start_reduce = start_reduce  # type: ignore[method-assign]
+        for k, layer in enumerate(fsdp.layers):
+            layer.module.register_forward_pre_hook(lambda *_, k=k: self._note("F", k))
+            layer.backward = self._noted(k, layer.backward)  # type: ignore[method-assign]
+
+    def _noted(self, k: int, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self._note("B", k)
+            return backward(*args)
+
+        return call
+
+    def _note(self, kind: str, layer: int) -> None:
+        self.events.append((kind, layer))
+        self.whole.append([u.unit.index for u in self.fsdp.units if u.whole is not None])
+
+
+def _order(_: int, _world: int, share: bool) -> tuple[list[Event], list[list[int]]]:
+    fsdp = FullyShardedDataParallel(
+        _layers()[:3], lambda shards: torch.optim.SGD(shards, lr=0.1), init=_init,
+        share_memory=share,
+    )  # fmt: skip
+    watch = _Watch(fsdp)
+    assert isinstance(fsdp.exchange, SharedExchange if share else GroupExchange)
+    x = torch.ones(1, WIDTH, requires_grad=True)  # so that backward needs all parameters
+    fsdp.backward(fsdp.forward(x).sum())
+    return watch.events, watch.whole
+
+
+def test_the_next_layer_is_sent_for_before_this_one_computes(ranks: Ranks) -> None:
+    """Forward and backward; gradients leave before the backward of the layer below. One layer is
+    whole at a time, the next is on its way."""
+    for events, whole in ranks.run(_order, False):
+        assert events == [
+            ("gather", 0), ("gather", 1), ("F", 0), ("gather", 2), ("F", 1), ("F", 2),
+            ("gather", 1), ("B", 2), ("reduce", 2), ("gather", 0), ("B", 1), ("reduce", 1),
+            ("B", 0), ("reduce", 0),
+        ]  # fmt: skip
+        assert whole == [[0], [1], [2], [2], [1], [0]]
+
+
+def test_shared_memory_is_read_when_it_is_needed(ranks: Ranks) -> None:
+    for events, whole in ranks.run(_order, True):
+        assert events == [
+            ("gather", 0), ("F", 0), ("gather", 1), ("F", 1), ("gather", 2), ("F", 2),
+            ("B", 2), ("reduce", 2), ("gather", 1), ("B", 1), ("reduce", 1),
+            ("gather", 0), ("B", 0), ("reduce", 0),
+        ]  # fmt: skip
+        assert whole == [[0], [1], [2], [2], [1], [0]]
+
+
+def _regathered(rank: int, _: int) -> list[Event]:
+    layers = [nn.Embedding(8, WIDTH, device="meta"), *_layers()[:2]]
+    fsdp = FullyShardedDataParallel(
+        layers, lambda shards: torch.optim.SGD(shards, lr=0.1), init=_init
+    )
+    watch = _Watch(fsdp)
+    output = fsdp.forward(torch.tensor([1]) if rank else None)
+    fsdp.backward(output.sum() if rank else None)
+    return [event for event in watch.events if event[0] == "gather"]
+
+
+def test_backward_does_not_gather_what_it_does_not_need(ranks: Ranks) -> None:
+    """An embedding. A rank that had no examples when this was found out knows it too."""
+    assert ranks.run(_regathered) == [[("gather", k) for k in (0, 1, 2, 1)]] * 2
+
+
+def _asked_for(_: int, _world: int) -> tuple[list[str], int, int, bool]:
+    peak, names = 0, []
+
+    def init(name: str, tensor: Tensor) -> None:
+        nonlocal peak
+        names.append(name)
+        peak = max(peak, tensor.untyped_storage().nbytes())
+        tensor.zero_()
+
+    layers = [nn.Linear(WIDTH, WIDTH, device="meta") for _ in range(2)]
+    make = torch.optim.SGD
+    fsdp = FullyShardedDataParallel(layers, lambda shards: make(shards, lr=0.1), init=init)
+    held = fsdp.held_bytes()
+    return (
+        names,
+        peak,
+        held.state + held.buffers,
+        all(p.is_meta for m in layers for p in m.parameters()),
+    )
+
+
+def test_no_rank_makes_the_whole_model(ranks: Ranks) -> None:
+    """A rank asks for the parameters it has a part of, one at a time: the weight's 1024 elements,
+    with the bias 1056, are cut at 528."""
+    shards = 2 * 528 * 4
+    assert ranks.run(_asked_for) == [
+        (["0.weight", "1.weight"], LAYER, shards, True),
+        (["0.weight", "0.bias", "1.weight", "1.bias"], LAYER, shards, True),
+    ]
+
+
+def _recorded(_: int, _world: int) -> list[tuple[str, int, int]]:
+    seen: list[tuple[str, int, int, float, float]] = []
+    fsdp = FullyShardedDataParallel(
+        _layers()[:2], lambda shards: torch.optim.SGD(shards, lr=0.1), init=_init,
+        recorder=lambda *event: seen.append(event),
+    )  # fmt: skip
+    x = torch.ones(1, WIDTH)
+    fsdp.train_step([x, x], [x, x], lambda output, _: output.sum())
+    fsdp.optimizer_step()
+    times = [t for *_, start, end in seen for t in (start, end)]
+    assert times == sorted(times)
+    return [(kind, layer, i) for kind, layer, i, *_ in seen]
+
+
+def test_recorder(ranks: Ranks) -> None:
+    """The first layer's backward needs no parameters here: x has no gradient."""
+    step = [
+        ("all_gather", 0), ("F", 0), ("all_gather", 1), ("F", 1),
+        ("B", 1), ("reduce_scatter", 1), ("B", 0), ("reduce_scatter", 0),
+    ]  # fmt: skip
+    want = [(kind, layer, i) for i in range(2) for kind, layer in step]
+    assert ranks.run(_recorded) == [[*want, ("optimizer", -1, -1)]] * 2
+
+
+def test_the_pool_lends_what_wastes_least() -> None:
+    pool = BufferPool(lambda n: torch.empty(n, dtype=torch.uint8))
+    large, small = pool.take(1 << 20), pool.take(1 << 14)
+    assert pool.held_bytes == (1 << 20) + (1 << 14)
+    pool.give(large)
+    pool.give(small)
+    assert pool.take(1 << 13) is small
+    tiny = pool.take(1 << 10)  # rather a new one than a megabyte
+    assert tiny is not large
+    assert pool.take(1 << 19) is large
+    pool.give(tiny)
+    assert pool.take(1 << 15) is tiny and tiny.memory.numel() == 1 << 15  # it grows
+    assert pool.held_bytes == pool.peak_bytes == (1 << 20) + (1 << 14) + (1 << 15)
+
+
+def test_a_buffer_that_others_read_is_left_alone() -> None:
+    read: set[int] = {0}
+    pool = BufferPool(
+        lambda n: torch.empty(n, dtype=torch.uint8), is_free=lambda b: b.index not in read
+    )
+    first = pool.take(64)
+    pool.give(first)
+    assert pool.take(64) is not first
+    read.clear()
+    assert pool.take(64) is first
