@@ -124,7 +124,7 @@ def compare(
         noise = finer * (plain[name].double() - exact[name]).norm().item()
         moved = 1.0 if noise else 0.0
         rounding = max(noise, moved * torch.finfo(dtype).eps * reference.norm().item())
-        largest = delta.abs().max().item()
+        largest = delta.abs().max().item() if delta.numel() else 0.0
         differences.append(Difference(name, largest, delta.norm().item(), rounding))
     missing = sorted(plain.keys() ^ got.keys())
     return Verdict(what, sorted(differences, key=_badness, reverse=True), missing)

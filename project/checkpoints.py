@@ -94,10 +94,12 @@ class Checkpoints:
             torch.manual_seed(torch.initial_seed() + 7_919 * (1 + state["steps"]))
 
     def after_step(self, log: Log, total: int) -> None:
-        """Saves at the end of an epoch, of the run, and every --save_every steps."""
+        """Saves at the end of an epoch, of the run, and every --save_every steps. A trial of a few
+        --num_batches is not saved unless --save_every is given."""
         steps, args = self.optimizer.steps, self.args
         every = (args.save_every, None if args.num_batches else self.task.steps_per_epoch, total)
-        if args.keep and steps > self.saved and any(n and steps % n == 0 for n in every):
+        wanted = args.keep and (args.save_every or not args.num_batches)
+        if wanted and steps > self.saved and any(n and steps % n == 0 for n in every):
             self._save(log)
 
     def _save(self, log: Log) -> None:

@@ -79,7 +79,7 @@ def plan_of(args: argparse.Namespace, world: World, task: Task) -> Plan:
     )  # fmt: skip
     return Plan(
         make_optimizer=partial(make_optimizer, args),
-        autocast=partial(autocast, world.device, args.precision),
+        autocast=partial(autocast, world.device, "bf16" if args.precision == "bf16" else "fp32"),
         dtype=task.dtype,
         num_microbatches=args.num_microbatches,
         schedule=args.schedule,

@@ -26,7 +26,7 @@ from project.strategies import STRATEGIES
 from project.strategy import Plan, Strategy
 from project.task import Data, Task
 from project.tasks import make_task
-from project.utils import sum_over_ranks
+from project.utils import precision_notes, sum_over_ranks
 from training.launch import RunError, World
 from training.memory import peak_bytes
 from training.optimization import Optimizers
@@ -47,7 +47,8 @@ def run_worker(
     strategy = STRATEGIES[args.strategy](task, world, plan)
     # Dropout differs between ranks that have different examples, and only between those.
     torch.manual_seed(args.seed * 100_003 + strategy.part)
-    say(world, "\n".join([describe(args, world, task, strategy), *resume.notes]))
+    notes = [] if args.precision == "fp64" else precision_notes(world.device, args.precision)
+    say(world, "\n".join([describe(args, world, task, strategy), *notes, *resume.notes]))
     try:
         log = train(world, args, task, strategy, plan, resume)
         if args.timeline:
@@ -66,11 +67,11 @@ def run_worker(
     summary["checks"] = {verdict.what: verdict.as_dict() for verdict in verdicts}
     write_json(args.workdir / SUMMARY, summary)
     say(world, f"Results are in {args.workdir}/.")
-    wrong = [v.what for v in verdicts if not v.agrees]
+    wrong = [f"{v.what} are not those of one process" for v in verdicts if not v.agrees]
     if differing:
-        raise RunError(f"{args.strategy}: copies of {', '.join(differing[:3])} have come apart")
+        wrong.append(f"copies of {', '.join(differing[:3])} have come apart")
     if wrong:
-        raise RunError(f"{args.strategy}: {' and '.join(wrong)} are not those of one process")
+        raise RunError(f"{args.strategy}: {'; '.join(wrong)}")
 
 
 def say(world: World, text: str) -> None:

@@ -128,6 +128,9 @@ class StoredTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._boxes
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._boxes)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of the tensor `name`."""
         ends = zip(*(map(sum, zip(*box, strict=True)) for box in self._boxes[name]), strict=True)
