@@ -4,7 +4,8 @@ A row per worker: above what it computes, a box per action with the number of it
 it, thinner, what it sends and receives; grey where it computes nothing. The ideal has the same
 schedule and the same mean times, but every stage needs as long for every micro-batch, and transfers
 take no time: what it idles is the schedule's own, and what is measured beyond that comes from the
-cut, the batches and the machine.
+cut, the batches and the machine. (Processes send gradients of inputs before they compute those of
+weights, and so may idle less than a schedule of whole backwards says.)
 
 The bubble is idle / total, see training/breakdown.py.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -67,9 +67,10 @@ def ideal_of(workers: Workers, schedule: str | None) -> dict[str, list[Event]] |
     count = {e.microbatch for events in actions.values() for e in events}
     if schedule not in SCHEDULES or stages != list(range(len(workers))) or len(stages) < 2:
         return None
-    seconds = _mean_seconds(actions)
     table = SCHEDULES[schedule](len(stages), len(count))
-    if not {action.kind.value for row in table for action in row} <= set(seconds):
+    needed = {action.kind.value for row in table for action in row}
+    seconds = _mean_seconds(actions, whole="B" in needed)
+    if not needed <= set(seconds):
         return None
 
     def takes(action: Action) -> float:
@@ -81,22 +82,19 @@ def ideal_of(workers: Workers, schedule: str | None) -> dict[str, list[Event]] |
     }
 
 
-def _mean_seconds(workers: Workers) -> dict[str, float]:
-    """Per kind of action its mean over all stages, recomputation being part of the backward."""
-    events = [event for row in workers.values() for event in row]
-    sums = {kind: [e for e in events if e.kind == kind] for kind in ACTIONS}
-    seconds = {
-        kind: fmean(e.end - e.start for e in found)
-        for kind, found in sums.items()
-        if found and kind != "R"
-    }
-    for row in workers.values():  # what is recomputed before, and not within, a backward
-        own = [e for e in row if e.kind != "R"]
-        beside = length(spent(row)) - length(spent(own))
-        for kind in ("B", "I"):
-            if sums[kind]:
-                seconds[kind] += beside / len(sums[kind])
-    return seconds
+def _mean_seconds(workers: Workers, whole: bool) -> dict[str, float]:
+    """Per kind of action its mean over all stages, recomputation being part of the backward; and so
+    are both halves of a backward where the schedule has it `whole`."""
+    sums: dict[str, float] = dict.fromkeys(ACTIONS, 0.0)
+    counts: dict[str, int] = dict.fromkeys(ACTIONS, 0)
+    for row in workers.values():
+        for event in row:
+            kind = "B" if whole and event.kind in ("I", "W") else event.kind
+            sums[kind] += event.end - event.start
+            counts[kind] += event.kind != "W" or not whole  # I and W are one backward
+        own = [e for e in row if e.kind != "R"]  # what is recomputed before it, not within it
+        sums["B" if whole else "I"] += length(spent(row)) - length(spent(own))
+    return {kind: sums[kind] / counts[kind] for kind in ACTIONS if counts[kind] and kind != "R"}
 
 
 def plot_timeline(
@@ -284,6 +282,9 @@ def _legend(fig: Figure, panels: Sequence[Panel], y: float) -> None:
     found = {event.kind for p in panels for row in p.workers.values() for event in row}
     order = [kind for kind in KINDS if kind in found] + sorted(found - set(KINDS))
     names = {kind: KINDS.get(kind, (kind,))[0] for kind in order}
+    if "B" in order and "I" in order:  # of one colour: the half that the stage below waits for
+        order.remove("I")
+        names["B"] = "backward, or of inputs"
     patches = [Patch(color=COLOURS.get(k, VERMILION), label=names[k]) for k in order]
     fig.legend(
         handles=[*patches, Patch(color=FAINT, label="idle")], loc="upper left", frameon=False,

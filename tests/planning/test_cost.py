@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.mathematics import boundary_traffic
+from benchmarks.mathematics_measured import boundary_traffic
 from benchmarks.wire import bytes_sent
 from data_parallel.gradients import GradientBuckets
 from pipeline.partition import WithDevice

@@ -124,6 +124,16 @@ def test_throughput(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     assert len({bar.get_facecolor() for bar in bars(ax)}) == 3  # baseline, measured, ideal
 
 
+def test_the_ideal_is_relative_to_the_fewest_workers(
+    tmp_path: Path, drawn: dict[str, Figure]
+) -> None:
+    write(tmp_path, "ddp2")
+    write(tmp_path, "ddp4", step_seconds=[9.0, 1.0, 1.0])
+    fig = picture(tmp_path, drawn, "throughput", "ddp=4,ddp=2")
+    assert heights(fig.axes[0]) == [12.0, 9.0, 4.5]
+    assert texts(fig)[0] == "ddp, 4 workers: 2.67x the examples/s of 2 (ideal 2x)"
+
+
 def test_memory(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     kinds = {"parameters": 40_000_000, "gradients": [40_000_000, 20_000_000], "optimizer": 0}
     write(tmp_path, "ddp1")
@@ -203,6 +213,12 @@ def test_the_ideal_counts_recomputation_as_backward() -> None:
         assert ideal is not None
         assert [(e.kind, e.start, e.end) for e in ideal["rank 0"]] == [("F", 0, 1), ("B", 5, 8)]
         assert bubble(ideal) == 0.5
+    workers["rank 1"] = [
+        Event(kind, 1, 0, a, b) for kind, a, b in (("F", 3, 4), ("I", 4, 6), ("W", 6, 7))
+    ]
+    ideal = ideal_of(workers, "1f1b")  # a backward in halves is a backward of 3
+    assert ideal is not None
+    assert [(e.kind, e.start, e.end) for e in ideal["rank 0"]] == [("F", 0, 1), ("B", 5, 8)]
     assert ideal_of(rows(("F", 0, 1), ("B", 1, 2)), "interleaved") is None
     assert ideal_of(rows(("F", 0, 1)), "1f1b") is None  # its backwards take nobody knows how long
 
