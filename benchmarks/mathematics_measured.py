@@ -101,7 +101,8 @@ def _data_parallel_step() -> dict[str, float]:
         optimizer.step()
 
     sent = _counted(step)
-    return {"sent 0": sent, "held 0": state_bytes(model.parameters(), [optimizer])}
+    held = sum(state_bytes(model.parameters(), [optimizer]).values())
+    return {"sent 0": sent, "held 0": held}
 
 
 def _sharded_step(stage: int) -> dict[str, float]:

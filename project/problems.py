@@ -32,6 +32,8 @@ class Loader(Protocol):
 class Problem(Protocol):
     """See the head of this file. Problems are frozen dataclasses: equal ones have one reference."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def max_grad_norm(self) -> float | None:
         """What gradients are clipped to."""
@@ -146,7 +148,7 @@ class Pictures:
 
     def layers(self, model: Any) -> list[nn.Module]:
         """See `Problem`."""
-        return vgg_layers(model)
+        return [*vgg_layers(model)]
 
     def examples(self) -> tuple[Tensor, Tensor]:
         """Pictures N 3 32 32 and their classes N."""
