@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks
-from project import plot, run_data_parallel, run_pipeline
+from project import plot, run_data_parallel, run_pipeline, train
 from training.launch import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,6 +19,7 @@ PARSERS = {
     "project/run_data_parallel.py": run_data_parallel.parse,
     "project/run_pipeline.py": run_pipeline.parse,
     "project/plot.py": plot.parse,
+    "project/train.py": train.parse,
 }
 BEGINNINGS = ("python project/", "torchrun ", "python -m benchmarks", "make")
 
