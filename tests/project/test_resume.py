@@ -159,7 +159,7 @@ def test_a_pipeline_goes_on_bit_for_bit(tmp_path: Path, options: tuple[str, ...]
         patch.setattr(
             run_pipeline.WholeModel,
             "__init__",
-            lambda self, session, devices, step, _: init(self, session, devices, step, cut),
+            lambda self, session, devices, step, *_: init(self, session, devices, step, cut),
         )
         pipeline(tmp_path / "whole", list(options))
     assert_same(tmp_path / "parts", tmp_path / "whole")

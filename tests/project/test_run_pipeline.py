@@ -184,7 +184,7 @@ def reference(train: Trainer) -> Path:
 
 def test_it_leaves_exactly_the_files_of_this_run(reference: Path) -> None:
     assert sorted(path.name for path in reference.iterdir()) == [
-        "config.json", "eval_results_epoch0.json", "eval_results_epoch1.json",
+        "checkpoints", "config.json", "eval_results_epoch0.json", "eval_results_epoch1.json",
         "gen_epoch0.json", "gen_epoch1.json", "options.json", "tokenizer.json",
         "tokenizer_config.json", "training.png",
     ]  # fmt: skip
