@@ -310,7 +310,7 @@ def test_figures_draws_every_picture_of_the_table(
         (figure_runs.WORKDIRS / name / "options.json").write_text(text, encoding="utf-8")
     for rank in range(2):
         write(figure_runs.WORKDIRS / "dp2", f"rank{rank}_results", SINGLE + [19.0] * 2, TOKENS / 2)
-    for name in ("dp1", "dp2", "pp"):
+    for name in figure_runs.RUNS:
         timeline = Timeline()
         timeline("F", 0, 0, 1.0, 2.0)
         timeline.write(figure_runs.WORKDIRS / name)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, GPT2LMHeadModel
 
-from training.data import Encoded, to_batch
+from training.data import Encoded, to_batch, train_tokenizer
 from training.launch import UserError
 from training.model import (
     build_model,
@@ -142,6 +142,7 @@ def test_pretrained_weights_are_taken_as_they_are(part: str, tmp_path: Path) -> 
     """The published GPT-2 has its names without the prefix `transformer.`, and no head."""
     model = tiny(seed=3)
     (model if part == "whole" else model.transformer).save_pretrained(tmp_path)
+    train_tokenizer([{"de": "Ja.", "en": "Yes."}], 300, "de", "en").save_pretrained(tmp_path)
     check_pretrained(str(tmp_path), 16)
     loaded = load_pretrained(str(tmp_path), 300, 0.25, 0)
     expected = dict(model.named_parameters())
