@@ -201,7 +201,7 @@ def test_ten_clipped_steps_end_where_one_process_ends(
     """Clipping bites in every step, and the tied weight counts once. Adam divides by the root of a
     gradient's square, so rounding grows where gradients are near 0: 1e-9 is ample for ten steps."""
     world = ranks if len(sizes) == 2 else three_ranks
-    per_rank = world.run(_ten_steps, sizes, 0.5)
+    per_rank = world.run(_ten_steps, sizes, 0.1)
     owned = [name for found in per_rank for name in found["owned"]]
     model = _real(0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -209,9 +209,9 @@ def test_ten_clipped_steps_end_where_one_process_ends(
     for _ in range(10):
         optimizer.zero_grad()
         plain_loss(model, *sentences()).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).double())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).double())
         optimizer.step()
-    assert min(norms) > 0.5
+    assert min(norms) > 0.2
     expected = {n: p.detach() for n, p in model.named_parameters()} | {"norms": torch.stack(norms)}
     assert sorted(owned) == sorted(n for n, _ in model.named_parameters())  # each once
     found = _in_order(_merge(per_rank)["weights"], list(expected))
