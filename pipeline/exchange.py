@@ -13,10 +13,10 @@ on one stream, beside the one that computes.
 
 A message is one transfer whatever its number of tensors:
 
-    | header, 64 bytes or more: state, and per tensor whether it is there | tensor 0 | tensor 1 ...
+    | header, 64 bytes or more: per tensor whether it is there | tensor 0 | tensor 1 ...
 
-The state tells a receiver that the sender has failed. On GPUs the header is not read, since that
-would wait for the GPU: there a gradient that is not there comes as zeros.
+On GPUs the header is not read, since that would wait for the GPU: there a gradient that is not
+there comes as zeros. Who fails closes its connections, and so do those who notice.
 
 Between CPU ranks of one machine shared_memory.py takes the place of the groups.
 """
@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,6 @@ from torch import Tensor
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 _AHEAD = 2  # receives that wait at a time for what is not needed yet
-_ABSENT, _THERE, _FAILED = 0, 1, 2
 
 Route = tuple[int, int, str]  # from rank, to rank of the pipeline, and what for
 
@@ -49,7 +49,7 @@ class Layout:
 
     def __init__(self, kinds: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
         self._places = []
-        end = _aligned(1 + len(kinds))
+        end = _aligned(max(1, len(kinds)))
         for shape, dtype in kinds:
             begin, end = end, end + math.prod(shape) * dtype.itemsize
             self._places.append((begin, end, tuple(shape), dtype))
@@ -58,8 +58,8 @@ class Layout:
 
     def write(self, memory: Tensor, tensors: Sequence[Tensor | None]) -> None:
         """Pack ``tensors`` into ``memory``, bytes; None is a tensor that is not there."""
-        there = [_ABSENT if tensor is None else _THERE for tensor in tensors]
-        memory[: 1 + len(there)] = torch.tensor([_THERE, *there], dtype=torch.uint8)
+        there = [tensor is not None for tensor in tensors]
+        memory[: len(there)] = torch.tensor(there, dtype=torch.uint8)
         for tensor, (begin, end, shape, dtype) in zip(tensors, self._places, strict=True):
             place = memory[begin:end].view(dtype).view(shape)
             if tensor is None:
@@ -68,18 +68,16 @@ class Layout:
                 place.copy_(tensor)
 
     def read(self, memory: Tensor) -> list[Tensor | None]:
-        """The tensors, as views of ``memory``. Raises `PeerError` if it is a failure's."""
-        there = [_THERE] * (1 + len(self._places))
-        if memory.device.type == "cpu":
-            there = memory[: len(there)].tolist()
-        if there[0] == _FAILED:
-            raise PeerError("it has failed")
+        """The tensors, as views of ``memory``."""
+        n = len(self._places)
+        there = memory[:n].tolist() if memory.device.type == "cpu" else [1] * n
         return [
             memory[begin:end].view(dtype).view(shape) if here else None
-            for here, (begin, end, shape, dtype) in zip(there[1:], self._places, strict=True)
+            for here, (begin, end, shape, dtype) in zip(there, self._places, strict=True)
         ]
 
 
+UnderWay: TypeAlias = "deque[tuple[int, dist.Work, Tensor]]"
 Expected = Sequence[tuple[int, Layout]]  # the messages of a step, in the order of their sending
 
 
@@ -96,7 +94,7 @@ class Sender(Protocol):
         """At the end of a step: return when this process may end without harm to what it sent."""
 
     def fail(self, reason: str) -> None:
-        """Tell the receiver, in place of what it still expects."""
+        """Tell the receiver why nothing more will come. `close` is called next."""
 
     def close(self) -> None: ...
 
@@ -110,55 +108,57 @@ class Receiver(Protocol):
     def receive(self, number: int, layout: Layout) -> list[Tensor | None]:
         """Wait for a message. Raises `PeerError` if it will not come."""
 
+    def fail(self, reason: str) -> None:
+        """Tell the sender why nothing more will be taken. `close` is called next."""
+
     def close(self) -> None: ...
+
+
+Ends: TypeAlias = tuple[dict[Route, Sender], dict[Route, Receiver], Callable[[], None]]
+"""A rank's ends of channels, and what to call when all are closed."""
 
 
 class GroupSender:
     """Sends through a process group to its rank ``peer``, counted over all processes."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
-        self._group, self._peer, self._device = group, peer, device
-        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
-        self._expected: dict[int, Layout] = {}
+        self._group: dist.ProcessGroup | None = group
+        self._peer, self._device = peer, device
+        self._under_way: UnderWay = deque()
 
     def expect(self, messages: Expected, capacity: int) -> None:
-        del capacity
-        self._expected = dict(messages)
+        """Nothing to prepare: each message has memory of its own."""
 
     def send(self, number: int, layout: Layout, tensors: Sequence[Tensor | None]) -> None:
         memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
         layout.write(memory, tensors)
-        self._send(number, memory)
+        try:
+            work = dist.isend(memory, self._peer, self._group, tag=_tag(number))
+        except RuntimeError as error:
+            raise PeerError(_in_words(error)) from None
+        assert work is not None
+        self._under_way.append((number, work, memory))
 
     def flush(self) -> None:
-        try:
-            while self._under_way:
-                self._under_way.popleft()[0].wait()
-        except RuntimeError as error:
-            raise _lost(error) from None
+        while self._under_way:
+            _wait(self._under_way)
 
     def fail(self, reason: str) -> None:
-        del reason  # there is no place for it in a message of a given size
-        for number, layout in list(self._expected.items()):
-            self._send(number, torch.full((layout.nbytes,), _FAILED, dtype=torch.uint8))
+        """There is no place for a reason: the connection is closed."""
 
     def close(self) -> None:
         self._under_way.clear()
-
-    def _send(self, number: int, memory: Tensor) -> None:
-        self._expected.pop(number, None)
-        work = dist.isend(memory, self._peer, self._group, tag=_tag(number))
-        assert work is not None
-        self._under_way.append((work, memory))
+        self._group = None
 
 
 class GroupReceiver:
     """The other end of a `GroupSender`."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
-        self._group, self._peer, self._device = group, peer, device
+        self._group: dist.ProcessGroup | None = group
+        self._peer, self._device = peer, device
         self._expected: deque[tuple[int, Layout]] = deque()
-        self._posted: deque[tuple[int, dist.Work, Tensor]] = deque()
+        self._posted: UnderWay = deque()
         self._here: dict[int, Tensor] = {}
 
     def expect(self, messages: Expected) -> None:
@@ -180,21 +180,28 @@ class GroupReceiver:
             self._post()
         return layout.read(self._here.pop(number))
 
+    def fail(self, reason: str) -> None:
+        """As GroupSender.fail."""
+
     def close(self) -> None:
         self._posted.clear()
+        self._group = None
 
     def _post(self) -> None:
         while self._expected and len(self._posted) < _AHEAD:
             number, layout = self._expected.popleft()
             memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-            work = dist.irecv(memory, self._peer, self._group, tag=_tag(number))
+            try:
+                work = dist.irecv(memory, self._peer, self._group, tag=_tag(number))
+            except RuntimeError as error:
+                raise PeerError(_in_words(error)) from None
             assert work is not None
             self._posted.append((number, work, memory))
 
 
 def open_group_channels(
     routes: Sequence[Route], group: dist.ProcessGroup | None, device: torch.device, timeout: float
-) -> tuple[dict[Route, Sender], dict[Route, Receiver]]:
+) -> Ends:
     """This rank's ends of the routes, through new groups: one for those to higher ranks, one for
     those to lower ones. All ranks of ``group`` must call it together."""
     rank = dist.get_rank(group)
@@ -214,11 +221,35 @@ def open_group_channels(
         if end == rank:  # the first message makes the connection, while nobody computes yet
             receivers[route] = GroupReceiver(one_way, members[begin], device)
             receivers[route].receive(0, Layout([]))
-    return senders, receivers
+    return senders, receivers, partial(_hang_up, groups)
 
 
-def _lost(error: RuntimeError) -> PeerError:
-    return PeerError(f"it has ended, or is silent: {str(error).splitlines()[0]}")
+def _hang_up(groups: list[dist.ProcessGroup]) -> None:
+    """Leave the groups. With gloo that closes the connections, and whoever waits at their other
+    ends is told; NCCL would wait for the others, so it is left to the end of the process."""
+    while groups:
+        group = groups.pop()
+        if dist.is_initialized() and dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)
+
+
+def _wait(under_way: UnderWay) -> tuple[int, Tensor]:
+    """Wait for the first of them. A connection is closed when nothing refers to it any more, and an
+    error's traceback refers to whatever its functions had: so it is raised without."""
+    number, work, memory = under_way.popleft()
+    problem = ""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        problem = _in_words(error)
+    del work
+    if problem:
+        raise PeerError(problem)
+    return number, memory
+
+
+def _in_words(error: RuntimeError) -> str:
+    return f"it has ended, or is silent: {str(error).splitlines()[0]}"
 
 
 def _aligned(nbytes: int) -> int:

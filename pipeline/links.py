@@ -106,7 +106,10 @@ class Outbox:
     def expect(self, parcels: Mapping[int, Parcel], order: Sequence[int], capacity: int) -> None:
         """What is going to be put, and in which order."""
         self._parcels = parcels
-        self._sender.expect([(i, parcels[i].layout) for i in order], capacity)
+        try:
+            self._sender.expect([(i, parcels[i].layout) for i in order], capacity)
+        except PeerError as error:
+            raise PeerError(f"{self._way}: {error}") from None
 
     def put(self, i: int, value: Any, parcel: Parcel | None = None) -> None:
         """``parcel`` is of a message that was not announced."""
@@ -117,6 +120,13 @@ class Outbox:
         except (PeerError, MismatchError) as error:
             raise type(error)(f"{self._way}, micro-batch {i}: {error}") from None
         self._record("send", i, start, time.perf_counter())
+
+    def flush(self) -> None:
+        """At the end of a step."""
+        try:
+            self._sender.flush()
+        except PeerError as error:
+            raise PeerError(f"{self._way}: {error}") from None
 
     def stop(self) -> None:
         """Whoever ends the step tells the others, and why: `Neighbours.fail`."""
@@ -133,7 +143,10 @@ class Inbox:
     def expect(self, parcels: Mapping[int, Parcel], order: Sequence[int], _: int) -> None:
         """What is going to come, in the order in which it is sent."""
         self._parcels = parcels
-        self._receiver.expect([(i, parcels[i].layout) for i in order])
+        try:
+            self._receiver.expect([(i, parcels[i].layout) for i in order])
+        except PeerError as error:
+            raise PeerError(f"{self._way}: {error}") from None
 
     def get(self, i: int, parcel: Parcel | None = None) -> Any:
         """``parcel`` is of a message that was not announced."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .analysis import Message
 from .dataflow import Links
-from .exchange import Receiver, Route, Sender, open_group_channels
+from .exchange import Ends, Route, open_group_channels
 from .gradients import Gradients
 from .links import NUMBER, Activations, GradientsOf, Inbox, One, Outbox, Record
 from .schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule, peak_alive
@@ -58,13 +58,13 @@ class Neighbours:
             for b in stages
             if a != b
         ]
-        ends: tuple[dict[Route, Sender], dict[Route, Receiver]] | None = {}, {}
+        ends: Ends | None = ({}, {}, lambda: None)
         if num_stages > 1:
             shared = share_memory and device.type == "cpu"
             ends = open_shared_channels(routes, group, timeout) if shared else None
             ends = ends or open_group_channels(routes, group, device, timeout)
         assert ends is not None
-        self._senders, self._receivers = ends
+        self._senders, self._receivers, self._hang_up = ends
         self._outboxes = {
             (to, what): Outbox(sender, rank, to, what, record)
             for (_, to, what), sender in self._senders.items()
@@ -145,13 +145,16 @@ class Neighbours:
 
     def flush(self) -> None:
         """At the end of a step."""
-        for sender in self._senders.values():
-            sender.flush()
+        for box in self._outboxes.values():
+            box.flush()
 
     def fail(self, reason: str) -> None:
-        """Tell all neighbours that nothing more will come, and why."""
+        """Tell all neighbours that nothing more will come, and why, and hang up."""
         for sender in self._senders.values():
             sender.fail(reason)
+        for receiver in self._receivers.values():
+            receiver.fail(reason)
+        self.close()
 
     def close(self) -> None:
         """Hang up. The neighbours notice when they next wait for this rank."""
@@ -159,3 +162,4 @@ class Neighbours:
             sender.close()
         for receiver in self._receivers.values():
             receiver.close()
+        self._hang_up()

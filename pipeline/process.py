@@ -141,7 +141,7 @@ class ProcessPipe:
         self._broken: str | None = None
 
     def close(self) -> None:
-        """Hang up. The neighbours notice when they next wait for this rank."""
+        """Hang up, when all that was sent has been received: after a last step of all ranks."""
         self._broken = self._broken or "it is closed"
         self._neighbours.close()
 

@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Expected, Layout, PeerError, Receiver, Route, Sender
+from .exchange import Ends, Expected, Layout, PeerError, Route
 
 _HEAD = struct.Struct("<qq48x")  # of a slot: the message's number and size; a cache line
 _RING = struct.Struct("<qqq")  # of a ring: slots, bytes of each, messages before its first
@@ -103,8 +103,7 @@ class SharedSender:
         """Nothing to wait for: the receiver has the memory, and keeps it."""
 
     def fail(self, reason: str) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.send(_FAILURE + reason.encode()[-_PACKET + 1 :])
+        _report(self._socket, reason)
 
     def close(self) -> None:
         if self._ready >= 0:
@@ -130,8 +129,9 @@ class SharedSender:
             os.ftruncate(descriptor, count * slot_bytes)
             self._ring = _Ring(descriptor, count, slot_bytes)
             packet = _NEW_RING + _RING.pack(count, slot_bytes, self._sent)
-            with _lost_if_it_fails():
-                socket.send_fds(self._socket, [packet], [descriptor])
+            socket.send_fds(self._socket, [packet], [descriptor])
+        except ConnectionError:
+            raise PeerError(_last_words(_read(self._socket)[0])) from None
         finally:
             os.close(descriptor)
         self._in_ring = 0
@@ -139,8 +139,8 @@ class SharedSender:
 
     def _wait_for_a_free_slot(self) -> None:
         readable = _wait([self._free, self._socket.fileno()], self._timeout)
-        if self._free not in readable:  # the receiver sends nothing: this is its end
-            raise PeerError("it has ended")
+        if self._free not in readable:  # the receiver says nothing but its last words
+            raise PeerError(_last_words(_read(self._socket)[0]))
         self._unread -= os.eventfd_read(self._free)
 
 
@@ -176,6 +176,9 @@ class SharedReceiver:
             )
         return layout.read(message)
 
+    def fail(self, reason: str) -> None:
+        _report(self._socket, reason)
+
     def close(self) -> None:
         if self._ready >= 0:
             self._socket.close()
@@ -187,7 +190,7 @@ class SharedReceiver:
 
     def _take(self) -> None:
         """Copy the next message out of its slot."""
-        if self._rings and self._rings[0][0] == self._taken:
+        while self._rings and self._rings[0][0] == self._taken:  # a ring may carry nothing at all
             self._first, self._ring = self._rings.popleft()
         assert self._ring is not None
         k = (self._taken - self._first) % self._ring.count
@@ -209,24 +212,20 @@ class SharedReceiver:
                 self._read_packet()
 
     def _read_packet(self) -> None:
-        try:
-            packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET, 1)
-        except ConnectionError:
-            packet, descriptors = b"", []
+        packet, descriptors = _read(self._socket)
         if packet[:1] == _NEW_RING:
             count, slot_bytes, first = _RING.unpack(packet[1:])
             self._rings.append((first, _Ring(descriptors[0], count, slot_bytes)))
             os.close(descriptors[0])
-        elif packet[:1] == _FAILURE:
-            self._waiting = 0  # what it sent before is of no use
-            self._lost = f"it has failed: {packet[1:].decode(errors='replace')}"
         else:
-            self._lost = "it has ended"
+            self._lost = _last_words(packet)
+            if packet:  # what it sent before it failed is of no use
+                self._waiting = 0
 
 
 def open_shared_channels(
     routes: Sequence[Route], group: dist.ProcessGroup | None, timeout: float
-) -> tuple[dict[Route, Sender], dict[Route, Receiver]] | None:
+) -> Ends | None:
     """This rank's ends of the routes; None, on all ranks, if any two cannot share memory.
 
     All ranks of ``group`` must call it together.
@@ -256,7 +255,7 @@ def open_shared_channels(
             route: SharedReceiver(_accept(listener, secret), timeout)
             for route, listener in zip(mine, listeners, strict=True)
         }
-        return {**senders}, {**receivers}
+        return {**senders}, {**receivers}, lambda: None
     finally:
         for listener in listeners:
             listener.close()
@@ -313,9 +312,21 @@ def _wait(descriptors: Sequence[int], timeout: float) -> list[int]:
     return ready
 
 
-@contextlib.contextmanager
-def _lost_if_it_fails() -> Any:
-    try:
-        yield
-    except OSError as error:
-        raise PeerError("it has ended") from error
+def _read(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """A packet with its descriptors; an empty one at the end."""
+    for _ in range(2):  # a reset is told once, and comes before what was sent before it
+        with contextlib.suppress(ConnectionError):
+            packet, descriptors, _, _ = socket.recv_fds(connection, _PACKET, 1)
+            return packet, descriptors
+    return b"", []
+
+
+def _report(connection: socket.socket, reason: str) -> None:
+    with contextlib.suppress(OSError):
+        connection.send(_FAILURE + reason.encode()[-_PACKET + 1 :])
+
+
+def _last_words(packet: bytes) -> str:
+    if packet[:1] == _FAILURE:
+        return f"it has failed: {packet[1:].decode(errors='replace')}"
+    return "it has ended"

@@ -201,7 +201,7 @@ def test_ten_clipped_steps_end_where_one_process_ends(
     """Clipping bites in every step, and the tied weight counts once. Adam divides by the root of a
     gradient's square, so rounding grows where gradients are near 0: 1e-9 is ample for ten steps."""
     world = ranks if len(sizes) == 2 else three_ranks
-    per_rank = world.run(_ten_steps, sizes, 0.3)
+    per_rank = world.run(_ten_steps, sizes, 0.1)
     owned = [name for found in per_rank for name in found["owned"]]
     model = _real(0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -209,9 +209,9 @@ def test_ten_clipped_steps_end_where_one_process_ends(
     for _ in range(10):
         optimizer.zero_grad()
         plain_loss(model, *sentences()).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).double())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).double())
         optimizer.step()
-    assert min(norms) > 0.3
+    assert min(norms) > 0.2
     expected = {n: p.detach() for n, p in model.named_parameters()} | {"norms": torch.stack(norms)}
     assert sorted(owned) == sorted(n for n, _ in model.named_parameters())  # each once
     found = _in_order(_merge(per_rank)["weights"], list(expected))
@@ -350,7 +350,6 @@ def _evaluated(_: int, __: int) -> list[Any]:
         return [loss, output, same]
 
 
-@pytest.mark.xfail(reason="evaluation without a loss, and many in a row, may stall", run=False)
 def test_evaluation_gives_loss_and_output(ranks: Ranks) -> None:
     x, y = batch(9)
     with torch.no_grad():
