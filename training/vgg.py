@@ -73,7 +73,7 @@ def vgg16(num_classes: int = 10, width: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(modules)
 
 
-def vgg_layers(model: nn.Sequential) -> list[nn.Sequential]:
+def vgg_layers(model: nn.Sequential) -> list[nn.Module]:
     """The 16 layers of `model` as modules that can be put on different devices or gathered one
     by one: each a convolution or linear layer with what follows up to the next. They share its
     parameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_an_output_is_of_its_picture_alone() -> None:
 
 def test_layers_are_the_network_in_sixteen_pieces() -> None:
     net = initialized(width=4)
-    layers = vgg_layers(net)
+    layers = [cast(nn.Sequential, layer) for layer in vgg_layers(net)]
     assert [type(layer[0]).__name__ for layer in layers] == ["Conv2d"] * 13 + ["Linear"] * 3
     assert sum(len(layer) for layer in layers) == len(net)
     x = torch.randn(2, 3, 32, 32)
