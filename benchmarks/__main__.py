@@ -15,7 +15,7 @@ import importlib
 
 NAMES = (
     "data_parallel", "fsdp", "generation", "epoch", "pipeline", "pipeline_program",
-    "process_pipeline", "mathematics",
+    "process_pipeline", "throughput", "mathematics",
 )  # fmt: skip
 
 

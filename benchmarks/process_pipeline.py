@@ -4,7 +4,11 @@ The same blocks, batch and loss as in the benchmark `pipeline`, for all:
 
 - gpipe, 1f1b, zb: this project's ProcessPipe;
 - torch gpipe, 1f1b, zb: `torch.distributed.pipelining` with the same schedules (its zero bubble is
-  ScheduleInterleavedZeroBubble with one stage per rank);
+  ScheduleInterleavedZeroBubble with one stage per rank, which is not the same list as ZB-H1: no
+  goal is set for it);
+
+and, in fewer rounds:
+
 - gradients last: ProcessPipe that computes the weights' gradients before it sends the
   activations', as PyTorch does;
 - gloo: ProcessPipe without shared memory;
@@ -12,8 +16,9 @@ The same blocks, batch and loss as in the benchmark `pipeline`, for all:
 
 Nothing is updated: every step computes the same loss and gradients, and those are compared.
 
-Then the peak resident memory of a rank in a step of small micro-batches, where the gradients of a
-stage's parameters outweigh its activations: with a graph per stage, and with one per layer.
+Then the peak resident memory of a rank in a step of micro-batches of one example, where the
+gradients of a stage's parameters outweigh its activations: PyTorch's, which differentiates a stage
+in one call, and ProcessPipe with a graph per stage and with one per layer.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +43,25 @@ from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
 from training.launch import Settings, World, launch
 
-MICROBATCHES, ROUNDS = (4, 8), 5
+MICROBATCHES, ROUNDS, FEWER_ROUNDS = (4, 8), 9, 3
+SCHEDULES = ("gpipe", "1f1b", "zb")
 HALF = BLOCKS // K
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "gradients last, ": {"early_gradients": False},
     "gloo, ": {"share_memory": False},
 }
+
+
+TORCH, BY_STAGE, BY_LAYER = "torch", "a graph per stage", "a graph per layer"
+
+
+def _torch_schedule(part: nn.Module, rank: int, schedule: str, m: int) -> Any:
+    stage = PipelineStage(part, rank, K, torch.device("cpu"))
+    options: Any = {"loss_fn": square_error, "scale_grads": False}
+    if schedule == "zb":
+        return ScheduleInterleavedZeroBubble([stage], m, **options)
+    return {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule](stage, m, **options)
 
 
 class _Bench:
@@ -71,17 +89,23 @@ class _Bench:
         torch.set_num_threads(len(cores))
 
     def contestants(self) -> dict[str, Callable[[], None]]:
-        """Every contestant, as a step that all ranks call."""
+        """Ours and PyTorch's, as steps that all ranks call."""
         turns: dict[str, Callable[[], None]] = {}
         for m in MICROBATCHES:
-            for schedule in ("gpipe", "1f1b", "zb"):
+            for schedule in SCHEDULES:
                 name = f"{schedule}, M={m}"
                 turns[name] = self._ours("", name, schedule, m)
                 turns[f"torch {name}"] = self._torch(f"torch {name}", schedule, m)
-                turns[f"threads, {name}"] = self._threads(f"threads, {name}", schedule, m)
-            for variant in list(VARIANTS)[1:]:
-                name = f"{variant}1f1b, M={m}"
+        return turns
+
+    def variants(self) -> dict[str, Callable[[], None]]:
+        """Other ways to run 1F1B; `plain` is the one above."""
+        turns: dict[str, Callable[[], None]] = {}
+        for m in MICROBATCHES:
+            for variant in VARIANTS:
+                name = f"{variant or 'plain, '}1f1b, M={m}"
                 turns[name] = self._ours(variant, name, "1f1b", m)
+            turns[f"threads, 1f1b, M={m}"] = self._threads(f"threads, 1f1b, M={m}", "1f1b", m)
         return turns
 
     def _note(self, name: str, loss: float, module: nn.Module) -> None:
@@ -114,14 +138,7 @@ class _Bench:
         return turn
 
     def _torch(self, name: str, schedule: str, m: int) -> Callable[[], None]:
-        stage = PipelineStage(self.part, self.world.rank, K, torch.device("cpu"))
-        options: Any = {"loss_fn": square_error, "scale_grads": False}
-        build: dict[str, Callable[[], Any]] = {
-            "gpipe": lambda: ScheduleGPipe(stage, m, **options),
-            "1f1b": lambda: Schedule1F1B(stage, m, **options),
-            "zb": lambda: ScheduleInterleavedZeroBubble([stage], m, **options),
-        }
-        run = build[schedule]()
+        run = _torch_schedule(self.part, self.world.rank, schedule, m)
 
         def turn() -> None:
             self._use(self.own)
@@ -158,7 +175,7 @@ class _Bench:
 def _rank(world: World, cores: Sequence[int], out: Path) -> None:
     torch.manual_seed(1)  # the same batch on both ranks
     bench = _Bench(world, cores)
-    seconds = alternate(bench.contestants(), ROUNDS)
+    seconds = alternate(bench.contestants(), ROUNDS) | alternate(bench.variants(), FEWER_ROUNDS)
     bench.check()
     if world.is_main:
         torch.save(seconds, out)
@@ -168,18 +185,32 @@ def _rank(world: World, cores: Sequence[int], out: Path) -> None:
     dist.barrier()
 
 
-def _peak_memory(_: World, by_layer: bool, out: Path) -> None:
+def _peak_memory(world: World, which: str, out: Path) -> None:
     """Writes the most KB that this rank ever holds in a step, model and libraries included."""
     torch.manual_seed(1)
     x, y = torch.randn(2, BATCH, LENGTH, WIDTH).unbind(0)
-    pipe = ProcessPipe(make_blocks(), [HALF] * K, by_layer=by_layer, early_gradients=False)
+    if which == TORCH:
+        module: nn.Module = make_blocks()[HALF * world.rank : HALF * (world.rank + 1)]
+        run = _torch_schedule(module, world.rank, "1f1b", BATCH)
+        step = partial(run.step, x) if world.is_main else partial(run.step, target=y)
+    else:
+        blocks = make_blocks()
+        for k, block in enumerate(blocks):
+            if k // HALF != world.rank:  # of other ranks' blocks only the shapes are needed
+                blocks[k] = block.to("meta")
+        by_layer = which == BY_LAYER
+        pipe = ProcessPipe(blocks, [HALF] * K, by_layer=by_layer, early_gradients=False)
+        module = pipe.module
+        step = partial(pipe.train_step, x, y, square_error, "1f1b", BATCH)
     for _step in range(2):
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-        pipe.module.zero_grad()
-        pipe.train_step(x, y, square_error, "1f1b", BATCH)
+        module.zero_grad()
+        step()
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    (out / f"{by_layer}-{pipe.rank}").write_text(status["VmHWM"].split()[0])
-    pipe.close()
+    (out / f"{which}-{world.rank}").write_text(status["VmHWM"].split()[0])
+    dist.barrier()
+    if which != TORCH:
+        pipe.close()
 
 
 def run() -> list[Row]:
@@ -191,14 +222,14 @@ def run() -> list[Row]:
         launch(_rank, settings, cores, out / "seconds.pt")
         seconds = torch.load(out / "seconds.pt", weights_only=True)
         peaks = {}
-        for by_layer in (False, True):
-            launch(_peak_memory, settings, by_layer, out)
-            peaks[by_layer] = [int((out / f"{by_layer}-{r}").read_text()) / 1024 for r in range(K)]
+        for which in (TORCH, BY_STAGE, BY_LAYER):
+            launch(_peak_memory, settings, which, out)
+            peaks[which] = [int((out / f"{which}-{r}").read_text()) / 1024 for r in range(K)]
     rows = _rows(seconds)
-    for by_layer, name in ((False, "a graph per stage"), (True, "a graph per layer")):
-        value, ratio = max(peaks[by_layer]), max(peaks[False]) / max(peaks[by_layer])
-        name = f"peak resident memory, M={BATCH}, {name}"
-        rows.append(Row(name, value, (min(peaks[by_layer]), value), "MB", ratio, "less"))
+    for which, found in peaks.items():
+        name = f"peak resident memory, 1f1b, M={BATCH}, {which}"
+        ratio = max(peaks[TORCH]) / max(found)
+        rows.append(Row(name, max(found), (min(found), max(found)), "MB", ratio, "less than torch"))
     title = (
         f"Pipeline step in processes, {BLOCKS} GPT-2 blocks of width {WIDTH}, batch {BATCH} x "
         f"{LENGTH}, {K} ranks with a core each"
@@ -216,14 +247,14 @@ def _rows(seconds: dict[str, list[float]]) -> list[Row]:
         rows.append(Row(name, value, spread, "s", ratio, against, goal))
 
     for m in MICROBATCHES:
-        for schedule in ("gpipe", "1f1b", "zb"):
+        for schedule in SCHEDULES:
             name = f"{schedule}, M={m}"
             add(f"torch {name}", f"torch {name}")
-            add(name, f"torch {name}", 1.05)
-            add(name, f"threads, {name}")
-        for variant in list(VARIANTS)[1:]:
-            add(f"{variant}1f1b, M={m}", f"torch 1f1b, M={m}")
+            add(name, f"torch {name}", None if schedule == "zb" else 1.05)
         add(f"zb, M={m}", f"torch 1f1b, M={m}")
+    for m in MICROBATCHES:
+        for variant in ("plain, ", *list(VARIANTS)[1:], "threads, "):
+            add(f"{variant}1f1b, M={m}", f"plain, 1f1b, M={m}")
     return rows
 
 

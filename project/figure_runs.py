@@ -112,27 +112,20 @@ def _pipeline(mode: str) -> Run:
     )  # fmt: skip
 
 
-RUNS = {
+_PROGRAMS = {
     "dp1": _data_parallel(1),
     "dp2": _data_parallel(2),
     "mp": _pipeline("model_parallel"),
     "pp": _pipeline("pipeline_parallel"),
 }
-_DP1, _DP2, _MP, _PP = (WORKDIRS / name for name in RUNS)
-FIGURES = (  # command lines of plot.py, less --output
-    ("data_parallel", f"--single={_DP1}", f"--multiple={_DP2}"),
-    ("pipeline", f"--model_parallel={_MP}", f"--pipeline_parallel={_PP}"),
-    ("schedule", "--schedule=gpipe"),
-    ("schedule", "--schedule=1f1b"),
-    ("timeline", str(_DP2)),
-    ("timeline", str(_PP)),
-)
 TRAINED = {
     f"{strategy}{n}": _trained(strategy, n)
     for strategy, n in (
         ("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2), ("model", 2), ("pipeline", 2)
     )
 }  # fmt: skip
+RUNS: dict[str, Run] = {**_PROGRAMS, **TRAINED}
+_DP1, _DP2, _MP, _PP = (WORKDIRS / name for name in _PROGRAMS)
 _ALL = "ddp=1,ddp=2,fsdp=1,fsdp=2,model=2,pipeline=2"
 TRAINED_FIGURES = tuple(
     (figure, runs, f"--workdir={WORKDIRS}")
@@ -143,6 +136,15 @@ TRAINED_FIGURES = tuple(
         ("timeline", "pipeline=2"),
         ("timeline", "fsdp=2"),
     )
+)
+FIGURES = (  # command lines of plot.py, less --output
+    ("data_parallel", f"--single={_DP1}", f"--multiple={_DP2}"),
+    ("pipeline", f"--model_parallel={_MP}", f"--pipeline_parallel={_PP}"),
+    ("schedule", "--schedule=gpipe"),
+    ("schedule", "--schedule=1f1b"),
+    ("timeline", str(_DP2)),
+    ("timeline", str(_PP)),
+    *TRAINED_FIGURES,
 )
 
 

@@ -297,6 +297,19 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
     ]
 
 
+def write_summary(folder: Path, name: str) -> None:
+    """What train.py leaves, of the run of that name in the table; nothing for other programs."""
+    if name not in figure_runs.TRAINED:
+        return
+    options = figure_runs.TRAINED[name].options
+    workers = int(options["num_workers"])
+    summary = {
+        **options, "strategy": name[:-1], "step_seconds": [1.0] * int(options["num_batches"]),
+        "peak_rss_bytes": [2] * workers, "state_bytes": [1] * workers,
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+
+
 def test_figures_draws_every_picture_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,24 +318,33 @@ def test_figures_draws_every_picture_of_the_table(
     for name, run in figure_runs.RUNS.items():
         for prefix in run.results:
             write(figure_runs.WORKDIRS / name, prefix, SINGLE + [19.0] * 2, TOKENS)
+        folder = figure_runs.WORKDIRS / name
+        folder.mkdir(parents=True, exist_ok=True)
         options = {**run.options, "device": "cpu"}
-        text = json.dumps(options)
-        (figure_runs.WORKDIRS / name / "options.json").write_text(text, encoding="utf-8")
+        (folder / "options.json").write_text(json.dumps(options), encoding="utf-8")
+        write_summary(folder, name)
     for rank in range(2):
         write(figure_runs.WORKDIRS / "dp2", f"rank{rank}_results", SINGLE + [19.0] * 2, TOKENS / 2)
     for name in figure_runs.RUNS:
-        timeline = Timeline()
-        timeline("F", 0, 0, 1.0, 2.0)
-        timeline.write(figure_runs.WORKDIRS / name)
+        for rank in range(workers := 2 if name.endswith("2") else 1):
+            timeline = Timeline(rank)
+            timeline.world_size = workers
+            timeline("F", 0, 0, 1.0, 2.0)
+            timeline.write(figure_runs.WORKDIRS / name)
     plot.make_figures(tmp_path / "pictures")
     assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [
         "data_parallel_throughput.png",
         "data_parallel_training_time.png",
+        "memory.png",
         "pipeline_throughput.png",
         "pipeline_training_time.png",
         "schedule_1f1b.png",
         "schedule_gpipe.png",
+        "split_time.png",
+        "throughput.png",
         "timeline_dp2.png",
+        "timeline_fsdp2.png",
+        "timeline_pipeline2.png",
         "timeline_pp.png",
     ]
 

@@ -329,7 +329,7 @@ def test_nothing_overlaps(tmp_path: Path, drawn: dict[str, Figure]) -> None:
 
 
 def test_the_tables_of_figures_are_good_command_lines() -> None:
-    for figure in (*figure_runs.FIGURES, *figure_runs.TRAINED_FIGURES):
+    for figure in figure_runs.FIGURES:
         args = plot.parse(figure)
         assert args.figure == figure[0]
     wanted = {
