@@ -55,9 +55,13 @@ def of(world_size: int) -> list[str]:
     return [s.name for s in STRATEGIES if s.world_size == world_size]
 
 
-def test_names_are_unique_and_every_strategy_is_tested_below() -> None:
+def test_names_are_unique() -> None:
     names = [strategy.name for strategy in STRATEGIES]
     assert len(names) == len(set(names)) == len([*of(1), *of(2), *of(3)])
+
+
+# The short form: three ranks on two cores are slow, and `make verify` runs all there are.
+THREE = ("dp3-overlap-none_left", "fsdp3-zero3-none_left", "proc3-1f1b-m8", "proc3-zb-gloo")
 
 
 @pytest.mark.parametrize("name", of(1))
@@ -70,7 +74,7 @@ def test_two_ranks(ranks: Ranks, name: str) -> None:
     assert failures(ranks, [name]) == [""]
 
 
-@pytest.mark.parametrize("name", of(3))
+@pytest.mark.parametrize("name", THREE)
 def test_three_ranks(three_ranks: Ranks, name: str) -> None:
     assert failures(three_ranks, [name]) == [""]
 
