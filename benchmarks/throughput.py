@@ -23,7 +23,7 @@ from benchmarks.harness import Row, summarize, write_rows
 from project.runs import SUMMARY
 
 ROOT = Path(__file__).resolve().parents[1]
-ROUNDS, STEPS, BATCH = 3, 6, 32
+ROUNDS, STEPS, BATCH = 3, 5, 32
 MODELS = {
     "VGG16": "--model vgg16 --n_train 256 --n_validation 16",
     # Every sentence padded to one length: so a step is the same work for all.
@@ -45,7 +45,7 @@ class _Run:
         """What a person would type."""
         options = (
             f"--num_workers {self.workers} --batch_size {BATCH} --num_batches {STEPS} "
-            f"--device cpu --timeline 0 --keep 1 {MODELS[self.model]}"
+            f"--device cpu {MODELS[self.model]}"
         )
         if self.strategy == "pipeline":
             options += " --num_microbatches 8 --schedule zb"
