@@ -135,6 +135,7 @@ class Analysis:
         sizes = message.sizes
         kind = (
             message.resized([0] * len(sizes)),
+            tuple(p.requires_grad for part in self._partitions for p in part.parameters()),
             self._device.type,
             torch.is_autocast_enabled(self._device.type),
             torch.get_autocast_dtype(self._device.type),
@@ -161,9 +162,11 @@ class Analysis:
         """How messages depend on the sizes in which this input differs from an earlier one."""
         pairs = list(zip(base, message.sizes, strict=True))
         new = list(dict.fromkeys(pair for pair in pairs if pair[0] != pair[1]))
-        if len(new) > len(_PRIMES):
+        taken = {*base, *(size for message in found for size in message.sizes)}
+        free = [p for p in _PRIMES if p not in taken]  # else a constant could pass for a size
+        if len(new) > len(free):
             return None
-        prime = dict(zip(new, _PRIMES, strict=False))
+        prime = dict(zip(new, free, strict=False))
         probe = [prime.get(pair, pair[0]) for pair in pairs]
         try:
             outcome = self._dry(message.resized(probe))

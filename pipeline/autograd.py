@@ -9,7 +9,7 @@ hooks see each of them once and whole, and a parameter on two stages gets the su
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from . import microbatch
 from .gradients import gradients_by_stage, hooks_held, trained_parameters
 from .stage import Stage
+from .streams import Streams
 
 if TYPE_CHECKING:
     from .pipe import Pipe
@@ -66,6 +67,7 @@ class _Call:
     num_outputs: int
     lengths: dict[int, list[int]]  # leaf of the output with gradients: rows per micro-batch
     results: list[Tensor]
+    streams: Streams = field(default_factory=Streams)  # of the forward
 
     def split(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
         """Per micro-batch, the gradient of each leaf of its output."""
@@ -114,12 +116,14 @@ class _Pipelined(torch.autograd.Function):
         retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         for stage in call.stages:
             stage.take_gradients()  # what a backward left that failed half-way
-        with hooks_held(call.parameters):
-            pieces = call.pipe.backward_clocks(call.stages, call.split(gradients), retain_graph)
-        own, sums = gradients_by_stage(call.stages, call.pipe.replicas)
-        for gradients_of_stage in own:
-            sums.update(gradients_of_stage)
-        return None, *call.join(pieces), *(sums.get(p) for p in call.parameters)
+        with call.streams.resume():
+            with hooks_held(call.parameters):
+                pieces = call.pipe.backward_clocks(call.stages, call.split(gradients), retain_graph)
+            own, sums = gradients_by_stage(call.stages, call.pipe.replicas)
+            for gradients_of_stage in own:
+                sums.update(gradients_of_stage)
+            of_inputs = call.join(pieces)
+        return None, *of_inputs, *(sums.get(p) for p in call.parameters)
 
 
 def _differentiable(leaves: Sequence[Any]) -> list[int]:

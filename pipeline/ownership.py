@@ -54,7 +54,16 @@ class Ownership:
                         if tensor not in made:
                             made[tensor] = self._make(tensor, device, initialize)
                         table[key] = made[tensor]  # type: ignore[assignment]
+        self._move(device)
+
+    def _move(self, device: torch.device) -> None:
+        """Parameters stay the objects they are; buffers become others, and keep their names."""
+        before = [b for _, b in self._module.named_buffers(remove_duplicate=False)]
         self._module.to(device)
+        after = [b for _, b in self._module.named_buffers(remove_duplicate=False)]
+        for old, new in zip(before, after, strict=True):
+            if old in self._names:
+                self._names[new] = self._names[old]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this stage."""

@@ -168,12 +168,13 @@ class ProcessPipe:
         known to the last only. Raises what this stage raised, or `exchange.PeerError` because of
         what another did; after that the pipe is of no use any more.
         """
-        with self._step(), hooks_held(list(self.module.parameters())), torch.enable_grad():
+        with self._step(), torch.enable_grad():
             seed = StepSeed()
             if self.layers.training:
                 seed.get()  # also where no layer draws, so that all ranks have drawn as often
             stage = self._stage(seed)
-            loss = self._run(stage, x, target, loss_fn, schedule, num_microbatches, scale)
+            with hooks_held(list(self.module.parameters())):
+                loss = self._run(stage, x, target, loss_fn, schedule, num_microbatches, scale)
             self.peak_alive = stage.peak_alive
             (own,), _ = gradients_by_stage([stage], {})
             tied = self._ownership.tied()
@@ -204,9 +205,9 @@ class ProcessPipe:
 
         target = x if loss_fn is None else target
         sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
-        inputs, targets = microbatch.cut(x, target, sizes)
-        numbered = microbatch.MicroBatches(enumerate(targets))
         with self._step(), torch.no_grad(), _evaluating(self.layers):
+            inputs, targets = microbatch.cut(x, target, sizes)
+            numbered = microbatch.MicroBatches(enumerate(targets))
             cut = microbatch.MicroBatches(inputs)
             stage = self._stage(StepSeed())
             loss = self._run(stage, cut, numbered, loss_of, "gpipe", len(cut), scale)

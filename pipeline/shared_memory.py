@@ -262,7 +262,7 @@ def open_shared_channels(
 
 
 def _listen(routes: Sequence[Route]) -> list[socket.socket]:
-    """A socket for each route, with a name that the system chooses; none where there are none."""
+    """A socket for each route, with a name that no other has; none where there are none."""
     listeners: list[socket.socket] = []
     if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
         return listeners
@@ -270,7 +270,9 @@ def _listen(routes: Sequence[Route]) -> list[socket.socket]:
         for _ in routes:
             listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             listeners[-1].settimeout(_CONNECT)
-            listeners[-1].bind("")  # no file: the name is abstract
+            # No file: the name is abstract. Those that the system chooses are few, and on another
+            # machine a socket of ours may have the same one.
+            listeners[-1].bind(b"\0" + os.urandom(16))
             listeners[-1].listen()
     except OSError:
         while listeners:

@@ -2,9 +2,9 @@
 
 Problem. A stage of a pipeline must compute while the other stages compute, on GPUs as well as on
 the cores of one CPU. Torch's operators release the GIL, so threads suffice, and tensors pass from
-stage to stage without a copy. But a fresh thread is not the caller's thread: grad mode, autocast
-and the default device are thread-local in torch and must be carried over (the default dtype and
-the deterministic flags are global, and need not be).
+stage to stage without a copy. But a fresh thread is not the caller's thread: grad mode, autocast,
+the default device and the CUDA streams (streams.py) are thread-local in torch and must be carried
+over (the default dtype and the deterministic flags are global, and need not be).
 
 Idea. ``cpu:0`` and ``cpu:1`` are *logical* devices: worker k of n binds itself to the k-th of n
 slices of the cores this process may use, and has as many intra-op threads. Threads that OpenMP
@@ -31,6 +31,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from .streams import Streams
+
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
 Queue: TypeAlias = "SimpleQueue[Any]"
 
@@ -50,6 +52,7 @@ class Context:
             if torch.is_autocast_enabled(kind)
         }
         self.autocast_cache = torch.is_autocast_cache_enabled()
+        self.streams = Streams()
         default = torch.get_default_device()
         self.default_device = None if default.type == "cpu" else default
 
@@ -64,11 +67,12 @@ class Context:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
             if self.default_device is not None:
                 stack.enter_context(self.default_device)
+            stack.enter_context(self.streams.enter())
             yield
 
 
 class Task:
-    """A function to run on a worker, under the grad mode, autocast etc. of its creator."""
+    """A function to run on a worker, under the grad mode, autocast, streams of its creator."""
 
     def __init__(self, compute: Callable[[], Any], context: Context | None = None) -> None:
         self._compute = compute

@@ -1,4 +1,5 @@
-"""What README.md tells people to type exists, and its options are good."""
+"""What README.md and docs/assignments.md tell people to type exists, its options are good; and the
+files and names that the map of the assignments gives."""
 
 from __future__ import annotations
 
@@ -21,6 +22,11 @@ PARSERS = {
     "project/plot.py": plot.parse,
     "project/train.py": train.parse,
 }
+MARKED = {
+    name
+    for path in (ROOT / "tests").rglob("*.py")
+    for name in re.findall(r"pytest\.mark\.(a[45]_\w+)", path.read_text("utf-8"))
+}
 BEGINNINGS = ("python project/", "torchrun ", "python -m benchmarks", "make")
 
 
@@ -40,6 +46,8 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     if words[1] == "-m":
         assert find_spec(words[2]), words[2]
+        if words[2] == "pytest":
+            assert words[words.index("-k") + 1] in MARKED
         if words[2] == "benchmarks":
             monkeypatch.setattr("sys.argv", ["benchmarks", *words[3:], "--list"])
             benchmarks.main()
@@ -114,3 +122,56 @@ def test_every_command_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) >= 5
     for command in found:
         check(command, monkeypatch)
+
+
+QUOTED = re.compile(r"`([^`]+)`")
+FILE = re.compile(r"[\w*.]+(/[\w*.]+)+\.(py|png)")
+
+
+def missing(text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of what a page quotes: the files that are not there; in a cell of a table the names that no
+    file in that cell defines or imports; and the commands are checked."""
+    found = []
+    rows = re.findall(r"^\|.*", text, re.MULTILINE)
+    paragraphs = re.sub(r"^\|.*", "", text, flags=re.MULTILINE).split("\n\n")
+    for cell in [cell for row in rows for cell in row.split("|")] + paragraphs:
+        code = ""
+        quotes = [" ".join(quote.split()) for quote in QUOTED.findall(cell)]
+        for path, *more in (quote.split() for quote in quotes if FILE.fullmatch(quote.split()[0])):
+            files = list(ROOT.glob(path))
+            code += "".join(file.read_text("utf-8") for file in files if file.suffix == ".py")
+            found += [path] * (not files) + [word for word in more if f'"{word}"' not in code]
+        for quote in quotes:
+            if quote.startswith(("python ", *BEGINNINGS)):
+                check(quote, monkeypatch)
+            elif code and cell not in paragraphs and quote.isidentifier():
+                known = re.search(rf"^ *(def|class|from .* import.*) {quote}\b", code, re.MULTILINE)
+                found += [quote] * (known is None)
+    return found
+
+
+MAP = """
+| 1 | `project/train.py`: `main`, `Nothing`; `project/plot.py figures`, `project/plot.py nonsense` |
+| 2 | `project/none.py` | `submit_figures/*.png`, `submit_figures/none_*.png` | `Nothing` |
+
+`pipeline/process.py` has no `Anything`, and there is no
+`pipeline/nothing.py`; `python -m pytest -k a4_1_1`.
+"""
+
+
+def test_what_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing(MAP, monkeypatch) == [
+        "nonsense", "Nothing", "project/none.py", "submit_figures/none_*.png",
+        "pipeline/nothing.py",
+    ]  # fmt: skip
+    for wrong in ("`python -m pytest -k a4_9_9`", "`python project/train.py ddpp`"):
+        with pytest.raises((AssertionError, SystemExit, UserError)):
+            missing(wrong, monkeypatch)
+
+
+def test_every_file_name_and_command_of_the_map_of_assignments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = (ROOT / "docs" / "assignments.md").read_text("utf-8")
+    assert len(QUOTED.findall(text)) > 60
+    assert missing(text, monkeypatch) == []

@@ -289,17 +289,20 @@ def merge_trace(workdir: Path) -> Path:
     """
     workers = by_worker(read_timelines(workdir))
     origin = min((events[0].start for events in workers.values() if events), default=0.0)
-    entries: list[dict[str, Any]] = []
-    for pid, (name, events) in enumerate(workers.items()):
-        entries.append(_name("process", pid, 0, name))
+    names: list[dict[str, Any]] = []
+    slices: list[dict[str, Any]] = []
+    for pid, (worker, events) in enumerate(workers.items(), 1):  # to Perfetto, 0 is Linux's idling
+        names.append(_metadata("process_name", pid, 0, name=worker))
+        names.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
         for lane in LANES:
             rows = without_crossings([event for event in events if event.lane == lane])
-            for number, row in enumerate(rows):
-                tid = 100 * LANES.index(lane) + number
-                entries.append(_name("thread", pid, tid, f"{lane} {number + 1 if number else ''}"))
-                entries += [_slice(event, pid, tid, origin) for event in row]
+            for number, row in enumerate(rows, 1):
+                tid = 1000 * pid + 100 * LANES.index(lane) + number  # no other process has it
+                name = f"{lane} {number}" if number > 1 else lane
+                names.append(_metadata("thread_name", pid, tid, name=name))
+                slices += [_slice(event, pid, tid, origin) for event in row]
     path = workdir / TRACE
-    lines = ",\n".join(map(json.dumps, entries))
+    lines = ",\n".join(map(json.dumps, names + slices))
     _write_aside(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n')
     return path
 
@@ -330,15 +333,15 @@ def _write_aside(path: Path, text: str) -> None:
     aside.replace(path)
 
 
-def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {
-        "ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name.strip()}
-    }  # fmt: skip
+def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
 def _slice(event: Event, pid: int, tid: int, origin: float) -> dict[str, Any]:
     """A box. Its name ends with the number of the micro-batch: Perfetto's colours are by name, the
-    number left out."""
+    number left out. Start and end are whole microseconds: of a fraction a reader may lose a
+    nanosecond, and a box that begins one before the end of another is not drawn."""
+    start, end = (round((time - origin) * 1e6) for time in (event.start, event.end))
     name, lane, colour = KINDS.get(event.kind, (event.kind, COMPUTE, "generic_work"))
     args = {"micro-batch": event.microbatch, "stage or layer": event.stage, "step": event.step}
     return {
@@ -347,8 +350,8 @@ def _slice(event: Event, pid: int, tid: int, origin: float) -> dict[str, Any]:
         "cat": lane,
         "pid": pid,
         "tid": tid,
-        "ts": round((event.start - origin) * 1e6, 3),
-        "dur": round((event.end - event.start) * 1e6, 3),
+        "ts": start,
+        "dur": end - start,
         "cname": colour,
         "args": {key: value for key, value in args.items() if value >= 0},
     }

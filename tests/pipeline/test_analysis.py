@@ -102,6 +102,26 @@ def test_sizes_that_are_no_size_of_the_input(function: Callable[[Any], Any], mos
     assert exact.dry_forwards == 4
 
 
+def test_a_size_that_is_a_prime_and_a_constant_too() -> None:
+    """A first length of 13, which could stand for any, beside features that are always 13."""
+    parts = [nn.Sequential(nn.Linear(13, 13), Call(lambda x: (x, x.new_zeros(17))))]
+    analysis = Analysis(parts, CPU)
+    for B, T in [(2, 13), (2, 5), (2, 13), (4, 8), (13, 13)]:
+        x = torch.ones(B, T, 13)
+        assert analysis.messages(x) == _made(parts, x), (B, T)
+    assert analysis.dry_forwards <= 3
+
+
+def test_what_is_frozen_later_is_found() -> None:
+    parts = [nn.Sequential(nn.Linear(3, 3))]
+    analysis, x = Analysis(parts, CPU), torch.ones(2, 3)
+    for wanted in (True, False, True):
+        parts[0].requires_grad_(wanted)
+        assert analysis.messages(x) == _made(parts, x)
+        assert analysis.messages(x)[0].tensors[0].requires_grad is wanted
+    assert analysis.dry_forwards == 2
+
+
 def test_nothing_is_drawn_changed_or_kept() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
     before = {name: t.clone() for name, t in model.state_dict().items()}

@@ -193,33 +193,35 @@ def entries(path: Path, phase: str) -> list[dict[str, Any]]:
 
 
 def test_the_trace(tmp_path: Path) -> None:
-    """A process per rank, a thread per lane, and another for what crosses; microseconds."""
+    """A process per rank, a thread per lane, and another for what crosses; microseconds. No thread
+    has the number of another, be it in another process: Perfetto names threads by it alone."""
     for rank in range(2):
         record(rank, 2, tmp_path)
     path = merge_trace(tmp_path)
     assert path == tmp_path / "trace.json"
-    names = [(e["name"], e["pid"], e["tid"], e["args"]["name"]) for e in entries(path, "M")]
+    names = [(e["name"], e["pid"], e["tid"], *e["args"].values()) for e in entries(path, "M")]
     assert names == [
         (what, pid, tid, name)
-        for pid in range(2)
+        for pid in (1, 2)
         for what, tid, name in (
-            ("process_name", 0, f"rank {pid}"),
-            ("thread_name", 0, "compute"),
-            ("thread_name", 100, "communication"),
-            ("thread_name", 101, "communication 2"),
+            ("process_name", 0, f"rank {pid - 1}"),
+            ("process_sort_index", 0, pid),
+            ("thread_name", 1000 * pid + 1, "compute"),
+            ("thread_name", 1000 * pid + 101, "communication"),
+            ("thread_name", 1000 * pid + 102, "communication 2"),
         )
     ]
     slices = [
         (e["name"], e["tid"], e["ts"], e["dur"], e["args"])
         for e in entries(path, "X")
-        if e["pid"] == 1
+        if e["pid"] == 2
     ]
     both = {"stage or layer": 0, "step": 0}
     assert slices == [
-        ("forward 0", 0, 0.0, 250000.0, {"micro-batch": 0, **both}),
-        ("backward 0", 0, 250000.0, 750000.0, {"micro-batch": 0, **both}),
-        ("all-reduce", 100, 500000.0, 1000000.0, both),
-        ("all-reduce", 101, 750000.0, 1000000.0, {"stage or layer": 1, "step": 0}),
+        ("forward 0", 2001, 0, 250000, {"micro-batch": 0, **both}),
+        ("backward 0", 2001, 250000, 750000, {"micro-batch": 0, **both}),
+        ("all-reduce", 2101, 500000, 1000000, both),
+        ("all-reduce", 2102, 750000, 1000000, {"stage or layer": 1, "step": 0}),
     ]
 
 
@@ -245,7 +247,7 @@ def _save(rank: int, world_size: int, workdir: Path) -> float:
 def test_ranks_save_together(ranks: Ranks, tmp_path: Path) -> None:
     trips = ranks.run(_save, tmp_path)
     assert trips[0] == 0 and trips[1] > 0
-    assert {entry["pid"] for entry in entries(tmp_path / "trace.json", "X")} == {0, 1}
+    assert {entry["pid"] for entry in entries(tmp_path / "trace.json", "X")} == {1, 2}
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "timeline_rank0.json", "timeline_rank1.json", "trace.json"
     ]  # fmt: skip

@@ -1,0 +1,176 @@
+"""What a rank of a ProcessPipe keeps right beside its gradients: random numbers, hooks, who owns
+what, the memory of messages; and a rank whose evaluation fails."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeline.exchange import Layout
+from pipeline.ownership import Ownership
+from pipeline.pipe import Pipe
+from pipeline.process import ProcessPipe
+from pipeline.shared_memory import SharedSender, _listen
+from tests.pipeline.pipeline_models import assert_same_bits, batch, cut, square_error, tower
+from tests.pipeline.test_process_errors import SOON, _caught
+from tests.ranks import Ranks
+
+
+def _drawn(_: int, __: int) -> list[float]:
+    """What the default generator gives after some steps. Only the first stage has dropout."""
+    x, y = batch(4)
+    found = []
+    with ProcessPipe(nn.Sequential(nn.Dropout(0.5), *tower()), [1, 6], timeout=20) as pipe:
+        torch.manual_seed(3)
+        for training in (True, True, False):
+            pipe.train(training)
+            pipe.train_step(x, y, square_error, "gpipe", 2)
+            pipe.eval(x)
+            found.append(torch.rand(()).item())
+    return found
+
+
+def test_all_ranks_draw_once_per_step_of_training_whether_their_layers_draw_or_not(
+    ranks: Ranks,
+) -> None:
+    """Else their generators, and all that is drawn from them later, would come apart."""
+    torch.manual_seed(3)
+    expected = []
+    for training in (True, True, False):
+        if training:
+            torch.randint(2**62, ())
+        expected.append(torch.rand(()).item())
+    assert ranks.run(_drawn) == [expected, expected]
+
+
+def _shared_by_three() -> nn.Sequential:
+    torch.manual_seed(2)
+    layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).double()
+    for layer in (layers[1], layers[2]):
+        layer.weight = layers[0].weight
+    return layers
+
+
+def _x_and_y() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    x, y = torch.randn(2, 6, 16, dtype=torch.float64, generator=generator)
+    return x, y
+
+
+def _tied_and_hooked(_: int, __: int) -> dict[str, Any]:
+    """Gradients, what hooks saw, and what this rank owns."""
+    seen: list[Any] = []
+    with ProcessPipe(_shared_by_three(), [1, 1, 1], timeout=20) as pipe:
+        for name, p in pipe.named_parameters().items():
+            p.register_hook(lambda g, name=name: seen.append((name, g.clone())))
+        pipe.train_step(*_x_and_y(), square_error, "1f1b", 3)
+        grads = {name: p.grad for name, p in pipe.named_parameters().items()}
+    return {"gradients": grads, "seen": seen, "owned": list(pipe.owned_parameters())}
+
+
+def test_a_parameter_of_three_ranks_has_one_sum_in_the_order_of_the_stages(
+    three_ranks: Ranks,
+) -> None:
+    """The bits of threads on each of them; hooks see it once, and whole; the first rank owns it."""
+    plain = _shared_by_three()
+    with Pipe(cut(plain, (1, 1, 1), ["cpu:0", "cpu:1", "cpu:2"])) as pipe:
+        pipe.train_step(*_x_and_y(), square_error, "1f1b", 3)
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    answers = three_ranks.run(_tied_and_hooked)
+    for rank, answer in enumerate(answers):
+        names = ["0.weight", f"{rank}.bias"]
+        wanted = {name: expected[name] for name in names}
+        assert_same_bits(dict(sorted(answer["gradients"].items())), dict(sorted(wanted.items())))
+        assert sorted(name for name, _ in answer["seen"]) == sorted(names)
+        assert_same_bits(dict(sorted(answer["seen"])), dict(sorted(wanted.items())))
+    assert [answer["owned"] for answer in answers] == [
+        ["0.weight", "0.bias"], ["1.bias"], ["2.bias"]
+    ]  # fmt: skip
+
+
+def test_buffers_keep_their_names_where_moving_makes_new_ones() -> None:
+    """As moving to a GPU does."""
+    norm = nn.BatchNorm1d(3)
+    own = Ownership([nn.Sequential(norm, norm), nn.Sequential(nn.Linear(3, 3))], 0)
+    own.materialize(torch.device("meta"), None)
+    assert list(own.buffers()) == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+    assert all(buffer.is_meta for buffer in own.buffers().values())
+
+
+def test_a_tensor_that_is_not_there_leaves_zeros() -> None:
+    """On a GPU nobody looks at the header: what an earlier message left must not be read."""
+    layout = Layout([((3,), torch.float64), ((2,), torch.int64)])
+    memory = torch.full((layout.nbytes,), 7, dtype=torch.uint8)
+    layout.write(memory, [None, torch.tensor([5, 6])])
+    assert [None if t is None else t.tolist() for t in layout.read(memory)] == [None, [5, 6]]
+    assert memory[64:88].tolist() == [0] * 24
+
+
+def test_the_names_of_sockets_are_no_other_machines() -> None:
+    """The system's own are numbers of 20 bits, the same on machines that have done the same."""
+    listeners = _listen([(0, 1, "activations")] * 2)
+    names = {listener.getsockname() for listener in listeners}
+    for listener in listeners:
+        listener.close()
+    assert len(names) == len(listeners)
+    assert {len(name) for name in names} <= {17}
+
+
+def _descriptors() -> int:
+    gc.collect()  # what earlier tests have left
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def _held(_: int, __: int) -> list[Any]:
+    """How many descriptors two pipes leave open, and whether a graph hangs on the slots."""
+    x, y = batch(8)
+    histories: list[bool] = []
+    before = 0
+    for k in range(3):
+        before = _descriptors() if k == 1 else before  # the first opens what stays
+        with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
+            pipe.train_step(x, y, square_error, "1f1b", 4)
+            senders = pipe._neighbours._senders.values()
+            rings = [s._ring for s in senders if isinstance(s, SharedSender)]
+            histories += [ring._bytes.requires_grad for ring in rings if ring is not None]
+        dist.barrier()
+    return [_descriptors() - before, any(histories)]
+
+
+def test_nothing_is_held_by_closed_pipes_and_no_graph_by_the_slots(ranks: Ranks) -> None:
+    assert ranks.run(_held) == [[0, False]] * 2
+
+
+def _failing_evaluation(rank: int, _: int) -> list[str]:
+    x, y = batch(8)
+    with ProcessPipe(tower(), [2, 4], timeout=30) as pipe:
+        y = y if rank == 0 else y[:5]
+        text, _notes, seconds = _caught(lambda: pipe.eval(x, y, square_error, 2))
+        assert seconds < SOON
+        dist.barrier()
+    return [text]
+
+
+def test_a_rank_that_cannot_evaluate_tells_the_others(ranks: Ranks) -> None:
+    (first,), (second,) = ranks.run(_failing_evaluation)
+    assert second.startswith("ValueError: the batch is the first dimension of every tensor, but")
+    assert first.startswith("PeerError: ")
+    assert "it has failed: ValueError: the batch is the first dimension" in first
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_are_as_they_were_after_an_evaluation_that_failed(training: bool) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    layers = tower().train(training)
+    with ProcessPipe(layers, [6]) as pipe, pytest.raises(ZeroDivisionError):
+        pipe.eval(*batch(4), broken)
+    assert {module.training for module in layers.modules()} == {training}
