@@ -40,8 +40,9 @@ _AHEAD = 2  # receives that wait at a time for what is not needed yet
 Route = tuple[int, int, str]  # from rank, to rank of the pipeline, and what for
 
 
-class PeerError(RuntimeError):
-    """The other end of a channel has failed, ended, or kept silent for too long."""
+class PeerError(dist.DistError):
+    """The other end of a channel has failed, ended, or kept silent for too long. As torch's own
+    errors of this kind it says no more than that: the cause is with another rank."""
 
 
 class Layout:

@@ -34,7 +34,7 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,8 @@ class SharedSender:
         self._socket, self._timeout = connection, timeout
         self._ready, self._free = os.eventfd(0), os.eventfd(0)
         self._socket.settimeout(timeout)
-        socket.send_fds(self._socket, [_EVENTS], [self._ready, self._free])
+        with _peer_is_there():
+            socket.send_fds(self._socket, [_EVENTS], [self._ready, self._free])
         self._ring: _Ring | None = None
         self._sent = 0
         self._unread = 0  # messages, of an earlier ring too
@@ -150,7 +151,11 @@ class SharedReceiver:
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self._socket, self._timeout = connection, timeout
         connection.settimeout(timeout)
-        _, (self._ready, self._free), _, _ = socket.recv_fds(connection, 1, 2)
+        with _peer_is_there():
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+            if not descriptors:
+                raise ConnectionError
+        self._ready, self._free = descriptors
         connection.setblocking(False)
         self._rings: deque[tuple[int, _Ring]] = deque()  # with the number of messages before each
         self._ring: _Ring | None = None
@@ -326,6 +331,17 @@ def _read(connection: socket.socket) -> tuple[bytes, list[int]]:
 def _report(connection: socket.socket, reason: str) -> None:
     with contextlib.suppress(OSError):
         connection.send(_FAILURE + reason.encode()[-_PACKET + 1 :])
+
+
+@contextlib.contextmanager
+def _peer_is_there() -> Iterator[None]:
+    """Says what it means when a connection that is being made fails."""
+    try:
+        yield
+    except TimeoutError:
+        raise PeerError("it is silent") from None
+    except ConnectionError:
+        raise PeerError("it has ended") from None
 
 
 def _last_words(packet: bytes) -> str:

@@ -15,13 +15,14 @@ import torch
 from project.log import Log
 from project.options import plain
 from project.progress import NO_RESUME, Resume, find_resume, versions
-from project.recipes import learning_rate, num_steps
+from project.recipes import learning_rate
 from project.session import CHECKPOINTS, gather_over_ranks
 from project.strategy import Strategy
 from project.task import Data, Task
 from training.checkpoint import Saver
 from training.launch import UserError, World
 from training.optimization import Optimizers
+from training.pictures import PictureSets
 from training.pieces import deal
 from training.state import generator_pieces, load_generators, load_training, training_pieces
 
@@ -32,7 +33,7 @@ def find(args: argparse.Namespace, data: Data) -> Resume:
     Raises:
         UserError: there is nothing whole, or it is of a run with other options or data.
     """
-    resume = find_resume(args) if args.resume else NO_RESUME
+    resume = find_resume(args, "log") if args.resume else NO_RESUME
     if resume.checkpoint is None:
         return resume
     name, state = resume.checkpoint.folder.name, resume.checkpoint.state
@@ -41,6 +42,7 @@ def find(args: argparse.Namespace, data: Data) -> Resume:
             f"--resume: {name} was trained on other data of the same name; another --workdir "
             "starts anew"
         )
+    _check_length(args, data, name, state["steps"])
     was = state["options"]["num_batches"]
     if args.num_batches != was and args.lr_scheduler != "constant":
         then = "no --num_batches" if was is None else f"--num_batches {was}"
@@ -49,6 +51,20 @@ def find(args: argparse.Namespace, data: Data) -> Resume:
             f"falls over its steps; {then} goes on from it"
         )
     return resume
+
+
+def _check_length(args: argparse.Namespace, data: Data, name: str, done: int) -> None:
+    """Raises UserError where the checkpoint has done more steps than the run is to have."""
+    examples = len(data.train) if isinstance(data, PictureSets) else len(data.splits["train"])
+    per_epoch = -(-examples // args.batch_size)
+    option, given, least = "n_epochs", args.n_epochs, -(-done // per_epoch)
+    if args.num_batches is not None:
+        option, given, least = "num_batches", args.num_batches, done
+    if given < least:
+        raise UserError(
+            f"--{option} {given} with --resume: {name} has done {done} steps; --{option} {least} "
+            "or more works"
+        )
 
 
 class Checkpoints:
@@ -78,12 +94,6 @@ class Checkpoints:
             return
         state, tensors = resume.checkpoint.state, resume.checkpoint.tensors
         strategy, rank = self.strategy, self.world.rank
-        steps, total = state["steps"], num_steps(self.args, self.task)
-        if steps > total:
-            raise UserError(
-                f"--resume: {resume.checkpoint.folder.name} has done {steps} steps, and the run "
-                f"has {total}; --num_batches {steps} or more works"
-            )
         load_training(strategy.held(), strategy.optimizers, strategy.pieces, tensors)
         strategy.loaded()
         self.optimizer.steps, self.optimizer.left_out = state["steps"], state["left_out"]

@@ -1,32 +1,16 @@
-"""The command line that the programs share, and what must hold of it before anything starts."""
+"""The command line that the programs share. What must hold of it is in rules.py and folders.py."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
-from data_parallel.dataset import split_batch_size
 from training.ending import ctrl_c_ends, refuse, speaks
-from training.export import check_export
-from training.launch import (
-    DEVICES,
-    RunError,
-    Settings,
-    UserError,
-    World,
-    choose_device,
-    core_slice,
-    quiet_libraries,
-    torchrun_world_size,
-)
-from training.model import PRESETS, check_pretrained, gpt2_config
+from training.launch import DEVICES, RunError, Settings, UserError, World, quiet_libraries
 from training.optimization import LR_SCHEDULERS, ON_NAN
 from training.timeline import Timeline
 
@@ -114,7 +98,8 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong, or helps, once for all ranks that torchrun starts with one line."""
 
     def error(self, message: str) -> NoReturn:
-        refuse(f"{self.format_usage()}{self.prog}: error: {message}\n")
+        """Says it in one line: the usage has forty options, and hides what is wrong with one."""
+        refuse(f"{self.prog}: error: {message}; --help explains every option\n")
 
     def print_help(self, file: Any = None) -> None:
         if speaks():
@@ -254,111 +239,9 @@ def open_timeline(
     )
 
 
-def check_batch(args: argparse.Namespace) -> None:
-    """Raises UserError where the global batch does not fit the ranks or the data."""
-    try:
-        split_batch_size(args.batch_size, args.world_size)
-    except ValueError as error:
-        raise UserError(f"--batch_size {args.batch_size}: {error}") from None
-    if args.n_train is not None and args.world_size > args.n_train:
-        raise UserError(
-            f"--world_size {args.world_size} --n_train {args.n_train}: each rank needs an example; "
-            f"--world_size {args.n_train} or less works"
-        )
-
-
-def check_ranks(args: argparse.Namespace, ranks: str, cores_each: str) -> None:
-    """Raises UserError where the ranks cannot be started as the options say; `ranks` and
-    `cores_each` name those for their number and for the cores of each."""
-    started, given = torchrun_world_size(), getattr(args, ranks)
-    if started is not None and started != given:
-        raise UserError(f"--{ranks} {given}: torchrun started {started} ranks; leave it out")
-    if started is not None and args.master_port is not None:
-        raise UserError(
-            f"--master_port {args.master_port}: torchrun decides where its ranks meet; leave it "
-            f"out, or start torchrun with --master-port {args.master_port}"
-        )
-    there, wanted = len(core_slice(0, 1)), getattr(args, cores_each)
-    if there and (wanted or 0) > there:
-        raise UserError(
-            f"--{cores_each} {wanted}: {there} cores may be used here; "
-            f"--{cores_each} {there} or less works"
-        )
-
-
-def check_warmup(args: argparse.Namespace, num_examples: int) -> None:
-    """Raises UserError where the warm-up does not end before the run does."""
-    steps = args.n_epochs * -(-num_examples // args.batch_size)
-    if args.warmup_steps and args.warmup_steps >= steps:
-        raise UserError(
-            f"--warmup_steps {args.warmup_steps}: the run has {steps} steps, and the warm-up must "
-            f"end before the last; --warmup_steps {steps // 10} works"
-        )
-
-
-def model_name(args: argparse.Namespace, device: torch.device) -> str:
-    """The model that --model means here."""
-    if args.model != "auto":
-        return args.model
-    return "gpt2" if device.type == "cuda" else "gpt2-mini"
-
-
-def check_model(args: argparse.Namespace) -> None:
-    """Raises UserError for model options that cannot work, before any process starts."""
-    least = 256 + 3
-    if args.vocab_size is not None and args.vocab_size < least:
-        raise UserError(
-            f"--vocab_size {args.vocab_size}: a byte-level vocabulary has at least {least} tokens; "
-            "--vocab_size 2048 works"
-        )
-    if args.model in PRESETS or args.model == "auto":
-        name = model_name(args, choose_device(args.device, 0, args.world_size))
-        gpt2_config(
-            name, 64, args.model_max_length,
-            n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
-        )  # fmt: skip
-        return
-    given = [n for n in ("n_layer", "n_embd", "n_head", "vocab_size") if getattr(args, n)]
-    if given:
-        raise UserError(
-            f"--{given[0]} with --model {args.model}: weights come with their sizes; only the "
-            f"presets can be changed ({', '.join(PRESETS)})"
-        )
-    folder = Path(args.model)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")) | any(folder.glob("*.bin")):
-        raise UserError(
-            f"--model {args.model}: the folder holds no weights (*.safetensors); "
-            f"presets need none: {', '.join(PRESETS)}"
-        )
-    check_pretrained(args.model, args.model_max_length)
-
-
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as JSON has them."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in options.items()}
-
-
-def claim_folders(args: argparse.Namespace) -> None:
-    """Makes the folders that the run will write into, or raises UserError where it cannot."""
-    if args.save_every is not None and not args.keep:
-        raise UserError(
-            f"--save_every {args.save_every} --keep 0: no checkpoint would stay; --keep 1 works"
-        )
-    if args.export is not None:
-        check_export(args.export)
-        _claim(args.export.resolve().parent, f"--export {args.export}", "--export exported")
-    _claim(args.workdir, f"--workdir {args.workdir}", "--workdir workdir")
-
-
-def _claim(folder: Path, option: str, example: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # without a name, which a killed run would leave
-    except OSError as error:
-        raise UserError(
-            f"{option}: nothing can be written there ({error.strerror}); "
-            f"name a folder of your own, as {example}"
-        ) from error
 
 
 def run_program(main: Callable[[], None]) -> None:

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from project.options import model_name, plain
+from project.options import plain
+from project.rules import model_name
 from project.session import CHECKPOINTS, FILES, Session, gather_over_ranks
 from project.utils import NOTHING_YET, EpochTotals
 from training.checkpoint import Checkpoint, Saver, newest
@@ -54,6 +55,9 @@ MAY_CHANGE = {
     "check_weights", "check_output",
 }  # fmt: skip
 
+# What programs keep of the steps that are done, and which.
+MADE_BY = {"totals": "run_data_parallel.py or run_pipeline.py", "log": "train.py"}
+
 
 @dataclass(frozen=True)
 class Resume:
@@ -78,11 +82,15 @@ class Resume:
 NO_RESUME = Resume(None, (), ())
 
 
-def find_resume(args: argparse.Namespace) -> Resume:
+def find_resume(args: argparse.Namespace, needed: str = "totals") -> Resume:
     """The newest good checkpoint that --resume can go on from.
 
+    Args:
+        needed: what the state of a checkpoint must have; a key of MADE_BY.
+
     Raises:
-        UserError: there are checkpoints and none is whole, or it is of a run with other options.
+        UserError: there are checkpoints and none is whole, or it is of another program, or of a run
+            with other options.
     """
     if not args.resume:
         return NO_RESUME
@@ -96,6 +104,11 @@ def find_resume(args: argparse.Namespace) -> Resume:
     notes = [f"Not used, {line}" for line in refused.values()]
     if checkpoint is None:
         return Resume(None, (), (f"--resume: {folder} has no checkpoint; from the beginning.",))
+    if needed not in checkpoint.state:
+        raise UserError(
+            f"--resume: {checkpoint.folder.name} was not made by {MADE_BY[needed]}, and no other "
+            "is gone on from here; another --workdir starts anew"
+        )
     _check_options(args, checkpoint)
     at = checkpoint.state["position"]
     notes.append(f"From {checkpoint.folder}: epoch {at['epoch']}, {at['step']} steps done.")

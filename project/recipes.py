@@ -85,5 +85,6 @@ def plan_of(args: argparse.Namespace, world: World, task: Task) -> Plan:
         schedule=args.schedule,
         balance=args.balance,
         zero=args.zero,
+        timeout=args.timeout,
         timeline=timeline,
     )

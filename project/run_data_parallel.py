@@ -29,12 +29,9 @@ from data_parallel.gradients import (
     average_gradients,
     average_gradients_flat,
 )
+from project.folders import alone_in_workdir, claim_folders
 from project.options import (
     boolean,
-    check_batch,
-    check_model,
-    check_ranks,
-    claim_folders,
     count,
     launch_settings,
     open_timeline,
@@ -45,6 +42,7 @@ from project.options import (
     seconds,
 )
 from project.progress import NO_RESUME, Progress, Resume, check_texts, find_resume
+from project.rules import check_batch, check_model, check_parts, check_ranks
 from project.session import open_session, read_texts
 from project.utils import autocast, save_grad_weights, train
 from training.data import Step
@@ -203,6 +201,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.bucket_mb = args.bucket_mb or BUCKET_MB
     check_ranks(args, "world_size", "cores_per_rank")
     check_batch(args)
+    check_parts(args, "accumulation_steps", "world_size")
     check_model(args)
     claim_folders(args)
     return args
@@ -211,10 +210,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """The program."""
     args = parse()
-    resume = find_resume(args)
-    texts = read_texts(args, args.world_size)
-    check_texts(texts, resume)
-    launch(run_dp, launch_settings(args), args, texts, resume)
+    with alone_in_workdir(args):
+        resume = find_resume(args)
+        texts = read_texts(args, args.world_size)
+        check_texts(texts, resume)
+        launch(run_dp, launch_settings(args), args, texts, resume)
 
 
 if __name__ == "__main__":

@@ -30,17 +30,15 @@ from pipeline.model_parallel import GPT2LMHeadModelParallel
 from pipeline.partition import parse_balance
 from pipeline.pipe import Pipe
 from pipeline.schedule import SCHEDULES
+from project.folders import alone_in_workdir, claim_folders
 from project.options import (
-    check_batch,
-    check_model,
-    claim_folders,
     count,
-    model_name,
     open_timeline,
     parser_for,
     run_program,
 )
 from project.progress import Progress, check_texts, find_resume
+from project.rules import check_alone, check_batch, check_model, check_parts, model_name
 from project.session import Session, open_session, read_texts
 from project.utils import autocast, train
 from training.data import Batch, Step
@@ -274,6 +272,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "and backwards are in GPipe's order, whatever the --schedule",
     )  # fmt: skip
     args = parser.parse_args(argv)
+    check_alone("run_pipeline.py", ", or take project/train.py pipeline, whose stages are ranks")
     args.world_size = 1
     if args.num_devices is None:
         on_gpu = choose_device(args.device, 0, 1).type == "cuda"
@@ -289,11 +288,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check_stages(args: argparse.Namespace) -> None:
     """Raises UserError for pipeline options that cannot work."""
-    if args.n_chunk > args.batch_size:
-        raise UserError(
-            f"--n_chunk {args.n_chunk} --batch_size {args.batch_size}: a micro-batch needs an "
-            f"example; --n_chunk {args.batch_size} or less works"
-        )
+    check_parts(args, "n_chunk")
     blocks = number_of_blocks(args)
     cuts, what = blocks, f"{blocks} blocks"
     if args.pipeline == "whole" and args.balance == "auto":
@@ -320,8 +315,10 @@ def number_of_blocks(args: argparse.Namespace) -> int:
 def main() -> None:
     """The program."""
     args = parse()
+    devices = choose_devices(args)
     quiet_libraries()
-    run_here(run_pp, args, choose_devices(args))
+    with alone_in_workdir(args):
+        run_here(run_pp, args, devices)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from data_parallel.dataset import Partition
-from project.options import check_warmup, model_name, plain
+from project.options import plain
+from project.rules import check_warmup, model_name
 from project.utils import (
     EpochTotals,
     autocast,

@@ -206,7 +206,7 @@ class Pipeline(Strategy):
         sizes = cut_into_stages(task, world, plan, model, layers)
         self.pipe = ProcessPipe(
             nn.Sequential(*layers), sizes, world.device, model=model, initialize=task.initialize,
-            recorder=plan.recorder,
+            recorder=plan.recorder, timeout=plan.timeout,
         )  # fmt: skip
         self.layout = f", layers {' | '.join(map(str, sizes))}"
         self.optimizers = [plan.make_optimizer(self.pipe.parameters())]

@@ -33,6 +33,7 @@ class Plan:
     schedule: str = "1f1b"
     balance: str = "auto"
     zero: int = 3
+    timeout: float = 300.0  # seconds that a rank may be silent
     timeline: Timeline = OFF
 
     @property

@@ -18,6 +18,7 @@ from training.pictures import PictureSets
 from training.text import Texts
 
 VGG = "vgg16"
+DATA_PARALLEL = ("ddp", "fsdp")  # strategies under which every worker gets a part of each batch
 Data = PictureSets | Texts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from data_parallel.dataset import Partition
 from pipeline.model import gpt2_layers, loss_of_targets
-from project.options import check_warmup
+from project.rules import check_warmup
 from project.session import CPU_POSITIONS, EVAL_BATCH, FILES, shared_tokenizer
-from project.task import VGG, Data, Step, Task, materialize
+from project.task import DATA_PARALLEL, VGG, Data, Step, Task, materialize
 from project.utils import evaluate_bleu, generate
 from training.checkpoint import Checkpoint
 from training.data import Encoded, GlobalBatches, RankLoader, encode, to_batch
@@ -36,12 +36,25 @@ def read_data(args: argparse.Namespace) -> Data:
     none."""
     if args.model == VGG:
         pictures = load_pictures(args.dataset, args.n_train, args.n_validation, seed=1234)
+        check_shares(args, {"train": len(pictures.train), "test": len(pictures.test)})
         check_steps(args, len(pictures.train))
         return pictures
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
     texts = load_texts(args.dataset, args.src, args.tgt, sizes, 1234, world_size=1)
+    check_shares(args, {name: len(texts.splits[name]) for name in ("train", "validation")})
     check_steps(args, len(texts.splits["train"]))
     return texts
+
+
+def check_shares(args: argparse.Namespace, sizes: Mapping[str, int]) -> None:
+    """Raises UserError where the workers among which batches are dealt are more than the examples
+    that there are; the sizes are those of the splits."""
+    for split, have in sizes.items() if args.strategy in DATA_PARALLEL else ():
+        if have < args.num_workers:
+            raise UserError(
+                f"--num_workers {args.num_workers} --dataset {args.dataset}: {split} has {have} "
+                f"examples, and each worker needs one; --num_workers {have} or less works"
+            )
 
 
 def check_steps(args: argparse.Namespace, num_examples: int) -> None:

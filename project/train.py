@@ -27,11 +27,9 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 from pipeline.partition import parse_balance
 from pipeline.schedule import SCHEDULES
 from project.checkpoints import find
+from project.folders import alone_in_workdir, claim_folders
 from project.options import (
     PRECISIONS,
-    check_model,
-    check_ranks,
-    claim_folders,
     count,
     fraction,
     parser_for,
@@ -41,15 +39,15 @@ from project.options import (
     seconds,
 )
 from project.recipes import OPTIMIZERS
+from project.rules import check_model, check_parts, check_ranks
 from project.strategies import STRATEGIES
-from project.task import VGG
+from project.task import DATA_PARALLEL, VGG
 from project.tasks import read_data
 from project.worker import run_worker
 from training.launch import Settings, UserError, launch, torchrun_world_size
 from training.model import PRESETS
 from training.vgg import WIDTH
 
-DATA_PARALLEL = ("ddp", "fsdp")  # every worker gets a part of each batch
 STAGED = ("pipeline", "model")  # every worker gets some of the layers
 
 
@@ -175,11 +173,8 @@ def _check_workers(args: argparse.Namespace) -> None:
                     f"--{name} {have} --num_workers {args.num_workers}: each worker needs an "
                     f"example; --num_workers {have} or less works"
                 )
-    if args.num_microbatches and args.num_microbatches > args.batch_size:
-        raise UserError(
-            f"--num_microbatches {args.num_microbatches} --batch_size {args.batch_size}: a "
-            f"micro-batch needs an example; --num_microbatches {args.batch_size} or less works"
-        )
+    dealt = args.strategy in DATA_PARALLEL
+    check_parts(args, "num_microbatches", "num_workers" if dealt else None)
 
 
 def _check_options_of_strategies(args: argparse.Namespace) -> None:
@@ -226,12 +221,13 @@ def _check_pictures(args: argparse.Namespace) -> None:
 def main() -> None:
     """The program."""
     args = parse()
-    data = read_data(args)
-    resume = find(args, data)
     settings = Settings(
         args.num_workers, args.device, args.master_port, args.timeout, args.cores_per_worker
     )
-    launch(run_worker, settings, args, data, resume)
+    with alone_in_workdir(args):
+        data = read_data(args)
+        resume = find(args, data)
+        launch(run_worker, settings, args, data, resume)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from project import golden, options
 from project.problems import Pictures, Problem, Sentences
+from project.rules import check_alone
 from project.trainers import EPS, LEARNING_RATE
 from project.trajectory import Trajectory, copies
 from project.verification import Row, check_all
@@ -140,6 +141,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there, too")
     args = parser.parse_args(argv)
+    check_alone("verify.py")
     named = args.strategy or ["*"]
     args.chosen = choose([name for names in named for name in names.split(",") if name])
     if args.json is not None and not args.json.parent.is_dir():

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.__main__ import main
-from tests.chaos.attempt import Attempt
+from tests.chaos.attempt import Attempt, half_written
 from tests.chaos.kinds import FAILED, TRACEBACK, End, judge
 from tests.chaos.programs import OWN, TORCHRUN
 from tests.chaos.run import Run, until
@@ -109,6 +109,16 @@ def test_what_is_left_is_found(tmp_path: Path) -> None:
         (sleeper,) = run.processes()
     assert left[:2] == [f"process {sleeper.pid} (sleep 50)", f"port {port}"]
     assert [words.startswith("temporary file forgotten") for words in left[2:]] == [True]
+
+
+def test_what_is_half_written_is_found(tmp_path: Path) -> None:
+    for name in ("checkpoints/000001-epoch0", "checkpoints/.000002-epoch1.part"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "state.json").touch()
+    (tmp_path / "summary.json.part").touch()
+    assert half_written(tmp_path) == [
+        "half-written checkpoints/.000002-epoch1.part", "half-written summary.json.part"
+    ]  # fmt: skip
 
 
 def test_shared_memory_that_is_left_is_found(tmp_path: Path) -> None:

@@ -164,6 +164,11 @@ def torchrun_world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
+def is_first() -> bool:
+    """Whether this process is the first, of all machines', of torchrun's ranks, or none of them."""
+    return torchrun_world_size() is None or os.environ["RANK"] == "0"
+
+
 def speaks() -> bool:
     """Whether this process is the one that speaks where all find the same: of torchrun's ranks,
     the first on each machine."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -41,9 +42,8 @@ def export(folder: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerF
         SaveError: they cannot be written. What was there before still is.
     """
     folder = folder.resolve()
-    aside, old = (folder.with_name(f".{folder.name}.{what}") for what in ("part", "old"))
-    for path in (aside, old):
-        shutil.rmtree(path, ignore_errors=True)
+    aside, old = _beside(folder)
+    clean_export(folder)
     try:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
@@ -59,9 +59,22 @@ def export(folder: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerF
         aside.rename(folder)
         sync_folder(folder.parent)
     except (OSError, SafetensorError) as error:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
         raise SaveError(f"--export {folder}: cannot be written ({error})") from error
     finally:
-        for path in (aside, old):
-            shutil.rmtree(path, ignore_errors=True)
+        clean_export(folder)
+
+
+def clean_export(folder: Path) -> None:
+    """Removes what an export that was killed has left beside its folder; an earlier one that it had
+    moved out of the way is put back."""
+    aside, old = _beside(folder.resolve())
+    if old.exists() and not folder.exists():
+        with suppress(OSError):
+            old.rename(folder)
+    for path in (aside, old) if folder.exists() else (aside,):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _beside(folder: Path) -> tuple[Path, Path]:
+    """Where an export is written, and where an earlier one is while it is being replaced."""
+    return folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")

@@ -102,9 +102,9 @@ def tally(attempts: Sequence[Attempt]) -> str:
 
 def show_list(kinds: Sequence[Kind], programs: Sequence[Program]) -> str:
     """What `--list` prints."""
-    lines = [f"{kind.name:16}{kind.what}: {', '.join(kind.ends)}" for kind in kinds]
-    lines += [f"{p.name:16}{p.launcher}: {' '.join(p.arguments)}" for p in programs]
-    lines.insert(len(kinds), f"{RESTART:16}kill -9 of ranks that torchrun starts again: torchrun")
+    lines = [f"{kind.name:19}{kind.what}: {', '.join(kind.ends)}" for kind in kinds]
+    lines += [f"{p.name:19}{p.launcher}: {' '.join(p.arguments)}" for p in programs]
+    lines.insert(len(kinds), f"{RESTART:19}kill -9 of ranks that torchrun starts again: torchrun")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from random import Random
 import psutil
 
 from tests.chaos.kinds import Kind, judge
-from tests.chaos.programs import ALONE, OWN, Program
+from tests.chaos.programs import ALONE, OWN, TORCHRUN, Program
 from tests.chaos.run import Run, scratch, until
 
 STARTING, TRAINING, ENDING = PHASES = ("starting", "training", "ending")
@@ -59,6 +59,9 @@ class Attempt:
                 self.status = run.process.poll()
                 self.left = run.leftovers()
                 _judge(run, self)
+                if run.launcher != TORCHRUN and (self.status or 0) >= 0:
+                    # What was killed could not, and leaves it to the run that comes next.
+                    self.left += half_written(workdir)
 
     @property
     def fine(self) -> bool:
@@ -74,6 +77,12 @@ class Attempt:
             end = f"ended in {self.seconds:.1f} s, status {self.status}"
         end += " (over before)" if self.missed and self.seconds is not None else ""
         return f"{self.program.name}: {self.kind.name}{victim}, {when}: {end}"
+
+
+def half_written(workdir: Path) -> list[str]:
+    """What a run has not put in place."""
+    paths = sorted(workdir.rglob("*.part"))
+    return [f"half-written {path.relative_to(workdir)}" for path in paths]
 
 
 def draw(program: Program, kind: Kind, random: Random, phase: str | None = None) -> Attempt:

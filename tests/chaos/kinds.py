@@ -13,6 +13,7 @@ from tests.chaos.programs import ALONE, OWN, TORCHRUN
 from tests.chaos.run import Run, can_be_armed, until
 
 SECONDS = 15.0  # within which a run must have ended
+BLOWS = 120.0  # within which an armed process must compute something
 PAUSE = 1.5  # seconds of a stop that does no harm
 TRACEBACK = "Traceback (most recent call last)"
 FAILED = re.compile(r"rank (\d+) failed; |The run failed\.")
@@ -59,9 +60,20 @@ def _to_rank(number: int) -> Strike:
 
 
 def _arm(run: Run, rank: int) -> None:
-    """Waits until the rank has come so far as to be armed."""
-    if until(lambda: len(run.ranks()) > rank and can_be_armed(run.ranks()[rank]), SECONDS):
-        run.ranks()[rank].send_signal(signal.SIGUSR1)
+    """Returns when the rank fails, which at the start it does seconds after it has been armed.
+    Raises ProcessLookupError where the run ends before."""
+
+    def over() -> bool:
+        return run.process.poll() is not None
+
+    def ready() -> bool:
+        return len(run.ranks()) > rank and can_be_armed(run.ranks()[rank])
+
+    until(lambda: over() or ready(), SECONDS)
+    run.ranks()[rank].send_signal(signal.SIGUSR1)
+    until(lambda: over() or run.blown.exists(), BLOWS)
+    if not run.blown.exists():
+        raise ProcessLookupError
 
 
 def _to_parent(number: int) -> Strike:

@@ -13,6 +13,7 @@ TINY = (
     "--model_max_length", "32", "--batch_size", "8", "--n_train", "64", "--n_validation", "8",
     "--n_test", "4", "--device", "cpu",
 )  # fmt: skip
+STRATEGIES = ("ddp", "fsdp", "pipeline")  # of project/train.py, on processes
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,9 @@ PROGRAMS = (
         "pipeline", ALONE,
         ("project/run_pipeline.py", "--model_parallel_mode=pipeline_parallel", *TINY),
     ),
-    Program("train fsdp", OWN, trained("fsdp")),
-    Program("train pipeline", OWN, trained("pipeline")),
-    Program(
-        "torchrun fsdp", TORCHRUN, (*TORCHRUN_COMMAND, *trained("fsdp")), restarts=True
-    ),
-    Program(
-        "torchrun pipeline", TORCHRUN, (*TORCHRUN_COMMAND, *trained("pipeline")), restarts=True
+    *(Program(f"train {name}", OWN, trained(name)) for name in STRATEGIES),
+    *(
+        Program(f"torchrun {name}", TORCHRUN, (*TORCHRUN_COMMAND, *trained(name)), restarts=True)
+        for name in STRATEGIES
     ),
 )  # fmt: skip

@@ -62,13 +62,20 @@ def live(program: Program, moments: Sequence[tuple[float, int]]) -> Life:
                 status=run.process.poll(),
                 seconds=time.monotonic() - start,
                 steps=steps.stat().st_size if steps.exists() else 0,
-                files=sorted(path.name for path in workdir.iterdir()) if workdir.exists() else [],
+                files=_files(folder),
                 weights=load_file(weights) if weights.exists() else {},
                 said=run.said(),
                 left=run.leftovers(),
                 kills=kills,
                 resumed=run.stdout.read_text().count(NOTES),
             )
+
+
+def _files(folder: Path) -> list[str]:
+    """What the run has written, by the names that do not depend on the machine."""
+    mine = ("stdout", "stderr", "steps", "tmp")
+    paths = (path.relative_to(folder) for path in folder.rglob("*"))
+    return sorted(str(path) for path in paths if path.parts[0] not in mine)
 
 
 def _kill(run: Run, moments: Sequence[tuple[float, int]]) -> int:
@@ -84,8 +91,8 @@ def _kill(run: Run, moments: Sequence[tuple[float, int]]) -> int:
         until(lambda: run.process.poll() is not None, delay)
         with suppress(psutil.NoSuchProcess, IndexError):  # it is over
             ranks = run.ranks()
+            kills += ranks[rank].status() != psutil.STATUS_ZOMBIE
             ranks[rank].kill()
-            kills += 1
             seen |= {process.pid for process in ranks}
     return kills
 
@@ -123,14 +130,14 @@ class Restart:
         for who, life in (("the run that nobody killed", expected), ("the run", found)):
             if life.status != 0:
                 self.wrong.append(f"{who} ended with status {life.status}")
-        if found.files != expected.files:
-            self.wrong.append(f"files {found.files}, and not {expected.files}")
+        if other := sorted({*found.files} ^ {*expected.files}):
+            self.wrong.append(f"files that only one of the runs has: {other}")
         if not expected.weights or found.weights.keys() != expected.weights.keys():
             self.wrong.append(f"weights {list(found.weights)}, and not {list(expected.weights)}")
         else:
             pairs = {name: (found.weights[name], w) for name, w in expected.weights.items()}
-            other = [name for name, (a, b) in pairs.items() if not torch.equal(a, b)]
-            self.wrong += [f"{len(other)} weights differ: {other[:5]}"] if other else []
+            unequal = [name for name, (a, b) in pairs.items() if not torch.equal(a, b)]
+            self.wrong += [f"{len(unequal)} weights differ: {unequal[:5]}"] if unequal else []
 
     @property
     def fine(self) -> bool:

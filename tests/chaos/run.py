@@ -44,6 +44,7 @@ class Run:
     ) -> None:
         self.launcher = launcher
         self.stdout, self.stderr, self.tmp = folder / "stdout", folder / "stderr", folder / "tmp"
+        self.blown = folder / "blown"  # made when an armed process fails
         self.tmp.mkdir()
         self.mark = uuid.uuid4().hex
         self.listening: set[tuple[str, int]] = set()  # all that `look` has seen
@@ -58,7 +59,7 @@ class Run:
         path = [str(ARM), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
         if failure:
-            environment["CHAOS_FAILURE"] = failure
+            environment |= {"CHAOS_FAILURE": failure, "CHAOS_BLOWN": str(self.blown)}
         if count_in:
             environment["CHAOS_STEPS"] = str(count_in)
         self._terminal, theirs = pty.openpty()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.exchange import PeerError
 from pipeline.links import MismatchError
 from pipeline.process import ProcessPipe
+from pipeline.shared_memory import SharedReceiver, SharedSender
 from tests.pipeline.pipeline_models import Call, batch, square_error, tower
 from tests.ranks import Ranks
 
@@ -217,3 +220,17 @@ def test_a_closed_pipe_says_so() -> None:
     pipe.close()
     with pytest.raises(RuntimeError, match="cannot be used any more: it is closed; make a new"):
         pipe.train_step(*batch(4), square_error)
+
+
+@pytest.mark.parametrize("end", [SharedSender, SharedReceiver])
+def test_a_neighbour_that_ends_while_the_channel_is_made(end: Callable[..., Any]) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    with ours, pytest.raises(PeerError, match=r"^it has ended$"):
+        end(ours, 1.0)
+
+
+def test_a_neighbour_that_is_silent_while_the_channel_is_made() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, pytest.raises(PeerError, match=r"^it is silent$"):
+        SharedReceiver(ours, 0.01)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from project.options import check_model
+from project.rules import check_model
 from project.run_data_parallel import parse
 from project.session import Session
 from tests.project.test_resume import TINY, WHOLE, data_parallel, pipeline

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from project.options import check_model, check_warmup, launch_settings
+from project.options import launch_settings
+from project.rules import check_model, check_warmup
 from project.run_data_parallel import parse
 from project.session import read_texts
 from training.data import train_tokenizer

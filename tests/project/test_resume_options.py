@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from project import run_data_parallel, run_pipeline, train
 from project.options import plain
-from project.progress import MAY_CHANGE, Resume, check_texts, find_resume
+from project.progress import MADE_BY, MAY_CHANGE, Resume, check_texts, find_resume
 from training.checkpoint import Saver
 from training.launch import UserError
 from training.text import Texts
@@ -36,6 +37,7 @@ def checkpoint(line: str = MADE) -> None:
         "options": options,
         "resolved": {**options, **CHOSEN},
         "texts": TEXTS.fingerprint(),
+        "totals": [],
     }
     Saver(Path("workdir/checkpoints"), 2).save("epoch2-step3", [], state)
 
@@ -114,6 +116,27 @@ def test_every_option_is_either_checked_or_listed() -> None:
     assert MAY_CHANGE - every == set()
     checked = {line.split()[0][2:] for line, *_ in REFUSED}
     assert options.keys() - MAY_CHANGE - checked == {"n_test", "tgt"}  # as n_validation, src
+
+
+ALONE = {"run_data_parallel": "", "run_pipeline": "", "train": "ddp"}
+
+
+@pytest.mark.parametrize("program", [run_data_parallel, run_pipeline, train])
+def test_every_option_that_says_what_is_computed_is_refused(program: Any) -> None:
+    """One after the other, whatever options there are."""
+    line = ALONE[program.__name__.split(".")[1]].split()
+    args = program.parse([*line, "--resume", "--device=cpu"])
+    made = plain(vars(args))
+    chosen = {**made, "model": made["model"].replace("auto", "gpt2-mini")}
+    state = {"position": {"epoch": 0, "step": 3}, "options": made, "resolved": chosen, "both": []}
+    Saver(args.workdir / "checkpoints", 2).save("epoch0-step3", [], state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MADE_BY, "both", "any")
+        assert find_resume(args, "both").checkpoint is not None
+        for option in vars(args).keys() - MAY_CHANGE:
+            other = argparse.Namespace(**{**vars(args), option: "other"})
+            with pytest.raises(UserError, match=rf"^--{option} other with --resume: 000001-epoch0"):
+                find_resume(other, "both")
 
 
 def test_the_workdir_may_have_another_name() -> None:

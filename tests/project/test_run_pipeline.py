@@ -113,6 +113,19 @@ def test_what_messages_propose_works(line: str) -> None:
     assert list(args.workdir.iterdir()) == []
 
 
+def test_torchrun_would_start_it_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError) as error:
+        parse([PIPELINE])
+    assert str(error.value) == (
+        "torchrun started 2 ranks: run_pipeline.py is one process; start it without torchrun, or "
+        "take project/train.py pipeline, whose stages are ranks"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    parse([PIPELINE])
+
+
 def test_every_schedule_but_the_baseline_is_offered() -> None:
     offered = set(SCHEDULES) - {"sequential"}
     assert {parse(["--schedule", name]).schedule for name in offered} == offered

@@ -8,15 +8,18 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import GPT2LMHeadModel
 
 from data_parallel.ddp import DistributedDataParallel
 from project import check, strategies
 from project.checkpoints import find
+from project.recipes import plan_of
 from project.tasks import read_data
 from project.train import parse
 from project.worker import run_worker
@@ -388,6 +391,26 @@ def test_warm_ups_end_before_the_run() -> None:
         with pytest.raises(UserError, match=r"^--warmup_steps .* works$"):
             read_data(parse(["ddp", *line.split()]))
     read_data(parse(["ddp", "--num_batches", "5", "--warmup_steps", "4", "--n_train", "64"]))
+
+
+def test_a_neighbour_may_be_silent_for_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun nobody else notices that a rank is stopped."""
+    args = parse(["pipeline", "--timeout", "7"])
+    task: Any = SimpleNamespace(
+        dtype=torch.float32, skeleton=lambda: nn.Linear(1, 1), layers=lambda model: [model],
+        initialize=None,
+    )  # fmt: skip
+    pipes: list[dict[str, Any]] = []
+
+    def make(*_: Any, **options: Any) -> Any:
+        pipes.append(options)
+        raise LookupError
+
+    monkeypatch.setattr(strategies, "cut_into_stages", lambda *_: [1])
+    monkeypatch.setattr(strategies, "ProcessPipe", make)
+    with pytest.raises(LookupError):
+        strategies.Pipeline(task, World(), plan_of(args, World(), task))
+    assert [pipe["timeout"] for pipe in pipes] == [7.0]
 
 
 def test_what_is_not_given() -> None:

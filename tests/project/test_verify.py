@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from pipeline.pipe import Pipe
 from project import verify
 from project.verification import Row, check
 from project.verified import STRATEGIES, find
@@ -115,3 +119,64 @@ RED: list[tuple[str, list[str]]] = [
 def test_broken_code_is_red(ranks: Ranks, mutation: str, names: list[str]) -> None:
     found = failures(ranks if names[0].startswith("dp") else None, names, mutation)
     assert [f[: len(GRADIENT)] for f in found] == [GRADIENT] * len(names), found
+
+
+# What a person sees of it
+
+GREEN, BROKEN = "pipe2-module", "pipe2-1f1b-m3"
+
+
+def said(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, list[str]]:
+    """The status of the program, and its lines under the table's header, less the seconds."""
+    status: object = 0
+    try:
+        verify.main([*argv, "--steps", str(STEPS)])
+    except SystemExit as end:
+        status = end.code
+    lines = capsys.readouterr().out.split(f"{verify.HEADER}\n")[1].split("\n")
+    return status, [line.split(", in ")[0] for line in lines if line]
+
+
+def test_all_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    status, (row, last) = said(["--strategy", GREEN], capsys)
+    assert (status, row.split()[0], row.split()[-1]) == (0, GREEN, "equal")
+    assert last == "1 of 1 strategies agree"
+
+
+def test_one_that_does_not_makes_the_status_1_and_says_where(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.json"
+    with MUTATIONS["a_micro_batch_is_not_scaled"]():
+        status, (red, where, green, last) = said(
+            ["--strategy", f"{BROKEN},{GREEN}", "--json", str(file)], capsys
+        )
+    assert status == 1
+    assert (red.split()[0], red.split()[-1]) == (BROKEN, "FAILED")
+    assert where.startswith("    gradient of transformer.") and where.endswith(" (at most 1e-10)")
+    assert ": off by " in where
+    assert (green.split()[0], green.split()[-1]) == (GREEN, "equal")
+    assert last == "1 of 2 strategies agree"
+    failures = [row["failure"] for row in json.loads(file.read_text())["rows"]]
+    assert failures == [where.strip().removesuffix(" (at most 1e-10)"), ""]
+
+
+def test_one_that_raises_is_a_failure_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the one after it is trained."""
+    train_step = Pipe.train_step
+
+    def fail(pipe: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(x) == 1:
+            raise ArithmeticError("on purpose")
+        return train_step(pipe, x, *args, **kwargs)
+
+    monkeypatch.setattr(Pipe, "train_step", fail)
+    status, (red, where, green, last) = said(["--strategy", "pipe2-1f1b-m1,pipe2-1f1b-m8"], capsys)
+    assert status == 1
+    assert (red.split()[-1], where.split(" (")[0]) == (
+        "FAILED", "    ArithmeticError: on purpose"
+    )  # fmt: skip
+    assert green.split()[-1] == "equal"
+    assert last == "1 of 2 strategies agree"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from pipeline.exchange import PeerError
 from training.ending import RunError, UserError, is_consequence
 from training.watch import Failure, Report, Signals, watch
 
@@ -239,6 +240,7 @@ def raised(*errors: BaseException, cause: bool = False) -> BaseException:
         (RuntimeError(GLOO), True),
         (dist.DistNetworkError("recv failed"), True),
         (dist.DistStoreError("wait timeout after 5000ms"), True),
+        (PeerError("stage 0 waited for gradients of stage 1: it has ended"), True),
         (ValueError("the bug"), False),
         (RuntimeError("shape mismatch"), False),
         (SystemExit(0), False),

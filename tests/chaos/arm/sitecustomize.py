@@ -1,8 +1,9 @@
 """Python imports this at its start where this folder is on its path.
 
 It lets a process be made to fail from within, at a moment chosen outside: after SIGUSR1 the next
-forward of any module, on whatever thread, fails in the way that CHAOS_FAILURE names. And it counts:
-rank 0 of torchrun's writes a byte for each step of an optimizer to the file CHAOS_STEPS.
+forward of any module, on whatever thread, fails in the way that CHAOS_FAILURE names, and just
+before it does, makes the file CHAOS_BLOWN. And it counts: rank 0 of torchrun's writes a byte for
+each step of an optimizer to the file CHAOS_STEPS.
 """
 
 import os
@@ -17,6 +18,7 @@ def blow(*_: Any) -> None:
     """Fails, on the one thread that comes first."""
     if not first.acquire(blocking=False):
         return
+    os.close(os.open(os.environ["CHAOS_BLOWN"], os.O_WRONLY | os.O_CREAT))
     failure = os.environ["CHAOS_FAILURE"]
     if failure == "raise":
         raise ArithmeticError("on purpose")

@@ -1,0 +1,86 @@
+"""The folders that a run writes into: that it can, that no other run does, and that nothing half
+written stays."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from project.session import CHECKPOINTS
+from training.checkpoint import clean
+from training.ending import is_first, torchrun_world_size
+from training.export import check_export, clean_export
+from training.launch import UserError
+
+
+def claim_folders(args: argparse.Namespace) -> None:
+    """Makes the folders that the run will write into, or raises UserError where it cannot."""
+    if args.save_every is not None and not args.keep:
+        raise UserError(
+            f"--save_every {args.save_every} --keep 0: no checkpoint would stay; --keep 1 works"
+        )
+    if args.export is not None:
+        check_export(args.export)
+        _claim(args.export.resolve().parent, f"--export {args.export}", "--export exported")
+    _claim(args.workdir, f"--workdir {args.workdir}", "--workdir workdir")
+
+
+def _claim(folder: Path, option: str, example: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # without a name, which a killed run would leave
+    except OSError as error:
+        raise UserError(
+            f"{option}: nothing can be written there ({error.strerror}); "
+            f"name a folder of your own, as {example}"
+        ) from error
+
+
+@contextmanager
+def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
+    """Within it no other run may write into the workdir; after it there is nothing half written,
+    whatever has ended the ranks. (Those of torchrun leave that to the ranks that come next: none of
+    them knows whether all have ended.)
+
+    Raises:
+        UserError: another run writes there.
+    """
+    lock = _lock(args.workdir) if is_first() else None
+    try:
+        yield
+    finally:
+        if torchrun_world_size() is None:
+            clean(args.workdir / CHECKPOINTS)
+            for path in args.workdir.glob("*.json.part"):
+                with suppress(OSError):
+                    path.unlink()
+            if args.export is not None:
+                clean_export(args.export)
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the folder until it is closed, which the system does when this
+    process ends; None where there are no such locks. No file is left, as of a lock file."""
+    if sys.platform == "win32":
+        return None
+    import fcntl  # here: not on every system
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(
+            f"--workdir {folder}: another run is writing there; --workdir {folder}_2 works"
+        ) from None
+    except OSError:  # a file system without locks
+        os.close(descriptor)
+        return None
+    return descriptor

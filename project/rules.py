@@ -1,0 +1,122 @@
+"""What must hold of the options of a run before anything starts.
+
+Each rule raises UserError with the values, the rule, and a setting that works.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from data_parallel.dataset import split_batch_size
+from training.launch import UserError, choose_device, core_slice, torchrun_world_size
+from training.model import PRESETS, check_pretrained, gpt2_config
+
+
+def check_batch(args: argparse.Namespace) -> None:
+    """Raises UserError where the global batch does not fit the ranks or the data."""
+    try:
+        split_batch_size(args.batch_size, args.world_size)
+    except ValueError as error:
+        raise UserError(f"--batch_size {args.batch_size}: {error}") from None
+    if args.n_train is not None and args.world_size > args.n_train:
+        raise UserError(
+            f"--world_size {args.world_size} --n_train {args.n_train}: each rank needs an example; "
+            f"--world_size {args.n_train} or less works"
+        )
+
+
+def check_parts(args: argparse.Namespace, option: str, ranks: str | None = None) -> None:
+    """Raises UserError where a rank's share of the global batch has fewer examples than it is to be
+    cut into micro-batches. (The last batch of an epoch may: then there are fewer of them.)
+
+    Args:
+        option: the name of the option that says how many.
+        ranks: that of the number of ranks among which a batch is dealt; None: there is one share.
+    """
+    parts, among = getattr(args, option), getattr(args, ranks) if ranks else 1
+    share = -(-args.batch_size // among)
+    if parts is not None and parts > share:
+        given = f"--{option} {parts} --batch_size {args.batch_size}"
+        given += f" --{ranks} {among}" if ranks else ""
+        raise UserError(
+            f"{given}: a micro-batch needs an example; --{option} {share} or less works"
+        )
+
+
+def check_alone(program: str, instead: str = "") -> None:
+    """Raises UserError where torchrun started several processes of a program that is one."""
+    started = torchrun_world_size() or 1
+    if started > 1:
+        raise UserError(
+            f"torchrun started {started} ranks: {program} is one process; start it without "
+            f"torchrun{instead}"
+        )
+
+
+def check_ranks(args: argparse.Namespace, ranks: str, cores_each: str) -> None:
+    """Raises UserError where the ranks cannot be started as the options say; `ranks` and
+    `cores_each` name those for their number and for the cores of each."""
+    started, given = torchrun_world_size(), getattr(args, ranks)
+    if started is not None and started != given:
+        raise UserError(f"--{ranks} {given}: torchrun started {started} ranks; leave it out")
+    if started is not None and args.master_port is not None:
+        raise UserError(
+            f"--master_port {args.master_port}: torchrun decides where its ranks meet; leave it "
+            f"out, or start torchrun with --master-port {args.master_port}"
+        )
+    there, wanted = len(core_slice(0, 1)), getattr(args, cores_each)
+    if there and (wanted or 0) > there:
+        raise UserError(
+            f"--{cores_each} {wanted}: {there} cores may be used here; "
+            f"--{cores_each} {there} or less works"
+        )
+
+
+def check_warmup(args: argparse.Namespace, num_examples: int) -> None:
+    """Raises UserError where the warm-up does not end before the run does."""
+    steps = args.n_epochs * -(-num_examples // args.batch_size)
+    if args.warmup_steps and args.warmup_steps >= steps:
+        raise UserError(
+            f"--warmup_steps {args.warmup_steps}: the run has {steps} steps, and the warm-up must "
+            f"end before the last; --warmup_steps {steps // 10} works"
+        )
+
+
+def model_name(args: argparse.Namespace, device: torch.device) -> str:
+    """The model that --model means here."""
+    if args.model != "auto":
+        return args.model
+    return "gpt2" if device.type == "cuda" else "gpt2-mini"
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Raises UserError for model options that cannot work, before any process starts."""
+    least = 256 + 3
+    if args.vocab_size is not None and args.vocab_size < least:
+        raise UserError(
+            f"--vocab_size {args.vocab_size}: a byte-level vocabulary has at least {least} tokens; "
+            "--vocab_size 2048 works"
+        )
+    if args.model in PRESETS or args.model == "auto":
+        name = model_name(args, choose_device(args.device, 0, args.world_size))
+        gpt2_config(
+            name, 64, args.model_max_length,
+            n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
+        )  # fmt: skip
+        return
+    given = [n for n in ("n_layer", "n_embd", "n_head", "vocab_size") if getattr(args, n)]
+    if given:
+        raise UserError(
+            f"--{given[0]} with --model {args.model}: weights come with their sizes; only the "
+            f"presets can be changed ({', '.join(PRESETS)})"
+        )
+    folder = Path(args.model)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")) | any(folder.glob("*.bin")):
+        raise UserError(
+            f"--model {args.model}: the folder holds no weights (*.safetensors); "
+            f"presets need none: {', '.join(PRESETS)}"
+        )
+    check_pretrained(args.model, args.model_max_length)
