@@ -94,7 +94,8 @@ class DistributedDataParallel(nn.Module):
 
     def differing(self) -> list[str]:
         """The names of parameters and buffers that are not, bit for bit, rank 0's on some rank:
-        none, unless the ranks' training has come apart. All ranks must call it together."""
+        none, unless the ranks' training has come apart; but for buffers that modules write to. All
+        ranks must call it together."""
         differs: list[Tensor] = []
         tensors_of_all: list[Tensor] = []
         for tensors, flat in self._of_first_rank():

@@ -13,7 +13,7 @@ its gradients and its optimizer state. Parameters are gathered when they are use
 
 While layer k computes, the parameters of the next are on their way, and the gradients of the one
 before; no rank holds more than two layers' parameters whole. Backward gathers only what gradients
-depend on: not embeddings, for instance, hence (0).
+depend on: for a layer that looks up embeddings nothing, hence (0), tied as they may be.
 
 `zero` is how much is sharded: 1 the optimizer state, 2 also the gradients, 3 also the parameters.
 Bytes in fp32 with AdamW, W ranks, P parameters, the largest layer having L of them:
@@ -141,7 +141,7 @@ class FullyShardedDataParallel(ShardedState):
         self._trained = [u for u in self.units if u.unit.trainable]
         self.optimizer = make_optimizer([u.shard for u in self._trained])
         self._first_trained = min(u.unit.layers[0] for u in self._trained)
-        self._regathered: set[int] | None = None  # the units that backward gathers; None: all
+        self._regathered: list[set[int]] | None = None  # by layer, what backward gathers; None: all
         self._graphs: list[Graph | None] = []
         self._output: list[Tensor | None] = []  # its leaves, None those without a gradient
         self._microbatch = 0
@@ -157,11 +157,12 @@ class FullyShardedDataParallel(ShardedState):
         value, training = _cast(x, self.compute_dtype), torch.is_grad_enabled()
         for k, layer in enumerate(self.layers):
             following = self._units_of_next(range(k + 1, len(self.layers)))
+            regathered = None if self._regathered is None else self._regathered[k]
             graph = None
             self._gather(k, self._units(k), following)
             if x is not None:
                 with self._record("F", k):
-                    value, graph = layer.forward(value, self._regathered)
+                    value, graph = layer.forward(value, regathered)
             self._graphs.append(graph)
             # The last layer's stay for its backward, which is next.
             if following or not training:
@@ -251,6 +252,8 @@ class FullyShardedDataParallel(ShardedState):
     def zero_grad(self) -> None:
         """Forgets gradients that no `optimizer_step` has used. All ranks must call it."""
         self._gradients.settle()
+        if any(u.reduced for u in self.units):  # zero 1: others may be reading what the next
+            self.exchange.after_update()  # backward writes to
         self._gradients.clear()
         self._microbatch = 0
         self.expose_gradients()
@@ -307,7 +310,7 @@ class FullyShardedDataParallel(ShardedState):
         """Those of which a layer's backward needs the values."""
         if self._regathered is None:
             return self._units(layer)
-        return [u for u in self._units(layer) if u.unit.index in self._regathered]
+        return [u for u in self._units(layer) if u.unit.index in self._regathered[layer]]
 
     def _units_of_next(self, layers: Iterable[int], backward: bool = False) -> list[ShardedUnit]:
         """Those of the first of the layers that has any."""
@@ -334,12 +337,16 @@ class FullyShardedDataParallel(ShardedState):
 
     def _agree_on_regathered(self) -> None:
         """Whether backward needs a unit is seen in forward, but not by a rank without examples."""
-        wanted = [int(u.wanted) for u in self.units]
+        pairs = [(k, u.unit.index) for k in range(len(self.layers)) for u in self._units(k)]
+        wanted = [unit in self.layers[k].wanted for k, unit in pairs]
         flags = torch.tensor([*wanted, any(self._graphs)], dtype=torch.int32, device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         *somewhere, ran = flags.tolist()
         if ran:
-            self._regathered = {k for k, flag in enumerate(somewhere) if flag}
+            self._regathered = [set() for _ in self.layers]
+            for (k, unit), flag in zip(pairs, somewhere, strict=True):
+                if flag:
+                    self._regathered[k].add(unit)
 
     def _most(self, count: int) -> int:
         """The largest of the ranks' numbers."""

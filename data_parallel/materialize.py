@@ -27,8 +27,9 @@ def materialize(
 ) -> None:
     """Fills the shards and empties the modules.
 
-    Parameters on the meta device get what `init` says; those that have values get rank 0's. The
-    modules' parameters are on the meta device afterwards, their buffers, whole, on `device`.
+    Parameters and buffers on the meta device get what `init` says; those that have values get rank
+    0's. The modules' parameters are on the meta device afterwards, their buffers, whole, on
+    `device`.
     """
     where: dict[tuple[int, int], list[Place]] = {}
     for place in (place for of_layer in places for place in of_layer):
@@ -41,7 +42,7 @@ def materialize(
             empty = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
             for place in users:
                 setattr(place.module, place.attribute, empty)
-    _materialize_buffers(layers, init, device)
+    _materialize_buffers(layers, init, device, group)
 
 
 def _fill(
@@ -58,8 +59,7 @@ def _fill(
     begin, end = u.unit.held(entry, rank)
     if not parameter.is_meta:
         whole = parameter.detach().to(device).contiguous()
-        first = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast(whole, first, group=group)
+        dist.broadcast(whole, _first_of(group), group=group)
     elif begin < end:
         whole = torch.empty(entry.shape, dtype=u.unit.dtype, device=device)
         assert init is not None
@@ -69,8 +69,16 @@ def _fill(
         u.shard.data[start : start + end - begin] = whole.flatten()[begin:end]
 
 
+def _first_of(group: dist.ProcessGroup | None) -> int:
+    """The rank, among all, of the group's first."""
+    return 0 if group is None else dist.get_global_rank(group, 0)
+
+
 def _materialize_buffers(
-    layers: Sequence[nn.Module], init: Initialize | None, device: torch.device
+    layers: Sequence[nn.Module],
+    init: Initialize | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Buffers, as the statistics of a batch norm, are small: every rank has all of them."""
     names = {b: name for name, b in nn.Sequential(*layers).named_buffers()}
@@ -83,7 +91,10 @@ def _materialize_buffers(
                 module._buffers[key] = filled = torch.empty_like(buffer, device=device)
                 init(names[buffer], filled)
             else:
-                module._buffers[key] = buffer.to(device)
+                module._buffers[key] = filled = buffer.to(device).contiguous()
+                if filled.numel():
+                    flat = filled.flatten().view(torch.uint8)  # gloo does not know every type
+                    dist.broadcast(flat, _first_of(group), group=group)
 
 
 def require_init(

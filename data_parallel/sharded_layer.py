@@ -37,7 +37,6 @@ class Gathered:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.whole: Tensor | None = None  # flat
-        self.wanted = False  # autograd has saved a part of it, in any forward so far
 
     def position_of(self, tensor: Tensor) -> int | None:
         """The element at which the tensor starts, if it lies in the unit."""
@@ -71,11 +70,16 @@ class Graph:
 
 
 class ShardedLayer:
-    """A layer and the units that its parameters lie in."""
+    """A layer and the units that its parameters lie in.
+
+    Attributes:
+        wanted: of which of them autograd has saved a part here, in any forward so far, by index.
+    """
 
     def __init__(self, module: nn.Module, places: Sequence[Place], units: list[Gathered]) -> None:
         self.module = module
         self.units = units
+        self.wanted: set[int] = set()
         self._places = [(p.module, p.attribute, p.unit, p.entry) for p in places]
         self._resting = [p.module._parameters[p.attribute] for p in places]  # on the meta device
 
@@ -83,7 +87,8 @@ class ShardedLayer:
         """Runs the layer on gathered parameters; the output, detached, and its graph in grad mode.
 
         Args:
-            regathered: the units that will be gathered for backward, by index; None is all.
+            regathered: the units that will be gathered for this layer's backward, by index; None
+                is all.
         """
         keep = torch.is_grad_enabled()
         leaves, spec = pytree.tree_flatten(value)
@@ -98,7 +103,8 @@ class ShardedLayer:
         parameters = self._parameters()
         self._put(parameters)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(_pack(self.units, regathered), _unpack):
+            pack = _pack(self.units, self.wanted, regathered)
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                 output = self.module(pytree.tree_unflatten(leaves, spec))
         finally:
             self._take_back()
@@ -179,12 +185,12 @@ class _Alias(torch.autograd.Function):
         return gradient
 
 
-def _pack(units: list[Gathered], regathered: set[int] | None) -> Any:
+def _pack(units: list[Gathered], wanted: set[int], regathered: set[int] | None) -> Any:
     def pack(tensor: Tensor) -> Any:
         for gathered in units:
             start = gathered.position_of(tensor)
             if start is not None:
-                gathered.wanted = True
+                wanted.add(gathered.unit.index)
                 there = regathered is None or gathered.unit.index in regathered
                 copy = None if there else tensor.clone()
                 return _Note(gathered, start, tensor.shape, tensor.stride(), copy)

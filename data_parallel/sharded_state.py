@@ -104,7 +104,8 @@ class ShardedState:
         return self.optimizer_pieces()
 
     def parameters_changed(self) -> None:
-        """To be called, by all ranks, after writing to `parameter_pieces`."""
+        """To be called, by all ranks, after writing to `parameter_pieces`. Where a forward came
+        before the writing, there must be a barrier in between: other ranks may still read there."""
         self._parameters.outdate(frozen=True)
         self.exchange.after_update()
 

@@ -19,7 +19,7 @@ from project.recipes import learning_rate
 from project.session import CHECKPOINTS, gather_over_ranks
 from project.strategy import Strategy
 from project.task import Data, Task
-from training.checkpoint import Saver
+from training.checkpoint import Saver, clean
 from training.launch import UserError, World
 from training.optimization import Optimizers
 from training.pictures import PictureSets
@@ -87,6 +87,8 @@ class Checkpoints:
             lambda value: gather_over_ranks(value, world.world_size), resume.refused,
         )  # fmt: skip
         self.saved = 0  # the step after which there was one last
+        if world.is_main:
+            clean(self.saver.folder)  # of what a killed run has left half written
 
     def restore(self, resume: Resume, log: Log) -> None:
         """Puts weights, optimizer, random states and log back; the optimizer knows the step."""
@@ -96,20 +98,21 @@ class Checkpoints:
         strategy, rank = self.strategy, self.world.rank
         load_training(strategy.held(), strategy.optimizers, strategy.pieces, tensors)
         strategy.loaded()
-        self.optimizer.steps, self.optimizer.left_out = state["steps"], state["left_out"]
+        self.optimizer.load_state_dict(state)
         log.before = state["log"]
         self.saved = state["steps"]
-        if not load_generators(rank, [self.world.device], tensors):
-            # A rank or device that was not there: masks of its own, not those of the start again.
+        was = state["options"]
+        same = all(was[name] == getattr(self.args, name) for name in ("strategy", "num_workers"))
+        if not (same and load_generators(rank, [self.world.device], tensors)):
+            # Masks of its own, not those of the start again; nor those of a pipeline, whose ranks
+            # draw alike, and would go on doing so where each has other examples.
             torch.manual_seed(torch.initial_seed() + 7_919 * (1 + state["steps"]))
 
     def after_step(self, log: Log, total: int) -> None:
-        """Saves at the end of an epoch, of the run, and every --save_every steps. A trial of a few
-        --num_batches is not saved unless --save_every is given."""
+        """Saves at the end of an epoch, of the run, and every --save_every steps."""
         steps, args = self.optimizer.steps, self.args
         every = (args.save_every, None if args.num_batches else self.task.steps_per_epoch, total)
-        wanted = args.keep and (args.save_every or not args.num_batches)
-        if wanted and steps > self.saved and any(n and steps % n == 0 for n in every):
+        if args.keep and steps > self.saved and any(n and steps % n == 0 for n in every):
             self._save(log)
 
     def _save(self, log: Log) -> None:
@@ -124,8 +127,7 @@ class Checkpoints:
             step -= epoch * self.task.steps_per_epoch
         state = {
             "position": {"epoch": epoch, "step": step},
-            "steps": self.optimizer.steps,
-            "left_out": self.optimizer.left_out,
+            **self.optimizer.state_dict(),
             "log": log.whole(world.device),
             "options": plain(vars(self.args)),
             "resolved": plain({**vars(self.args), "learning_rate": learning_rate(self.args)}),

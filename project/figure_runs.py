@@ -83,7 +83,7 @@ def _trained(strategy: str, num_workers: int) -> TrainedRun:
         arguments=(strategy,),
         options={
             "num_workers": num_workers, "num_batches": 9, "batch_size": 32, "model": "vgg16",
-            "timeline": 8, **({"num_microbatches": 4} if strategy == "pipeline" else {}),
+            "timeline": 8, "keep": 0, **({"num_microbatches": 4} if strategy == "pipeline" else {}),
         },
         results=(),
     )  # fmt: skip

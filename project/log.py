@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,27 +17,30 @@ from project.utils import sum_over_ranks
 class Log:
     """One rank's steps, one by one; and, of steps that an earlier run has made, what is known."""
 
-    losses: list[float] = field(default_factory=list)  # summed, of this rank's part
+    losses: list[float] = field(default_factory=list)  # summed, of this rank's part; NaN: left out
     counts: list[int] = field(default_factory=list)  # what each step's loss is the mean over
     seconds: list[float] = field(default_factory=list)
     examples: list[int] = field(default_factory=list)  # of this rank's part
     positions: list[int] = field(default_factory=list)
-    before: Mapping[str, Sequence[float]] = field(default_factory=lambda: {"loss": [], "time": []})
+    before: Mapping[str, Sequence[float | None]] = field(
+        default_factory=lambda: {"loss": [], "time": []}
+    )
 
-    def add(self, step: Step, loss: float, seconds: float) -> None:
-        """A step has been made."""
-        self.losses.append(loss)
+    def add(self, step: Step, loss: float, seconds: float, left_out: bool = False) -> None:
+        """A step has been made, or left out."""
+        self.losses.append(math.nan if left_out else loss)
         self.counts.append(step.count)
         self.examples.append(step.examples)
         self.positions.append(step.positions)
         self.seconds.append(seconds)
 
     def mean_losses(self, device: torch.device, since: int = 0) -> list[float]:
-        """The global batches' mean losses, of this run; all ranks call it together."""
+        """The global batches' mean losses, of this run, NaN of those left out; all ranks call it
+        together."""
         sums = sum_over_ranks(self.losses[since:], device)
         return [s / max(1, n) for s, n in zip(sums, self.counts[since:], strict=True)]
 
-    def whole(self, device: torch.device) -> dict[str, list[float]]:
+    def whole(self, device: torch.device) -> dict[str, list[float | None]]:
         """Loss and time of all steps from the first; all ranks call it together."""
         return {
             "loss": [*self.before["loss"], *self.mean_losses(device)],

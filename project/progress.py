@@ -240,8 +240,7 @@ class Progress:
         session = self.session
         return {
             "position": {"epoch": self.epoch, "step": totals.steps},
-            "steps": self.optimizer.steps,
-            "left_out": self.optimizer.left_out,
+            **self.optimizer.state_dict(),
             "totals": every_rank,
             "times": session.times,
             "options": plain(vars(session.args)),
@@ -257,7 +256,7 @@ class Progress:
         load_training(
             session.model.parameters(), self.optimizer.optimizers, shards, checkpoint.tensors
         )
-        self.optimizer.steps, self.optimizer.left_out = state["steps"], state["left_out"]
+        self.optimizer.load_state_dict(state)
         self.epoch = state["position"]["epoch"]
         session.times = [(seconds, speed) for seconds, speed in state["times"]]
         world = session.world

@@ -12,7 +12,8 @@ import torch
 
 from data_parallel.dataset import split_batch_size
 from training.launch import UserError, choose_device, core_slice, torchrun_world_size
-from training.model import PRESETS, check_pretrained, gpt2_config
+from training.model import PRESETS, gpt2_config
+from training.pretrained import check_pretrained
 
 
 def check_batch(args: argparse.Namespace) -> None:

@@ -46,7 +46,7 @@ from project.rules import check_batch, check_model, check_parts, check_ranks
 from project.session import open_session, read_texts
 from project.utils import autocast, save_grad_weights, train
 from training.data import Step
-from training.launch import UserError, World, launch, setup, torchrun_world_size
+from training.launch import UserError, World, launch, on_main, setup, torchrun_world_size
 from training.model import target_loss
 from training.optimization import Optimizers, Recipe
 from training.text import Texts
@@ -141,7 +141,7 @@ def run_dp(
         progress.end_epoch(totals)
         session.end_epoch(epoch, totals, loss_fn, world.rank)
         session.save_timeline(timeline, epoch)
-    session.close()
+    on_main(world, session.close)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -39,15 +39,15 @@ from training.data import (
     to_batch,
 )
 from training.export import export
-from training.launch import UserError, World, core_slice
+from training.launch import UserError, World, core_slice, on_main
 from training.model import (
     PRESETS,
     build_model,
     gpt2_config,
-    load_pretrained,
     round_vocab,
 )
 from training.optimization import Recipe
+from training.pretrained import load_pretrained
 from training.record import (
     HEADER,
     OPTIONS,
@@ -321,12 +321,17 @@ def open_session(
         split: encode(pairs, tokenizer, args.src, args.tgt, args.model_max_length)
         for split, pairs in texts.splits.items()
     }
-    if not any(example.num_targets for example in examples["train"]):
-        raise UserError(
-            f"--model_max_length {args.model_max_length}: every source sentence fills it, and no "
-            "target is left to learn; --model_max_length 128 works"
-        )
+    check_targets(args.model_max_length, examples["train"])
     return Session(args, world, texts, tokenizer, model, examples, saved=saved)
+
+
+def check_targets(max_length: int, examples: Sequence[Encoded]) -> None:
+    """Raises UserError where no target is left to learn."""
+    if not any(example.num_targets for example in examples):
+        raise UserError(
+            f"--model_max_length {max_length}: every source sentence fills it, and no target is "
+            "left to learn; --model_max_length 128 works"
+        )
 
 
 def shared_tokenizer(
@@ -338,15 +343,18 @@ def shared_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """The tokenizer of model `name`, or that of a checkpoint: rank 0 writes it to the workdir, and
     all read it there."""
-    if world.is_main:
+
+    def make() -> None:
         clean(args.workdir / CHECKPOINTS)
         if saved is None:
             _make_tokenizer(args, name, texts.splits["train"])
         else:
             for file in FILES:
                 (args.workdir / file).write_bytes(saved.read(file))
-    if dist.is_initialized():
-        dist.barrier()
+
+    on_main(world, make)
+    if world.world_size > 1:
+        dist.barrier()  # where rank 0 has failed, there is nothing to read, and the run ends
     return load_tokenizer(args.workdir)
 
 

@@ -47,7 +47,7 @@ class Single(Strategy):
         divided by the *mean* number of examples per rank, and not by its own."""
         scale = self.parts / max(1, step.count)
         last, timeline = len(step.inputs) - 1, self.plan.timeline
-        total = torch.zeros((), device=self.world.device)
+        total = torch.zeros((), dtype=self.plan.dtype, device=self.world.device)
         for i, (x, target) in enumerate(zip(step.inputs, step.targets, strict=True)):
             with nullcontext() if i == last else self.no_sync():
                 with self.plan.autocast(), timeline.span("F", microbatch=i):

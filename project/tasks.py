@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +16,16 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from data_parallel.dataset import Partition
 from pipeline.model import gpt2_layers, loss_of_targets
 from project.rules import check_warmup
-from project.session import CPU_POSITIONS, EVAL_BATCH, FILES, shared_tokenizer
+from project.session import CPU_POSITIONS, EVAL_BATCH, FILES, check_targets, shared_tokenizer
 from project.task import DATA_PARALLEL, VGG, Data, Step, Task, materialize
 from project.utils import evaluate_bleu, generate
 from training.checkpoint import Checkpoint
 from training.data import Encoded, GlobalBatches, RankLoader, encode, to_batch
-from training.export import export
+from training.export import export, put_in_place
 from training.launch import UserError, World
-from training.model import gpt2_config, initializer, round_vocab
+from training.model import PRESETS, gpt2_config, initializer, round_vocab
 from training.pictures import Pictures, PictureSets, load_pictures, to_inputs
+from training.pretrained import pretrained_config, pretrained_initializer
 from training.record import write_json
 from training.text import SPLITS, Texts, load_texts
 from training.vgg import initialize_vgg_parameter, picture_loss, vgg16, vgg_layers
@@ -158,9 +160,12 @@ class PictureTask(_Scored):
         folder = self.args.export
         if folder is None:
             return ""
-        folder.mkdir(exist_ok=True)
-        write_json(folder / "config.json", {"model": VGG, "classes": self.data.classes})
-        save_file({n: p.cpu().contiguous() for n, p in weights.items()}, folder / WEIGHTS)
+
+        def write(aside: Path) -> None:
+            write_json(aside / "config.json", {"model": VGG, "classes": self.data.classes})
+            save_file({n: p.cpu().contiguous() for n, p in weights.items()}, aside / WEIGHTS)
+
+        put_in_place(folder, write)
         return f"The trained weights are in {folder / WEIGHTS}."
 
 
@@ -181,18 +186,27 @@ class TextTask(_Scored):
             split: encode(pairs, self.tokenizer, args.src, args.tgt, args.model_max_length)
             for split, pairs in texts.splits.items()
         }
-        self.config: GPT2Config = gpt2_config(
-            args.model, args.vocab_size or round_vocab(len(self.tokenizer)), args.model_max_length,
-            dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
-        )  # fmt: skip
+        check_targets(args.model_max_length, self.examples["train"])
+        self.config, self.fill = self._sizes_and_weights()
         if world.is_main:
             self.config.save_pretrained(args.workdir)
-        self.fill = initializer(self.config, args.seed)
         self.batches = GlobalBatches(len(self.examples["train"]), args.batch_size, args.seed)
         self.steps_per_epoch = len(self.batches)
         self.length = args.model_max_length if args.padding == "max_length" else None
         self.loss: Callable[[Tensor, Any], Tensor] = loss_of_targets
         self.layers: Callable[[Any], list[Any]] = partial(gpt2_layers, halves=True)
+
+    def _sizes_and_weights(self) -> tuple[GPT2Config, Callable[[str, Tensor], None]]:
+        """Those of a preset, or those that come with trained weights."""
+        args, tokens = self.args, len(self.tokenizer)
+        if args.model not in PRESETS:
+            config = pretrained_config(args.model, tokens, args.dropout)
+            return config, pretrained_initializer(args.model, config, args.seed)
+        config = gpt2_config(
+            args.model, args.vocab_size or round_vocab(tokens), args.model_max_length,
+            dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
+        )  # fmt: skip
+        return config, initializer(config, args.seed)
 
     def skeleton(self) -> GPT2LMHeadModel:
         """See `Task`."""

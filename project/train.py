@@ -24,6 +24,8 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from transformers import AutoConfig
+
 from pipeline.partition import parse_balance
 from pipeline.schedule import SCHEDULES
 from project.checkpoints import find
@@ -59,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     more.add_argument("strategy", choices=STRATEGIES, help="how the model is trained; see above")
     more.add_argument(
         "--model", default=VGG,
-        help=f"{VGG}, on pictures; or {', '.join(PRESETS)}, on sentences; trained from scratch",
+        help=f"{VGG}, on pictures; or {', '.join(PRESETS)}, on sentences, trained from scratch; or "
+        "a folder or hub id with weights of GPT-2 to start from",
     )  # fmt: skip
     more.add_argument(
         "--dataset", default="builtin",
@@ -102,8 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     more.add_argument("--momentum", type=fraction, default=0.9, help="of sgd")
     more.add_argument(
         "--learning_rate", type=positive,
-        help="by default 1e-3 for gpt2-mini, 3e-4 for vgg16, 1e-4 for the larger ones; 30 times "
-        "that with sgd",
+        help="by default 1e-3 for gpt2-mini, 3e-4 for vgg16, 1e-4 for all others; 30 times that "
+        "with sgd",
     )  # fmt: skip
     more.add_argument(
         "--precision", choices=(*PRECISIONS, "fp64"), default="fp32",
@@ -141,8 +144,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = _parser().parse_args(argv)
     if args.model == VGG:
         _check_pictures(args)
-    elif args.model not in PRESETS:
-        raise UserError(f"--model {args.model}: this program trains {VGG}, {', '.join(PRESETS)}")
+    elif args.model == "auto":
+        raise UserError(f"--model auto: here it is one of {VGG}, {', '.join(PRESETS)}, or a folder")
     _check_workers(args)
     if args.model != VGG:
         check_model(args)
@@ -191,8 +194,7 @@ def _check_options_of_strategies(args: argparse.Namespace) -> None:
             )
         setattr(args, name, given or default)
     if args.strategy in STAGED:
-        blocks = args.n_layer or PRESETS.get(args.model, {}).get("n_layer", 0)
-        layers = 16 if args.model == VGG else 2 * blocks + 2
+        layers = 16 if args.model == VGG else 2 * _blocks(args) + 2
         if args.num_workers > layers:
             raise UserError(
                 f"{args.strategy} --num_workers {args.num_workers}: {args.model} has {layers} "
@@ -206,6 +208,13 @@ def _check_options_of_strategies(args: argparse.Namespace) -> None:
         raise UserError(
             f"model --num_microbatches {args.num_microbatches}: with more than one it is pipeline"
         )
+
+
+def _blocks(args: argparse.Namespace) -> int:
+    """Of the GPT-2 that the options name, which `check_model` found to be good."""
+    if args.model not in PRESETS:
+        return AutoConfig.from_pretrained(args.model).n_layer
+    return args.n_layer or PRESETS[args.model]["n_layer"]
 
 
 def _check_pictures(args: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ their number.
 from __future__ import annotations
 
 import json
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -287,4 +288,8 @@ def _rank(
 def read_row(text: str) -> Row:
     """The row that `asdict` and JSON made text of."""
     values: dict[str, Any] = json.loads(text)
-    return Row(**{**values, **{kind: Difference(**values[kind]) for kind in KINDS}})
+    for kind in KINDS:
+        found = values[kind]
+        value = math.inf if found["value"] is None else found["value"]  # JSON has no infinity
+        values[kind] = Difference(value, found["where"])
+    return Row(**values)

@@ -6,6 +6,7 @@ It knows the task and the strategy by what all tasks and all strategies do, and 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from functools import partial
 from statistics import fmean
@@ -27,7 +28,7 @@ from project.strategy import Plan, Strategy
 from project.task import Data, Task
 from project.tasks import make_task
 from project.utils import precision_notes, sum_over_ranks
-from training.launch import RunError, World
+from training.launch import RunError, World, on_main
 from training.memory import peak_bytes
 from training.optimization import Optimizers
 from training.record import write_json
@@ -59,19 +60,22 @@ def run_worker(
         outputs = outputs_on_main(world, task, strategy) if args.check_output else []
     finally:
         strategy.close()
-    if not world.is_main:
-        return
-    if last_words := task.finish(weights):
-        say(world, last_words)
-    verdicts = check(world, args, task, plan, weights, outputs)
-    summary["checks"] = {verdict.what: verdict.as_dict() for verdict in verdicts}
-    write_json(args.workdir / SUMMARY, summary)
-    say(world, f"Results are in {args.workdir}/.")
-    wrong = [f"{v.what} are not those of one process" for v in verdicts if not v.agrees]
-    if differing:
-        wrong.append(f"copies of {', '.join(differing[:3])} have come apart")
-    if wrong:
-        raise RunError(f"{args.strategy}: {'; '.join(wrong)}")
+
+    def conclude() -> None:
+        write_json(args.workdir / SUMMARY, summary | {"checks": {}})  # whatever comes now
+        if last_words := task.finish(weights):
+            say(world, last_words)
+        verdicts = check(world, args, task, plan, weights, outputs)
+        checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
+        write_json(args.workdir / SUMMARY, summary | {"checks": checks})
+        say(world, f"Results are in {args.workdir}/.")
+        wrong = [f"{v.what} are not those of one process" for v in verdicts if not v.agrees]
+        if differing:
+            wrong.append(f"copies of {', '.join(differing[:3])} have come apart")
+        if wrong:
+            raise RunError(f"{args.strategy}: {'; '.join(wrong)}")
+
+    on_main(world, conclude)
 
 
 def say(world: World, text: str) -> None:
@@ -119,7 +123,7 @@ def train(
         optimizer.zero_grad()
         loss = strategy.backward(step)
         left_out = optimizer.step(loss, step.count)
-        log.add(step, loss.item(), time.perf_counter() - begin)
+        log.add(step, loss.item(), time.perf_counter() - begin, left_out is not None)
         if left_out and world.is_main:
             bar.write(left_out)
         table.after_step(optimizer.steps, log, bar)
@@ -147,7 +151,9 @@ class Table:
         speed = self.args.batch_size * len(losses) / sum(log.seconds[since:])
         if self.world.is_main:
             elapsed = time.perf_counter() - self.start
-            bar.write(f"{k:>8}   {fmean(losses):>7.3f}   {elapsed:>5.0f}s   {speed:>12,.1f}")
+            taken = [loss for loss in losses if not math.isnan(loss)]
+            mean = fmean(taken) if taken else math.nan
+            bar.write(f"{k:>8}   {mean:>7.3f}   {elapsed:>5.0f}s   {speed:>12,.1f}")
         self.said = k
 
 

@@ -43,6 +43,7 @@ from training.pieces import (
     check_whole,
     save_pieces,
 )
+from training.record import json_text
 
 FORMAT = "parallel-gpt2 checkpoint 1"
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -220,7 +221,7 @@ class Saver:
 
 
 def _json(content: Any) -> bytes:
-    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+    return json_text(content, indent=1).encode()
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,12 +42,26 @@ def export(folder: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerF
     Raises:
         SaveError: they cannot be written. What was there before still is.
     """
+
+    def write(aside: Path) -> None:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+
+    put_in_place(folder, write)
+
+
+def put_in_place(folder: Path, write: Callable[[Path], None]) -> None:
+    """Makes `folder` what `write` writes into the folder that it is given, all or nothing.
+
+    Raises:
+        SaveError: it cannot be written. What was there before still is.
+    """
     folder = folder.resolve()
     aside, old = _beside(folder)
     clean_export(folder)
     try:
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        aside.mkdir()
+        write(aside)
         for path in aside.iterdir():
             path.chmod(
                 (aside / "config.json").stat().st_mode

@@ -60,6 +60,7 @@ from training.watch import Report, Signals, ctrl_c_held, end, watch
 
 DEFAULT_PORT = 11868
 LOOPBACK = "127.0.0.1"
+_BEAT = 0.1  # seconds between signs of life: less than any time-out
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
@@ -279,6 +280,37 @@ def _attempts_store(world_size: int, limit: timedelta) -> Any:
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     store = dist.TCPStore(*address, world_size, False, limit)  # type: ignore[attr-defined]
     return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
+
+
+def on_main(world: World, work: Callable[[], None]) -> None:
+    """Runs work() on rank 0 while the others wait for it, however long it takes: no time-out ends
+    them, since rank 0 keeps telling them that it lives. `work` must not communicate. Where it
+    raises, rank 0 does; the others go on."""
+    if world.world_size == 1:
+        work()
+        return
+    done = torch.zeros((), device=world.device)
+    if not world.is_main:
+        while not done.item():
+            dist.broadcast(done, 0)
+        return
+    finished = threading.Event()
+
+    def tell() -> None:
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)
+        with suppress(RuntimeError):  # another rank is gone: whoever watches knows it
+            while not done.item():
+                done.fill_(finished.wait(_BEAT))
+                dist.broadcast(done, 0)
+
+    teller = threading.Thread(target=tell, name="tell the others", daemon=True)
+    teller.start()
+    try:
+        work()
+    finally:
+        finished.set()
+        teller.join()
 
 
 def _finish(device: torch.device) -> None:

@@ -19,15 +19,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel
-from transformers.utils import logging
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from training.data import Batch
 from training.launch import UserError
@@ -39,7 +36,6 @@ PRESETS = {
     "gpt2-large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
     "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
 }
-TOKENIZERS = ("tokenizer.json", "vocab.json")  # files, one of which a tokenizer has
 VOCAB_MULTIPLE = 64  # matrix units prefer it
 
 
@@ -124,109 +120,10 @@ def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
     return fill
 
 
-def check_pretrained(name: str, max_length: int) -> None:
-    """Raises UserError unless `name`, a local folder or one on the hub, is of a GPT-2 with at
-    least max_length positions and a tokenizer of its own. (transformers itself loads whatever it is
-    given, and fills what does not fit with random weights.)"""
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except Exception as error:
-        raise _no_weights(name, error) from error
-    if config.model_type != "gpt2":
-        raise _no_weights(name, f"its model_type is {config.model_type}")
-    if config.n_positions < max_length:
-        raise UserError(
-            f"--model_max_length {max_length} --model {name}: the model has {config.n_positions} "
-            f"positions; --model_max_length {config.n_positions} works"
-        )
-    _check_weights(name, config)
-    _check_tokenizer(name, config)
-
-
-def _check_weights(name: str, config: GPT2Config) -> None:
-    """Looks at the headers of a folder's files: whether the token embedding is there, whole."""
-    found = None
-    for path in sorted(Path(name).glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (it is no dictionary)
-                    if key.removeprefix("transformer.") == "wte.weight":
-                        found = file.get_slice(key).get_shape()
-        except (SafetensorError, OSError) as error:
-            raise _no_weights(name, f"{path.name}: {error}") from error
-    wanted = [config.vocab_size, config.n_embd]
-    if any(Path(name).glob("*.safetensors")) and found != wanted:
-        raise _no_weights(name, f"wte.weight is {found or 'missing'}, config.json says {wanted}")
-
-
-def _check_tokenizer(name: str, config: GPT2Config) -> None:
-    """A smaller tokenizer may fit, its embedding rounded up; a larger one is of another model. Our
-    own special tokens come on top, with new rows."""
-    tokens = 0
-    # Where there is no file, transformers makes a tokenizer that knows no words.
-    if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in TOKENIZERS):
-        try:
-            tokens = len(AutoTokenizer.from_pretrained(name))
-        except Exception as error:
-            raise _no_tokenizer(
-                name, f"it cannot be read: {type(error).__name__} {error}"
-            ) from error
-    if not tokens:
-        raise _no_tokenizer(name, f"there is no {' or '.join(TOKENIZERS)}")
-    if tokens > config.vocab_size:
-        raise _no_tokenizer(
-            name, f"it has {tokens:,} tokens, and the embedding {config.vocab_size:,} rows"
-        )
-
-
-def _no_tokenizer(name: str, reason: str) -> UserError:
-    return UserError(
-        f"--model {name}: no tokenizer that fits comes with it ({' '.join(reason.split())[:160]}); "
-        "save the one of these weights there, as --export does"
-    )
-
-
-def _no_weights(name: str, reason: object) -> UserError:
-    kind = "folder" if Path(name).is_dir() else "name, and neither a preset nor a folder"
-    return UserError(
-        f"--model {name}: no GPT-2 weights come from this {kind} "
-        f"({' '.join(str(reason).split())[:160]}); presets need none: {', '.join(PRESETS)}"
-    )
-
-
 def generator_for(seed: int, name: str) -> torch.Generator:
     """The source of a parameter's initial weights."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-
-
-def load_pretrained(name: str, vocab_size: int, dropout: float, seed: int) -> GPT2LMHeadModel:
-    """The weights of a local folder or of the hub, with embeddings for `vocab_size` tokens.
-
-    Raises:
-        UserError: there are none.
-    """
-    logging.disable_progress_bar()
-    try:
-        model, report = GPT2LMHeadModel.from_pretrained(
-            name,
-            activation_function="gelu_pytorch_tanh",
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            use_cache=False,
-            output_loading_info=True,
-        )
-    except Exception as error:
-        raise _no_weights(name, error) from error
-    if report["missing_keys"]:
-        raise _no_weights(name, f"{sorted(report['missing_keys'])[0]} is missing")
-    known = model.config.vocab_size
-    if known < vocab_size:
-        model.resize_token_embeddings(vocab_size, mean_resizing=False)
-        new = model.transformer.wte.weight.data[known:]
-        new.normal_(0, 0.02, generator=generator_for(seed, "transformer.wte.weight"))
-    return model
 
 
 def target_loss(model: Any, batch: Batch) -> Tensor:

@@ -25,7 +25,7 @@ Goyal et al., "Accurate, large minibatch SGD", 2017 (warm-up); Loshchilov and Hu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -161,10 +161,10 @@ class Optimizers:
         """Where the run is: all that check and schedule remember."""
         return {"steps": self.steps, "left_out": self.left_out, "in_a_row": self.in_a_row}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on from there."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there. `state` may hold more."""
         self.steps, self.left_out = state["steps"], state["left_out"]
-        self.in_a_row = state["in_a_row"]
+        self.in_a_row = state.get("in_a_row", 0)  # which earlier versions did not save
 
     def _facts(self, loss: Tensor) -> tuple[float, list[float]]:
         """The norm of the gradient, and the loss of each rank: the same on all of them."""

@@ -14,9 +14,10 @@ training.png, drawn from the results. With --timeline, timeline_rank{r}.json and
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class EpochResult:
     training_time is in seconds, without evaluation. tokens_per_sec counts every position of this
     rank's batches, padding included, as the course does; real_tokens_per_sec only the tokens.
     Losses are nats per target token, over all ranks; bleu is of the whole test split. The skipped
-    steps changed nothing, and training_loss leaves them out.
+    steps changed nothing, and training_loss leaves them out: NaN where there are no others.
     """
 
     training_loss: float
@@ -60,11 +61,26 @@ def clear_results(workdir: Path, first: int = 0) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes readable JSON, umlauts as they are. Written aside and renamed: a reader never sees
-    half a file."""
+    """Writes readable JSON, umlauts as they are, see `json_text`. Written aside and renamed: a
+    reader never sees half a file."""
     aside = path.with_name(path.name + ".part")
-    aside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    aside.write_text(json_text(content, indent=2), encoding="utf-8")
     aside.replace(path)
+
+
+def json_text(content: Any, indent: int) -> str:
+    """As JSON, which has neither NaN nor infinities: null stands for them."""
+    return json.dumps(_finite(content), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return content
 
 
 def write_epoch(
@@ -92,7 +108,10 @@ def read_results(workdir: Path, prefix: str) -> list[dict[str, float]]:
         int(path.stem.rpartition("epoch")[2]): json.loads(path.read_text(encoding="utf-8"))
         for path in workdir.glob(f"{prefix}_epoch*.json")
     }
-    return [found[epoch] for epoch in sorted(found)]
+    return [
+        {key: math.nan if value is None else value for key, value in found[epoch].items()}
+        for epoch in sorted(found)
+    ]
 
 
 HEADER = "epoch   train loss   valid. loss    BLEU    time   positions/s   real tokens/s"

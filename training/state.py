@@ -85,16 +85,18 @@ def _slot_pieces(prefix: str, p: Tensor, value: Tensor, shards: Shards) -> list[
 
 
 def _load_slots(p: Tensor, shards: Shards, stored: StoredTensors) -> dict[str, Tensor]:
-    """The optimizer state of a parameter; none if it had no gradient before the checkpoint."""
+    """The optimizer state of a parameter; none if it had no gradient before the checkpoint. Of a
+    flat buffer some parameters may have had one, and others not: theirs is zero."""
     slots: dict[str, Tensor] = {}
-    here = [piece.name for piece in shards(p, p)]
-    for slot in stored.slots("optimizer", here[0]) if here else ():
-        name = f"optimizer.{slot}.{here[0]}"
-        if not stored.shape(name):
-            slots[slot] = stored.tensor(name, torch.float32)
-            continue
-        slots[slot] = torch.zeros_like(p)
-        stored.load(_slot_pieces(f"optimizer.{slot}", p, slots[slot], shards))
+    for name in {piece.name: None for piece in shards(p, p)}:
+        for slot in stored.slots("optimizer", name):
+            key = f"optimizer.{slot}.{name}"
+            if not stored.shape(key):
+                slots.setdefault(slot, stored.tensor(key, torch.float32))
+                continue
+            slots.setdefault(slot, torch.zeros_like(p))
+            pieces = _slot_pieces(f"optimizer.{slot}", p, slots[slot], shards)
+            stored.load(piece for piece in pieces if piece.name == key)
     return slots
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from data_parallel.fsdp import FullyShardedDataParallel
 from tests.data_parallel.sharded_models import (
     DTYPE,
+    OPTIMIZERS,
     Result,
     batch,
     build,
@@ -72,6 +73,29 @@ def test_a_model_with_values_is_that_of_rank_0(ranks: Ranks) -> None:
     got = ranks.run(_from_values)
     check([results for results, _ in got], one_process("tied", "adamw", 2))
     assert [full for _, full in got] == [[], []]
+
+
+def _buffers(rank: int, _: int) -> list[dict[str, Tensor]]:
+    """With values on the first rank and others on the second; and filled by name."""
+    found = []
+    for device in ("cpu", "meta"):
+        layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(DTYPE).to(device)
+        if device == "cpu":
+            for _name, b in layers.named_buffers():
+                b.add_(rank + 1)
+        FullyShardedDataParallel(layers, OPTIMIZERS["sgd"], init=fill)
+        found.append(dict(layers.named_buffers()))
+    return found
+
+
+def test_buffers_are_those_of_rank_0_or_filled_by_name(ranks: Ranks) -> None:
+    names = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    for given, filled in ranks.run(_buffers):
+        assert list(given) == list(filled) == names
+        assert [b.tolist() for b in given.values()] == [[1.0] * 3, [2.0] * 3, 1]
+        want = torch.empty(3, dtype=DTYPE)
+        fill("1.running_mean", want)
+        assert torch.equal(filled["1.running_mean"], want)
 
 
 def _by_hand(rank: int, _: int) -> list[Any]:

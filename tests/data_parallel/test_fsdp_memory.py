@@ -189,6 +189,23 @@ def test_backward_does_not_gather_what_it_does_not_need(ranks: Ranks) -> None:
     assert ranks.run(_regathered) == [[("gather", k) for k in (0, 1, 2, 1)]] * 2
 
 
+def _tied(rank: int, _: int) -> list[Event]:
+    """An embedding whose weight is the last layer's."""
+    embedding, head = nn.Embedding(WIDTH, WIDTH, device="meta"), _layers()[0]
+    head.weight = embedding.weight
+    layers = [embedding, *_layers()[:2], head]
+    make = torch.optim.SGD
+    fsdp = FullyShardedDataParallel(layers, lambda shards: make(shards, lr=0.1), init=_init)
+    watch = _Watch(fsdp)
+    fsdp.backward(fsdp.forward(torch.tensor([rank])).sum())
+    return [event for event in watch.events if event[0] == "gather"]
+
+
+def test_nor_a_tied_embedding_for_the_layer_that_looks_it_up(ranks: Ranks) -> None:
+    """It is gathered for the first layer and for the last, whose backward follows at once."""
+    assert ranks.run(_tied) == [[("gather", k) for k in (0, 1, 2, 0, 2, 1)]] * 2
+
+
 def _asked_for(_: int, _world: int) -> tuple[list[str], int, int, bool]:
     peak, names = 0, []
 

@@ -252,7 +252,7 @@ def test_training_draws_losses_and_bleu(single: Path, drawn: dict[str, Figure]) 
 def test_training_of_a_pipeline_run_that_diverged(tmp_path: Path) -> None:
     run = write(tmp_path / "pp", "eval_results", [1.0])
     result = json.loads((run / "eval_results_epoch0.json").read_text(encoding="utf-8"))
-    result |= {"validation_loss": float("nan"), "training_loss": float("nan"), "bleu": 0.0}
+    result |= {"validation_loss": None, "training_loss": None, "bleu": 0.0}
     (run / "eval_results_epoch0.json").write_text(json.dumps(result), encoding="utf-8")
     assert plot.plot_training(run, tmp_path / "x.png").exists()
 

@@ -6,19 +6,33 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.ranks import Ranks
 from tests.training import programs
 from tests.training.conftest import Described
 from training import launch as launcher
-from training.launch import Settings, UserError, choose_device, core_slice, launch, listen
+from training.launch import (
+    RunError,
+    Settings,
+    UserError,
+    World,
+    choose_device,
+    core_slice,
+    launch,
+    listen,
+    on_main,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON = 20.0  # seconds that the end of a process may take here; a hang takes the time-out, 60
@@ -126,6 +140,42 @@ def test_work_that_cannot_be_sent_is_said_before_any_rank_starts(
     monkeypatch.setattr("torch.multiprocessing.get_context", None)
     with pytest.raises(AttributeError, match="<lambda>"):
         launch(lambda _: None, Settings(1, device="cpu", master_port=0))
+
+
+# ------------------------------------------------------------------------ rank 0 works alone
+
+
+def _alone(rank: int, world_size: int, fails: bool) -> tuple[str | None, int]:
+    """How it ends, and how often a rank was told that rank 0 lives, or told the others."""
+    beats, third = [0], threading.Event()
+    broadcast = dist.broadcast
+
+    def count(*args: Any) -> None:
+        broadcast(*args)
+        beats[0] += 1
+        if beats[0] == 3:
+            third.set()
+
+    def work() -> None:
+        assert third.wait(SOON)
+        if fails:
+            raise RunError("the disk is full")
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(dist, "broadcast", count)
+        try:
+            on_main(World(rank, world_size), work)
+        except RunError as error:
+            return str(error), beats[0]
+    return None, beats[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_others_wait_for_rank_0_as_long_as_it_lives(ranks: Ranks, fails: bool) -> None:
+    """Each wait is short, so no time-out ends it."""
+    (first, told), (second, heard) = ranks.run(_alone, fails)
+    assert (first, second) == ("the disk is full" if fails else None, None)
+    assert told == heard >= 4
 
 
 # ---------------------------------------------------------------------- a parent that is ended

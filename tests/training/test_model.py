@@ -13,11 +13,15 @@ from training.data import Encoded, to_batch, train_tokenizer
 from training.launch import UserError
 from training.model import (
     build_model,
-    check_pretrained,
     gpt2_config,
-    load_pretrained,
     round_vocab,
     target_loss,
+)
+from training.pretrained import (
+    check_pretrained,
+    load_pretrained,
+    pretrained_config,
+    pretrained_initializer,
 )
 
 
@@ -165,6 +169,43 @@ def test_pretrained_embeddings_grow_with_the_vocabulary(tmp_path: Path) -> None:
     ]
     assert torch.equal(new[0], loaded.transformer.wte.weight[320:])  # the seed's, and not torch's
     assert not torch.equal(new[0], new[1])
+
+
+@pytest.mark.parametrize("part", ["whole", "transformer", "pickled", "in bfloat16"])
+def test_weights_are_the_same_read_one_by_one(part: str, tmp_path: Path) -> None:
+    """What no process may hold whole is read by name; with rows for tokens that are new."""
+    model = tiny(seed=3)
+    if part == "in bfloat16":
+        model.bfloat16()
+    if part == "pickled":
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        model.config.save_pretrained(tmp_path)
+    else:
+        saved = model.transformer if part == "transformer" else model
+        saved.save_pretrained(tmp_path, max_shard_size="40KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    expected = dict(load_pretrained(str(tmp_path), 330, 0.1, 5).named_parameters())
+    config = pretrained_config(str(tmp_path), 330, 0.1)
+    assert (config.vocab_size, config.resid_pdrop) == (330, 0.1)
+    fill = pretrained_initializer(str(tmp_path), config, 5)
+    for name, p in expected.items():
+        filled = torch.empty_like(p)
+        fill(name, filled)
+        assert torch.equal(filled, p), name
+        assert p.dtype == torch.float32  # the optimizer's small steps would be lost in less
+
+
+def test_a_weight_that_is_missing_is_named(tmp_path: Path) -> None:
+    model = tiny()
+    state = {n: p for n, p in model.state_dict().items() if n != "transformer.h.1.ln_2.bias"}
+    model.save_pretrained(tmp_path, state_dict=state)
+    config = pretrained_config(str(tmp_path), 320, 0.0)
+    for refused in (
+        lambda: load_pretrained(str(tmp_path), 320, 0.0, 0),
+        lambda: pretrained_initializer(str(tmp_path), config, 0),
+    ):
+        with pytest.raises(UserError, match=r"\(transformer.h.1.ln_2.bias is missing\)"):
+            refused()
 
 
 def test_folders_that_hold_no_gpt2_are_refused(tmp_path: Path) -> None:

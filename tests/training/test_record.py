@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 
 from training.record import (
@@ -63,6 +65,19 @@ def test_results_are_read_in_the_order_of_epochs(tmp_path: Path) -> None:
     write_json(tmp_path / "rank1_results_epoch0.json", {"bleu": 0})
     assert read_results(tmp_path, "rank0_results") == [{"bleu": 2}, {"bleu": 9}, {"bleu": 10}]
     assert read_results(tmp_path, "eval_results") == []
+
+
+def test_json_has_null_where_there_is_no_number(tmp_path: Path) -> None:
+    """Readers of other languages refuse NaN and Infinity."""
+    content = {"a": math.nan, "b": [1.5, math.inf, (-math.inf, 2)], "c": None}
+    write_json(tmp_path / "x.json", content)
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == {"a": None, "b": [1.5, None, [None, 2]], "c": None}
+    assert "NaN" not in text and "Infinity" not in text
+    write_epoch(tmp_path, 0, dataclasses.replace(RESULT, training_loss=math.nan), [], [], 0)
+    assert "NaN" not in (tmp_path / "rank0_results_epoch0.json").read_text()
+    (result,) = read_results(tmp_path, "rank0_results")
+    assert math.isnan(result["training_loss"]) and result["validation_loss"] == 2.25
 
 
 def test_results_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -180,6 +180,30 @@ def test_shards_of_flat_buffers(tmp_path: Path) -> None:
     )
 
 
+def test_a_flat_buffer_whose_first_parameter_has_no_state(tmp_path: Path) -> None:
+    """`unused` had no gradient, so it has no moments; those of the others are not lost."""
+    model = Tied(0)
+    optimizers = [adamw(list(model.parameters()))]
+    train(model, optimizers, 2)
+    stored = save(tmp_path, model, optimizers).tensors
+    first, second = (FlatShard(Tied(1), rank) for rank in range(2))
+    found = []
+    for part in (first, second):
+        load_training([part.parameter], [part.optimizer], part.shards, stored)
+        found.append(part.optimizer.state[part.parameter])
+        assert float(found[-1]["step"]) == 2
+    assert first.layout[0][0] == "unused"
+    for slot in ("exp_avg", "exp_avg_sq"):
+        flat = torch.cat([torch.zeros(3)] + [s[slot].flatten() for s in _states(optimizers[0])])
+        assert torch.equal(torch.cat([state[slot] for state in found]), flat)
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+    """In the order of the parameters; none of those that had no gradient."""
+    parameters = optimizer.param_groups[0]["params"]
+    return [optimizer.state[p] for p in parameters if p in optimizer.state]
+
+
 def test_data_parallel_ranks_share_the_writing() -> None:
     model = Tied(0)
     optimizers = [adamw(list(model.parameters()))]

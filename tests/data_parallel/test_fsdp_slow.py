@@ -1,0 +1,99 @@
+"""A rank that is slow somewhere: nobody reads what is not there yet, or writes to what is read.
+
+What is right does not depend on time here; that a wait is missing shows because one rank takes its
+time where the other does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data_parallel import exchange, shards
+from data_parallel.exchange import SharedExchange
+from data_parallel.fsdp import FullyShardedDataParallel
+from tests.data_parallel.sharded_models import (
+    OPTIMIZERS,
+    batch,
+    build,
+    same,
+    scale,
+    sharded,
+    summed_loss,
+    whole,
+)
+from tests.ranks import Ranks
+
+DELAY = 0.02  # seconds: the whole step takes less
+HALVES = (slice(0, 5), slice(5, 12))
+Found = tuple[list[Tensor], dict[str, Tensor]]
+
+
+def _slow(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        time.sleep(DELAY)
+        return function(*args)
+
+    return call
+
+
+def _place(fsdp: FullyShardedDataParallel, name: str) -> tuple[Any, str]:
+    """Where a rank takes its time."""
+    assert isinstance(fsdp.exchange, SharedExchange)
+    return {
+        "updates": (fsdp.optimizer, "step"),
+        "reads": (fsdp.exchange.memory, "read"),
+        "sums": (exchange, "_sum_into"),
+        "fills": (shards, "_fill"),
+    }[name]
+
+
+def _steps(rank: int, _: int, where: str, slow_rank: int, zero: int) -> Found:
+    """Each step: a backward, of which nothing is wanted; another; an evaluation; the update."""
+    fsdp = sharded("tied", "sgd", zero=zero)
+    target, name = _place(fsdp, where)
+    function = getattr(target, name)
+    outputs = []
+    with patch.object(target, name, _slow(function) if rank == slow_rank else function):
+        for step in range(2):
+            x, y = batch("tied", step)
+            for factor in (7.0, scale(y)):
+                fsdp.zero_grad()
+                loss = summed_loss(fsdp.forward(x[HALVES[rank]]), y[HALVES[rank]])
+                fsdp.backward(loss * factor)
+            with torch.no_grad():
+                outputs.append(fsdp.forward(x))
+            fsdp.optimizer_step()
+    return outputs, whole(fsdp, "parameters")
+
+
+def _one_process() -> Found:
+    model = build("tied")
+    net, sgd = nn.Sequential(*model.layers()), OPTIMIZERS["sgd"](model.parameters())
+    outputs = []
+    for step in range(2):
+        x, y = batch("tied", step)
+        output = net(x)
+        sgd.zero_grad()
+        (summed_loss(output, y) * scale(y)).backward()
+        outputs.append(output.detach())
+        sgd.step()
+    return outputs, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("where", ["updates", "reads", "sums", "fills"])
+def test_a_slow_rank_changes_nothing(ranks: Ranks, where: str, zero: int) -> None:
+    outputs, weights = _one_process()
+    for slow_rank in range(2):
+        got = ranks.run(_steps, where, slow_rank, zero)
+        for found, _ in got:
+            for output, wanted in zip(found, outputs, strict=True):
+                assert torch.allclose(output, wanted, rtol=1e-10, atol=1e-12)
+        same(got[0][1], weights, 1e-10)
