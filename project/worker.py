@@ -41,8 +41,9 @@ def run_worker(
 ) -> None:
     """The whole run. Raises RunError where it does not compute what one process computes."""
     if world.is_main:
-        for path in (args.workdir / SUMMARY, *args.workdir.glob("timeline_rank*.json")):
-            path.unlink(missing_ok=True)  # of an earlier run
+        stale = (SUMMARY, "timeline_rank*.json", "*.json.part")  # of an earlier run
+        for path in (path for name in stale for path in args.workdir.glob(name)):
+            path.unlink(missing_ok=True)
     task = make_task(args, world, data, resume.checkpoint)
     plan = plan_of(args, world, task)
     strategy = STRATEGIES[args.strategy](task, world, plan)
