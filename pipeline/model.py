@@ -28,15 +28,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2LMHeadModel
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from .partition import WithDevice, measure_costs, parse_balance
+
+if TYPE_CHECKING:  # it takes seconds to import, and nothing here needs it to run
+    from transformers import GPT2LMHeadModel
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 Value = Any  # hidden states B T C, or a tuple of them and what the layers pass on
 

@@ -12,7 +12,7 @@ import torch
 
 from data_parallel.dataset import split_batch_size
 from training.launch import UserError, choose_device, core_slice, torchrun_world_size
-from training.model import PRESETS, gpt2_config
+from training.model import PRESETS, gpt2_size
 from training.pretrained import check_pretrained
 
 
@@ -103,10 +103,7 @@ def check_model(args: argparse.Namespace) -> None:
         )
     if args.model in PRESETS or args.model == "auto":
         name = model_name(args, choose_device(args.device, 0, args.world_size))
-        gpt2_config(
-            name, 64, args.model_max_length,
-            n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
-        )  # fmt: skip
+        gpt2_size(name, args.n_layer, args.n_embd, args.n_head)
         return
     given = [n for n in ("n_layer", "n_embd", "n_head", "vocab_size") if getattr(args, n)]
     if given:

@@ -22,11 +22,9 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from pipeline.microbatch import MicroBatches
 from pipeline.model import cut_gpt2, loss_of_targets
-from pipeline.model_parallel import GPT2LMHeadModelParallel
 from pipeline.partition import parse_balance
 from pipeline.pipe import Pipe
 from pipeline.schedule import SCHEDULES
@@ -143,6 +141,8 @@ class BlocksOnly:
     def __init__(
         self, session: Session, devices: list[torch.device], timeline: Timeline = OFF
     ) -> None:
+        from pipeline.model_parallel import GPT2LMHeadModelParallel  # with transformers' models
+
         self.args = args = session.args
         model = GPT2LMHeadModelParallel(session.model.config)
         model.load_state_dict(session.model.state_dict())
@@ -307,6 +307,8 @@ def check_stages(args: argparse.Namespace) -> None:
 def number_of_blocks(args: argparse.Namespace) -> int:
     """The blocks of the model that the options name, which `check_model` found to be good."""
     if args.model not in (*PRESETS, "auto"):
+        from transformers import AutoConfig  # here: it takes seconds to import
+
         return AutoConfig.from_pretrained(args.model).n_layer
     kind = choose_device(args.device, 0, 1)
     return args.n_layer or PRESETS[model_name(args, kind)]["n_layer"]

@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from data_parallel.dataset import Partition
 from project.options import plain
@@ -44,6 +43,7 @@ from training.model import (
     PRESETS,
     build_model,
     gpt2_config,
+    import_transformers,
     round_vocab,
 )
 from training.optimization import Recipe
@@ -60,6 +60,9 @@ from training.record import (
 )
 from training.text import SPLITS, Texts, load_texts
 from training.timeline import TRACE, Timeline
+
+if TYPE_CHECKING:  # see training/model.py
+    from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 MAX_VOCAB = 4096  # tokens that BPE may learn where --vocab_size does not say
 EVAL_BATCH = 64
@@ -343,6 +346,7 @@ def shared_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """The tokenizer of model `name`, or that of a checkpoint: rank 0 writes it to the workdir, and
     all read it there."""
+    import_transformers()
 
     def make() -> None:
         clean(args.workdir / CHECKPOINTS)
@@ -363,6 +367,8 @@ def _make_tokenizer(args: argparse.Namespace, name: str, pairs: Sequence[dict[st
         size = args.vocab_size or MAX_VOCAB
         get_tokenizer(pairs, size, args.src, args.tgt, args.workdir)
         return
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:

@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from data_parallel.dataset import Partition
 from pipeline.model import gpt2_layers, loss_of_targets
@@ -29,6 +28,9 @@ from training.pretrained import pretrained_config, pretrained_initializer
 from training.record import write_json
 from training.text import SPLITS, Texts, load_texts
 from training.vgg import initialize_vgg_parameter, picture_loss, vgg16, vgg_layers
+
+if TYPE_CHECKING:  # see training/model.py
+    from transformers import GPT2Config, GPT2LMHeadModel
 
 WEIGHTS = "model.safetensors"
 
@@ -210,6 +212,8 @@ class TextTask(_Scored):
 
     def skeleton(self) -> GPT2LMHeadModel:
         """See `Task`."""
+        from transformers import GPT2LMHeadModel
+
         with torch.device("meta"):
             return GPT2LMHeadModel(self.config)
 

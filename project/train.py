@@ -24,8 +24,6 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformers import AutoConfig
-
 from pipeline.partition import parse_balance
 from pipeline.schedule import SCHEDULES
 from project.checkpoints import find
@@ -213,6 +211,8 @@ def _check_options_of_strategies(args: argparse.Namespace) -> None:
 def _blocks(args: argparse.Namespace) -> int:
     """Of the GPT-2 that the options name, which `check_model` found to be good."""
     if args.model not in PRESETS:
+        from transformers import AutoConfig  # here: it takes seconds to import
+
         return AutoConfig.from_pretrained(args.model).n_layer
     return args.n_layer or PRESETS[args.model]["n_layer"]
 

@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from sacrebleu.metrics import BLEU
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from training.data import Batch, Step, encode, eos, load_tokenizer, to_batch, train_tokenizer
 from training.optimization import Optimizers
+
+if TYPE_CHECKING:  # see training/model.py
+    from transformers import PreTrainedTokenizerFast
 
 # Bars of one process need a lock among its threads. The default is one among processes, a named
 # semaphore of the system's, which a run that is killed would leave in /dev/shm.
@@ -237,6 +238,8 @@ def _decode(
     Prompts are padded on the left, so that all rows grow at the same place; the mask hides the
     padding and positions are counted from each row's first token.
     """
+    from transformers import DynamicCache
+
     longest = max(map(len, prompts))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     mask = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -276,6 +279,8 @@ def evaluate_bleu(
     examples: Sequence[dict[str, str]], gen_sents: Sequence[str], tgt_key: str
 ) -> dict[str, float]:
     """The corpus BLEU of the translations, by sacrebleu: {"bleu": 0 ... 100}."""
+    from sacrebleu.metrics import BLEU
+
     references = [[example[tgt_key] for example in examples]]
     return {"bleu": BLEU().corpus_score(list(gen_sents), references).score}
 

@@ -27,13 +27,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers.implementations import ByteLevelBPETokenizer
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from data_parallel.dataset import shuffled_indices
+
+if TYPE_CHECKING:  # see training/model.py
+    from transformers import PreTrainedTokenizerFast
 
 Batch = dict[str, Tensor]
 PAD = "<pad>"
@@ -53,6 +56,8 @@ def train_tokenizer(
         vocab_size: the most tokens it may have: 256 bytes, 3 special ones, and merges, of which
             a small text may give fewer.
     """
+    from transformers import PreTrainedTokenizerFast
+
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(
         (pair[key] for pair in pairs for key in (src, tgt)),
@@ -68,6 +73,8 @@ def train_tokenizer(
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer that `save_pretrained` has written into `folder`."""
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 

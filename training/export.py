@@ -14,13 +14,16 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from training.checkpoint import sync_folder
 from training.launch import UserError
 from training.pieces import SaveError
+
+if TYPE_CHECKING:  # see training/model.py
+    from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 
 def check_export(folder: Path) -> None:

@@ -19,15 +19,17 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from training.data import Batch
 from training.launch import UserError
+
+if TYPE_CHECKING:  # it takes seconds to import: functions do it where they need it
+    from transformers import GPT2Config, GPT2LMHeadModel
 
 PRESETS = {
     "gpt2-mini": {"n_layer": 4, "n_embd": 256, "n_head": 4},
@@ -39,22 +41,20 @@ PRESETS = {
 VOCAB_MULTIPLE = 64  # matrix units prefer it
 
 
+def import_transformers() -> None:
+    """Ranks call this side by side, before one waits for another: it takes seconds."""
+    from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast  # noqa: F401
+
+
 def round_vocab(size: int) -> int:
     """The next multiple of 64."""
     return -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def gpt2_config(
-    name: str,
-    vocab_size: int,
-    max_length: int,
-    *,
-    dropout: float = 0.1,
-    n_layer: int | None = None,
-    n_embd: int | None = None,
-    n_head: int | None = None,
-) -> GPT2Config:
-    """The configuration of a preset, with what is given changed.
+def gpt2_size(
+    name: str, n_layer: int | None = None, n_embd: int | None = None, n_head: int | None = None
+) -> dict[str, int]:
+    """The sizes of a preset, with what is given changed.
 
     Raises:
         UserError: no such preset, or sizes that do not make a model.
@@ -70,8 +70,24 @@ def gpt2_config(
             f"--n_layer {size['n_layer']} --n_embd {size['n_embd']} --n_head {size['n_head']}: all "
             "must be positive and n_head must divide n_embd, as --n_layer 4 --n_embd 256 --n_head 4"
         )
+    return size
+
+
+def gpt2_config(
+    name: str,
+    vocab_size: int,
+    max_length: int,
+    *,
+    dropout: float = 0.1,
+    n_layer: int | None = None,
+    n_embd: int | None = None,
+    n_head: int | None = None,
+) -> GPT2Config:
+    """The configuration of a preset, with what is given changed. Raises as `gpt2_size`."""
+    from transformers import GPT2Config
+
     return GPT2Config(
-        **size,
+        **gpt2_size(name, n_layer, n_embd, n_head),
         vocab_size=vocab_size,
         n_positions=max(max_length, 1024 if name != "gpt2-mini" else 0),
         activation_function="gelu_pytorch_tanh",
@@ -86,6 +102,8 @@ def gpt2_config(
 
 def build_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
     """A new model with the weights that `seed` gives."""
+    from transformers import GPT2LMHeadModel
+
     with torch.device("meta"):
         model = GPT2LMHeadModel(config)
     model.to_empty(device="cpu")

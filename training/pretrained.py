@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel
-from transformers.utils import logging
 
 from training.launch import UserError
 from training.model import PRESETS, generator_for
+
+if TYPE_CHECKING:  # see training/model.py
+    from transformers import GPT2Config, GPT2LMHeadModel
 
 TOKENIZERS = ("tokenizer.json", "vocab.json")  # files, one of which a tokenizer has
 PREFIX = "transformer."  # of names; the published GPT-2 has them without it
@@ -33,6 +34,8 @@ def check_pretrained(name: str, max_length: int) -> None:
     """Raises UserError unless `name`, a local folder or one on the hub, is of a GPT-2 with at
     least max_length positions and a tokenizer of its own. (transformers itself loads whatever it is
     given, and fills what does not fit with random weights.)"""
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:
@@ -67,6 +70,8 @@ def _check_weights(name: str, config: GPT2Config) -> None:
 def _check_tokenizer(name: str, config: GPT2Config) -> None:
     """A smaller tokenizer may fit, its embedding rounded up; a larger one is of another model. Our
     own special tokens come on top, with new rows."""
+    from transformers import AutoTokenizer
+
     tokens = 0
     # Where there is no file, transformers makes a tokenizer that knows no words.
     if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in TOKENIZERS):
@@ -101,6 +106,8 @@ def _no_weights(name: str, reason: object) -> UserError:
 
 def pretrained_config(name: str, num_tokens: int, dropout: float) -> GPT2Config:
     """The configuration that comes with weights, with rows of the embedding for `num_tokens`."""
+    from transformers import AutoConfig
+
     config = AutoConfig.from_pretrained(name, **_changes(dropout))
     config.vocab_size = max(config.vocab_size, num_tokens)
     return config
@@ -123,6 +130,9 @@ def load_pretrained(name: str, vocab_size: int, dropout: float, seed: int) -> GP
     Raises:
         UserError: there are none.
     """
+    from transformers import GPT2LMHeadModel
+    from transformers.utils import logging
+
     logging.disable_progress_bar()
     try:
         model, report = GPT2LMHeadModel.from_pretrained(
@@ -157,6 +167,8 @@ def pretrained_initializer(
     Raises:
         UserError: a parameter is not among them.
     """
+    from transformers import GPT2LMHeadModel
+
     files = _files_by_parameter(name)
     if not files:  # pickled ones, which transformers reads, and only as a whole
         loaded = dict(load_pretrained(name, config.vocab_size, 0.0, seed).named_parameters())
@@ -190,6 +202,8 @@ def pretrained_initializer(
 def _files_by_parameter(name: str) -> dict[str, tuple[Path, str]]:
     """The file of each parameter, and what it is called there, by its name without PREFIX; nothing
     where there are no safetensors files."""
+    from huggingface_hub import snapshot_download
+
     folder = Path(name)
     if not folder.is_dir():
         folder = Path(snapshot_download(name, allow_patterns="*.safetensors"))

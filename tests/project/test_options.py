@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +235,32 @@ def test_auto_is_checked_as_the_smallest_preset() -> None:
     check_model(options(model="auto", n_head=8))
     with pytest.raises(UserError, match="--n_head 12"):
         check_model(options(model="auto", n_head=12))
+
+
+IMPORTS = """
+import sys
+from project import run_data_parallel, run_pipeline, train
+from training.launch import UserError
+
+for parse, options in (
+    (run_data_parallel.parse, ["--world_size", "65"]),
+    (run_pipeline.parse, ["--n_chunk", "65"]),
+    (train.parse, ["model", "--model", "gpt2-mini", "--num_microbatches", "2"]),
+):
+    try:
+        parse(options)
+    except UserError:
+        continue
+    raise AssertionError(f"{options} is accepted")
+late = ("transformers", "sacrebleu", "datasets", "matplotlib", "torch._dynamo")
+print(*(name for name in late if name in sys.modules))
+"""
+
+
+def test_what_only_ranks_need_is_imported_by_ranks() -> None:
+    """It takes seconds, which everybody would wait for who has mistyped an option."""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
