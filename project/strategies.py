@@ -76,7 +76,7 @@ class Single(Strategy):
         """See `Strategy`."""
         if not self.world.is_main:
             return {}
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        return {name: p.detach().cpu() for name, p in self.model.named_parameters()}
 
     def held(self) -> Iterable[Tensor]:
         """See `Strategy`."""
@@ -162,7 +162,7 @@ class Fsdp(Strategy):
 
     def whole_weights(self) -> dict[str, Tensor]:
         """See `Strategy`."""
-        return {name: p.clone() for name, p in self.fsdp.gather() if p is not None}
+        return {name: p.cpu() for name, p in self.fsdp.gather() if p is not None}
 
     def held(self) -> Iterable[Tensor]:
         """See `Strategy`."""

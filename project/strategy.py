@@ -75,7 +75,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def whole_weights(self) -> dict[str, Tensor]:
-        """On rank 0 every parameter by its name in the whole model; on others nothing."""
+        """On rank 0 every parameter by its name in the whole model, in the CPU's memory, gathered
+        one at a time; on others nothing."""
 
     @abstractmethod
     def held(self) -> Iterable[Tensor]:

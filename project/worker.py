@@ -57,15 +57,19 @@ def run_worker(
             plan.timeline.save(args.workdir)
         summary = summarize(world, args, strategy, log)
         summary |= evaluate(world, task, strategy)
-        weights, differing = strategy.whole_weights(), strategy.differing()
+        if world.is_main:
+            write_json(args.workdir / SUMMARY, summary | {"checks": {}})  # whatever comes now
+        differing = strategy.differing()
         outputs = outputs_on_main(world, task, strategy) if args.check_output else []
+        # The whole model, which no rank may have room for, is brought together only to be used.
+        wanted = args.check_weights or task.finishes
+        weights = strategy.whole_weights() if wanted else {}
     finally:
         strategy.close()
 
     def conclude() -> None:
-        write_json(args.workdir / SUMMARY, summary | {"checks": {}})  # whatever comes now
-        if last_words := task.finish(weights):
-            say(world, last_words)
+        if task.finishes:
+            say(world, task.finish(weights))
         verdicts = check(world, args, task, plan, weights, outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, summary | {"checks": checks})

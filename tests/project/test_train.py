@@ -15,6 +15,7 @@ from project import check, strategies
 from tests.project.conftest import ROOT, Run, run
 from tests.project.trained import GPT, ON_TWO, VGG, trained
 from tests.ranks import Ranks
+from training.launch import RunError
 from training.timeline import read_timelines
 from training.vgg import vgg16
 
@@ -198,6 +199,23 @@ def drift(rank: int, patches: pytest.MonkeyPatch) -> None:
 def test_copies_that_have_come_apart_are_an_error(ranks: Ranks) -> None:
     _, error, _ = trained(ranks, "ddp " + VGG, drift)
     assert error == "ddp: copies of fc6.bias have come apart"
+
+
+def refuse_to_gather(_: int, patches: pytest.MonkeyPatch) -> None:
+    def refuse(_: Any) -> Any:
+        raise RunError("the whole model is asked for")
+
+    patches.setattr(strategies.Fsdp, "whole_weights", refuse)
+
+
+def test_the_whole_model_is_gathered_only_to_be_used_and_after_the_summary(ranks: Ranks) -> None:
+    unused = "fsdp " + VGG.replace("--check_weights ", "")
+    printed, error, summary = trained(ranks, unused, refuse_to_gather)
+    assert (error, list(summary["checks"])) == (None, ["outputs"]), printed
+    for used in ("fsdp " + VGG, f"{unused} --export {Path('exported').resolve()}"):
+        _, error, summary = trained(ranks, used, refuse_to_gather)
+        assert error == "the whole model is asked for"
+        assert (len(summary["loss"]), summary["checks"]) == (2, {})
 
 
 def test_a_tensor_is_compared_with_its_own_rounding() -> None:
