@@ -49,15 +49,11 @@ from torch.utils import _pytree as pytree
 
 from data_parallel.exchange import Exchange, GroupExchange, SharedExchange
 from data_parallel.materialize import Initialize, materialize, require_init
+from data_parallel.recording import Recorder, listening
 from data_parallel.sharded_layer import Gathered, Graph, ShardedLayer
 from data_parallel.sharded_state import ShardedState
 from data_parallel.sharding import Piece, plan
 from data_parallel.shards import Gradients, Parameters, ShardedUnit
-
-Recorder = Callable[[str, int, int, float, float], None]
-"""Called with (kind, layer, micro-batch, start, end), seconds of perf_counter. Kinds: F, B,
-all_gather, reduce_scatter, optimizer (layer and micro-batch -1). Of collectives, the time in which
-the rank works on them or waits for them: what travels while it computes is not in it."""
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of flat shards. It must work element by element, as SGD, Adam, AdamW: one
@@ -88,7 +84,8 @@ class FullyShardedDataParallel(ShardedState):
         device: where to compute.
         group: the ranks; by default all.
         share_memory: lets CPU ranks of one machine read each other's shards, where they can.
-        recorder: is told who did what when.
+        recorder: is told who did what when: F, B, all_gather and reduce_scatter of a layer, and of
+            none optimizer.
 
     Raises:
         ValueError: zero is none of 1, 2, 3; nothing to train; no `init` for what is on the meta
@@ -361,7 +358,8 @@ class FullyShardedDataParallel(ShardedState):
 
     @contextmanager
     def _record(self, kind: str, layer: int) -> Iterator[None]:
-        if self.recorder is None:
+        recorder = listening(self.recorder)
+        if recorder is None:
             yield
             return
         start = time.perf_counter()
@@ -369,7 +367,7 @@ class FullyShardedDataParallel(ShardedState):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # kernels run later than they are launched
         microbatch = -1 if layer < 0 else self._microbatch
-        self.recorder(kind, layer, microbatch, start, time.perf_counter())
+        recorder(kind, layer, microbatch, start, time.perf_counter())
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

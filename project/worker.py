@@ -32,6 +32,7 @@ from training.launch import RunError, World, on_main
 from training.memory import peak_bytes
 from training.optimization import Optimizers
 from training.record import write_json
+from training.timeline import TRACE
 
 LINES = 10  # of the table that is printed while training
 
@@ -41,7 +42,7 @@ def run_worker(
 ) -> None:
     """The whole run. Raises RunError where it does not compute what one process computes."""
     if world.is_main:
-        stale = (SUMMARY, "timeline_rank*.json", "*.json.part")  # of an earlier run
+        stale = (SUMMARY, "timeline_rank*.json", TRACE, "*.json.part")  # of an earlier run
         for path in (path for name in stale for path in args.workdir.glob(name)):
             path.unlink(missing_ok=True)
     task = make_task(args, world, data, resume.checkpoint)

@@ -15,6 +15,7 @@ from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.sharded_state import HeldBytes
 from data_parallel.sharding import Unit
 from tests.ranks import Ranks
+from tests.recorder import Paused
 
 LAYERS, WIDTH = 6, 32
 LAYER = WIDTH * WIDTH * 4  # bytes of its parameters in fp32
@@ -248,11 +249,14 @@ def _recorded(_: int, _world: int) -> list[tuple[str, int, int]]:
     fsdp.optimizer_step()
     times = [t for *_, start, end in seen for t in (start, end)]
     assert times == sorted(times)
+    fsdp.recorder = Paused()
+    _step(fsdp)
     return [(kind, layer, i) for kind, layer, i, *_ in seen]
 
 
 def test_recorder(ranks: Ranks) -> None:
-    """The first layer's backward needs no parameters here: x has no gradient."""
+    """The first layer's backward needs no parameters here: x has no gradient. While the recorder
+    does not record, it is told nothing."""
     step = [
         ("all_gather", 0), ("F", 0), ("all_gather", 1), ("F", 1),
         ("B", 1), ("reduce_scatter", 1), ("B", 0), ("reduce_scatter", 0),

@@ -212,10 +212,29 @@ def test_the_whole_model_is_gathered_only_to_be_used_and_after_the_summary(ranks
     unused = "fsdp " + VGG.replace("--check_weights ", "")
     printed, error, summary = trained(ranks, unused, refuse_to_gather)
     assert (error, list(summary["checks"])) == (None, ["outputs"]), printed
+    assert names_in("work") == [*WRITTEN, *TIMELINES]
     for used in ("fsdp " + VGG, f"{unused} --export {Path('exported').resolve()}"):
         _, error, summary = trained(ranks, used, refuse_to_gather)
         assert error == "the whole model is asked for"
         assert (len(summary["loss"]), summary["checks"]) == (2, {})
+
+
+WRITTEN = ["checkpoints", "summary.json"]
+TIMELINES = ["timeline_rank0.json", "timeline_rank1.json", "trace.json"]
+
+
+def names_in(folder: str | Path) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_without_a_timeline_none_is_left(ranks: Ranks) -> None:
+    """Nor that of an earlier run."""
+    Path("work").mkdir()
+    for name in TIMELINES:
+        Path("work", name).touch()
+    line = f"ddp {VGG} --timeline 0".replace("--check_weights --check_output", "")
+    assert trained(ranks, line)[1] is None
+    assert names_in("work") == WRITTEN
 
 
 def test_a_tensor_is_compared_with_its_own_rounding() -> None:
@@ -255,9 +274,7 @@ def test_the_courses_command(by_command: Run) -> None:
     assert lines[0].startswith("ddp, 2 workers: vgg16, 0.1 M parameters; 2 steps of 32, adamw at ")
     assert by_command.stdout.count("agree with one process") == 2
     assert lines[-2] == "Results are in workdir/ddp2/."
-    names = ["checkpoints", "summary.json", "timeline_rank0.json", "timeline_rank1.json"]
-    names += ["trace.json"]
-    assert sorted(path.name for path in by_command.workdir.iterdir()) == names
+    assert names_in(by_command.workdir) == [*WRITTEN, *TIMELINES]
 
 
 def test_torchrun_starts_it_and_trains_the_same(by_command: Run, tmp_path: Path) -> None:
