@@ -80,6 +80,7 @@ def plan_of(args: argparse.Namespace, world: World, task: Task) -> Plan:
     return Plan(
         make_optimizer=partial(make_optimizer, args),
         autocast=partial(autocast, world.device, "bf16" if args.precision == "bf16" else "fp32"),
+        compute_dtype=torch.bfloat16 if args.precision == "bf16" else None,
         dtype=task.dtype,
         num_microbatches=args.num_microbatches,
         schedule=args.schedule,

@@ -135,19 +135,21 @@ class Fsdp(Strategy):
         self.task, self.world, self.plan = task, world, plan
         self.part, self.parts = world.rank, world.world_size
         self.num_microbatches = plan.num_microbatches
+        # Autocast would keep a copy of every matrix, whole, until its backward.
+        self.compute_dtype = plan.compute_dtype
         model, layers = skeleton_of(task, plan)
         self.layers = nn.Sequential(*layers)
         self.fsdp = FullyShardedDataParallel(
             layers, plan.make_optimizer, names={p: name for name, p in model.named_parameters()},
-            init=task.initialize, zero=plan.zero, device=world.device, recorder=plan.recorder,
+            init=task.initialize, zero=plan.zero, compute_dtype=plan.compute_dtype,
+            device=world.device, recorder=plan.recorder,
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, _ShardOptimizer(self.fsdp))]
 
     def backward(self, step: Step) -> Tensor:
         """See `Strategy`."""
         count = max(1, step.count)
-        with self.plan.autocast():
-            loss = self.fsdp.train_step(step.inputs, step.targets, self.task.loss, 1 / count)
+        loss = self.fsdp.train_step(step.inputs, step.targets, self.task.loss, 1 / count)
         self.fsdp.expose_gradients()
         return loss * count
 
@@ -155,8 +157,7 @@ class Fsdp(Strategy):
     def outputs(self, x: Any) -> Tensor | None:
         """See `Strategy`."""
         self.layers.eval()
-        with self.plan.autocast():
-            output = self.fsdp.forward(x)
+        output = self.fsdp.forward(x)
         self.layers.train()
         return output
 

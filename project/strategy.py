@@ -28,6 +28,7 @@ class Plan:
 
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     autocast: Callable[[], AbstractContextManager[Any]]
+    compute_dtype: torch.dtype | None = None  # what autocast stands for, where it does not suit
     dtype: torch.dtype = torch.float32
     num_microbatches: int | None = None
     schedule: str = "1f1b"
@@ -50,6 +51,7 @@ class Strategy(ABC):
         layout: how the model lies on the ranks, for a person.
         replicated: whether all ranks hold the same tensors, each of them whole.
         num_microbatches: into how many it is cut; None: as suits the device.
+        compute_dtype: the type to which it casts weights for a forward; None: autocast does that.
         optimizers: of the parameters that this rank holds; each is in one of them.
         counted: the parameters whose gradients this rank adds to the norm of the whole gradient,
             each of which one rank must add; None: all of its own.
@@ -60,6 +62,7 @@ class Strategy(ABC):
     layout = ""
     replicated = False
     num_microbatches: int | None = None
+    compute_dtype: torch.dtype | None = None
     optimizers: list[torch.optim.Optimizer]
     counted: list[nn.Parameter] | None = None
 

@@ -108,8 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     more.add_argument(
         "--precision", choices=(*PRECISIONS, "fp64"), default="fp32",
-        help="bf16: matrix products in bfloat16, weights and optimizer in fp32; fp64: all of it, "
-        "to see small errors",
+        help="bf16: matrix products, under fsdp all that layers compute, in bfloat16, weights and "
+        "optimizer in fp32; fp64: all of it, to see small errors",
     )  # fmt: skip
     more.add_argument(
         "--vgg_width", type=count, default=WIDTH,

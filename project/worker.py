@@ -71,7 +71,7 @@ def run_worker(
     def conclude() -> None:
         if task.finishes:
             say(world, task.finish(weights))
-        verdicts = check(world, args, task, plan, weights, outputs)
+        verdicts = check(world, args, task, plan, strategy.compute_dtype, weights, outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, summary | {"checks": checks})
         say(world, f"Results are in {args.workdir}/.")
@@ -219,6 +219,7 @@ def check(
     args: argparse.Namespace,
     task: Task,
     plan: Plan,
+    compute_dtype: torch.dtype | None,
     weights: dict[str, Tensor],
     outputs: list[Tensor],
 ) -> list[Verdict]:
@@ -228,7 +229,7 @@ def check(
     say(world, "\nThe same training on one process, in plain PyTorch, and in float64 ...")
     runs = PlainRuns(
         task, world.device, partial(all_steps, args, task), recipe_of(args, task),
-        plan.make_optimizer, plan.autocast,
+        plan.make_optimizer, plan.autocast, compute_dtype,
     )  # fmt: skip
     verdicts = []
     if args.check_weights:

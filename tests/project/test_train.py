@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from data_parallel.ddp import DistributedDataParallel
+from data_parallel.fsdp import FullyShardedDataParallel
 from project import check, strategies
 from tests.project.conftest import ROOT, Run, run
 from tests.project.trained import GPT, ON_TWO, VGG, trained
@@ -48,6 +50,33 @@ def test_options_of_strategies(ranks: Ranks, line: str) -> None:
     printed, error, _ = trained(ranks, line)
     assert error is None, printed
     assert printed.count("agree with one process") == 2
+
+
+def test_sharded_bf16_gathers_half_the_bytes_and_computes_losses_in_fp32(ranks: Ranks) -> None:
+    """A rank has half of all weights in fp32, and in bf16 what others gather. (Under autocast whole
+    weights would be gathered, and their copies kept.)"""
+    printed, error, summary = trained(ranks, "fsdp --precision bf16 " + VGG, look_at_losses)
+    assert error is None, printed
+    assert printed.count("agree with one process") == 2
+    whole = sum(p.numel() for p in vgg16(width=4).parameters())
+    for held in summary["state_bytes"]["parameters"]:
+        assert held == pytest.approx((4 + 2) * whole / 2, rel=0.05)
+
+
+def look_at_losses(_: int, patches: pytest.MonkeyPatch) -> None:
+    forward, entropy = FullyShardedDataParallel.forward, torch.nn.functional.cross_entropy
+
+    def in_bf16(self: Any, x: Any) -> Any:
+        output = forward(self, x)
+        assert output is None or output.dtype == torch.bfloat16
+        return output
+
+    def in_fp32(logits: Tensor, *args: Any, **options: Any) -> Tensor:
+        assert logits.dtype != torch.bfloat16
+        return entropy(logits, *args, **options)
+
+    patches.setattr(FullyShardedDataParallel, "forward", in_bf16)
+    patches.setattr("torch.nn.functional.cross_entropy", in_fp32)
 
 
 def test_three_workers(three_ranks: Ranks) -> None:
