@@ -64,10 +64,12 @@ class Exchange(ABC):
     Attributes:
         buffers: memory for whole units. What is reduced must lie in one of these.
         prefetch: whether a gather that is started early travels while others compute.
+        waits: whether ranks wait for each other around an update.
     """
 
     buffers: BufferPool
     prefetch = True
+    waits = False
 
     def __init__(
         self, units: Sequence[Unit], device: torch.device, group: dist.ProcessGroup | None
@@ -161,6 +163,7 @@ class SharedExchange(Exchange):
     """By reading each other's memory. Made by `open`."""
 
     prefetch = False
+    waits = True
 
     def __init__(
         self, units: Sequence[Unit], memory: SharedBuffers, group: dist.ProcessGroup | None

@@ -238,11 +238,11 @@ def test_no_rank_makes_the_whole_model(ranks: Ranks) -> None:
     ]
 
 
-def _recorded(_: int, _world: int) -> list[tuple[str, int, int]]:
+def _recorded(_: int, _world: int, share: bool) -> list[tuple[str, int, int]]:
     seen: list[tuple[str, int, int, float, float]] = []
     fsdp = FullyShardedDataParallel(
         _layers()[:2], lambda shards: torch.optim.SGD(shards, lr=0.1), init=_init,
-        recorder=lambda *event: seen.append(event),
+        recorder=lambda *event: seen.append(event), share_memory=share,
     )  # fmt: skip
     x = torch.ones(1, WIDTH)
     fsdp.train_step([x, x], [x, x], lambda output, _: output.sum())
@@ -254,15 +254,18 @@ def _recorded(_: int, _world: int) -> list[tuple[str, int, int]]:
     return [(kind, layer, i) for kind, layer, i, *_ in seen]
 
 
-def test_recorder(ranks: Ranks) -> None:
-    """The first layer's backward needs no parameters here: x has no gradient. While the recorder
-    does not record, it is told nothing."""
+@pytest.mark.parametrize("share", [True, False])
+def test_recorder(ranks: Ranks, share: bool) -> None:
+    """All that a rank works on or waits for. The first layer's backward needs no parameters here: x
+    has no gradient. While the recorder does not record, it is told nothing."""
     step = [
         ("all_gather", 0), ("F", 0), ("all_gather", 1), ("F", 1),
         ("B", 1), ("reduce_scatter", 1), ("B", 0), ("reduce_scatter", 0),
     ]  # fmt: skip
     want = [(kind, layer, i) for i in range(2) for kind, layer in step]
-    assert ranks.run(_recorded) == [[*want, ("optimizer", -1, -1)]] * 2
+    around = ["reduce_scatter", "barrier", "optimizer", "barrier"]
+    update = [(kind, -1, -1) for kind in (around if share else around[::2])]
+    assert ranks.run(_recorded, share) == [[("all_reduce", -1, -1), *want, *update]] * 2
 
 
 def test_the_pool_lends_what_wastes_least() -> None:
