@@ -250,7 +250,13 @@ class SharedExchange(Exchange):
         return self._shards[unit.index] + inside * unit.compute_dtype.itemsize
 
     def _reserve(self, nbytes: int) -> int:
-        start, self._end = self._end, self._end + aligned(nbytes)
+        end = self._end + aligned(nbytes)
+        if end > self.memory.nbytes:
+            raise RuntimeError(
+                f"{len(self._starts)} buffers of shared memory are in use, and it has no more: "
+                "free_param_data gives a layer's back, and share_memory=False needs none"
+            )
+        start, self._end = self._end, end
         return start
 
     def _new_buffer(self, nbytes: int) -> Tensor:

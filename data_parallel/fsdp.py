@@ -285,7 +285,11 @@ class FullyShardedDataParallel(ShardedState):
 
     def gather_param_data(self, layer: int) -> dict[str, Tensor]:
         """The whole parameters of a layer by name, until `free_param_data`, or the next step. All
-        ranks must call it. They may be read, not written to."""
+        ranks must call it. They may be read, not written to.
+
+        Raises:
+            RuntimeError: with zero 3 over shared memory, which has room for some layers at a time.
+        """
         units = self._units(layer)
         self._gather(layer, units, [])
         found = {}

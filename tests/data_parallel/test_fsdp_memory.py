@@ -254,6 +254,29 @@ def _recorded(_: int, _world: int, share: bool) -> list[tuple[str, int, int]]:
     return [(kind, layer, i) for kind, layer, i, *_ in seen]
 
 
+def _many_gathered(_: int, _world: int) -> tuple[str, list[bool]]:
+    many = [layer for _again in range(4) for layer in _layers()]
+    make = torch.optim.SGD
+    fsdp = FullyShardedDataParallel(many, lambda shards: make(shards, lr=0.1), init=_init)
+    found = [fsdp.gather_param_data(k)[f"{k}.weight"] for k in range(20)]
+    with pytest.raises(RuntimeError) as error:
+        fsdp.gather_param_data(20)
+    fsdp.free_param_data(7)
+    found[7] = fsdp.gather_param_data(20)["20.weight"]
+    same = [torch.equal(weight, torch.eye(WIDTH)) for weight in found]
+    _step(fsdp)
+    return str(error.value), same
+
+
+def test_gathering_more_layers_than_there_is_shared_memory_for(ranks: Ranks) -> None:
+    """There is some for 8 buffers, and, of whole parameters, of which a rank keeps half, for 12."""
+    said = (
+        "20 buffers of shared memory are in use, and it has no more: free_param_data gives a "
+        "layer's back, and share_memory=False needs none"
+    )
+    assert ranks.run(_many_gathered) == [(said, [True] * 20)] * 2
+
+
 @pytest.mark.parametrize("share", [True, False])
 def test_recorder(ranks: Ranks, share: bool) -> None:
     """All that a rank works on or waits for. The first layer's backward needs no parameters here: x
