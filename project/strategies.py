@@ -202,7 +202,7 @@ class Pipeline(Strategy):
 
     def __init__(self, task: Task, world: World, plan: Plan) -> None:
         self.task, self.world, self.plan = task, world, plan
-        self.num_microbatches = plan.num_microbatches or 4
+        self.num_microbatches, self.schedule = plan.num_microbatches or 4, plan.schedule
         model, layers = skeleton_of(task, plan)
         sizes = cut_into_stages(task, world, plan, model, layers)
         self.pipe = ProcessPipe(

@@ -51,6 +51,7 @@ class Strategy(ABC):
         layout: how the model lies on the ranks, for a person.
         replicated: whether all ranks hold the same tensors, each of them whole.
         num_microbatches: into how many it is cut; None: as suits the device.
+        schedule: the order in which stages work on them, by its name; None: there are no stages.
         compute_dtype: the type to which it casts weights for a forward; None: autocast does that.
         optimizers: of the parameters that this rank holds; each is in one of them.
         counted: the parameters whose gradients this rank adds to the norm of the whole gradient,
@@ -62,6 +63,7 @@ class Strategy(ABC):
     layout = ""
     replicated = False
     num_microbatches: int | None = None
+    schedule: str | None = None
     compute_dtype: torch.dtype | None = None
     optimizers: list[torch.optim.Optimizer]
     counted: list[nn.Parameter] | None = None

@@ -48,6 +48,9 @@ def run_worker(
     task = make_task(args, world, data, resume.checkpoint)
     plan = plan_of(args, world, task)
     strategy = STRATEGIES[args.strategy](task, world, plan)
+    plan.timeline.about |= {
+        "schedule": strategy.schedule, "num_microbatches": strategy.num_microbatches
+    }  # fmt: skip
     # Dropout differs between ranks that have different examples, and only between those.
     torch.manual_seed(args.seed * 100_003 + strategy.part)
     notes = [] if args.precision == "fp64" else precision_notes(world.device, args.precision)
@@ -192,7 +195,7 @@ def summarize(
         "strategy": args.strategy,
         "num_workers": world.world_size,
         "model": args.model,
-        "schedule": args.schedule if args.strategy == "pipeline" else None,
+        "schedule": strategy.schedule,
         "num_microbatches": strategy.num_microbatches,
         "batch_size": args.batch_size,
         "layout": strategy.layout,

@@ -104,7 +104,12 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, strategy: str, line: st
     }
     timelines = read_timelines(Path("work"))
     assert [line.rank for line in timelines] == [0, 1]
+    schedule, m = {"pipeline": ("1f1b", 4), "model": ("1f1b", 1)}.get(strategy, (None, None))
+    m = 2 if "--num_microbatches 2" in line else m
     for timeline in timelines:
+        assert timeline.about == {
+            "strategy": strategy, "schedule": schedule, "num_microbatches": m
+        }  # fmt: skip
         kinds = {event.kind for event in timeline.events}
         assert {"F", "optimizer"} < kinds, kinds
         assert max(event.step for event in timeline.events) == 4
