@@ -39,7 +39,7 @@ from project.options import (
     seconds,
 )
 from project.recipes import OPTIMIZERS
-from project.rules import check_model, check_parts, check_ranks
+from project.rules import check_gpus, check_model, check_parts, check_ranks
 from project.strategies import STRATEGIES
 from project.task import DATA_PARALLEL, VGG
 from project.tasks import read_data
@@ -49,6 +49,7 @@ from training.model import PRESETS
 from training.vgg import WIDTH
 
 STAGED = ("pipeline", "model")  # every worker gets some of the layers
+HANDING = ("fsdp", *STAGED)  # workers hand each other parts of the model, or of what it computes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,6 +154,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             f"--dropout {args.dropout:g} with --check_weights or --check_output: what is dropped "
             "depends on the strategy, and nothing can be compared; --dropout 0 works"
         )
+    if args.strategy in HANDING:
+        check_gpus(args)
     args.workdir = args.workdir or Path("workdir") / f"{args.strategy}{args.num_workers}"
     claim_folders(args)
     return args
