@@ -48,7 +48,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from data_parallel.exchange import Exchange, GroupExchange, SharedExchange
-from data_parallel.materialize import Initialize, materialize, require_init
+from data_parallel.materialize import (
+    Initialize,
+    materialize,
+    names_of_buffers,
+    require_init,
+)
 from data_parallel.recording import Recorder, listening
 from data_parallel.sharded_layer import Gathered, Graph, ShardedLayer
 from data_parallel.sharded_state import ShardedState
@@ -74,7 +79,8 @@ class FullyShardedDataParallel(ShardedState):
             or with values: then those of rank 0 count, and the modules are emptied. Either way
             their parameters have no memory from here on, but for the time of a forward.
         make_optimizer: of the trainable shards, one flat tensor per unit (sharding.py).
-        names: of the parameters; by default those of ``nn.Sequential(*layers)``.
+        names: of the parameters, and of buffers on the meta device; by default those of
+            ``nn.Sequential(*layers)``.
         init: fills one parameter, or buffer, by its name.
         zero: 1, 2 or 3.
         compute_dtype: the type in which parameters travel and layers compute, for example bf16.
@@ -90,7 +96,7 @@ class FullyShardedDataParallel(ShardedState):
 
     Raises:
         ValueError: zero is none of 1, 2, 3; nothing to train; no `init` for what is on the meta
-            device; a parameter without a name.
+            device; a parameter, or a buffer on the meta device, without a name.
     """
 
     def __init__(
@@ -98,7 +104,7 @@ class FullyShardedDataParallel(ShardedState):
         layers: Sequence[nn.Module] | nn.Sequential,
         make_optimizer: MakeOptimizer,
         *,
-        names: Mapping[nn.Parameter, str] | None = None,
+        names: Mapping[Tensor, str] | None = None,
         init: Initialize | None = None,
         zero: int = 3,
         compute_dtype: torch.dtype | None = None,
@@ -117,13 +123,14 @@ class FullyShardedDataParallel(ShardedState):
         planned, places = plan(modules, names, dist.get_world_size(group), compute_dtype)
         if not any(unit.trainable for unit in planned):
             raise ValueError("the layers have no parameter that requires a gradient")
-        require_init(modules, places, planned, init)
+        buffers = names_of_buffers(modules, names)
+        require_init(places, planned, buffers, init)
         shared = None
         if share_memory and self.device.type == "cpu":
             shared = SharedExchange.open(planned, zero, group)
         self.exchange: Exchange = shared or GroupExchange(planned, self.device, group)
         self.units = [ShardedUnit(unit, self.exchange, zero) for unit in planned]
-        materialize(modules, places, self.units, init, self.device, group)
+        materialize(modules, places, self.units, buffers, init, self.device, group)
         for u in self.units:
             u.publish()
         self.exchange.after_update()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ def materialize(
     layers: Sequence[nn.Module],
     places: Sequence[Sequence[Place]],
     units: Sequence[ShardedUnit],
+    buffers: Mapping[Tensor, str],
     init: Initialize | None,
     device: torch.device,
     group: dist.ProcessGroup | None,
@@ -42,7 +43,7 @@ def materialize(
             empty = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
             for place in users:
                 setattr(place.module, place.attribute, empty)
-    _materialize_buffers(layers, init, device, group)
+    _materialize_buffers(layers, buffers, init, device, group)
 
 
 def _fill(
@@ -76,12 +77,12 @@ def _first_of(group: dist.ProcessGroup | None) -> int:
 
 def _materialize_buffers(
     layers: Sequence[nn.Module],
+    names: Mapping[Tensor, str],
     init: Initialize | None,
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Buffers, as the statistics of a batch norm, are small: every rank has all of them."""
-    names = {b: name for name, b in nn.Sequential(*layers).named_buffers()}
     for module in (m for layer in layers for m in layer.modules()):
         for key, buffer in list(module._buffers.items()):
             if buffer is None:
@@ -97,10 +98,31 @@ def _materialize_buffers(
                     dist.broadcast(flat, _first_of(group), group=group)
 
 
+def names_of_buffers(
+    layers: Sequence[nn.Module], names: Mapping[Tensor, str] | None
+) -> dict[Tensor, str]:
+    """The names of the layers' buffers that are on the meta device: those that are given or, where
+    none are, those of ``nn.Sequential(*layers)``.
+
+    Raises:
+        ValueError: names are given, and not all of them.
+    """
+    found = {b: name for name, b in nn.Sequential(*layers).named_buffers() if b.is_meta}
+    if names is None:
+        return found
+    for buffer, name in found.items():
+        if buffer not in names:
+            raise ValueError(
+                f"buffer {name} of the layers is on the meta device and has no name: give its name "
+                "too, as {b: name for name, b in model.named_buffers()}"
+            )
+    return {buffer: names[buffer] for buffer in found}
+
+
 def require_init(
-    layers: Sequence[nn.Module],
     places: Sequence[Sequence[Place]],
     units: Sequence[Unit],
+    buffers: Mapping[Tensor, str],
     init: Initialize | None,
 ) -> None:
     """Raises ValueError, on all ranks alike, where there is no `init` and something needs it."""
@@ -109,7 +131,7 @@ def require_init(
         for place in (place for of_layer in places for place in of_layer)
         if place.module._parameters[place.attribute].is_meta  # type: ignore[union-attr]
     ]
-    names += [name for name, b in nn.Sequential(*layers).named_buffers() if b.is_meta]
+    names += buffers.values()
     if names and init is None:
         raise ValueError(
             f"{names[0]} is on the meta device: give init, a function of (name, tensor) that "

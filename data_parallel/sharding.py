@@ -129,7 +129,7 @@ class Place(NamedTuple):
 
 def plan(
     layers: Sequence[nn.Module],
-    names: Mapping[nn.Parameter, str] | None,
+    names: Mapping[Tensor, str] | None,
     world_size: int,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[list[Unit], list[list[Place]]]:
@@ -169,7 +169,7 @@ def plan(
     return units, places
 
 
-def _check_names(parameters: list[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+def _check_names(parameters: list[nn.Parameter], names: Mapping[Tensor, str]) -> None:
     for p in parameters:
         if p not in names:
             raise ValueError(

@@ -112,10 +112,10 @@ class Ddp(Single):
         return self.ddp.no_sync()
 
     def differing(self) -> list[str]:
-        """See `Strategy`."""
-        prefixed = {id(p): name for name, p in self.model.named_parameters()}
+        """See `Strategy`. Buffers may differ: what a module writes into them stays on its rank."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
         parameters = dict(self.ddp.module.named_parameters())
-        return [prefixed[id(parameters[name])] for name in self.ddp.differing()]
+        return [names[id(parameters[n])] for n in self.ddp.differing() if n in parameters]
 
     def close(self) -> None:
         """See `Strategy`."""
@@ -139,8 +139,9 @@ class Fsdp(Strategy):
         self.compute_dtype = plan.compute_dtype
         model, layers = skeleton_of(task, plan)
         self.layers = nn.Sequential(*layers)
+        named = [*model.named_parameters(), *model.named_buffers()]
         self.fsdp = FullyShardedDataParallel(
-            layers, plan.make_optimizer, names={p: name for name, p in model.named_parameters()},
+            layers, plan.make_optimizer, names={t: name for name, t in named},
             init=task.initialize, zero=plan.zero, compute_dtype=plan.compute_dtype,
             device=world.device, recorder=plan.recorder,
         )  # fmt: skip

@@ -98,6 +98,31 @@ def test_buffers_are_those_of_rank_0_or_filled_by_name(ranks: Ranks) -> None:
         assert torch.equal(filled["1.running_mean"], want)
 
 
+def _named_buffers(_: int, _world: int) -> tuple[list[str], str]:
+    """A model whose layers are called otherwise than where they stand."""
+    model = nn.ModuleDict({"head": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)}).to("meta")
+    layers, asked = [model["norm"], model["head"]], []
+
+    def init(name: str, tensor: Tensor) -> None:
+        asked.append(name)
+        tensor.zero_()
+
+    parameters = {p: name for name, p in model.named_parameters()}
+    buffers = {b: name for name, b in model.named_buffers()}
+    error = _error_of(
+        lambda: FullyShardedDataParallel(layers, OPTIMIZERS["sgd"], names=parameters, init=init)
+    )
+    FullyShardedDataParallel(layers, OPTIMIZERS["sgd"], names=parameters | buffers, init=init)
+    return asked, error
+
+
+def test_buffers_have_the_names_that_are_given(ranks: Ranks) -> None:
+    buffers = [f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    for asked, error in ranks.run(_named_buffers):
+        assert asked[-3:] == buffers
+        assert error.startswith("ValueError: buffer 0.running_mean of the layers is on the meta ")
+
+
 def _by_hand(rank: int, _: int) -> list[Any]:
     """The calls of the course, without train_step; an evaluation in between."""
     fsdp = sharded("tied")

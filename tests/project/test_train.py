@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.fsdp import FullyShardedDataParallel
 from project import check, strategies
+from project.strategy import Plan
 from tests.project.conftest import ROOT, Run, run
 from tests.project.trained import GPT, ON_TWO, VGG, trained
 from tests.ranks import Ranks
-from training.launch import RunError
+from training.launch import RunError, World
 from training.timeline import read_timelines
 from training.vgg import vgg16
 
@@ -233,6 +236,29 @@ def drift(rank: int, patches: pytest.MonkeyPatch) -> None:
 def test_copies_that_have_come_apart_are_an_error(ranks: Ranks) -> None:
     _, error, _ = trained(ranks, "ddp " + VGG, drift)
     assert error == "ddp: copies of fc6.bias have come apart"
+
+
+def apart(rank: int, world_size: int) -> list[list[str]]:
+    """Names of what differs: after rank 1 has moved a buffer, and after it has moved a weight."""
+    model = nn.ModuleDict({"head": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)}).to("meta")
+    task: Any = SimpleNamespace(
+        skeleton=lambda: model, layers=lambda model: [model["norm"], model["head"]],
+        initialize=lambda _, p: nn.init.zeros_(p),
+    )  # fmt: skip
+    plan = Plan(lambda parameters: torch.optim.SGD(parameters, 0.1), nullcontext)
+    strategy = strategies.Ddp(task, World(rank, world_size, rank), plan)
+    found = []
+    for moved in ("norm.running_mean", "head.bias"):
+        with torch.no_grad():
+            strategy.model.state_dict()[moved].fill_(rank)
+        found.append(strategy.differing())
+    strategy.close()
+    return found
+
+
+def test_a_buffer_is_a_ranks_own(ranks: Ranks) -> None:
+    """As the averages of a batch norm; weights have their names in the model."""
+    assert ranks.run(apart) == [[[], ["head.bias"]]] * 2
 
 
 def refuse_to_gather(_: int, patches: pytest.MonkeyPatch) -> None:
