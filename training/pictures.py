@@ -222,6 +222,14 @@ def _from_hub(name: str) -> PictureSets:
         )
         for split in ("train", "test")
     )
+    for split, labels in (("train", train.labels), ("test", test.labels)):
+        low, high = (int(label) for label in labels.aminmax())
+        if low < 0 or high >= len(names):
+            raise UserError(
+                f"--dataset {name}: {split} has labels from {low} to {high}, and {len(names)} "
+                f"classes have names, 0 to {len(names) - 1}; every picture needs one of these; "
+                f"{NO_NETWORK}"
+            )
     return PictureSets(train, test, tuple(names))
 
 

@@ -13,11 +13,11 @@ classes, 0.63 GFLOP forward for a picture.
 No batch norm: it makes an example's output depend on the batch it is in, so micro-batches, ranks
 and one process would compute different functions, and nothing could be compared. No dropout either.
 What batch norm is used for, that sixteen layers learn at all, is left to the initialisation: every
-layer with as many outputs as inputs starts as the identity, which ReLUs leave alone, and a little
-noise. So the network begins as one of five layers, which learns at once, and the others find
-something to add. (If all are random, of variance 2 / fan_in, the loss does not fall for the first
-steps, and then slowly: docs/log.md.) The last layer starts near zero: the first losses are those of
-guessing.
+layer with as many outputs as inputs, but the last, starts as the identity, which ReLUs leave alone,
+and a little noise. So the network begins as one of five layers, which learns at once, and the
+others find something to add. (If all are random, of variance 2 / fan_in, the loss does not fall for
+the first steps, and then slowly: docs/log.md.) The last layer starts near zero: the first losses
+are those of guessing.
 
 Like GPT-2's, initial weights depend on the seed and the parameter's name alone.
 
@@ -91,11 +91,12 @@ def initialize_vgg_parameter(name: str, p: Tensor, seed: int) -> None:
     if name.endswith("bias"):
         p.zero_()
         return
-    std = LAST if name.startswith("fc8") else math.sqrt(2 / p[0].numel())
-    square = p.shape[0] == p.shape[1]
+    last = name.startswith("fc8")
+    std = LAST if last else math.sqrt(2 / p[0].numel())
+    identity = p.shape[0] == p.shape[1] and not last
     p.copy_(torch.empty(p.shape).normal_(generator=generator_for(seed, name)))
-    p.mul_(NOISE * std if square else std)
-    if square:
+    p.mul_(NOISE * std if identity else std)
+    if identity:
         centre = p if p.dim() == 2 else p[:, :, 1, 1]
         centre.diagonal().add_(1)
 

@@ -272,9 +272,14 @@ def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sets.test.labels.tolist() == [1, 0, 1]
     assert sets.train.images[0].unique().tolist() == [77]
     assert sets.train.images[1, :, 5, 9].tolist() == [1, 2, 3]
+    unlabelled = Split({"img": [grey, grey], "label": [-1, 1]}, ["cat", "dog"])
     for wrong, word in (
         ({"train": split}, "train and test are needed"),
         ({"train": Split({"text": []}, []), "test": split}, "its columns are text"),
+        (
+            {"train": split, "test": unlabelled},
+            "pets: test has labels from -1 to 1, and 2 ",
+        ),
     ):
         monkeypatch.setattr("training.pictures.load_from_hub", lambda _, found=wrong: found)
         with pytest.raises(UserError, match=word):

@@ -96,12 +96,14 @@ def test_layers_with_as_many_outputs_as_inputs_start_near_the_identity() -> None
     assert near == [*(f"conv{i}.weight" for i in square), "fc6.weight", "fc7.weight"]
 
 
-def test_the_first_loss_is_that_of_guessing() -> None:
-    net = initialized(width=16)
+@pytest.mark.parametrize("num_classes", [10, 128])
+def test_the_first_loss_is_that_of_guessing(num_classes: int) -> None:
+    """Also where the last layer has as many outputs as inputs."""
+    net = initialized(width=16, num_classes=num_classes)
     x = torch.randn(40, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    labels = torch.arange(40) % 10
+    labels = torch.arange(40) % num_classes
     loss = picture_loss(net(x), labels).item() / 40
-    assert loss == pytest.approx(math.log(10), abs=0.3)
+    assert loss == pytest.approx(math.log(num_classes), abs=0.3)
 
 
 def test_the_loss_is_a_sum_over_pictures_also_in_bfloat16() -> None:
