@@ -18,7 +18,8 @@ Nothing is updated: every step computes the same loss and gradients, and those a
 
 Then the peak resident memory of a rank in a step of micro-batches of one example, where the
 gradients of a stage's parameters outweigh its activations: PyTorch's, which differentiates a stage
-in one call, and ProcessPipe with a graph per stage and with one per layer.
+in one call, and ProcessPipe with a graph per stage and with one per layer, whole backwards all; and
+as it is by default, which sends gradients before it computes those of weights.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 TORCH, BY_STAGE, BY_LAYER = "torch", "a graph per stage", "a graph per layer"
+DEFAULT = "a graph per layer, early gradients"
 
 
 def _torch_schedule(part: nn.Module, rank: int, schedule: str, m: int) -> Any:
@@ -198,8 +200,8 @@ def _peak_memory(world: World, which: str, out: Path) -> None:
         for k, block in enumerate(blocks):
             if k // HALF != world.rank:  # of other ranks' blocks only the shapes are needed
                 blocks[k] = block.to("meta")
-        by_layer = which == BY_LAYER
-        pipe = ProcessPipe(blocks, [HALF] * K, by_layer=by_layer, early_gradients=False)
+        options = {"by_layer": which != BY_STAGE, "early_gradients": which == DEFAULT}
+        pipe = ProcessPipe(blocks, [HALF] * K, **options)
         module = pipe.module
         step = partial(pipe.train_step, x, y, square_error, "1f1b", BATCH)
     for _step in range(2):
@@ -222,7 +224,7 @@ def run() -> list[Row]:
         launch(_rank, settings, cores, out / "seconds.pt")
         seconds = torch.load(out / "seconds.pt", weights_only=True)
         peaks = {}
-        for which in (TORCH, BY_STAGE, BY_LAYER):
+        for which in (TORCH, BY_STAGE, BY_LAYER, DEFAULT):
             launch(_peak_memory, settings, which, out)
             peaks[which] = [int((out / f"{which}-{r}").read_text()) / 1024 for r in range(K)]
     rows = _rows(seconds)

@@ -24,7 +24,9 @@ first uses x, the last the target, the others look at the shapes.
 A backward whose input gradient another stage waits for is run in its two halves (zero_bubble.py),
 the gradient sent in between: the same list of actions, but the stage below starts earlier by the
 time of the weights' half. With GPipe and 1F1B, and all thirds of the work alike, a step of n stages
-takes 3(m+n-1) - (n-1) thirds instead of 3(m+n-1).
+takes 3(m+n-1) - (n-1) thirds instead of 3(m+n-1). It costs memory, on every stage but the first:
+until the weights' half has run, every product keeps its input and the gradient of its output, where
+a whole backward frees them layer by layer. With `early_gradients=False` all backwards are whole.
 
 In training every step draws its dropout's seed from the default generator of each rank; seeded
 alike, and used for nothing else that differs, they give all ranks the same.
