@@ -187,6 +187,8 @@ def summarize(
         "strategy": args.strategy,
         "num_workers": world.world_size,
         "model": args.model,
+        "vgg_width": args.vgg_width,
+        "precision": args.precision,
         "schedule": args.schedule if args.strategy == "pipeline" else None,
         "num_microbatches": strategy.num_microbatches,
         "batch_size": args.batch_size,
