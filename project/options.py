@@ -208,9 +208,9 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
         "--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one"
     )
     run.add_argument(
-        "--timeline", type=count, metavar="N",
+        "--timeline", type=whole_number, metavar="N",
         help="record who does what when in the first N + 1 steps: timeline_rank*.json, for "
-        "plot.py timeline, and trace.json, for ui.perfetto.dev",
+        "plot.py timeline, and trace.json, for ui.perfetto.dev; with 0 nothing is recorded",
     )  # fmt: skip
     return parser
 

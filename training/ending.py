@@ -176,6 +176,13 @@ def torchrun_world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
+def ranks_here(world_size: int) -> int:
+    """How many of a run's ranks are on this machine: all, unless torchrun has started others."""
+    if torchrun_world_size() is None:
+        return world_size
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
 def is_first() -> bool:
     """Whether this process is the first, of all machines', of torchrun's ranks, or none of them."""
     return torchrun_world_size() is None or os.environ["RANK"] == "0"
