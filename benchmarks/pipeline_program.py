@@ -33,8 +33,7 @@ class _Contestant:
     def __init__(self, options: str, mode: str, m: int, schedule: str, folder: Path) -> None:
         args = parse(
             f"--model gpt2-mini {options} --dropout 0 --device cpu --n_train 640 "
-            f"--model_parallel_mode {mode} --n_chunk {m} --schedule {schedule} "
-            f"--workdir {folder}".split()
+            f"--model_parallel_mode {mode} --n_chunk {m} {schedule} --workdir {folder}".split()
         )
         texts = benchmark_texts(n_train=640, n_validation=10, n_test=10)
         session = open_session(args, World(device=torch.device("cpu")), texts)
@@ -58,11 +57,11 @@ def _compare(model: str, options: str, goals: dict[int, float], folder: Path) ->
     for m in (4, 8):
         # Cut into as many micro-batches: those of like lengths have less padding than a batch.
         contestants[f"model parallel, M={m}"] = _Contestant(
-            options, "model_parallel", m, "gpipe", folder
+            options, "model_parallel", m, "", folder
         )
         for schedule in ("gpipe", "1f1b", "zb"):
             contestants[f"{schedule}, M={m}"] = _Contestant(
-                options, "pipeline_parallel", m, schedule, folder
+                options, "pipeline_parallel", m, f"--schedule {schedule}", folder
             )
     turns: dict[str, Callable[[], None]] = {name: c.step for name, c in contestants.items()}
     try:

@@ -200,7 +200,8 @@ def _peak_memory(world: World, which: str, out: Path) -> None:
         for k, block in enumerate(blocks):
             if k // HALF != world.rank:  # of other ranks' blocks only the shapes are needed
                 blocks[k] = block.to("meta")
-        options = {"by_layer": which != BY_STAGE, "early_gradients": which == DEFAULT}
+        options: dict[str, Any] = {"by_layer": which != BY_STAGE}
+        options["early_gradients"] = which == DEFAULT
         pipe = ProcessPipe(blocks, [HALF] * K, **options)
         module = pipe.module
         step = partial(pipe.train_step, x, y, square_error, "1f1b", BATCH)

@@ -11,6 +11,8 @@ Idea: shuffle the indices once, by a seed that all ranks share, then
   and the ranks' k-th batches together are that stretch, for every W that divides B;
 - other sizes: consecutive stretches of the shuffled order, as long as the sizes say.
 
+A rank's part of a batch is cut into micro-batches of sizes that differ by at most one.
+
 Cost: one list of indices per rank; the examples are not copied.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -29,6 +32,17 @@ def shuffled_indices(n: int, seed: int) -> list[int]:
     indices = list(range(n))
     random.Random(seed).shuffle(indices)
     return indices
+
+
+def even_slices(n: int, parts: int) -> list[slice]:
+    """n examples in consecutive parts whose sizes differ by at most one, the larger first: exactly
+    `parts` of them, or where there are fewer examples, one each. ValueError for less than a part.
+    """
+    if parts < 1:
+        raise ValueError(f"parts={parts}: at least 1 is needed, for example 4")
+    parts = min(parts, n)
+    size, larger = divmod(n, parts or 1)
+    return [slice(a, b) for a, b in pairwise(i * size + min(i, larger) for i in range(parts + 1))]
 
 
 class Partition(Dataset[Any]):

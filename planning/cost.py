@@ -81,9 +81,15 @@ def gathered(layer_parameters: float, state: State = MIXED, layers: int = 2) -> 
     return layer_parameters * (layers * state.parameters + state.gradients)
 
 
-def padded(numel: int, workers: int) -> int:
-    """The elements of each worker's shard: all are as long as the longest, the rest is padding."""
-    return -(-numel // workers)
+def padded(numel: int, workers: int, alignment: int = 16) -> int:
+    """The elements of each worker's shard of a layer with one parameter: all are as long as the
+    longest, the rest is padding.
+
+    Args:
+        alignment: elements of which a shard has a multiple. In data_parallel/sharding.py they fill
+            a cache line of 64 bytes: 16 in fp32, 32 where 16 bits are gathered.
+    """
+    return -(-numel // (workers * alignment)) * alignment
 
 
 def pipeline_state(parameters: float, stages: int, state: State = MIXED) -> State:
@@ -142,14 +148,19 @@ def server_seconds(size: float, workers: int, link: Link) -> float:
     return 2 * link.seconds(size * (workers - 1), workers - 1)
 
 
-def zero_traffic(stage: int, parameters: float, workers: int, state: State = MIXED) -> float:
-    """Bytes that each worker sends in a step: the gradients are reduce-scattered, the updated
-    parameters all-gathered; under ZeRO-3 all-gathered twice, for forward and for backward."""
+def zero_traffic(
+    stage: int, parameters: float, workers: int, state: State = MIXED, microbatches: int = 1
+) -> float:
+    """Bytes that each worker sends in a step of so many micro-batches on each: the gradients are
+    reduce-scattered, the updated parameters all-gathered. What nobody holds whole cannot wait for
+    the last micro-batch: under ZeRO-2 and 3 the gradients of each are reduced, and under ZeRO-3 the
+    parameters gathered twice for each, for forward and for backward."""
     zero(stage, parameters, workers, state)  # raises for a stage that is none
     if stage == 0:
         return all_reduce_bytes(parameters * state.gradients, workers)
-    gathers = 2 if stage == 3 else 1
-    return reduce_scatter_bytes(parameters * state.gradients, workers) + gathers * (
+    reductions = microbatches if stage >= 2 else 1
+    gathers = 2 * microbatches if stage == 3 else 1
+    return reductions * reduce_scatter_bytes(parameters * state.gradients, workers) + gathers * (
         reduce_scatter_bytes(parameters * state.parameters, workers)
     )
 

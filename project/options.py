@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from training.ending import ctrl_c_ends, refuse, speaks
+from training.ending import refuse, signals_end, speaks
 from training.launch import DEVICES, RunError, Settings, UserError, World, quiet_libraries
 from training.optimization import LR_SCHEDULERS, ON_NAN
 from training.timeline import Timeline
@@ -197,7 +197,8 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     run.add_argument(
         "--resume", action="store_true",
         help="go on from the newest checkpoint in the workdir that is whole, bit for bit where the "
-        "layout is the same; where there is none, from the beginning",
+        "layout is the same; where there is none, from the beginning. Without it, those of an "
+        "earlier run are moved to checkpoints_old",
     )  # fmt: skip
     run.add_argument(
         "--export", type=Path,
@@ -246,9 +247,9 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_program(main: Callable[[], None]) -> None:
     """Runs a program: a user's mistake is one line and status 2, a run that cannot go on one line
-    and status 1, Ctrl-C no word and status 130."""
+    and status 1, Ctrl-C and its like no word and status 128 + signal."""
     quiet_libraries()
-    with ctrl_c_ends():
+    with signals_end():
         try:
             main()
         except (UserError, RunError) as error:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from data_parallel.dataset import even_slices
 from pipeline.model import gpt2_layers, loss_of_targets
 from training.data import Batch, Encoded, GlobalBatches, RankLoader, Step
 from training.launch import World
@@ -185,8 +186,7 @@ class _PictureLoader:
         pictures, classes = self.problem.examples()
         for indices in self.problem.batches().epoch(epoch):
             mine = indices[self.world.rank :: self.world.world_size]
-            size = max(1, -(-len(mine) // self.accumulation))
-            parts = [mine[i : i + size] for i in range(0, len(mine), size)]
+            parts = [mine[at] for at in even_slices(len(mine), self.accumulation)]
             batches = [
                 {
                     "pictures": pictures[part].to(self.world.device),

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from data_parallel.dataset import split_batch_size
+from pipeline.partition import parse_balance
 from training.ending import ranks_here
 from training.launch import (
     UserError,
@@ -141,3 +143,60 @@ def check_model(args: argparse.Namespace) -> None:
             f"presets need none: {', '.join(PRESETS)}"
         )
     check_pretrained(args.model, args.model_max_length)
+
+
+def settle_stages(args: argparse.Namespace) -> None:
+    """Gives the options of run_pipeline.py's stages their values. Raises UserError for one that was
+    given and that mode or form decides otherwise."""
+    mode, blocks = args.model_parallel_mode, args.pipeline == "blocks"
+    flowing, where = mode == "pipeline_parallel", f"--model_parallel_mode {mode}"
+    flow, whole = "--model_parallel_mode pipeline_parallel", "--pipeline whole"
+    decided: dict[str, tuple[Any, str, str]] = {}  # option: its value, why, and how to choose it
+    if mode == "none":
+        decided["num_devices"] = 1, f"{where}: there is one device", flow
+        decided["balance"] = "uniform", f"{where}: nothing is cut", flow
+    if not flowing:
+        both = f"{flow} {whole}" if blocks else flow
+        decided["schedule"] = "sequential", f"{where}: one device computes at a time", both
+    elif blocks:
+        decided["schedule"] = "gpipe", "--pipeline blocks: its order is GPipe's", whole
+    if blocks and not flowing:
+        decided["n_chunk"] = 1, f"{where} --pipeline blocks: the batch is not cut", whole
+    defaults = {"num_devices": None, "balance": "auto", "schedule": "1f1b", "n_chunk": 4}
+    for name, default in defaults.items():
+        given = getattr(args, name)
+        value, why, instead = decided.get(name, (given or default, "", ""))
+        if given not in (None, value):
+            raise UserError(f"--{name} {given} {why}; leave it out, or take {instead}")
+        setattr(args, name, value)
+    if args.num_devices is None:
+        on_gpu = choose_device(args.device, 0, 1).type == "cuda"
+        args.num_devices = torch.cuda.device_count() if on_gpu else 2
+
+
+def check_stages(args: argparse.Namespace) -> None:
+    """Raises UserError for pipeline options that cannot work."""
+    check_parts(args, "n_chunk")
+    blocks = number_of_blocks(args)
+    cuts, what = blocks, f"{blocks} blocks"
+    if args.pipeline == "whole" and args.balance == "auto":
+        cuts, what = 2 * blocks + 2, f"{2 * blocks + 2} layers (embedding, halves of blocks, head)"
+    if args.num_devices > cuts:
+        raise UserError(
+            f"--num_devices {args.num_devices} --balance {args.balance}: the model has {what} and "
+            f"every stage needs one; --num_devices {cuts} or less works, or a larger --n_layer"
+        )
+    try:
+        parse_balance(args.balance, blocks, args.num_devices, lambda: [1.0] * cuts)
+    except ValueError as error:
+        raise UserError(f"--num_devices {args.num_devices} --{error}") from None
+
+
+def number_of_blocks(args: argparse.Namespace) -> int:
+    """The blocks of the model that the options name, which `check_model` found to be good."""
+    if args.model not in (*PRESETS, "auto"):
+        from transformers import AutoConfig  # here: it takes seconds to import
+
+        return AutoConfig.from_pretrained(args.model).n_layer
+    kind = choose_device(args.device, 0, 1)
+    return args.n_layer or PRESETS[model_name(args, kind)]["n_layer"]

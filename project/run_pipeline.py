@@ -36,13 +36,13 @@ from project.options import (
     run_program,
 )
 from project.progress import Progress, check_texts, find_resume
-from project.rules import check_alone, check_batch, check_model, check_parts, model_name
+from project.rules import check_alone, check_batch, check_model, check_stages, settle_stages
 from project.session import Session, open_session, read_texts
 from project.utils import autocast, train
 from training.data import Batch, Step
 from training.ending import run_here
 from training.launch import UserError, World, choose_device, quiet_libraries
-from training.model import PRESETS, target_loss
+from training.model import target_loss
 from training.optimization import Optimizers
 from training.timeline import OFF, Timeline
 
@@ -67,13 +67,6 @@ def choose_devices(args: argparse.Namespace) -> list[torch.device]:
     return [torch.device(kind, index) for index in range(n)]
 
 
-def schedule_of(args: argparse.Namespace) -> str:
-    """The order in which the stages really work."""
-    if args.model_parallel_mode != "pipeline_parallel":
-        return "sequential"
-    return args.schedule if args.pipeline == "whole" else "gpipe"
-
-
 class WholeModel:
     """The whole model in stages: the embedding on the first, the head and the loss on the last."""
 
@@ -87,7 +80,7 @@ class WholeModel:
     ) -> None:
         args = session.args
         self.args = args
-        self.schedule = schedule_of(args)
+        self.schedule = args.schedule
         batch = balance_on.micro_batches[-1]  # of the longest sentences
         sample = (batch["input_ids"], batch["label_token_weights"])
         target = (batch["labels"], batch["label_token_weights"])
@@ -191,7 +184,7 @@ def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
     session = open_session(args, World(device=physical), texts, resume.checkpoint)
     loader = session.loader(1, 0, args.n_chunk if args.pipeline == "whole" else 1)
     timeline = open_timeline(
-        args, session.world, "stage", strategy=args.model_parallel_mode, schedule=schedule_of(args)
+        args, session.world, "stage", strategy=args.model_parallel_mode, schedule=args.schedule
     )
     strategy: WholeModel | BlocksOnly
     if args.pipeline == "whole":
@@ -252,65 +245,36 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "there is one",
     )  # fmt: skip
     stages.add_argument(
-        "--n_chunk", type=count, default=4, help="micro-batches into which a batch is cut"
-    )
-    stages.add_argument(
-        "--schedule", choices=[name for name in SCHEDULES if name != "sequential"], default="1f1b",
-        help="the order of forwards and backwards; 1f1b holds fewer activations than gpipe; "
-        "zb cuts each backward in two, and idles least",
+        "--n_chunk", type=count,
+        help="micro-batches into which a batch is cut; by default 4. With --pipeline blocks those "
+        "of a pipeline alone, all of the same size but the last: there may be fewer",
     )  # fmt: skip
     stages.add_argument(
-        "--balance", default="auto",
-        help="blocks per stage: auto measures the layers and cuts between halves of blocks, "
-        "uniform shares the blocks out, as auto does with --pipeline blocks, and 3,5 gives them",
+        "--schedule", choices=[name for name in SCHEDULES if name != "sequential"],
+        help="of pipeline_parallel: the order of forwards and backwards, by default 1f1b, which "
+        "holds fewer activations than gpipe; zb cuts each backward in two, and idles least",
+    )  # fmt: skip
+    stages.add_argument(
+        "--balance",
+        help="blocks per stage: auto, the default, measures the layers and cuts between halves of "
+        "blocks, uniform shares the blocks out, as auto does with --pipeline blocks, and 3,5 gives "
+        "them",
     )  # fmt: skip
     stages.add_argument(
         "--pipeline", choices=("whole", "blocks"), default="whole",
         help="whole: embedding and head belong to the first and last stage; blocks: the course's "
         "form, in which they run alone on the first device while all others wait; its forwards "
-        "and backwards are in GPipe's order, whatever the --schedule",
+        "and backwards are in GPipe's order",
     )  # fmt: skip
     args = parser.parse_args(argv)
     check_alone("run_pipeline.py", ", or take project/train.py pipeline, whose stages are ranks")
     args.world_size = 1
-    if args.num_devices is None:
-        on_gpu = choose_device(args.device, 0, 1).type == "cuda"
-        args.num_devices = torch.cuda.device_count() if on_gpu else 2
-    if args.model_parallel_mode == "none":
-        args.num_devices, args.balance = 1, "uniform"  # nothing is cut
+    settle_stages(args)
     check_batch(args)
     check_model(args)
     check_stages(args)
     claim_folders(args)
     return args
-
-
-def check_stages(args: argparse.Namespace) -> None:
-    """Raises UserError for pipeline options that cannot work."""
-    check_parts(args, "n_chunk")
-    blocks = number_of_blocks(args)
-    cuts, what = blocks, f"{blocks} blocks"
-    if args.pipeline == "whole" and args.balance == "auto":
-        cuts, what = 2 * blocks + 2, f"{2 * blocks + 2} layers (embedding, halves of blocks, head)"
-    if args.num_devices > cuts:
-        raise UserError(
-            f"--num_devices {args.num_devices} --balance {args.balance}: the model has {what} and "
-            f"every stage needs one; --num_devices {cuts} or less works, or a larger --n_layer"
-        )
-    try:
-        parse_balance(args.balance, blocks, args.num_devices, lambda: [1.0] * cuts)
-    except ValueError as error:
-        raise UserError(f"--num_devices {args.num_devices} --{error}") from None
-
-
-def number_of_blocks(args: argparse.Namespace) -> int:
-    """The blocks of the model that the options name, which `check_model` found to be good."""
-    if args.model not in (*PRESETS, "auto"):
-        from transformers import AutoConfig  # here: it takes seconds to import
-
-        return AutoConfig.from_pretrained(args.model).n_layer
-    kind = choose_device(args.device, 0, 1)
-    return args.n_layer or PRESETS[model_name(args, kind)]["n_layer"]
 
 
 def main() -> None:

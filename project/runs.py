@@ -13,15 +13,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from project.task import VGG
 from training.breakdown import Workers, settled
 from training.launch import UserError
 from training.timeline import RankTimeline, by_worker, read_timelines
+from training.vgg import WIDTH
 
 SUMMARY = "summary.json"
 STRATEGIES = ("single", "ddp", "model", "fsdp", "pipeline")
 WORKDIR = Path("workdir")
+ALIKE = {"model": VGG, "precision": "fp32", "vgg_width": WIDTH}  # in all runs of a figure; defaults
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,17 @@ class Spec:
         """Where the run is."""
         return root / f"{self.strategy}{self.workers}"
 
-    def command(self, root: Path) -> str:
-        """What makes the run."""
-        workdir = "" if root == WORKDIR else f" --workdir {self.folder(root)}"
-        return (
-            f"python project/train.py {self.strategy} --num_workers {self.workers} "
-            f"--timeline 10{workdir}"
-        )
+    def command(self, folder: Path, like: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """What makes the run in that folder, to be compared with one whose summary is `like`."""
+        words = [f"python project/train.py {self.strategy} --num_workers {self.workers}"]
+        words += [
+            f"--{name} {like[name]}"
+            for name, default in ALIKE.items()
+            if like.get(name) not in (None, default)
+        ]
+        words.append("--timeline 10")
+        words += [f"--workdir {folder}"] * (folder != self.folder(WORKDIR))
+        return " ".join(words)
 
     def __str__(self) -> str:
         return f"{self.strategy} {self.workers}"
@@ -127,28 +135,42 @@ def load_runs(wanted: Sequence[Spec], root: Path) -> list[Run]:
 
     Raises:
         UserError: some are not there; one line that says which commands make them. Or they trained
-            different models, and do not compare.
+            different models, or in different numbers, and do not compare.
     """
-    missing = [
-        spec for spec in dict.fromkeys(wanted) if not (spec.folder(root) / SUMMARY).is_file()
-    ]
+    folders = {spec: spec.folder(root) for spec in wanted}
+    missing = [spec for spec, folder in folders.items() if not (folder / SUMMARY).is_file()]
+    summaries = {s: _summary(s, folder) for s, folder in folders.items() if s not in missing}
+    _check_alike({folders[spec]: summary for spec, summary in summaries.items()})
     if missing:
-        folders = ", ".join(str(spec.folder(root)) for spec in missing)
-        commands = " && ".join(spec.command(root) for spec in missing)
-        raise UserError(f"no run in {folders}; make it with: {commands}")
-    runs = []
-    for spec in wanted:
-        folder, remedy = spec.folder(root), f"make it again with: {spec.command(root)}"
-        try:
-            summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{folder / SUMMARY} cannot be read ({error}); {remedy}") from None
-        runs.append(Run(spec, folder, summary, remedy))
-    models = {str(run.summary.get("model")): run for run in runs}
-    if len(models) > 1:
-        found = ", ".join(f"{run.folder} {model}" for model, run in models.items())
-        raise UserError(f"only runs of the same model compare, and these differ: {found}")
-    return runs
+        like = next(iter(summaries.values()), {})
+        commands = " && ".join(spec.command(folders[spec], like) for spec in missing)
+        names = ", ".join(str(folders[spec]) for spec in missing)
+        raise UserError(f"no run in {names}; make it with: {commands}")
+    return [
+        Run(spec, folders[spec], summaries[spec], _again(spec, folders[spec], summaries[spec]))
+        for spec in wanted
+    ]
+
+
+def _again(spec: Spec, folder: Path, summary: Mapping[str, Any]) -> str:
+    return f"make it again with: {spec.command(folder, summary)}"
+
+
+def _summary(spec: Spec, folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    except ValueError as error:
+        remedy = _again(spec, folder, {})
+        raise UserError(f"{folder / SUMMARY} cannot be read ({error}); {remedy}") from None
+
+
+def _check_alike(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
+    """Raises UserError where they differ in what all of a figure must have."""
+    for name in ALIKE:
+        held = {s[name]: folder for folder, s in summaries.items() if s.get(name) is not None}
+        if len(held) > 1:
+            found = ", ".join(f"{folder} {value}" for value, folder in held.items())
+            raise UserError(f"only runs of the same {name} compare, and these differ: {found}")
 
 
 def describe_runs(runs: Sequence[Run]) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from project.comparison import read_json
 from project.measured import plot_timeline
 from project.options import whole_number
-from project.runs import STRATEGIES, SUMMARY, WORKDIR, load_runs, specs, timelines_of
+from project.runs import STRATEGIES, SUMMARY, WORKDIR, Spec, load_runs, specs, timelines_of
 from project.runs_plot import plot_memory, plot_split_time, plot_throughput
+from training.checkpoint import STATE, names
 from training.launch import UserError
 from training.record import OPTIONS
 from training.timeline import by_worker
@@ -123,10 +126,29 @@ def _draw_timeline(args: argparse.Namespace, path: Path) -> Path:
 
 
 def _remedy(folder: Path, options: dict[str, Any]) -> str:
+    """The command that makes the run again, as far as what is left of it tells; `options` are
+    those of its summary, or of its options."""
+    options = options or _options_of_checkpoint(folder)
+    if "strategy" in options:
+        spec = Spec(options["strategy"], options["num_workers"])
+        return spec.command(folder, options)
     if "model_parallel_mode" in options:
         mode = options["model_parallel_mode"]
         return (
             f"python project/run_pipeline.py --model_parallel_mode {mode} --timeline 3 "
             f"--workdir {folder}"
         )
+    named = re.fullmatch(rf"({'|'.join(STRATEGIES)})([1-9]\d*)", folder.name)
+    if named and not options:  # as train.py names them
+        return Spec(named[1], int(named[2])).command(folder)
     return f"python project/run_data_parallel.py --timeline 3 --workdir {folder}"
+
+
+def _options_of_checkpoint(folder: Path) -> dict[str, Any]:
+    """Those of the newest that an interrupted run has left, if they can be read."""
+    from project.session import CHECKPOINTS  # here: it takes a second to import
+
+    with suppress(IndexError, ValueError):
+        newest = names(folder / CHECKPOINTS)[-1]
+        return read_json(folder / CHECKPOINTS / newest / STATE).get("options", {})
+    return {}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from data_parallel.dataset import Partition
+from data_parallel.dataset import Partition, even_slices
 from pipeline.model import gpt2_layers, loss_of_targets
 from project.rules import check_warmup
 from project.session import CPU_POSITIONS, EVAL_BATCH, FILES, check_targets, shared_tokenizer
@@ -81,12 +81,6 @@ def make_task(
     return TextTask(args, world, data, saved)
 
 
-def _cut(n: int, parts: int) -> list[slice]:
-    """n examples in at most `parts` micro-batches, all but the last of the same size."""
-    size = max(1, -(-n // parts))
-    return [slice(i, i + size) for i in range(0, n, size)]
-
-
 class _Scored:
     """What both tasks say of outputs: a class is right or not, for a picture or a token."""
 
@@ -134,7 +128,7 @@ class PictureTask(_Scored):
             mine = indices[part::parts]
             cut = [
                 self._to_device(self.data.train, mine[at])
-                for at in _cut(len(mine), num_microbatches or 1)
+                for at in even_slices(len(mine), num_microbatches or 1)
             ]
             inputs, targets = [x for x, _ in cut], [y for _, y in cut]
             yield Step(inputs, targets, len(indices), len(mine), len(mine))

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,6 +51,10 @@ from training.model import PRESETS
 from training.vgg import WIDTH
 
 STAGED = ("pipeline", "model")  # every worker gets some of the layers
+OF_SENTENCES = (  # options for which pictures have no use
+    "n_layer", "n_embd", "n_head", "vocab_size", "dropout", "n_test", "padding", "src", "tgt",
+    "model_max_length",
+)  # fmt: skip
 HANDING = ("fsdp", *STAGED)  # workers hand each other parts of the model, or of what it computes
 
 
@@ -140,11 +146,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options, with what is wrong with them said before anything is started."""
-    args = _parser().parse_args(argv)
-    if args.model == VGG:
-        _check_pictures(args)
-    elif args.model == "auto":
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.model == "auto":
         raise UserError(f"--model auto: here it is one of {VGG}, {', '.join(PRESETS)}, or a folder")
+    _check_uses(args, parser.get_default)
     _check_workers(args)
     if args.model != VGG:
         check_model(args)
@@ -220,14 +226,21 @@ def _blocks(args: argparse.Namespace) -> int:
     return args.n_layer or PRESETS[args.model]["n_layer"]
 
 
-def _check_pictures(args: argparse.Namespace) -> None:
-    """Raises UserError for options that VGG16 has no use for."""
-    for name in ("n_layer", "n_embd", "n_head", "vocab_size", "dropout"):
-        if getattr(args, name):
-            raise UserError(
-                f"--{name} {getattr(args, name)} --model {VGG}: it has none; it is an option of "
-                f"{', '.join(PRESETS)}"
-            )
+def _check_uses(args: argparse.Namespace, default: Callable[[str], Any]) -> None:
+    """Raises UserError for an option that is not as it is by default, and that the model or the
+    optimizer has no use for."""
+    if args.model == VGG:
+        names, users = OF_SENTENCES, f"models of sentences have a use for it: {', '.join(PRESETS)}"
+    else:
+        names, users = ("vgg_width",), f"--model {VGG} has a use for it"
+    unused = [(name, "model", users) for name in names]
+    if args.optimizer != "sgd":
+        unused.append(("momentum", "optimizer", "--optimizer sgd has a use for it"))
+    for name, chosen, users in unused:
+        given = getattr(args, name)
+        if given != default(name):
+            what = f"--{name} {'all' if given is None else given}"
+            raise UserError(f"{what} --{chosen} {getattr(args, chosen)}: only {users}")
 
 
 def main() -> None:

@@ -195,6 +195,8 @@ def summarize(
         "strategy": args.strategy,
         "num_workers": world.world_size,
         "model": args.model,
+        "vgg_width": args.vgg_width,
+        "precision": args.precision,
         "schedule": strategy.schedule,
         "num_microbatches": strategy.num_microbatches,
         "batch_size": args.batch_size,

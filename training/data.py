@@ -33,7 +33,7 @@ import torch
 from tokenizers.implementations import ByteLevelBPETokenizer
 from torch import Tensor
 
-from data_parallel.dataset import shuffled_indices
+from data_parallel.dataset import even_slices, shuffled_indices
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import PreTrainedTokenizerFast
@@ -182,7 +182,8 @@ class RankLoader:
     Args:
         examples: all examples, the same on every rank.
         length: pad to this, and keep the order; by default to the longest of each micro-batch.
-        accumulation: micro-batches into which a rank's part is cut, of equally many examples.
+        accumulation: micro-batches into which a rank's part is cut, of as many examples or one
+            less; where the part has fewer examples, of one each.
         max_positions: instead, as few micro-batches as hold no more positions than this each.
     """
 
@@ -231,8 +232,7 @@ class RankLoader:
 
     def _cut(self, mine: list[Encoded]) -> list[list[Encoded]]:
         if self.max_positions is None:
-            size = max(1, -(-len(mine) // self.accumulation))
-            return [mine[i : i + size] for i in range(0, len(mine), size)]
+            return [mine[at] for at in even_slices(len(mine), self.accumulation)]
         parts: list[list[Encoded]] = []
         for example in mine:  # from the shortest to the longest
             positions = self.length or len(example.ids) - 1

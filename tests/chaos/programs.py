@@ -13,7 +13,7 @@ TINY = (
     "--model_max_length", "32", "--batch_size", "8", "--n_train", "64", "--n_validation", "8",
     "--n_test", "4", "--device", "cpu",
 )  # fmt: skip
-STRATEGIES = ("ddp", "fsdp", "pipeline")  # of project/train.py, on processes
+STRATEGIES = ("ddp", "fsdp", "pipeline", "model")  # of project/train.py, on processes
 
 
 @dataclass(frozen=True)

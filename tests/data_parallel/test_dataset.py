@@ -8,6 +8,7 @@ import torch
 from data_parallel.dataset import (
     DataPartitioner,
     Partition,
+    even_slices,
     partition_dataset,
     shuffled_indices,
     split_batch_size,
@@ -27,6 +28,24 @@ def test_equal_sizes_are_dealt_in_turn() -> None:
     partitioner = DataPartitioner(list(range(7)), [0.5, 0.5])
     assert partitioner.use(0).index == [order[0], order[2], order[4], order[6]]
     assert partitioner.use(1).index == [order[1], order[3], order[5]]
+
+
+@pytest.mark.parametrize(
+    ("n", "parts", "sizes"),
+    [
+        (9, 4, [3, 2, 2, 2]), (8, 5, [2, 2, 2, 1, 1]), (32, 24, [2] * 8 + [1] * 16),
+        (6, 3, [2, 2, 2]), (3, 8, [1, 1, 1]), (5, 1, [5]), (0, 4, []),
+    ],
+)  # fmt: skip
+def test_even_slices_are_as_many_as_asked_for(n: int, parts: int, sizes: list[int]) -> None:
+    slices = even_slices(n, parts)
+    assert [len(range(n)[at]) for at in slices] == sizes
+    assert [i for at in slices for i in range(n)[at]] == list(range(n))
+
+
+def test_there_is_at_least_one_slice() -> None:
+    with pytest.raises(ValueError, match="parts=0: at least 1"):
+        even_slices(3, 0)
 
 
 def test_the_order_is_a_shuffle_that_the_seed_fixes() -> None:

@@ -107,7 +107,7 @@ def _named_buffers(_: int, _world: int) -> tuple[list[str], str]:
         asked.append(name)
         tensor.zero_()
 
-    parameters = {p: name for name, p in model.named_parameters()}
+    parameters: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     buffers = {b: name for name, b in model.named_buffers()}
     error = _error_of(
         lambda: FullyShardedDataParallel(layers, OPTIMIZERS["sgd"], names=parameters, init=init)

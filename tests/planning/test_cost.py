@@ -13,7 +13,9 @@ from torch import nn
 
 from benchmarks.mathematics_measured import boundary_traffic
 from benchmarks.wire import bytes_sent
+from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
+from data_parallel.sharding import Unit
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.schedule import SCHEDULES, bubble, peak_alive
@@ -39,8 +41,18 @@ def test_zero() -> None:
         cost.zero(4, 1000, 4)
     assert cost.gathered(10, MIXED) == 60  # two layers of 20 bytes, one layer's gradients
     assert cost.gathered(10, FP32, layers=1) == 80
-    assert [cost.padded(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [cost.padded(n, 4, alignment=1) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert cost.pipeline_state(1000, 4, FP32) == State(1000, 1000, 2000)
+
+
+@pytest.mark.parametrize(("compute", "alignment"), [(None, 16), (torch.bfloat16, 32)])
+@pytest.mark.parametrize("numel", [1, 10, 16, 17, 128, 129, 4000])
+def test_shards_are_as_long_as_the_formula_says(
+    numel: int, compute: torch.dtype | None, alignment: int
+) -> None:
+    for workers in (1, 2, 3, 8):
+        unit = Unit(0, (0,), [("weight", nn.Parameter(torch.empty(numel)))], workers, compute)
+        assert unit.shard_numel == cost.padded(numel, workers, alignment)
 
 
 def test_rings() -> None:
@@ -53,6 +65,8 @@ def test_rings() -> None:
     assert cost.all_reduce_seconds(1000, 1, link) == 0
     assert Link.gigabits(100, 1e-6) == Link(12.5e9, 1e-6)
     assert [cost.zero_traffic(stage, 500, 4) for stage in range(4)] == [1500, 1500, 1500, 2250]
+    in_three = [cost.zero_traffic(stage, 500, 4, FP32, microbatches=3) for stage in range(4)]
+    assert in_three == [3000, 3000, 6000, 13500]
     with pytest.raises(ValueError, match="ZeRO stage -1"):
         cost.zero_traffic(-1, 500, 4)
 
@@ -144,6 +158,41 @@ def test_a_rank_sends_what_the_formula_says(
         expected = cost.all_reduce_bytes(4 * NUMEL, world.world_size)
         for sent in world.run(exchange):
             assert expected <= sent < expected + 2e4 + 0.01 * expected
+
+
+def _sent_by_a_sharded_step(_rank: int, _world_size: int, zero: int, microbatches: int) -> int:
+    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(LAYERS)))
+    fsdp = FullyShardedDataParallel(
+        layers, lambda shards: torch.optim.SGD(shards, lr=0.1), zero=zero, share_memory=False
+    )
+    inputs = [torch.ones(1, 256)] * microbatches
+
+    def step() -> None:
+        fsdp.train_step(inputs, inputs, lambda y, _: y.sum(), num_microbatches=microbatches)
+        fsdp.optimizer_step()
+
+    step()  # in which the ranks agree on what backward needs
+    dist.barrier()
+    before = bytes_sent()
+    step()
+    dist.barrier()
+    return bytes_sent() - before
+
+
+LAYERS = 4
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux counts the bytes")
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_rank_sends_what_the_formula_says_for_each_micro_batch(ranks: Ranks, zero: int) -> None:
+    """Under ZeRO-3 two layers are gathered once and not twice: the last is still whole when its
+    backward, which is the first, needs it; the first needs no weights for its weights' gradient."""
+    layer, microbatches = 256 * 256, 3
+    expected = cost.zero_traffic(zero, LAYERS * layer, 2, FP32, microbatches)
+    if zero == 3:
+        expected -= 2 * microbatches * cost.reduce_scatter_bytes(4 * layer, 2)
+    for sent in ranks.run(_sent_by_a_sharded_step, zero, microbatches):
+        assert expected <= sent < expected + 2e4 + 0.01 * expected
 
 
 def test_data_parallel_holds_what_the_formula_says() -> None:

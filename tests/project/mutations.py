@@ -2,8 +2,8 @@
 
 They are patched in where the work is done, so a test enters them on the rank. What they break is
 what goes wrong in practice: a collective that is left out, a mean over ranks where one over tokens
-is meant, a scale that is forgotten, gradients of the wrong micro-batch, a tied weight's second
-gradient, gradients of the step before.
+is meant, a scale that is forgotten, gradients of the wrong micro-batch or of the last alone, a tied
+weight's second gradient, a norm of a part, gradients of the step before.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data_parallel import gradients
+from data_parallel import exchange, gradients
+from data_parallel.ddp import DistributedDataParallel
+from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.shared_memory import SharedBuffers
 from pipeline import autograd, dataflow, pipe
 from pipeline.gradients import gradients_by_stage
+from pipeline.neighbours import Neighbours
 from pipeline.schedule import Action
 from project import run_data_parallel, trainers
 from training.data import Step
 from training.model import target_loss
+from training.optimization import Optimizers, squared_norm
 
 
 @contextlib.contextmanager
@@ -156,6 +160,67 @@ def a_tied_weight_loses_a_gradient() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def a_rank_is_left_out_of_the_sum() -> Iterator[None]:
+    """Each rank sums its shard's gradients over all ranks but the last."""
+    sum_into = exchange._sum_into
+
+    def all_but_one(target: Tensor, parts: list[Tensor], accumulate: bool) -> None:
+        sum_into(target, parts[:-1], accumulate)
+
+    with patch.object(exchange, "_sum_into", all_but_one):
+        yield
+
+
+@contextlib.contextmanager
+def micro_batches_replace() -> Iterator[None]:
+    """The gradients of a micro-batch take the place of those before it."""
+    forward = DistributedDataParallel.forward
+    backward = FullyShardedDataParallel.backward
+
+    def forgetful(self: DistributedDataParallel, *args: Any) -> Any:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+        return forward(self, *args)
+
+    def replacing(self: FullyShardedDataParallel, loss: Tensor | None, last: bool = True) -> None:
+        for unit in self.units:
+            unit.has_gradient = False
+        backward(self, loss, last)
+
+    with (
+        patch.object(DistributedDataParallel, "forward", forgetful),
+        patch.object(FullyShardedDataParallel, "backward", replacing),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def a_rank_keeps_its_part_of_a_tied_gradient() -> Iterator[None]:
+    """Of the embedding's two uses, on the first rank and on the last, each counts its own."""
+
+    def own(_: Neighbours, parameters: Any, parts: Any) -> Any:
+        return {parameters[name]: part for name, part in parts.items() if part is not None}
+
+    with patch.object(Neighbours, "sum_tied", own):
+        yield
+
+
+@contextlib.contextmanager
+def the_norm_is_of_a_part() -> Iterator[None]:
+    """Gradients are clipped by the norm of what one rank, or one stage, has to count."""
+    facts_of = Optimizers._facts
+
+    def of_a_part(self: Optimizers, loss: Tensor) -> tuple[float, list[float]]:
+        _, losses = facts_of(self, loss)
+        counted = [p.grad for p in self._counted[0] if p.grad is not None]
+        return float(squared_norm(counted).sqrt()), losses
+
+    with patch.object(Optimizers, "_facts", of_a_part):
+        yield
+
+
+@contextlib.contextmanager
 def gradients_are_kept() -> Iterator[None]:
     """The optimizer forgets no gradient before a step."""
     with patch.object(torch.optim.Optimizer, "zero_grad", lambda *_, **__: None):
@@ -178,6 +243,10 @@ MUTATIONS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         a_micro_batch_is_not_scaled,
         two_micro_batches_are_swapped,
         a_tied_weight_loses_a_gradient,
+        a_rank_is_left_out_of_the_sum,
+        micro_batches_replace,
+        a_rank_keeps_its_part_of_a_tied_gradient,
+        the_norm_is_of_a_part,
         gradients_are_kept,
         dropout_is_not_seeded,
     )

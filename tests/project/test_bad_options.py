@@ -170,6 +170,22 @@ TABLE: dict[str, list[tuple[ModuleType, str, str]]] = {
          "--num_microbatches 10 --batch_size 17 --num_workers 2: a micro-batch needs an example; "
          "--num_microbatches 9 or less works"),
     ],
+    "an option without effect": [
+        (DP, "--gradient_sync flat --bucket_mb 8",
+         "--bucket_mb 8 --gradient_sync flat: only --gradient_sync overlap has buckets"),
+        (PP, "--schedule zb",
+         "--schedule zb --model_parallel_mode none: one device computes at a time; leave it out, "
+         "or take --model_parallel_mode pipeline_parallel"),
+        (TRAIN, "ddp --schedule zb", "ddp --schedule zb: it is an option of pipeline"),
+        (TRAIN, "ddp --momentum 0.5",
+         "--momentum 0.5 --optimizer adamw: only --optimizer sgd has a use for it"),
+        (TRAIN, "ddp --model gpt2-mini --vgg_width 8",
+         "--vgg_width 8 --model gpt2-mini: only --model vgg16 has a use for it"),
+        *((TRAIN, f"ddp --{name} {value}",
+           f"--{name} {value} --model vgg16: only models of sentences have a use for it: {PRESETS}")
+          for name, value in (("n_test", "all"), ("padding", "max_length"), ("src", "en"),
+                              ("tgt", "de"), ("model_max_length", "64"), ("n_layer", "2"))),
+    ],
     "a model folder without weights": [
         *((program, f"{strategy}--model empty",
            "--model empty: the folder holds no weights (*.safetensors); presets need none: "

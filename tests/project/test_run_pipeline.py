@@ -128,12 +128,73 @@ def test_torchrun_would_start_it_several_times(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_schedule_but_the_baseline_is_offered() -> None:
     offered = set(SCHEDULES) - {"sequential"}
-    assert {parse(["--schedule", name]).schedule for name in offered} == offered
+    assert {parse([PIPELINE, "--schedule", name]).schedule for name in offered} == offered
 
 
-def test_without_a_mode_there_is_one_device_and_nothing_to_cut() -> None:
-    args = parse(["--device=cpu", "--num_devices=7", "--balance=1,2"])
-    assert (args.num_devices, choose_devices(args)) == (1, [torch.device("cpu", 0)])
+# What is not said: the options, and what they mean.
+SETTLED: list[tuple[str, tuple[int, str, str, int]]] = [
+    ("", (1, "uniform", "sequential", 4)),
+    ("--num_devices 1 --n_chunk 2", (1, "uniform", "sequential", 2)),
+    ("--pipeline blocks", (1, "uniform", "sequential", 1)),
+    (MODEL, (2, "auto", "sequential", 4)),
+    (f"{MODEL} --num_devices 3 --balance 1,1,2 --n_chunk 8", (3, "1,1,2", "sequential", 8)),
+    (f"{MODEL} --pipeline blocks", (2, "auto", "sequential", 1)),
+    (PIPELINE, (2, "auto", "1f1b", 4)),
+    (f"{PIPELINE} --pipeline blocks --schedule gpipe --n_chunk 8", (2, "auto", "gpipe", 8)),
+]
+
+
+@pytest.mark.parametrize(("line", "settled"), SETTLED, ids=[line for line, _ in SETTLED])
+def test_what_is_not_given(line: str, settled: tuple[int, str, str, int]) -> None:
+    args = parse(["--device=cpu", *line.split()])
+    assert (args.num_devices, args.balance, args.schedule, args.n_chunk) == settled
+    assert choose_devices(args) == [torch.device("cpu", i) for i in range(settled[0])]
+
+
+FLOW, WHOLE = "--model_parallel_mode pipeline_parallel", "--pipeline whole"
+NONE, ONE = (f"--model_parallel_mode {mode}" for mode in ("none", "model_parallel"))
+# What was given and would have no effect: the options, the line, and what it proposes.
+WITHOUT_EFFECT: list[tuple[str, str, str]] = [
+    ("--num_devices 999", f"--num_devices 999 {NONE}: there is one device", FLOW),
+    ("--balance nonsense", f"--balance nonsense {NONE}: nothing is cut", FLOW),
+    ("--schedule zb", f"--schedule zb {NONE}: one device computes at a time", FLOW),
+    (f"{ONE} --schedule gpipe", f"--schedule gpipe {ONE}: one device computes at a time", FLOW),
+    (
+        f"{ONE} --pipeline blocks --schedule 1f1b",
+        f"--schedule 1f1b {ONE}: one device computes at a time",
+        f"{FLOW} {WHOLE}",
+    ),
+    (
+        f"{FLOW} --pipeline blocks --schedule zb",
+        "--schedule zb --pipeline blocks: its order is GPipe's",
+        WHOLE,
+    ),
+    (
+        f"{ONE} --pipeline blocks --n_chunk 3",
+        f"--n_chunk 3 {ONE} --pipeline blocks: the batch is not cut",
+        WHOLE,
+    ),
+    (
+        "--pipeline blocks --n_chunk 3",
+        f"--n_chunk 3 {NONE} --pipeline blocks: the batch is not cut",
+        WHOLE,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "instead"), WITHOUT_EFFECT, ids=[line for line, _, _ in WITHOUT_EFFECT]
+)
+def test_what_would_have_no_effect_is_refused(line: str, said: str, instead: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse(["--device=cpu", *line.split()])
+    assert str(error.value) == f"{said}; leave it out, or take {instead}"
+
+
+def test_what_is_proposed_instead_works() -> None:
+    for line, _, instead in WITHOUT_EFFECT:
+        if "999" not in line and "nonsense" not in line:
+            parse(["--device=cpu", *line.split(), *instead.split()])
 
 
 def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
@@ -162,10 +223,10 @@ class Trainer:
         self.runs += 1
         workdir = self.folder / f"run{self.runs}"
         before = set(threading.enumerate())
+        stages = ["--num_devices=2"] * bool({MODEL, PIPELINE} & set(options))
         args = parse(
-            [*TINY, "--dataset", str(self.pairs), "--workdir", str(workdir), "--num_devices=2",
-             *options]
-        )  # fmt: skip
+            [*TINY, "--dataset", str(self.pairs), "--workdir", str(workdir), *stages, *options]
+        )
         try:
             run_pp(args, choose_devices(args))
         finally:
@@ -287,9 +348,11 @@ def test_a_timeline_has_every_action_of_the_schedule(
 
 
 def test_dropout_knows_nothing_of_cut_or_schedule(train: Trainer) -> None:
-    """Dropout is drawn per layer and micro-batch."""
+    """Dropout is drawn per layer and micro-batch; and the gradient's norm, by which all are
+    clipped here, is added up parameter by parameter."""
+    clipped = ("--dropout=0.1", "--n_layer=4", "--max_grad_norm=0.1")
     one, two, three = (
-        losses(train("--dropout=0.1", "--n_layer=4", PIPELINE, "--n_chunk=4", *options))
+        losses(train(*clipped, PIPELINE, "--n_chunk=4", *options))
         for options in (("--balance=1,3",), ("--balance=3,1",), ("--schedule=gpipe",
                                                                  "--balance=2,2"))
     )  # fmt: skip

@@ -258,6 +258,10 @@ def test_what_is_missing_names_the_command_that_makes_it(
     assert message(tmp_path, "timeline", str(bare)).endswith(
         f"python project/run_data_parallel.py --timeline 3 --workdir {bare}"
     )
+    (folder / "summary.json").write_text('{"strategy": "ddp", "num_workers": 2, "model": "gpt2"}')
+    assert message(tmp_path, "timeline", str(folder)).endswith(
+        f"python project/train.py ddp --num_workers 2 --model gpt2 --timeline 10 --workdir {folder}"
+    )
     (bare / "options.json").write_text('{"model_parallel_mode": "pipeline_parallel"}')
     assert "run_pipeline.py --model_parallel_mode pipeline_parallel --timeline 3" in message(
         tmp_path, "timeline", str(bare)
@@ -265,10 +269,51 @@ def test_what_is_missing_names_the_command_that_makes_it(
     assert "is no folder" in message(tmp_path, "timeline", str(tmp_path / "nothing"))
 
 
-def test_runs_that_do_not_compare_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, "ddp1")
-    write(tmp_path, "ddp2", model="gpt2-mini")
-    assert "ddp1 vgg16" in message(tmp_path, "throughput", "ddp=1,ddp=2")
+def test_a_run_that_was_interrupted_is_one_of_the_program_that_made_it(tmp_path: Path) -> None:
+    """By its checkpoints, or by the name that train.py gives the folder; there is no summary."""
+    named, kept = tmp_path / "fsdp3", tmp_path / "mine"
+    state = kept / "checkpoints" / "000002-step4" / "state.json"
+    for folder in (named, state.parent):
+        folder.mkdir(parents=True)
+    options = {"strategy": "pipeline", "num_workers": 4, "model": "vgg16", "vgg_width": 8}
+    state.write_text(json.dumps({"options": options}))
+    assert message(tmp_path, "timeline", str(named)).endswith(
+        f"python project/train.py fsdp --num_workers 3 --timeline 10 --workdir {named}"
+    )
+    assert message(tmp_path, "timeline", str(kept)).endswith(
+        "python project/train.py pipeline --num_workers 4 --vgg_width 8 --timeline 10 "
+        f"--workdir {kept}"
+    )
+    state.write_text("{")
+    assert "run_data_parallel.py" in message(tmp_path, "timeline", str(kept))
+
+
+def test_a_missing_run_is_to_be_like_those_that_are_there(tmp_path: Path) -> None:
+    write(tmp_path, "ddp2", model="gpt2-mini", precision="bf16", vgg_width=64)
+    assert message(tmp_path, "throughput", "ddp=1,ddp=2") == (
+        f"no run in {tmp_path}/ddp1; make it with: python project/train.py ddp --num_workers 1 "
+        f"--model gpt2-mini --precision bf16 --timeline 10 --workdir {tmp_path}/ddp1"
+    )
+    write(tmp_path, "ddp1", model="gpt2-mini", precision="bf16")  # an older one: without a width
+    assert len(load_runs(specs("ddp=1,ddp=2"), tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("model", "vgg16", "gpt2-mini"), ("precision", "fp32", "bf16"), ("vgg_width", 64, 8)],
+)
+def test_runs_that_differ_do_not_compare(
+    tmp_path: Path, name: str, first: Any, second: Any
+) -> None:
+    write(tmp_path, "ddp1", **{name: first})
+    write(tmp_path, "ddp2", **{name: second})
+    assert message(tmp_path, "throughput", "ddp=1,ddp=2,fsdp=1") == (
+        f"only runs of the same {name} compare, and these differ: {tmp_path}/ddp1 {first}, "
+        f"{tmp_path}/ddp2 {second}"
+    )
+
+
+def test_a_step_that_was_not_recorded(tmp_path: Path) -> None:
     write(tmp_path, "fsdp1", DDP1)
     assert message(tmp_path, "timeline", "fsdp=1", "--step", "7") == (
         "--step 7: recorded are 0 to 1; e.g. 1"

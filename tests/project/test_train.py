@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.ddp import DistributedDataParallel
@@ -18,7 +19,7 @@ from data_parallel.fsdp import FullyShardedDataParallel
 from project import check, strategies
 from project.strategy import Plan
 from tests.project.conftest import ROOT, Run, run
-from tests.project.trained import GPT, ON_TWO, VGG, trained
+from tests.project.trained import GPT, ON_TWO, VGG, trained, work
 from tests.ranks import Ranks
 from training.launch import RunError, World
 from training.timeline import read_timelines
@@ -45,12 +46,26 @@ OTHERS = [
     "ddp --precision bf16 " + GPT,
     "fsdp --precision bf16 " + GPT,
     "pipeline --precision bf16 " + VGG,
+    *(f"{strategy} --precision fp64 {VGG}" for strategy in ON_TWO),
 ]
 
 
 @pytest.mark.parametrize("line", OTHERS, ids=[" ".join(line.split()[:3]) for line in OTHERS])
 def test_options_of_strategies(ranks: Ranks, line: str) -> None:
     printed, error, _ = trained(ranks, line)
+    assert error is None, printed
+    assert printed.count("agree with one process") == 2
+
+
+@pytest.mark.parametrize("line", [VGG, GPT], ids=["vgg", "gpt2"])
+def test_one_worker(line: str) -> None:
+    """The plain loop it is compared with is another: no micro-batches, and in check.py."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        more = "--num_workers 1 --precision fp64 --num_microbatches 2 --workdir work"
+        printed, error = work(0, 1, f"single {line} {more}", None)
+    finally:
+        dist.destroy_process_group()
     assert error is None, printed
     assert printed.count("agree with one process") == 2
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from project import strategies
 from project.recipes import plan_of
-from project.tasks import read_data
+from project.tasks import make_task, read_data
 from project.train import parse
 from training.launch import UserError, World
 
@@ -81,6 +81,13 @@ def test_warm_ups_end_before_the_run() -> None:
         with pytest.raises(UserError, match=r"^--warmup_steps .* works$"):
             read_data(parse(["ddp", *line.split()]))
     read_data(parse(["ddp", "--num_batches", "5", "--warmup_steps", "4", "--n_train", "64"]))
+
+
+def test_there_are_as_many_micro_batches_as_asked_for() -> None:
+    args = parse(["pipeline", "--batch_size", "8", "--n_train", "11", "--num_microbatches", "5"])
+    task = make_task(args, World(), read_data(args))
+    sizes = [[len(x) for x in step.inputs] for step in task.steps(0, 0, 1, args.num_microbatches)]
+    assert sizes == [[2, 2, 2, 1, 1], [1, 1, 1]]
 
 
 def test_what_is_not_given() -> None:

@@ -95,19 +95,25 @@ def test_a_rank_may_have_no_target_but_never_all(world_size: int) -> None:
 
 
 # A mutation, and strategies that it must turn red. (That they are green without is tested above.)
-GRADIENT = "gradient of "
+GRADIENT, WEIGHT = "gradient of ", "weight of "
 RED: list[tuple[str, list[str]]] = [
     ("a_bucket_is_not_reduced", ["dp2-per_parameter-even", "dp2-flat-one_more"]),
-    ("a_bucket_is_not_reduced", ["dp2-overlap-accumulate", "dp2-gloo-even"]),
+    ("a_bucket_is_not_reduced", ["dp2-overlap-accumulate", "dp2-gloo-even", "ddp2-accumulate"]),
+    ("a_rank_is_left_out_of_the_sum", [f"fsdp2-zero{z}-accumulate" for z in (1, 2, 3)]),
+    ("a_rank_is_left_out_of_the_sum", ["fsdp2-zero3-gloo"]),
+    ("micro_batches_replace", ["ddp2-accumulate"]),
+    ("micro_batches_replace", [f"fsdp2-zero{z}-accumulate" for z in (1, 2, 3)]),
     (
         "a_mean_over_ranks",
         ["dp2-overlap-even", "dp2-flat-accumulate", "dp2-per_parameter-one_more"],
     ),
     ("a_micro_batch_is_not_scaled", ["dp2-overlap-accumulate", "dp2-gloo-accumulate"]),
     ("a_micro_batch_is_not_scaled", ["pipe2-gpipe-m3", "pipe2-1f1b-m8", "pipe3-zb-m3"]),
+    ("a_micro_batch_is_not_scaled", ["proc2-gpipe-m3", "proc2-zb-m8"]),
     ("two_micro_batches_are_swapped", [f"pipe2-{s}-same_length" for s in ("gpipe", "1f1b", "zb")]),
     ("two_micro_batches_are_swapped", ["pipe3-blocks"]),
     ("a_tied_weight_loses_a_gradient", ["pipe2-1f1b-m3", "pipe3-zb-m3"]),
+    ("a_rank_keeps_its_part_of_a_tied_gradient", ["proc2-1f1b-m3", "proc2-zb-m3"]),
     ("gradients_are_kept", ["dp2-flat-even", "dp2-per_parameter-even"]),
     ("gradients_are_kept", ["pipe2-1f1b-m3", "pipe2-blocks"]),
     ("dropout_is_not_seeded", ["dp2-overlap-twice"]),
@@ -117,8 +123,21 @@ RED: list[tuple[str, list[str]]] = [
 
 @pytest.mark.parametrize(("mutation", "names"), RED, ids=[f"{m}-{n[0]}" for m, n in RED])
 def test_broken_code_is_red(ranks: Ranks, mutation: str, names: list[str]) -> None:
-    found = failures(ranks if names[0].startswith("dp") else None, names, mutation)
+    found = failures(ranks if find(names[0]).world_size == 2 else None, names, mutation)
     assert [f[: len(GRADIENT)] for f in found] == [GRADIENT] * len(names), found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["dp2-overlap-clipped", "ddp2-clipped", "fsdp2-zero3-clipped", "proc2-1f1b-clipped"],
+     ["pipe2-1f1b-clipped"]],
+    ids=["ranks", "stages"],
+)  # fmt: skip
+def test_a_norm_that_is_not_the_whole_models_is_red(ranks: Ranks, names: list[str]) -> None:
+    """The first step's gradients, which are compared before they are clipped, are right."""
+    of_ranks = ranks if find(names[0]).world_size == 2 else None
+    found = failures(of_ranks, names, "the_norm_is_of_a_part")
+    assert all(f.startswith((GRADIENT, WEIGHT)) for f in found), found
 
 
 # What a person sees of it

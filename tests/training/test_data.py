@@ -193,8 +193,11 @@ def test_a_rank_without_an_example_has_a_step_all_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("n", "accumulation", "expected"),
-    [(5, 1, [5]), (5, 2, [3, 2]), (5, 4, [2, 2, 1]), (3, 8, [1, 1, 1]), (6, 3, [2, 2, 2])],
-)
+    [
+        (5, 1, [5]), (5, 2, [3, 2]), (5, 4, [2, 1, 1, 1]), (3, 8, [1, 1, 1]), (6, 3, [2, 2, 2]),
+        (8, 5, [2, 2, 2, 1, 1]),
+    ],
+)  # fmt: skip
 def test_accumulation_cuts_a_ranks_part(n: int, accumulation: int, expected: list[int]) -> None:
     (step,) = steps(n, 8, 0, 1, accumulation=accumulation)
     assert [len(part) for part in numbers(step)] == expected
