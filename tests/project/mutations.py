@@ -9,9 +9,9 @@ weight's second gradient, a norm of a part, gradients of the step before.
 from __future__ import annotations
 
 import contextlib
-import math
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
