@@ -200,7 +200,7 @@ def _draw_stack(
     base = 0.0
     for kind, value in stack:
         ax.bar(x, value, width, base, color=colours[kind], edgecolor="white", linewidth=1.5)
-        if value > 0.075 * top:
+        if value > 0.065 * top:
             dark = sum(to_rgb(colours[kind])) < 1.5
             ax.text(
                 x, base + value / 2, f"{value / total:.0%}", ha="center", va="center",
