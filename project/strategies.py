@@ -142,7 +142,7 @@ class Fsdp(Strategy):
         named = [*model.named_parameters(), *model.named_buffers()]
         self.fsdp = FullyShardedDataParallel(
             layers, plan.make_optimizer, names={t: name for name, t in named},
-            init=task.initialize, zero=plan.zero, compute_dtype=plan.compute_dtype,
+            init=task.initialize, zero=plan.zero, compute_dtype=self.compute_dtype,
             device=world.device, recorder=plan.recorder,
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, _ShardOptimizer(self.fsdp))]
