@@ -226,6 +226,7 @@ def _blocks(args: argparse.Namespace) -> int:
 def _check_uses(args: argparse.Namespace, default: Callable[[str], Any]) -> None:
     """Raises UserError for an option that is not as it is by default, and that the model or the
     optimizer has no use for."""
+    names: tuple[str, ...]
     if args.model == VGG:
         names, users = OF_SENTENCES, f"models of sentences have a use for it: {', '.join(PRESETS)}"
     else:
