@@ -35,7 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data_parallel.gradients import GradientBuckets, Recorder, group_parameters
+from data_parallel.gradients import GradientBuckets, group_parameters
+from data_parallel.recording import Recorder
 
 
 class DistributedDataParallel(nn.Module):

@@ -64,10 +64,12 @@ class Exchange(ABC):
     Attributes:
         buffers: memory for whole units. What is reduced must lie in one of these.
         prefetch: whether a gather that is started early travels while others compute.
+        waits: whether ranks wait for each other around an update.
     """
 
     buffers: BufferPool
     prefetch = True
+    waits = False
 
     def __init__(
         self, units: Sequence[Unit], device: torch.device, group: dist.ProcessGroup | None
@@ -161,6 +163,7 @@ class SharedExchange(Exchange):
     """By reading each other's memory. Made by `open`."""
 
     prefetch = False
+    waits = True
 
     def __init__(
         self, units: Sequence[Unit], memory: SharedBuffers, group: dist.ProcessGroup | None
@@ -247,7 +250,13 @@ class SharedExchange(Exchange):
         return self._shards[unit.index] + inside * unit.compute_dtype.itemsize
 
     def _reserve(self, nbytes: int) -> int:
-        start, self._end = self._end, self._end + aligned(nbytes)
+        end = self._end + aligned(nbytes)
+        if end > self.memory.nbytes:
+            raise RuntimeError(
+                f"{len(self._starts)} buffers of shared memory are in use, and it has no more: "
+                "free_param_data gives a layer's back, and share_memory=False needs none"
+            )
+        start, self._end = self._end, end
         return start
 
     def _new_buffer(self, nbytes: int) -> Tensor:

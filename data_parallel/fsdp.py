@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,15 +49,11 @@ from torch.utils import _pytree as pytree
 
 from data_parallel.exchange import Exchange, GroupExchange, SharedExchange
 from data_parallel.materialize import Initialize, materialize, require_init
+from data_parallel.recording import Recorder, listening
 from data_parallel.sharded_layer import Gathered, Graph, ShardedLayer
 from data_parallel.sharded_state import ShardedState
 from data_parallel.sharding import Piece, plan
 from data_parallel.shards import Gradients, Parameters, ShardedUnit
-
-Recorder = Callable[[str, int, int, float, float], None]
-"""Called with (kind, layer, micro-batch, start, end), seconds of perf_counter. Kinds: F, B,
-all_gather, reduce_scatter, optimizer (layer and micro-batch -1). Of collectives, the time in which
-the rank works on them or waits for them: what travels while it computes is not in it."""
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of flat shards. It must work element by element, as SGD, Adam, AdamW: one
@@ -88,7 +84,9 @@ class FullyShardedDataParallel(ShardedState):
         device: where to compute.
         group: the ranks; by default all.
         share_memory: lets CPU ranks of one machine read each other's shards, where they can.
-        recorder: is told who did what when.
+        recorder: is told who did what when: F, B, all_gather and reduce_scatter of a layer; and, of
+            none, all_reduce (of how many micro-batches ranks have), reduce_scatter (what is left
+            of it after backward), optimizer, and barrier (shared memory, around an update).
 
     Raises:
         ValueError: zero is none of 1, 2, 3; nothing to train; no `init` for what is on the meta
@@ -245,15 +243,15 @@ class FullyShardedDataParallel(ShardedState):
     def expose_gradients(self) -> None:
         """Makes the gradients of the shards their ``grad``, to be looked at or scaled before
         `optimizer_step`, which does so too. All ranks must call it."""
-        self._gradients.settle()
+        self._settle()
         for u in self._trained:
             u.shard.grad = u.gradient if u.has_gradient else None
 
     def zero_grad(self) -> None:
         """Forgets gradients that no `optimizer_step` has used. All ranks must call it."""
-        self._gradients.settle()
+        self._settle()
         if any(u.reduced for u in self.units):  # zero 1: others may be reading what the next
-            self.exchange.after_update()  # backward writes to
+            self._wait_for_all(self.exchange.after_update)  # backward writes to
         self._gradients.clear()
         self._microbatch = 0
         self.expose_gradients()
@@ -264,12 +262,12 @@ class FullyShardedDataParallel(ShardedState):
         Without a backward since the last step it changes nothing.
         """
         self.expose_gradients()
-        self.exchange.before_update()
+        self._wait_for_all(self.exchange.before_update)
         with self._record("optimizer", -1):
             self.optimizer.step()
         self._gradients.clear()
         self._parameters.outdate()
-        self.exchange.after_update()
+        self._wait_for_all(self.exchange.after_update)
         self._microbatch = 0
 
     # What is held here
@@ -287,7 +285,11 @@ class FullyShardedDataParallel(ShardedState):
 
     def gather_param_data(self, layer: int) -> dict[str, Tensor]:
         """The whole parameters of a layer by name, until `free_param_data`, or the next step. All
-        ranks must call it. They may be read, not written to."""
+        ranks must call it. They may be read, not written to.
+
+        Raises:
+            RuntimeError: with zero 3 over shared memory, which has room for some layers at a time.
+        """
         units = self._units(layer)
         self._gather(layer, units, [])
         found = {}
@@ -350,9 +352,21 @@ class FullyShardedDataParallel(ShardedState):
 
     def _most(self, count: int) -> int:
         """The largest of the ranks' numbers."""
-        number = torch.tensor(count, device=self.device)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
-        return int(number)
+        with self._record("all_reduce", -1):
+            number = torch.tensor(count, device=self.device)
+            dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
+            return int(number)
+
+    def _settle(self) -> None:
+        """Waits for the gradients of the layers that were last in backward."""
+        if not self._gradients.settled:
+            with self._record("reduce_scatter", -1):
+                self._gradients.settle()
+
+    def _wait_for_all(self, wait: Callable[[], None]) -> None:
+        """For one of the exchange's waits around an update, where it has any."""
+        with self._record("barrier", -1) if self.exchange.waits else nullcontext():
+            wait()
 
     def _forget(self) -> None:
         """Frees what a forward has left for a backward that did not come."""
@@ -361,7 +375,8 @@ class FullyShardedDataParallel(ShardedState):
 
     @contextmanager
     def _record(self, kind: str, layer: int) -> Iterator[None]:
-        if self.recorder is None:
+        recorder = listening(self.recorder)
+        if recorder is None:
             yield
             return
         start = time.perf_counter()
@@ -369,7 +384,7 @@ class FullyShardedDataParallel(ShardedState):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # kernels run later than they are launched
         microbatch = -1 if layer < 0 else self._microbatch
-        self.recorder(kind, layer, microbatch, start, time.perf_counter())
+        recorder(kind, layer, microbatch, start, time.perf_counter())
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

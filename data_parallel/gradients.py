@@ -37,10 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from data_parallel.recording import Recorder, listening
 from data_parallel.shared_memory import SharedBuffers, aligned
-
-Recorder = Callable[[str, int, int, float, float], None]
-"""Called with (kind, bucket, -1, start, end); seconds of perf_counter."""
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 GRADIENT_SYNCS = ("per_parameter", "flat", "overlap")
@@ -300,10 +298,10 @@ class GradientBuckets:
         self._record("all_reduce", i, bucket.sent_at)
 
     def _record(self, kind: str, i: int, start: float) -> None:
-        if self.recorder is not None:
+        if (recorder := listening(self.recorder)) is not None:
             if (device := self.buckets[i].device).type == "cuda":
                 torch.cuda.synchronize(device)  # kernels run later than they are launched
-            self.recorder(kind, i, -1, start, time.perf_counter())
+            recorder(kind, i, -1, start, time.perf_counter())
 
 
 def group_parameters(parameters: list[TensorT], bucket_bytes: int) -> list[list[TensorT]]:

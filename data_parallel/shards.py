@@ -172,18 +172,26 @@ class Gradients:
             u.has_gradient = True
         self._start(reductions)
 
+    @property
+    def settled(self) -> bool:
+        """Whether every shard has its gradient."""
+        return self._on_its_way is None and not self._left
+
     def settle(self) -> None:
         """Waits until every shard has its gradient."""
-        if self.zero == 1:
-            left = [u for u in self.units if u.has_gradient and not u.reduced]
-            for u in left[::-1]:
-                self._reduce_accumulated([u])
+        for u in self._left[::-1]:
+            self._reduce_accumulated([u])
         self._finish()
 
     def clear(self) -> None:
         """After the optimizer step: the next gradients replace these."""
         for u in self.units:
             u.has_gradient = u.reduced = False
+
+    @property
+    def _left(self) -> list[ShardedUnit]:
+        """With zero 1, units whose gradients have not been sent yet."""
+        return [u for u in self.units if self.zero == 1 and u.has_gradient and not u.reduced]
 
     def _accumulate(self, u: ShardedUnit, found: Sequence[Tensor | None]) -> None:
         if u.reduced:

@@ -93,6 +93,11 @@ class SharedBuffers:
             files = []
         return cls(maps, files, rank, group) if everywhere.item() else None
 
+    @property
+    def nbytes(self) -> int:
+        """Of each rank's."""
+        return self.ranks[self.rank].numel()
+
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of a rank's memory, from byte `offset` on."""
         return self.ranks[rank][offset : offset + numel * dtype.itemsize].view(dtype)

@@ -70,6 +70,7 @@ class Crew:
         num_put = 0
         try:
             for s, task in jobs:
+                task.on_failure = stop
                 num_put += 1  # before: an interrupt falls after a call, not before it
                 self.in_queues[s].put(task)
             for s, task in jobs:

@@ -32,9 +32,17 @@ from .schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from .stage import Stage
 
 Recorder = Callable[[str, int, int, float, float], None]
-"""Called by the workers with (kind, stage, micro-batch, start, end); seconds of perf_counter."""
+"""Called by the workers with (kind, stage, micro-batch, start, end); seconds of perf_counter.
+
+Where it has an attribute `recording` that is false, it is not called, and on a GPU nobody waits for
+the kernels before reading the clock."""
 
 LossFunction = Callable[[Any, Any], Tensor]
+
+
+def listening(recorder: Recorder | None) -> Recorder | None:
+    """The recorder, while it records."""
+    return recorder if getattr(recorder, "recording", True) else None
 
 
 @dataclass(frozen=True)
@@ -202,6 +210,7 @@ def perform(
     *args: Any,
 ) -> Any:
     """Call ``function``; tell the recorder; an error gets a note of where it happened."""
+    recorder = listening(recorder)
     start = time.perf_counter() if recorder is not None else 0.0
     try:
         result = function(*args)

@@ -185,7 +185,7 @@ def cut_gpt2(
     ``balance``: ``uniform`` or ``4,4,4``, blocks per stage, the embedding with the first stage and
     the head with the last; or ``auto``: measured on a micro-batch ``sample`` (ids, weights) and
     its ``target``, and cut between halves of blocks, so that the head's cost can be made up for;
-    or the layers per stage of an earlier cut: a clipped gradient knows the cut by its last bits.
+    or the layers per stage of an earlier cut.
     """
     n, num_blocks = len(devices), len(model.transformer.h)
     # Halves of blocks even where only whole ones are asked for: dropout is seeded by the layer's

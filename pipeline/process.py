@@ -51,7 +51,7 @@ from torch import Tensor, nn
 
 from . import microbatch
 from .analysis import Analysis
-from .dataflow import Dataflow, LossFunction, Recorder
+from .dataflow import Dataflow, LossFunction, Recorder, listening
 from .exchange import PeerError
 from .gradients import deliver, gradients_by_stage, hooks_held
 from .neighbours import Neighbours
@@ -327,8 +327,8 @@ class ProcessPipe:
         return plan
 
     def _record(self, kind: str, i: int, start: float, end: float) -> None:
-        if self.recorder is not None:
-            self.recorder(kind, self.rank, i, start, end)
+        if (recorder := listening(self.recorder)) is not None:
+            recorder(kind, self.rank, i, start, end)
 
 
 def _halved(actions: Sequence[Action]) -> list[Action]:

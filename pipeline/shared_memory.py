@@ -226,6 +226,8 @@ class SharedReceiver:
             self._lost = _last_words(packet)
             if packet:  # what it sent before it failed is of no use
                 self._waiting = 0
+            elif _readable([self._ready], 0.0):  # sent since the event was read, and before its end
+                self._waiting += os.eventfd_read(self._ready)
 
 
 def open_shared_channels(
@@ -309,14 +311,19 @@ def _accept(listener: socket.socket, secret: bytes) -> socket.socket:
 
 
 def _wait(descriptors: Sequence[int], timeout: float) -> list[int]:
-    """Those that can be read."""
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    ready = [descriptor for descriptor, _ in poll.poll(timeout * 1000)]
+    """Those that can be read, as soon as any can."""
+    ready = _readable(descriptors, timeout)
     if not ready:
         raise PeerError(f"it has been silent for {timeout:g} s")
     return ready
+
+
+def _readable(descriptors: Sequence[int], timeout: float) -> list[int]:
+    """The same; none after `timeout` seconds."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(timeout * 1000)]
 
 
 def _read(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -77,10 +77,15 @@ class Task:
     def __init__(self, compute: Callable[[], Any], context: Context | None = None) -> None:
         self._compute = compute
         self._context = context or Context()
+        self.on_failure: Callable[[], None] = lambda: None  # others may wait for what it hands on
 
     def compute(self) -> Any:
-        with self._context.enter():
-            return self._compute()
+        try:
+            with self._context.enter():
+                return self._compute()
+        except BaseException:
+            self.on_failure()
+            raise
 
 
 def worker(in_queue: Queue, out_queue: Queue, device: torch.device) -> None:

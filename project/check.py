@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from project.task import Step, Task, materialize
@@ -145,6 +146,8 @@ class PlainRuns:
         recipe: how the gradients are clipped and the learning rate is scheduled.
         make_optimizer: as for the strategy.
         autocast: the context of a forward pass in the precision asked for.
+        compute_dtype: where that is not left to autocast, the type to which the strategy casts the
+            weights, and in which it computes outputs.
     """
 
     def __init__(
@@ -155,14 +158,20 @@ class PlainRuns:
         recipe: Recipe,
         make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         autocast: Callable[[], AbstractContextManager[Any]],
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.task, self.device, self.steps = task, device, steps
         self.recipe, self.make_optimizer = recipe, make_optimizer
-        self.plain, self.plain_context = self._train(torch.float32, autocast), autocast
+        self.context = autocast if compute_dtype is None else nullcontext
+        self.compute_dtype = compute_dtype
+        self.plain = self._train(torch.float32, self.context, compute_dtype)
         self.exact = self._train(torch.float64, nullcontext)
 
     def _train(
-        self, dtype: torch.dtype, context: Callable[[], AbstractContextManager[Any]]
+        self,
+        dtype: torch.dtype,
+        context: Callable[[], AbstractContextManager[Any]],
+        compute_dtype: torch.dtype | None = None,
     ) -> nn.Module:
         model = materialize(self.task, self.device, dtype)
         optimizer = self.make_optimizer(model.parameters())
@@ -173,7 +182,7 @@ class PlainRuns:
             optimizer.zero_grad()
             with context():
                 (x,), (target,) = step.inputs, step.targets
-                loss = plain_loss(plain_output(model, x), target)
+                loss = plain_loss(plain_output(model, x, compute_dtype), target)
             (loss / step.count).backward()
             if most is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), most)
@@ -193,20 +202,35 @@ class PlainRuns:
     @torch.no_grad()
     def outputs(self, batches: Sequence[tuple[Any, Any]]) -> tuple[list[Tensor], list[Tensor]]:
         """Of each test batch, at its target positions."""
-        with self.plain_context():
-            plain = [_at_targets(plain_output(self.plain, x), y) for x, y in batches]
+        with self.context():
+            plain = [
+                _at_targets(plain_output(self.plain, x, self.compute_dtype), y) for x, y in batches
+            ]
         return plain, [_at_targets(plain_output(self.exact, x), y) for x, y in batches]
 
 
-def plain_output(model: Any, x: Any) -> Tensor:
-    """All outputs of a whole model: logits of pictures [B, classes] or of positions [B, T, V]."""
+def plain_output(model: nn.Module, x: Any, compute_dtype: torch.dtype | None = None) -> Tensor:
+    """All outputs of a whole model: logits of pictures [B, classes] or of positions [B, T, V].
+    With a `compute_dtype` they are those of its weights cast to that."""
+    call: Callable[..., Any] = model if compute_dtype is None else _cast(model, compute_dtype)
     if isinstance(x, tuple):  # (ids, weights): the weights only say which logits are wanted
-        return model(input_ids=x[0], use_cache=False).logits
-    return model(x.to(next(model.parameters()).dtype))
+        return call(input_ids=x[0], use_cache=False).logits
+    return call(x.to(compute_dtype or next(model.parameters()).dtype))
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
+    """The model with its weights cast; the gradients are those of the weights themselves."""
+    weights = {name: p.to(dtype) for name, p in model.named_parameters()}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return functional_call(model, weights, args, kwargs)
+
+    return call
 
 
 def plain_loss(output: Tensor, target: Any) -> Tensor:
-    """The summed cross-entropy, computed at every position and weighted."""
+    """The summed cross-entropy, computed at every position and weighted; in fp32 at least."""
+    output = output.to(torch.promote_types(output.dtype, torch.float32))
     if not isinstance(target, tuple):
         return F.cross_entropy(output, target, reduction="sum")
     ids, weights = target

@@ -19,7 +19,7 @@ from project.recipes import learning_rate
 from project.session import CHECKPOINTS, gather_over_ranks
 from project.strategy import Strategy
 from project.task import Data, Task
-from training.checkpoint import Saver, clean
+from training.checkpoint import Saver, clean, set_aside
 from training.launch import UserError, World
 from training.optimization import Optimizers
 from training.pictures import PictureSets
@@ -89,6 +89,8 @@ class Checkpoints:
         self.saved = 0  # the step after which there was one last
         if world.is_main:
             clean(self.saver.folder)  # of what a killed run has left half written
+            if resume.checkpoint is None and not args.resume:
+                set_aside(self.saver.folder)
 
     def restore(self, resume: Resume, log: Log) -> None:
         """Puts weights, optimizer, random states and log back; the optimizer knows the step."""
@@ -111,9 +113,16 @@ class Checkpoints:
     def after_step(self, log: Log, total: int) -> None:
         """Saves at the end of an epoch, of the run, and every --save_every steps."""
         steps, args = self.optimizer.steps, self.args
+        self._prune()  # that the step was finite speaks for the checkpoint before it
         every = (args.save_every, None if args.num_batches else self.task.steps_per_epoch, total)
         if args.keep and steps > self.saved and any(n and steps % n == 0 for n in every):
             self._save(log)
+        if steps == total:
+            self._prune()
+
+    def _prune(self) -> None:
+        if self.args.keep and not self.optimizer.in_a_row:
+            self.saver.prune()
 
     def _save(self, log: Log) -> None:
         world, strategy = self.world, self.strategy

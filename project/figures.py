@@ -128,12 +128,20 @@ def draw_bars(
     size = min(TEXT, room / 5.5)
     for x, bar in enumerate(bars):
         _label_bar(ax, x, bar, unit, bar.mean > 0.13 * top, size, room)
-    labels = [textwrap.fill(bar.label, max(6, int(room / size / 0.62))) for bar in bars]
+    labels = [wrap_label(bar.label, max(6, int(room / size / 0.58))) for bar in bars]
     ax.set_xticks(range(len(bars)), labels, fontsize=size, color=INK)
     lines = max((label.count("\n") + 1 for label in labels), default=1)
     fig.subplots_adjust(bottom=(0.3 + 0.25 * lines) / fig.get_figheight())
     ax.set_xlim(-0.6, max(1, len(bars)) - 0.4)
     return fig
+
+
+def wrap_label(label: str, letters: int) -> str:
+    """In lines of so many letters: broken at its commas first, and never within a word."""
+    parts = label.replace(", ", ",\n") if len(label) > letters else label
+    return "\n".join(
+        textwrap.fill(part, letters, break_long_words=False) for part in parts.split("\n")
+    )
 
 
 def _label_bar(ax: Axes, x: int, bar: Bar, unit: str, fits: bool, size: float, room: float) -> None:

@@ -25,7 +25,7 @@ def claim_folders(args: argparse.Namespace) -> None:
             f"--save_every {args.save_every} --keep 0: no checkpoint would stay; --keep 1 works"
         )
     if args.export is not None:
-        check_export(args.export)
+        check_export(args.export, args.workdir)
         _claim(args.export.resolve().parent, f"--export {args.export}", "--export exported")
     _claim(args.workdir, f"--workdir {args.workdir}", "--workdir workdir")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from training.ending import ctrl_c_ends, refuse, speaks
+from training.ending import refuse, signals_end, speaks
 from training.launch import DEVICES, RunError, Settings, UserError, World, quiet_libraries
 from training.optimization import LR_SCHEDULERS, ON_NAN
 from training.timeline import Timeline
@@ -197,7 +197,8 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     run.add_argument(
         "--resume", action="store_true",
         help="go on from the newest checkpoint in the workdir that is whole, bit for bit where the "
-        "layout is the same; where there is none, from the beginning",
+        "layout is the same; where there is none, from the beginning. Without it, those of an "
+        "earlier run are moved to checkpoints_old",
     )  # fmt: skip
     run.add_argument(
         "--export", type=Path,
@@ -207,9 +208,9 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
         "--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one"
     )
     run.add_argument(
-        "--timeline", type=count, metavar="N",
+        "--timeline", type=whole_number, metavar="N",
         help="record who does what when in the first N + 1 steps: timeline_rank*.json, for "
-        "plot.py timeline, and trace.json, for ui.perfetto.dev",
+        "plot.py timeline, and trace.json, for ui.perfetto.dev; with 0 nothing is recorded",
     )  # fmt: skip
     return parser
 
@@ -246,9 +247,9 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_program(main: Callable[[], None]) -> None:
     """Runs a program: a user's mistake is one line and status 2, a run that cannot go on one line
-    and status 1, Ctrl-C no word and status 130."""
+    and status 1, Ctrl-C and its like no word and status 128 + signal."""
     quiet_libraries()
-    with ctrl_c_ends():
+    with signals_end():
         try:
             main()
         except (UserError, RunError) as error:

@@ -29,7 +29,7 @@ from project.options import plain
 from project.rules import model_name
 from project.session import CHECKPOINTS, FILES, Session, gather_over_ranks
 from project.utils import NOTHING_YET, EpochTotals
-from training.checkpoint import Checkpoint, Saver, newest
+from training.checkpoint import Checkpoint, Saver, newest, set_aside
 from training.launch import UserError, choose_device
 from training.optimization import Optimizers
 from training.pieces import deal
@@ -194,6 +194,8 @@ class Progress:
         )  # fmt: skip
         if resume.checkpoint is not None:
             self._restore(resume.checkpoint)
+        elif world.is_main and not args.resume:
+            set_aside(self.saver.folder)
 
     @cached_property
     def texts(self) -> str:
@@ -206,9 +208,11 @@ class Progress:
             self.epoch = epoch
             yield epoch
             self.before = NOTHING_YET
+        self._prune()
 
     def after_step(self, totals: EpochTotals) -> None:
-        """Saves, if it is time to."""
+        """Saves, if it is time to. That the step was finite speaks for the checkpoint before it."""
+        self._prune()
         every = self.session.args.save_every
         if every and self.optimizer.steps % every == 0 and totals.steps < self.steps_per_epoch:
             self._save(totals)
@@ -217,6 +221,10 @@ class Progress:
         """Saves, unless that is where this run began."""
         if totals.steps > self.before.steps:
             self._save(totals)
+
+    def _prune(self) -> None:
+        if self.session.args.keep and not self.optimizer.in_a_row:
+            self.saver.prune()
 
     def _save(self, totals: EpochTotals) -> None:
         session, world = self.session, self.session.world

@@ -73,18 +73,15 @@ def recipe_of(args: argparse.Namespace, task: Task) -> Recipe:
 
 def plan_of(args: argparse.Namespace, world: World, task: Task) -> Plan:
     """What a strategy needs to know."""
-    timeline = open_timeline(
-        args, world, strategy=args.strategy, schedule=args.schedule,
-        num_microbatches=args.num_microbatches or 1,
-    )  # fmt: skip
     return Plan(
         make_optimizer=partial(make_optimizer, args),
         autocast=partial(autocast, world.device, "bf16" if args.precision == "bf16" else "fp32"),
+        compute_dtype=torch.bfloat16 if args.precision == "bf16" else None,
         dtype=task.dtype,
         num_microbatches=args.num_microbatches,
         schedule=args.schedule,
         balance=args.balance,
         zero=args.zero,
         timeout=args.timeout,
-        timeline=timeline,
+        timeline=open_timeline(args, world, strategy=args.strategy),
     )

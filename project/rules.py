@@ -13,7 +13,14 @@ import torch
 
 from data_parallel.dataset import split_batch_size
 from pipeline.partition import parse_balance
-from training.launch import UserError, choose_device, core_slice, torchrun_world_size
+from training.ending import ranks_here
+from training.launch import (
+    UserError,
+    choose_backend,
+    choose_device,
+    core_slice,
+    torchrun_world_size,
+)
 from training.model import PRESETS, gpt2_size
 from training.pretrained import check_pretrained
 
@@ -76,6 +83,22 @@ def check_ranks(args: argparse.Namespace, ranks: str, cores_each: str) -> None:
             f"--{cores_each} {wanted}: {there} cores may be used here; "
             f"--{cores_each} {there} or less works"
         )
+
+
+def check_gpus(args: argparse.Namespace) -> None:
+    """Raises UserError where workers that hand each other tensors would share a GPU. NCCL wants one
+    for each rank, and gloo can sum what is on a GPU, but neither send nor gather it."""
+    here = ranks_here(args.num_workers)
+    device = choose_device(args.device, 0, here)
+    if device.type != "cuda" or choose_backend(args.device, here) == "nccl":
+        return
+    gpus = torch.cuda.device_count()
+    fewer = f"--num_workers {gpus}" if here == args.num_workers else f"--nproc-per-node {gpus}"
+    raise UserError(
+        f"{args.strategy} --num_workers {args.num_workers} --device {args.device}: "
+        f"{gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and every worker needs one; "
+        f"{fewer}, or --device cpu, works"
+    )
 
 
 def check_warmup(args: argparse.Namespace, num_examples: int) -> None:

@@ -212,8 +212,7 @@ def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
             progress.end_epoch(totals)
             refresh()
             session.end_epoch(epoch, totals, strategy.loss, None)
-            if session.save_timeline(timeline, epoch):
-                strategy.pipe.recorder = None  # on a GPU, recording waits for every action
+            session.save_timeline(timeline, epoch)
         session.close()
     finally:
         strategy.close()

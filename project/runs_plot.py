@@ -6,7 +6,6 @@ ideal. What the kinds of time mean: training/breakdown.py.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from project.figures import (
     page,
     readable,
     save,
+    wrap_label,
 )
 from project.runs import Run, describe_runs
 from project.timeline import handy
@@ -167,8 +167,8 @@ def draw_stacks(
     for x, value in enumerate(beside):
         ax.bar(x + 0.21, value, 0.4, color="white", edgecolor=GREY, linewidth=2)
         _write_above(ax, x + 0.21, value, size)
-    letters = max(6, int(room / size / 0.62))
-    labels = ["\n".join(textwrap.fill(x, letters) for x in label.split("\n")) for label in labels]
+    letters = max(6, int(room / size / 0.58))
+    labels = [wrap_label(label, letters) for label in labels]
     ax.set_xticks(range(len(labels)), labels, fontsize=size, color=INK)
     ax.set_xlim(-0.6, len(stacks) - 0.4)
     lines = max(label.count("\n") + 1 for label in labels)
@@ -200,7 +200,7 @@ def _draw_stack(
     base = 0.0
     for kind, value in stack:
         ax.bar(x, value, width, base, color=colours[kind], edgecolor="white", linewidth=1.5)
-        if value > 0.06 * top:
+        if value > 0.075 * top:
             dark = sum(to_rgb(colours[kind])) < 1.5
             ax.text(
                 x, base + value / 2, f"{value / total:.0%}", ha="center", va="center",

@@ -234,14 +234,13 @@ class Session:
         self.times.append((totals.seconds, speeds[0]))
         self.say(epoch_line(str(epoch), bleu, result.validation_loss, result, speeds))
 
-    def save_timeline(self, timeline: Timeline, epoch: int) -> bool:
+    def save_timeline(self, timeline: Timeline, epoch: int) -> None:
         """Writes what was recorded, once: after the epoch in which all steps have been, or the
-        last. Returns whether it has been written."""
+        last."""
         last = epoch == self.args.n_epochs - 1
         if self.args.timeline and not self.timeline_saved and (timeline.done or last):
             timeline.save(self.args.workdir)
             self.timeline_saved = True
-        return self.timeline_saved
 
     def close(self) -> None:
         """Shows a few translations, draws the curves, and says where the results are."""

@@ -17,17 +17,19 @@ from training.launch import World
 
 
 def gather_on_main(world: World, mine: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The tensors of all ranks by name on rank 0, sent one at a time; nothing on the others."""
+    """The tensors of all ranks by name on rank 0, in the CPU's memory, sent one at a time; nothing
+    on the others."""
     shapes: list[Any] = [None] * world.world_size
     dist.all_gather_object(shapes, [(n, tuple(p.shape), p.dtype) for n, p in mine.items()])
     found: dict[str, Tensor] = {}
     for rank, theirs in enumerate(shapes):
         for name, shape, dtype in theirs:
             if world.rank == rank == 0:
-                found[name] = mine[name].detach()
+                found[name] = mine[name].detach().cpu()
             elif world.is_main:
-                found[name] = torch.empty(shape, dtype=dtype, device=world.device)
-                dist.recv(found[name], rank)
+                received = torch.empty(shape, dtype=dtype, device=world.device)
+                dist.recv(received, rank)
+                found[name] = received.cpu()
             elif world.rank == rank:
                 dist.send(mine[name].detach().contiguous(), 0)
     return found

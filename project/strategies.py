@@ -76,7 +76,7 @@ class Single(Strategy):
         """See `Strategy`."""
         if not self.world.is_main:
             return {}
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        return {name: p.detach().cpu() for name, p in self.model.named_parameters()}
 
     def held(self) -> Iterable[Tensor]:
         """See `Strategy`."""
@@ -135,19 +135,21 @@ class Fsdp(Strategy):
         self.task, self.world, self.plan = task, world, plan
         self.part, self.parts = world.rank, world.world_size
         self.num_microbatches = plan.num_microbatches
+        # Autocast would keep a copy of every matrix, whole, until its backward.
+        self.compute_dtype = plan.compute_dtype
         model, layers = skeleton_of(task, plan)
         self.layers = nn.Sequential(*layers)
         self.fsdp = FullyShardedDataParallel(
             layers, plan.make_optimizer, names={p: name for name, p in model.named_parameters()},
-            init=task.initialize, zero=plan.zero, device=world.device, recorder=plan.recorder,
+            init=task.initialize, zero=plan.zero, compute_dtype=plan.compute_dtype,
+            device=world.device, recorder=plan.recorder,
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, _ShardOptimizer(self.fsdp))]
 
     def backward(self, step: Step) -> Tensor:
         """See `Strategy`."""
         count = max(1, step.count)
-        with self.plan.autocast():
-            loss = self.fsdp.train_step(step.inputs, step.targets, self.task.loss, 1 / count)
+        loss = self.fsdp.train_step(step.inputs, step.targets, self.task.loss, 1 / count)
         self.fsdp.expose_gradients()
         return loss * count
 
@@ -155,14 +157,13 @@ class Fsdp(Strategy):
     def outputs(self, x: Any) -> Tensor | None:
         """See `Strategy`."""
         self.layers.eval()
-        with self.plan.autocast():
-            output = self.fsdp.forward(x)
+        output = self.fsdp.forward(x)
         self.layers.train()
         return output
 
     def whole_weights(self) -> dict[str, Tensor]:
         """See `Strategy`."""
-        return {name: p.clone() for name, p in self.fsdp.gather() if p is not None}
+        return {name: p.cpu() for name, p in self.fsdp.gather() if p is not None}
 
     def held(self) -> Iterable[Tensor]:
         """See `Strategy`."""
@@ -201,7 +202,7 @@ class Pipeline(Strategy):
 
     def __init__(self, task: Task, world: World, plan: Plan) -> None:
         self.task, self.world, self.plan = task, world, plan
-        self.num_microbatches = plan.num_microbatches or 4
+        self.num_microbatches, self.schedule = plan.num_microbatches or 4, plan.schedule
         model, layers = skeleton_of(task, plan)
         sizes = cut_into_stages(task, world, plan, model, layers)
         self.pipe = ProcessPipe(

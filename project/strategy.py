@@ -28,6 +28,7 @@ class Plan:
 
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     autocast: Callable[[], AbstractContextManager[Any]]
+    compute_dtype: torch.dtype | None = None  # what autocast stands for, where it does not suit
     dtype: torch.dtype = torch.float32
     num_microbatches: int | None = None
     schedule: str = "1f1b"
@@ -50,6 +51,8 @@ class Strategy(ABC):
         layout: how the model lies on the ranks, for a person.
         replicated: whether all ranks hold the same tensors, each of them whole.
         num_microbatches: into how many it is cut; None: as suits the device.
+        schedule: the order in which stages work on them, by its name; None: there are no stages.
+        compute_dtype: the type to which it casts weights for a forward; None: autocast does that.
         optimizers: of the parameters that this rank holds; each is in one of them.
         counted: the parameters whose gradients this rank adds to the norm of the whole gradient,
             each of which one rank must add; None: all of its own.
@@ -60,6 +63,8 @@ class Strategy(ABC):
     layout = ""
     replicated = False
     num_microbatches: int | None = None
+    schedule: str | None = None
+    compute_dtype: torch.dtype | None = None
     optimizers: list[torch.optim.Optimizer]
     counted: list[nn.Parameter] | None = None
 
@@ -75,7 +80,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def whole_weights(self) -> dict[str, Tensor]:
-        """On rank 0 every parameter by its name in the whole model; on others nothing."""
+        """On rank 0 every parameter by its name in the whole model, in the CPU's memory, gathered
+        one at a time; on others nothing."""
 
     @abstractmethod
     def held(self) -> Iterable[Tensor]:

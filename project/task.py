@@ -76,6 +76,10 @@ class Task(Protocol):
     def describe(self) -> str:
         """What is trained on what, for a person."""
 
+    @property
+    def finishes(self) -> bool:
+        """Whether `finish` has anything to do: only then it is called, with the whole weights."""
+
     def finish(self, weights: dict[str, Tensor]) -> str:
         """Exports the trained model where --export asks for it; returns what else a person wants to
         know of it. On rank 0 alone."""

@@ -151,11 +151,14 @@ class PictureTask(_Scored):
             f"train, {len(sets.test):,} to test"
         )
 
+    @property
+    def finishes(self) -> bool:
+        """See `Task`."""
+        return self.args.export is not None
+
     def finish(self, weights: dict[str, Tensor]) -> str:
         """See `Task`. What is exported are the weights by name."""
         folder = self.args.export
-        if folder is None:
-            return ""
 
         def write(aside: Path) -> None:
             write_json(aside / "config.json", {"model": VGG, "classes": self.data.classes})
@@ -259,11 +262,16 @@ class TextTask(_Scored):
             f"{self.args.tgt}, vocabulary {self.config.vocab_size:,}"
         )
 
+    @property
+    def finishes(self) -> bool:
+        """See `Task`: unless there were too few steps to learn to translate."""
+        args = self.args
+        few = args.num_batches is not None and args.num_batches < self.steps_per_epoch
+        return args.export is not None or not few
+
     def finish(self, weights: dict[str, Tensor]) -> str:
-        """See `Task`: BLEU and a translation, unless there were too few steps to learn any."""
+        """See `Task`: BLEU and a translation."""
         args, test = self.args, self.data.splits["test"]
-        if args.export is None and args.num_batches and args.num_batches < self.steps_per_epoch:
-            return ""
         model: Any = materialize(self, self.device)
         with torch.no_grad():
             for name, p in model.named_parameters():

@@ -41,7 +41,7 @@ from project.options import (
     seconds,
 )
 from project.recipes import OPTIMIZERS
-from project.rules import check_model, check_parts, check_ranks
+from project.rules import check_gpus, check_model, check_parts, check_ranks
 from project.strategies import STRATEGIES
 from project.task import DATA_PARALLEL, VGG
 from project.tasks import read_data
@@ -55,6 +55,7 @@ OF_SENTENCES = (  # options for which pictures have no use
     "n_layer", "n_embd", "n_head", "vocab_size", "dropout", "n_test", "padding", "src", "tgt",
     "model_max_length",
 )  # fmt: skip
+HANDING = ("fsdp", *STAGED)  # workers hand each other parts of the model, or of what it computes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,8 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     more.add_argument(
         "--precision", choices=(*PRECISIONS, "fp64"), default="fp32",
-        help="bf16: matrix products in bfloat16, weights and optimizer in fp32; fp64: all of it, "
-        "to see small errors",
+        help="bf16: matrix products, under fsdp all that layers compute, in bfloat16, weights and "
+        "optimizer in fp32; fp64: all of it, to see small errors",
     )  # fmt: skip
     more.add_argument(
         "--vgg_width", type=count, default=WIDTH,
@@ -159,6 +160,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             f"--dropout {args.dropout:g} with --check_weights or --check_output: what is dropped "
             "depends on the strategy, and nothing can be compared; --dropout 0 works"
         )
+    if args.strategy in HANDING:
+        check_gpus(args)
     args.workdir = args.workdir or Path("workdir") / f"{args.strategy}{args.num_workers}"
     claim_folders(args)
     return args

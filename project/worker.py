@@ -32,6 +32,7 @@ from training.launch import RunError, World, on_main
 from training.memory import peak_bytes
 from training.optimization import Optimizers
 from training.record import write_json
+from training.timeline import TRACE
 
 LINES = 10  # of the table that is printed while training
 
@@ -41,12 +42,15 @@ def run_worker(
 ) -> None:
     """The whole run. Raises RunError where it does not compute what one process computes."""
     if world.is_main:
-        stale = (SUMMARY, "timeline_rank*.json", "*.json.part")  # of an earlier run
+        stale = (SUMMARY, "timeline_rank*.json", TRACE, "*.json.part")  # of an earlier run
         for path in (path for name in stale for path in args.workdir.glob(name)):
             path.unlink(missing_ok=True)
     task = make_task(args, world, data, resume.checkpoint)
     plan = plan_of(args, world, task)
     strategy = STRATEGIES[args.strategy](task, world, plan)
+    plan.timeline.about |= {
+        "schedule": strategy.schedule, "num_microbatches": strategy.num_microbatches
+    }  # fmt: skip
     # Dropout differs between ranks that have different examples, and only between those.
     torch.manual_seed(args.seed * 100_003 + strategy.part)
     notes = [] if args.precision == "fp64" else precision_notes(world.device, args.precision)
@@ -57,16 +61,20 @@ def run_worker(
             plan.timeline.save(args.workdir)
         summary = summarize(world, args, strategy, log)
         summary |= evaluate(world, task, strategy)
-        weights, differing = strategy.whole_weights(), strategy.differing()
+        if world.is_main:
+            write_json(args.workdir / SUMMARY, summary | {"checks": {}})  # whatever comes now
+        differing = strategy.differing()
         outputs = outputs_on_main(world, task, strategy) if args.check_output else []
+        # The whole model, which no rank may have room for, is brought together only to be used.
+        wanted = args.check_weights or task.finishes
+        weights = strategy.whole_weights() if wanted else {}
     finally:
         strategy.close()
 
     def conclude() -> None:
-        write_json(args.workdir / SUMMARY, summary | {"checks": {}})  # whatever comes now
-        if last_words := task.finish(weights):
-            say(world, last_words)
-        verdicts = check(world, args, task, plan, weights, outputs)
+        if task.finishes:
+            say(world, task.finish(weights))
+        verdicts = check(world, args, task, plan, strategy.compute_dtype, weights, outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, summary | {"checks": checks})
         say(world, f"Results are in {args.workdir}/.")
@@ -189,7 +197,7 @@ def summarize(
         "model": args.model,
         "vgg_width": args.vgg_width,
         "precision": args.precision,
-        "schedule": args.schedule if args.strategy == "pipeline" else None,
+        "schedule": strategy.schedule,
         "num_microbatches": strategy.num_microbatches,
         "batch_size": args.batch_size,
         "layout": strategy.layout,
@@ -216,6 +224,7 @@ def check(
     args: argparse.Namespace,
     task: Task,
     plan: Plan,
+    compute_dtype: torch.dtype | None,
     weights: dict[str, Tensor],
     outputs: list[Tensor],
 ) -> list[Verdict]:
@@ -225,7 +234,7 @@ def check(
     say(world, "\nThe same training on one process, in plain PyTorch, and in float64 ...")
     runs = PlainRuns(
         task, world.device, partial(all_steps, args, task), recipe_of(args, task),
-        plan.make_optimizer, plan.autocast,
+        plan.make_optimizer, plan.autocast, compute_dtype,
     )  # fmt: skip
     verdicts = []
     if args.check_weights:

@@ -95,6 +95,15 @@ def names(folder: Path) -> list[str]:
     return sorted(found, key=lambda name: int(name.split("-")[0]))
 
 
+def set_aside(folder: Path) -> None:
+    """Makes room for a run that does not go on from what is in `folder`. A later one must not do so
+    either, unless it is asked to: it is in FOLDER_old then, in place of what was there."""
+    if names(folder):
+        old = folder.with_name(f"{folder.name}_old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+
+
 def clean(folder: Path) -> None:
     """Removes what a killed process left aside in `folder`."""
     if folder.is_dir():
@@ -108,7 +117,7 @@ class Saver:
 
     Args:
         folder: where they go; one that all ranks see.
-        keep: so many of the newest stay, 1 or more.
+        keep: so many of the newest stay when it prunes, 1 or more.
         gather: returns its argument of every rank, by rank, on every rank, when all have called
             it; by default there is one rank.
         spare: names of checkpoints that are neither counted nor removed: damaged ones.
@@ -127,6 +136,7 @@ class Saver:
         self.rank = rank
         self.gather = gather
         self.spare = set(spare)
+        self._pruned = False
 
     def save(
         self,
@@ -135,7 +145,7 @@ class Saver:
         state: Mapping[str, Any],
         files: Mapping[str, bytes] | None = None,
     ) -> Path:
-        """Writes a checkpoint and removes the oldest ones; returns its folder.
+        """Writes a checkpoint and returns its folder; see `prune`.
 
         Args:
             label: what its name says beside its number, as epoch1-step40.
@@ -145,7 +155,7 @@ class Saver:
         Raises:
             SaveError: on every rank, if one could not write. Earlier checkpoints are as they were.
         """
-        aside = Path()
+        aside, self._pruned = Path(), False
         try:
             name = self._together(lambda: self._begin(label))[0]
             aside = self.folder / f".{name}.part"
@@ -156,6 +166,18 @@ class Saver:
             if self.rank == 0 and aside.name:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
+
+    def prune(self) -> None:
+        """Removes all but the newest `keep`; to be called when a step from the newest one's weights
+        was finite. Weights that are ruined look like others: until then the last good one stays."""
+        if self.rank or self._pruned:
+            return
+        self._pruned = True
+        for old in [n for n in names(self.folder) if n not in self.spare][: -self.keep]:
+            out = self.folder / f".{old}.part"
+            with suppress(OSError):  # the new one is whole: the run need not end for an old one
+                (self.folder / old).rename(out)
+                shutil.rmtree(out)
 
     def _together(self, work: Callable[[], T | None]) -> list[T]:
         """What `work` returns on each rank, when all are done. A failure on one is one on all."""
@@ -203,7 +225,7 @@ class Saver:
         return {"files": files, "boxes": boxes}
 
     def _finish(self, aside: Path, name: str, reports: Sequence[dict[str, Any]]) -> str | None:
-        """Rank 0 writes the manifest, puts the folder in place, and removes the oldest."""
+        """Rank 0 writes the manifest, and puts the folder in place."""
         check_whole([box for report in reports for box in report["boxes"]])
         if self.rank:
             return None
@@ -212,11 +234,6 @@ class Saver:
         sync_folder(aside)
         aside.rename(self.folder / name)
         sync_folder(self.folder)
-        for old in [n for n in names(self.folder) if n not in self.spare][: -self.keep]:
-            out = self.folder / f".{old}.part"
-            with suppress(OSError):  # the new one is whole: the run need not end for an old one
-                (self.folder / old).rename(out)
-                shutil.rmtree(out)
         return str(self.folder / name)
 
 

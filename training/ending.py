@@ -30,6 +30,7 @@ import torch.distributed as dist
 POLL = 1.0  # seconds between looks at what cannot be heard
 _SAY = 8.0  # seconds that a rank of torchrun's leaves to the one that knows better
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
+_ASKED = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
 class UserError(Exception):
@@ -88,29 +89,40 @@ def run_here(main: Callable[..., None], *args: Any) -> None:
         raise SystemExit(1) from None
 
 
-class ctrl_c_ends:  # noqa: N801
-    """Within it Ctrl-C ends this process without a traceback, which would say only where it was."""
+class signals_end:  # noqa: N801
+    """Within it Ctrl-C, SIGTERM and the end of the terminal end this process by way of its own
+    ends, so that nothing half written stays, and without a traceback, which would say only where
+    it was. A signal that is ignored, as under nohup, stays so. (Ranks of torchrun's must end
+    at once when it says so: to them only Ctrl-C is meant.)"""
 
     def __enter__(self) -> None:
-        self.before = None
+        self.before: dict[int, Any] = {}
         self.late: list[threading.Timer] = []
-        on_main = threading.current_thread() is threading.main_thread()
-        if on_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self.before = signal.signal(signal.SIGINT, self._end)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        ends: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
+        if torchrun_world_size() is None:
+            ends |= dict.fromkeys(_ASKED, signal.SIG_DFL)
+        for number, untouched in ends.items():
+            if signal.getsignal(number) is untouched:
+                self.before[number] = signal.signal(number, self._end)
 
     def _end(self, number: int, _: object) -> NoReturn:
         # An exception may come to nothing: in a destructor or callback Python only prints it.
-        late = threading.Timer(_SAY, os._exit, (128 + number,))
+        self.status = 128 + number
+        late = threading.Timer(_SAY, os._exit, (self.status,))
         late.daemon = True
         late.start()
         self.late.append(late)
-        raise Interrupted(128 + number)
+        raise Interrupted(self.status)
 
     def __exit__(self, *_: object) -> None:
         for late in self.late:
             late.cancel()
-        if self.before is not None:
-            signal.signal(signal.SIGINT, self.before)
+        for number, before in self.before.items():
+            signal.signal(number, before)
+        if self.late:  # and not of what writing to a closed terminal may have raised since
+            raise Interrupted(self.status) from None
 
 
 # Parents and siblings
@@ -162,6 +174,13 @@ def is_stopped(pid: int) -> bool:
 def torchrun_world_size() -> int | None:
     """The number of ranks that torchrun started, or None where it started none."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def ranks_here(world_size: int) -> int:
+    """How many of a run's ranks are on this machine: all, unless torchrun has started others."""
+    if torchrun_world_size() is None:
+        return world_size
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def is_first() -> bool:

@@ -26,17 +26,27 @@ if TYPE_CHECKING:  # see training/model.py
     from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 
-def check_export(folder: Path) -> None:
-    """Raises UserError where an export would replace something else."""
-    if folder.is_dir():
-        taken = any(folder.iterdir()) and not (folder / "config.json").is_file()
-    else:
-        taken = folder.exists()
-    if taken:
+def check_export(folder: Path, workdir: Path) -> None:
+    """Raises UserError where an export would replace something else: the run's own `workdir`, or
+    anything that is not an earlier export."""
+    if workdir.resolve().is_relative_to(folder.resolve()):
+        raise UserError(
+            f"--export {folder}: it would replace --workdir {workdir}; --export "
+            f"{workdir / 'exported'} works"
+        )
+    if folder.exists() and not (folder.is_dir() and _may_be_replaced(folder)):
         raise UserError(
             f"--export {folder}: something else is there; name a new folder, as --export "
             f"{folder}_gpt2"
         )
+
+
+def _may_be_replaced(folder: Path) -> bool:
+    """Whether the folder is empty, or an export; a workdir has a config.json, too."""
+    paths = list(folder.iterdir())
+    weights = any(path.suffix == ".safetensors" for path in paths)
+    export = (folder / "config.json").is_file() and weights
+    return not paths or (export and all(path.is_file() for path in paths))
 
 
 def export(folder: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -25,7 +25,7 @@ Goyal et al., "Accurate, large minibatch SGD", 2017 (warm-up); Loshchilov and Hu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,11 +71,12 @@ class Recipe:
         return self.learning_rate * falling[self.lr_scheduler]
 
 
-def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The square of the 2-norm of all gradients together, a number on the device of the first.
-    Over parts of a gradient, these add up."""
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return (norm if norm.device.type == "mps" else norm.double()).square()
+def squared_norms(gradients: Sequence[Tensor]) -> list[float]:
+    """The square of the 2-norm of each gradient; over all, or parts of one, these add up."""
+    if not gradients:
+        return []
+    norms = torch.stack(torch._foreach_norm(list(gradients)))
+    return (norms if norms.device.type == "mps" else norms.double()).square().tolist()
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
@@ -170,9 +171,12 @@ class Optimizers:
         """The norm of the gradient, and the loss of each rank: the same on all of them."""
         device = self._world.device
         wide = torch.float32 if device.type == "mps" else torch.float64
+        total = 0.0
         facts = torch.zeros(1 + self._world.world_size, dtype=wide, device=device)
-        for square in self._run(lambda i: squared_norm(_gradients(self._counted[i]))):
-            facts[0] += square.to(device)
+        # One parameter after the other: the sum does not know where stages were cut.
+        for squares in self._run(lambda i: squared_norms(_gradients(self._counted[i]))):
+            total = sum(squares, start=total)
+        facts[0] = total
         facts[1 + self._world.rank] = loss
         if self._world.world_size > 1:
             dist.all_reduce(facts, group=self._group)

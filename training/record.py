@@ -18,6 +18,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,21 @@ def clear_results(workdir: Path, first: int = 0) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes readable JSON, umlauts as they are, see `json_text`. Written aside and renamed: a
-    reader never sees half a file."""
+    reader never sees half a file.
+
+    Raises:
+        RunError: it cannot be written, as on a full disk; what was there before still is.
+    """
     aside = path.with_name(path.name + ".part")
-    aside.write_text(json_text(content, indent=2), encoding="utf-8")
-    aside.replace(path)
+    try:
+        aside.write_text(json_text(content, indent=2), encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        from training.ending import RunError  # here: figures are drawn without torch
+
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise RunError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def json_text(content: Any, indent: int) -> str:

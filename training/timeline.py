@@ -18,7 +18,8 @@ milliseconds. All ranks' times are put on rank 0's clock (clock.py).
     timeline.save(workdir)                            # timeline_rank{r}.json, and trace.json
 
 Kinds that are known are in KINDS; what idles is what is not recorded. On a GPU a recorder's caller
-waits for the kernels before it reads the clock, since they run later than they are launched.
+waits for the kernels before it reads the clock, since they run later than they are launched; but
+only while the timeline is `recording`.
 
 The Chrome trace is opened by https://ui.perfetto.dev: a process per worker, that is per rank, or
 per stage where the stages are threads of one rank; in it a thread for what it computes and one for
@@ -95,6 +96,8 @@ class Timeline:
             threads of one rank.
         device: of this rank; `span` waits for its kernels.
         about: whatever a picture should know: strategy, schedule, num_microbatches ...
+
+    `recording` says whether an event would be kept now: callers need not time any else.
     """
 
     def __init__(

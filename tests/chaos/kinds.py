@@ -163,11 +163,11 @@ KINDS = (
     ),
     Kind(
         "hang up", "the terminal closes (SIGHUP)", _hang_up,
-        {OWN: End((129,), None), TORCHRUN: End(None, None, (), None), ALONE: End((-1,), None)},
+        {OWN: End((129,), None), TORCHRUN: End(None, None, (), None), ALONE: End((129, -1), None)},
     ),
     Kind(
         "ask", "SIGTERM to the parent", _to_parent(signal.SIGTERM),
-        {OWN: End((143,), None), TORCHRUN: End(None, None, (), None), ALONE: End((-15,), None)},
+        {OWN: End((143,), None), TORCHRUN: End(None, None, (), None), ALONE: End((143, -15), None)},
     ),
     Kind(
         "orphan", "kill -9 of the parent", _to_parent(signal.SIGKILL),

@@ -15,6 +15,7 @@ from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.sharded_state import HeldBytes
 from data_parallel.sharding import Unit
 from tests.ranks import Ranks
+from tests.recorder import Paused
 
 LAYERS, WIDTH = 6, 32
 LAYER = WIDTH * WIDTH * 4  # bytes of its parameters in fp32
@@ -237,28 +238,57 @@ def test_no_rank_makes_the_whole_model(ranks: Ranks) -> None:
     ]
 
 
-def _recorded(_: int, _world: int) -> list[tuple[str, int, int]]:
+def _recorded(_: int, _world: int, share: bool) -> list[tuple[str, int, int]]:
     seen: list[tuple[str, int, int, float, float]] = []
     fsdp = FullyShardedDataParallel(
         _layers()[:2], lambda shards: torch.optim.SGD(shards, lr=0.1), init=_init,
-        recorder=lambda *event: seen.append(event),
+        recorder=lambda *event: seen.append(event), share_memory=share,
     )  # fmt: skip
     x = torch.ones(1, WIDTH)
     fsdp.train_step([x, x], [x, x], lambda output, _: output.sum())
     fsdp.optimizer_step()
     times = [t for *_, start, end in seen for t in (start, end)]
     assert times == sorted(times)
+    fsdp.recorder = Paused()
+    _step(fsdp)
     return [(kind, layer, i) for kind, layer, i, *_ in seen]
 
 
-def test_recorder(ranks: Ranks) -> None:
-    """The first layer's backward needs no parameters here: x has no gradient."""
+def _many_gathered(_: int, _world: int) -> tuple[str, list[bool]]:
+    many = [layer for _again in range(4) for layer in _layers()]
+    make = torch.optim.SGD
+    fsdp = FullyShardedDataParallel(many, lambda shards: make(shards, lr=0.1), init=_init)
+    found = [fsdp.gather_param_data(k)[f"{k}.weight"] for k in range(20)]
+    with pytest.raises(RuntimeError) as error:
+        fsdp.gather_param_data(20)
+    fsdp.free_param_data(7)
+    found[7] = fsdp.gather_param_data(20)["20.weight"]
+    same = [torch.equal(weight, torch.eye(WIDTH)) for weight in found]
+    _step(fsdp)
+    return str(error.value), same
+
+
+def test_gathering_more_layers_than_there_is_shared_memory_for(ranks: Ranks) -> None:
+    """There is some for 8 buffers, and, of whole parameters, of which a rank keeps half, for 12."""
+    said = (
+        "20 buffers of shared memory are in use, and it has no more: free_param_data gives a "
+        "layer's back, and share_memory=False needs none"
+    )
+    assert ranks.run(_many_gathered) == [(said, [True] * 20)] * 2
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_recorder(ranks: Ranks, share: bool) -> None:
+    """All that a rank works on or waits for. The first layer's backward needs no parameters here: x
+    has no gradient. While the recorder does not record, it is told nothing."""
     step = [
         ("all_gather", 0), ("F", 0), ("all_gather", 1), ("F", 1),
         ("B", 1), ("reduce_scatter", 1), ("B", 0), ("reduce_scatter", 0),
     ]  # fmt: skip
     want = [(kind, layer, i) for i in range(2) for kind, layer in step]
-    assert ranks.run(_recorded) == [[*want, ("optimizer", -1, -1)]] * 2
+    around = ["reduce_scatter", "barrier", "optimizer", "barrier"]
+    update = [(kind, -1, -1) for kind in (around if share else around[::2])]
+    assert ranks.run(_recorded, share) == [[("all_reduce", -1, -1), *want, *update]] * 2
 
 
 def test_the_pool_lends_what_wastes_least() -> None:

@@ -18,6 +18,7 @@ from data_parallel.gradients import (
     group_parameters,
 )
 from tests.ranks import Ranks
+from tests.recorder import Paused
 
 WAYS = ("per_parameter", "flat", "overlap", "overlap through gloo")
 BY_HAND = {"per_parameter": average_gradients, "flat": average_gradients_flat}
@@ -350,12 +351,16 @@ def _recorded(rank: int, _: int, share: bool) -> tuple[list[tuple[str, int, int]
     buckets.finish()
     end = time.perf_counter()
     inside = all(start < a <= b < end for *_, a, b in told)
+    buckets.recorder = Paused()
+    _loss(net, seed=rank).backward()
+    buckets.finish()
     return [event[:3] for event in told], inside, told[0][3] < middle
 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_a_recorder_is_told_of_every_bucket(ranks: Ranks, share: bool) -> None:
-    """In the order in which they arrive; the first has left while backward was running."""
+    """In the order in which they arrive; the first has left while backward was running. And none is
+    while it does not record."""
     buckets = len([p for p in _net().parameters() if p.requires_grad])
     expected = [("all_reduce", i, -1) for i in range(buckets)]
     for events, inside, overlapped in ranks.run(_recorded, share):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.crew import Crew
 from pipeline.dataflow import Channel, Dataflow
 from pipeline.pipe import Pipe
-from pipeline.worker import Task, wait_for
+from pipeline.worker import Context, Task, wait_for
 from tests.pipeline.pipeline_models import batch, cut, gradients, square_error, tower
 
 KINDS = [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit]
@@ -69,6 +69,27 @@ def one_f_one_b(pipe: Pipe) -> None:
 
 def gpipe(pipe: Pipe) -> None:
     pipe.train_step(*batch(8), square_error, schedule="gpipe")
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_stage_that_cannot_even_begin_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    """As where a device cannot be selected."""
+    _, _, pipe = three_stages()
+    enter = Context.enter
+
+    def broken(context: Context) -> Any:
+        if threading.current_thread() is pipe._crew.threads[stage]:
+            raise MemoryError("on purpose")
+        return enter(context)
+
+    monkeypatch.setattr(Context, "enter", broken)
+    for step in (one_f_one_b, gpipe):
+        with pytest.raises(MemoryError, match="on purpose"):
+            step(pipe)
+    monkeypatch.undo()
+    one_f_one_b(pipe)
 
 
 @pytest.mark.parametrize("kind", KINDS)

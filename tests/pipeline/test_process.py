@@ -29,6 +29,7 @@ from tests.pipeline.pipeline_models import (
 )
 from tests.pipeline.test_gpt2_pipeline import gpt2, plain_loss, sentences
 from tests.ranks import Ranks
+from tests.recorder import Paused
 
 NAMES = list(sched.SCHEDULES)
 TRANSPORTS = ["shared memory", "groups"]
@@ -376,6 +377,8 @@ def _recorded(rank: int, _: int, early: bool) -> list[str]:
         pipe.train_step(x, y, square_error, "1f1b", 3)
         pipe.optimizer_step(optimizer)
         assert pipe.peak_alive == [2, 1][rank]
+        pipe.recorder = Paused()
+        pipe.train_step(x, y, square_error)
     assert {event[1] for event in events} == {rank}
     times = [t for event in events for t in event[3:]]
     assert times == sorted(times)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.exchange import PeerError
+from pipeline.exchange import Layout, PeerError
 from pipeline.links import MismatchError
 from pipeline.process import ProcessPipe
 from pipeline.shared_memory import SharedReceiver, SharedSender
@@ -234,3 +234,31 @@ def test_a_neighbour_that_is_silent_while_the_channel_is_made() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, pytest.raises(PeerError, match=r"^it is silent$"):
         SharedReceiver(ours, 0.01)
+
+
+def test_what_a_neighbour_sends_just_before_it_ends_is_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the receiver's looks at the event and at the connection, both by hand."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sender, receiver = SharedSender(theirs, 1.0), SharedReceiver(ours, 1.0)
+    layout, read = Layout([((2,), torch.float32)]), os.eventfd_read
+    sender.expect([(i, layout) for i in range(3)], 3)
+    sender.send(0, layout, [torch.full((2,), 0.0)])
+
+    def look(event: int) -> int:
+        found = read(event)
+        monkeypatch.undo()
+        for i in (1, 2):
+            sender.send(i, layout, [torch.full((2,), float(i))])
+        sender.close()
+        return found
+
+    monkeypatch.setattr(os, "eventfd_read", look)
+    found = [receiver.receive(i, layout) for i in range(3)]
+    assert [[t.tolist() for t in tensors if t is not None] for tensors in found] == [
+        [[float(i)] * 2] for i in range(3)
+    ]
+    with pytest.raises(PeerError, match=r"^it has ended$"):
+        receiver.receive(3, layout)
+    receiver.close()

@@ -24,6 +24,7 @@ from tests.pipeline.pipeline_models import (
     take_gradients,
     tower,
 )  # fmt: skip
+from tests.recorder import Paused
 
 NAMES = list(sched.SCHEDULES)
 
@@ -273,6 +274,9 @@ def test_the_recorder_sees_every_action_with_its_times() -> None:
         events.clear()
         square_error(pipe(x), y).backward()
         assert len(events) == 16
+        pipe.recorder = Paused()
+        square_error(pipe(x), y).backward()
+        pipe.train_step(x, y, square_error)
 
 
 def test_a_loss_that_is_not_one_number_says_what_is_needed() -> None:

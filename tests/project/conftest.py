@@ -81,8 +81,9 @@ def run(workdir: Path, *command: str) -> Run:
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default workdir is made in the current folder. Nobody was started by torchrun, and there
-    is no network."""
+    is no network, and no GPU."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

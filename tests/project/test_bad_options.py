@@ -30,8 +30,9 @@ NAME = "000001-here"
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default workdir is made in the current folder. There are a file, a folder with nothing in
-    it, and what a run would begin with is forbidden."""
+    it, no GPU, and what a run would begin with is forbidden."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     Path("file").touch()
     Path("empty").mkdir()
     for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):

@@ -10,7 +10,7 @@ import pytest
 
 from project.folders import alone_in_workdir
 from training.ending import Interrupted
-from training.export import clean_export
+from training.export import check_export, clean_export
 from training.launch import UserError
 
 HALF = ("work/checkpoints/.000002-epoch1.part/state.json", "work/summary.json.part",
@@ -78,3 +78,22 @@ def test_an_export_that_was_killed_between_two_renames_is_put_back(
     Path(".exported.old").mkdir()
     clean_export(args.export)
     assert not Path(".exported.old").exists()
+
+
+def test_an_export_replaces_no_workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for export, workdir in (("work", "work"), ("out", "out/deep/work"), (".", "work")):
+        with pytest.raises(UserError, match=f"--export {export}: it would replace --workdir"):
+            check_export(Path(export), Path(workdir))
+    Path("earlier/checkpoints").mkdir(parents=True)
+    Path("earlier/config.json").touch()  # every workdir has one
+    Path("exported").mkdir()
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        Path("exported", file).touch()
+    with pytest.raises(UserError, match="--export earlier: something else is there"):
+        check_export(Path("earlier"), Path("work"))
+    for fine in ("exported", "work/exported", "new"):
+        check_export(Path(fine), Path("work"))
+    Path("exported/checkpoints").mkdir()
+    with pytest.raises(UserError, match="something else is there"):
+        check_export(Path("exported"), Path("work"))

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from project.options import launch_settings
+from project import run_pipeline
+from project.options import launch_settings, open_timeline
 from project.rules import check_model, check_warmup
 from project.run_data_parallel import parse
 from project.session import read_texts
 from training.data import train_tokenizer
-from training.launch import Settings, UserError
+from training.launch import Settings, UserError, World
 from training.model import build_model, gpt2_config
 
 
@@ -163,6 +164,13 @@ def test_what_is_not_given() -> None:
         "accumulation_steps": None, "cores_per_rank": None, "master_port": None, "pytest": False,
         "timeline": None, "save_every": None, "keep": 2, "resume": False, "export": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("program", [parse, run_pipeline.parse])
+def test_a_timeline_of_no_steps_is_none(program: Any) -> None:
+    """Of train.py, which records some where nothing is said, see test_train.py."""
+    assert not open_timeline(program(["--timeline", "0"]), World()).recording
+    assert open_timeline(program(["--timeline", "1"]), World()).recording
 
 
 @pytest.mark.parametrize(

@@ -348,9 +348,11 @@ def test_a_timeline_has_every_action_of_the_schedule(
 
 
 def test_dropout_knows_nothing_of_cut_or_schedule(train: Trainer) -> None:
-    """Dropout is drawn per layer and micro-batch."""
+    """Dropout is drawn per layer and micro-batch; and the gradient's norm, by which all are
+    clipped here, is added up parameter by parameter."""
+    clipped = ("--dropout=0.1", "--n_layer=4", "--max_grad_norm=0.1")
     one, two, three = (
-        losses(train("--dropout=0.1", "--n_layer=4", PIPELINE, "--n_chunk=4", *options))
+        losses(train(*clipped, PIPELINE, "--n_chunk=4", *options))
         for options in (("--balance=1,3",), ("--balance=3,1",), ("--schedule=gpipe",
                                                                  "--balance=2,2"))
     )  # fmt: skip

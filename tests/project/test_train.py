@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from data_parallel.ddp import DistributedDataParallel
+from data_parallel.fsdp import FullyShardedDataParallel
 from project import check, strategies
 from tests.project.conftest import ROOT, Run, run
 from tests.project.trained import GPT, ON_TWO, VGG, trained, work
 from tests.ranks import Ranks
+from training.launch import RunError
 from training.timeline import read_timelines
 from training.vgg import vgg16
 
@@ -64,6 +67,33 @@ def test_one_worker(line: str, tmp_path: Path) -> None:
     assert printed.count("agree with one process") == 2
 
 
+def test_sharded_bf16_gathers_half_the_bytes_and_computes_losses_in_fp32(ranks: Ranks) -> None:
+    """A rank has half of all weights in fp32, and in bf16 what others gather. (Under autocast whole
+    weights would be gathered, and their copies kept.)"""
+    printed, error, summary = trained(ranks, "fsdp --precision bf16 " + VGG, look_at_losses)
+    assert error is None, printed
+    assert printed.count("agree with one process") == 2
+    whole = sum(p.numel() for p in vgg16(width=4).parameters())
+    for held in summary["state_bytes"]["parameters"]:
+        assert held == pytest.approx((4 + 2) * whole / 2, rel=0.05)
+
+
+def look_at_losses(_: int, patches: pytest.MonkeyPatch) -> None:
+    forward, entropy = FullyShardedDataParallel.forward, torch.nn.functional.cross_entropy
+
+    def in_bf16(self: Any, x: Any) -> Any:
+        output = forward(self, x)
+        assert output is None or output.dtype == torch.bfloat16
+        return output
+
+    def in_fp32(logits: Tensor, *args: Any, **options: Any) -> Tensor:
+        assert logits.dtype != torch.bfloat16
+        return entropy(logits, *args, **options)
+
+    patches.setattr(FullyShardedDataParallel, "forward", in_bf16)
+    patches.setattr("torch.nn.functional.cross_entropy", in_fp32)
+
+
 def test_three_workers(three_ranks: Ranks) -> None:
     """Batches of 6, 6, 6 and 4; a worker's share is not a half. The losses are the same, too."""
     losses = []
@@ -89,7 +119,12 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, strategy: str, line: st
     }
     timelines = read_timelines(Path("work"))
     assert [line.rank for line in timelines] == [0, 1]
+    schedule, m = {"pipeline": ("1f1b", 4), "model": ("1f1b", 1)}.get(strategy, (None, None))
+    m = 2 if "--num_microbatches 2" in line else m
     for timeline in timelines:
+        assert timeline.about == {
+            "strategy": strategy, "schedule": schedule, "num_microbatches": m
+        }  # fmt: skip
         kinds = {event.kind for event in timeline.events}
         assert {"F", "optimizer"} < kinds, kinds
         assert max(event.step for event in timeline.events) == 4
@@ -215,6 +250,42 @@ def test_copies_that_have_come_apart_are_an_error(ranks: Ranks) -> None:
     assert error == "ddp: copies of fc6.bias have come apart"
 
 
+def refuse_to_gather(_: int, patches: pytest.MonkeyPatch) -> None:
+    def refuse(_: Any) -> Any:
+        raise RunError("the whole model is asked for")
+
+    patches.setattr(strategies.Fsdp, "whole_weights", refuse)
+
+
+def test_the_whole_model_is_gathered_only_to_be_used_and_after_the_summary(ranks: Ranks) -> None:
+    unused = "fsdp " + VGG.replace("--check_weights ", "")
+    printed, error, summary = trained(ranks, unused, refuse_to_gather)
+    assert (error, list(summary["checks"])) == (None, ["outputs"]), printed
+    assert names_in("work") == [*WRITTEN, *TIMELINES]
+    for used in ("fsdp " + VGG, f"{unused} --export {Path('exported').resolve()}"):
+        _, error, summary = trained(ranks, used, refuse_to_gather)
+        assert error == "the whole model is asked for"
+        assert (len(summary["loss"]), summary["checks"]) == (2, {})
+
+
+WRITTEN = ["checkpoints", "summary.json"]
+TIMELINES = ["timeline_rank0.json", "timeline_rank1.json", "trace.json"]
+
+
+def names_in(folder: str | Path) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_without_a_timeline_none_is_left(ranks: Ranks) -> None:
+    """Nor that of an earlier run."""
+    Path("work").mkdir()
+    for name in TIMELINES:
+        Path("work", name).touch()
+    line = f"ddp {VGG} --timeline 0".replace("--check_weights --check_output", "")
+    assert trained(ranks, line)[1] is None
+    assert names_in("work") == WRITTEN
+
+
 def test_a_tensor_is_compared_with_its_own_rounding() -> None:
     exact = {"a": torch.tensor([1.0, 2.0], dtype=torch.float64), "b": torch.zeros(1).double()}
     plain = {"a": torch.tensor([1.0, 2.0 + 4e-7]), "b": torch.zeros(1)}
@@ -252,9 +323,7 @@ def test_the_courses_command(by_command: Run) -> None:
     assert lines[0].startswith("ddp, 2 workers: vgg16, 0.1 M parameters; 2 steps of 32, adamw at ")
     assert by_command.stdout.count("agree with one process") == 2
     assert lines[-2] == "Results are in workdir/ddp2/."
-    names = ["checkpoints", "summary.json", "timeline_rank0.json", "timeline_rank1.json"]
-    names += ["trace.json"]
-    assert sorted(path.name for path in by_command.workdir.iterdir()) == names
+    assert names_in(by_command.workdir) == [*WRITTEN, *TIMELINES]
 
 
 def test_torchrun_starts_it_and_trains_the_same(by_command: Run, tmp_path: Path) -> None:

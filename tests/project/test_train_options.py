@@ -107,6 +107,35 @@ def test_torchrun_decides_the_number_of_workers(monkeypatch: pytest.MonkeyPatch)
         parse(["ddp", "--num_workers", "2"])
 
 
+def test_workers_that_hand_each_other_tensors_need_a_gpu_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or none; whole models may share one."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for strategy in ("fsdp", "pipeline", "model"):
+        for device in ("auto", "cuda"):
+            with pytest.raises(UserError) as error:
+                parse([strategy, "--device", device])
+            assert str(error.value) == (
+                f"{strategy} --num_workers 2 --device {device}: 1 GPU is visible, and every worker "
+                "needs one; --num_workers 1, or --device cpu, works"
+            )
+        for works in ("--num_workers 1", "--device cpu"):
+            assert parse([strategy, *works.split()]).strategy == strategy
+    assert parse(["ddp", "--device", "cuda"]).num_workers == 2
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert parse(["pipeline", "--num_workers", "3"]).num_workers == 3
+    with pytest.raises(UserError, match=r": 3 GPUs are visible, .*; --num_workers 3, or"):
+        parse(["fsdp", "--num_workers", "4"])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # on each of four machines
+    assert parse(["fsdp"]).num_workers == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="; --nproc-per-node 3, or --device cpu, works"):
+        parse(["fsdp"])
+
+
 def test_a_neighbour_may_be_silent_for_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun nobody else notices that a rank is stopped."""
     args = parse(["pipeline", "--timeout", "7"])

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from tests.ranks import Ranks
 from training import checkpoint as module
 from training import pieces
-from training.checkpoint import Checkpoint, Saver, clean, names, newest
+from training.checkpoint import Checkpoint, Saver, clean, names, newest, set_aside
 from training.pieces import CheckpointError, SaveError, whole
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -32,9 +32,12 @@ SHARD = "shard-00001-model-00001-of-00001.safetensors"
 def save(folder: Path, value: int, keep: int = 2, spare: tuple[str, ...] = ()) -> Path:
     """A checkpoint in whose every part `value` stands."""
     tensors = [whole("x", torch.full((3, 2), float(value))), whole("n", torch.tensor(value))]
-    return Saver(folder, keep, spare=spare).save(
+    saver = Saver(folder, keep, spare=spare)
+    saved = saver.save(
         f"step{value}", tensors, {"step": value}, {"note.txt": f"{value}\n".encode()}
     )
+    saver.prune()
+    return saved
 
 
 def value_of(checkpoint: Checkpoint | None) -> int | None:
@@ -91,6 +94,26 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     save(tmp_path, 5, keep=1)
     assert names(tmp_path) == ["000005-step5"]
     assert listing(tmp_path) == ["000005-step5"]
+
+
+def test_what_no_finite_step_has_followed_replaces_nothing(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, 1)
+    for value in range(1, 4):
+        saver.save(f"step{value}", [whole("x", torch.tensor(value))], {})
+        assert len(names(tmp_path)) == value
+    saver.prune()
+    assert names(tmp_path) == ["000003-step3"]
+
+
+def test_a_run_that_begins_anew_leaves_nothing_to_go_on_from_by_mistake(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    set_aside(folder)
+    for value in (1, 2):
+        save(folder, value)
+        set_aside(folder)
+        set_aside(folder)  # nothing is there now: what was set aside stays
+        assert newest(folder) == (None, {})
+        assert value_of(newest(tmp_path / "checkpoints_old")[0]) == value
 
 
 def test_damaged_ones_are_neither_counted_nor_removed(tmp_path: Path) -> None:
