@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from training.ending import refuse, signals_end, speaks
+from training.ending import leave_when_done, refuse, signals_end, speaks
 from training.launch import DEVICES, RunError, Settings, UserError, World, quiet_libraries
 from training.optimization import LR_SCHEDULERS, ON_NAN
 from training.timeline import Timeline
@@ -255,3 +255,4 @@ def run_program(main: Callable[[], None]) -> None:
         except (UserError, RunError) as error:
             status = 2 if isinstance(error, UserError) else 1
             refuse(f"{Path(sys.argv[0]).name}: error: {error}\n", status)
+    leave_when_done()

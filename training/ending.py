@@ -226,6 +226,15 @@ def leave_torchrun(rank: int, error: BaseException) -> NoReturn:
     os._exit(1)  # not through destructors, which may wait for the other ranks
 
 
+def leave_when_done() -> None:
+    """Ends a rank of torchrun's that has done all it had to, at once: all others may have gone, and
+    nobody would notice that it is stopped while Python clears up."""
+    if torchrun_world_size() is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
 def until_orphaned(parent: int) -> None:
     """Waits for the end of this process' parent."""
     while os.getppid() == parent:

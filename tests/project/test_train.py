@@ -58,9 +58,9 @@ def test_options_of_strategies(ranks: Ranks, line: str) -> None:
 
 
 @pytest.mark.parametrize("line", [VGG, GPT], ids=["vgg", "gpt2"])
-def test_one_worker(line: str) -> None:
+def test_one_worker(line: str, tmp_path: Path) -> None:
     """The plain loop it is compared with is another: no micro-batches, and in check.py."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         more = "--num_workers 1 --precision fp64 --num_microbatches 2 --workdir work"
         printed, error = work(0, 1, f"single {line} {more}", None)
