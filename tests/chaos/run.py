@@ -157,9 +157,11 @@ class Run:
 
 def _take_terminal() -> None:
     """In the new process: the terminal that is its stdin becomes the one it is controlled by. And
-    Ctrl-C is heard, which a shell that starts tests in the background has switched off."""
+    Ctrl-C is heard, which a shell that starts tests in the background has switched off, and the end
+    of the terminal, which nohup has."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def can_be_armed(process: psutil.Process) -> bool:

@@ -211,6 +211,39 @@ def test_a_layer_may_return_its_parameter_and_write_to_its_input(ranks: Ranks) -
     }  # fmt: skip
 
 
+class _ScalesLater(nn.Module):
+    """Adds its parameter in its first forward, and multiplies with it in those that follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 5.0, dtype=DTYPE))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.weight if self.calls > 1 else x + self.weight
+
+
+def _later(_: int, _world: int) -> dict[str, Tensor]:
+    ends = [nn.Linear(n, m, bias=False, dtype=DTYPE) for n, m in ((2, 3), (3, 1))]
+    for end in ends:
+        nn.init.ones_(end.weight)
+    layers = [ends[0], _ScalesLater(), ends[1]]
+    fsdp = FullyShardedDataParallel(layers, lambda shards: torch.optim.SGD(shards, lr=0.1))
+    for _step in range(2):
+        fsdp.zero_grad()
+        fsdp.backward(fsdp.forward(torch.ones(1, 2, dtype=DTYPE)).sum())
+    return whole(fsdp, "gradients")
+
+
+def test_what_backward_did_not_need_at_first_it_may_need_later(ranks: Ranks) -> None:
+    """Such a parameter is not gathered again for backward: its values are kept instead."""
+    first, _ = ranks.run(_later)
+    assert {n: g.flatten().tolist() for n, g in first.items()} == {
+        "0.weight": [10.0] * 6, "1.weight": [4.0] * 3, "2.weight": [20.0] * 3,
+    }  # fmt: skip
+
+
 class _WritesToSaved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
