@@ -25,6 +25,8 @@ from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    import project.startup  # noqa: F401 (Ctrl-C ends what takes seconds from here on)
 
 from pipeline.partition import parse_balance
 from pipeline.schedule import SCHEDULES

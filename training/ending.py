@@ -100,11 +100,9 @@ class signals_end:  # noqa: N801
         self.late: list[threading.Timer] = []
         if threading.current_thread() is not threading.main_thread():
             return
-        ends: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
-        if torchrun_world_size() is None:
-            ends |= dict.fromkeys(_ASKED, signal.SIG_DFL)
-        for number, untouched in ends.items():
-            if signal.getsignal(number) is untouched:
+        asked = _ASKED if torchrun_world_size() is None else []
+        for number in (signal.SIGINT, *asked):
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 self.before[number] = signal.signal(number, self._end)
 
     def _end(self, number: int, _: object) -> NoReturn:

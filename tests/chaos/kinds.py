@@ -159,7 +159,7 @@ KINDS = (
     ),
     Kind(
         "ctrl-c", "SIGINT to the process group", _ctrl_c,
-        {OWN: End((130,), None), TORCHRUN: End(None, None, (), None), ALONE: End((130,), None)},
+        {OWN: End((130,), None), TORCHRUN: End(None, None, (), None), ALONE: End((130, -2), None)},
     ),
     Kind(
         "hang up", "the terminal closes (SIGHUP)", _hang_up,
