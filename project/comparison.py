@@ -22,7 +22,7 @@ from training.launch import UserError
 from training.record import OPTIONS, read_results
 
 TIME, THROUGHPUT = "training_time", "tokens_per_sec"
-YLABELS = {TIME: "training time of an epoch (s)", THROUGHPUT: "tokens per second"}
+YLABELS = {TIME: "training time of an epoch (s)", THROUGHPUT: "tokens per second, padding included"}
 MODEL_SIZES = ("n_layer", "n_embd", "n_head", "vocab_size")
 MAX_RANK_BARS = 4  # with more ranks the slowest stands for all
 

@@ -21,6 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from training.ending import UserError
+
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
 SKY, PURPLE, VERMILION, YELLOW = "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
 INK, GREY, FAINT = "#1F2933", "#6B7785", "#E8EBEE"
@@ -58,9 +60,19 @@ def with_spread(mean: float, std: float) -> str:
 
 
 def save(fig: Figure, path: Path) -> Path:
-    """Writes the picture, making its folder, and returns the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=DPI, facecolor="white")
+    """Writes the picture, making its folder, and returns the path.
+
+    Raises:
+        UserError: it cannot be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fig.savefig(path, dpi=DPI, facecolor="white")
+    except OSError as error:
+        raise UserError(
+            f"{path}: nothing can be written there ({error.strerror}); --output works with a file "
+            "in a folder of your own"
+        ) from error
     return path
 
 

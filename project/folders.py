@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from project.session import CHECKPOINTS
-from training.checkpoint import clean
-from training.ending import is_first, torchrun_world_size
+from training.checkpoint import clean, names
+from training.ending import Interrupted, is_first, say, torchrun_world_size
 from training.export import check_export, clean_export
 from training.launch import UserError
 
@@ -24,13 +24,20 @@ def claim_folders(args: argparse.Namespace) -> None:
         raise UserError(
             f"--save_every {args.save_every} --keep 0: no checkpoint would stay; --keep 1 works"
         )
+    if Path(args.dataset).is_dir() and args.workdir.resolve() == Path(args.dataset).resolve():
+        raise UserError(
+            f"--workdir {args.workdir}: it is the --dataset, and results would be mixed into it; "
+            "--workdir workdir works"
+        )
     if args.export is not None:
         check_export(args.export, args.workdir)
-        _claim(args.export.resolve().parent, f"--export {args.export}", "--export exported")
-    _claim(args.workdir, f"--workdir {args.workdir}", "--workdir workdir")
+        claim_folder(args.export.resolve().parent, f"--export {args.export}", "--export exported")
+    claim_folder(args.workdir, f"--workdir {args.workdir}", "--workdir workdir")
 
 
-def _claim(folder: Path, option: str, example: str) -> None:
+def claim_folder(folder: Path, option: str, example: str) -> None:
+    """Makes the folder, and writes into it. Raises UserError where that cannot be done: `option` is
+    how it was named, and `example` what would work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # without a name, which a killed run would leave
@@ -53,6 +60,12 @@ def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
     lock = _lock(args.workdir) if is_first() else None
     try:
         yield
+    except Interrupted:
+        if torchrun_world_size() is None:
+            saved = names(args.workdir / CHECKPOINTS)
+            then = f"--resume goes on from {saved[-1]}" if saved else "there is no checkpoint yet"
+            say(f"\nThe run was asked to end; {then}.\n")
+        raise
     finally:
         if torchrun_world_size() is None:
             clean(args.workdir / CHECKPOINTS)

@@ -163,7 +163,10 @@ def _title(measured: Workers, ideal: Workers | None, about: Mapping[str, Any]) -
 
 
 def _numbers(workers: Workers) -> str:
-    return f"numbers: {'micro-batches' if _by_microbatch(workers) else 'layers or buckets'}"
+    if not _by_microbatch(workers):
+        return "numbers: layers or buckets"
+    buckets = any(event.kind == "all_reduce" for row in workers.values() for event in row)
+    return f"numbers: micro-batches{', of an all-reduce buckets' if buckets else ''}"
 
 
 def _by_microbatch(workers: Workers) -> bool:
@@ -285,9 +288,10 @@ def _legend(fig: Figure, panels: Sequence[Panel], y: float) -> None:
     if "B" in order and "I" in order:  # of one colour: the half that the stage below waits for
         order.remove("I")
         names["B"] = "backward, or of inputs"
+    grey = "idle" if any(panel.idle for panel in panels) else "nothing computed"
     patches = [Patch(color=COLOURS.get(k, VERMILION), label=names[k]) for k in order]
     fig.legend(
-        handles=[*patches, Patch(color=FAINT, label="idle")], loc="upper left", frameon=False,
+        handles=[*patches, Patch(color=FAINT, label=grey)], loc="upper left", frameon=False,
         bbox_to_anchor=(0.35 / WIDTH, y), ncols=len(patches) + 1, fontsize=SMALL, labelcolor=INK,
         handlelength=1, handleheight=1, borderpad=0, borderaxespad=0, columnspacing=1.4,
     )  # fmt: skip

@@ -247,7 +247,8 @@ class Session:
         src, tgt, test = self.args.src, self.args.tgt, self.texts.splits["test"]
         seconds, speeds = zip(*(self.times[1:] or self.times), strict=True)
         mean = f"{spread(seconds, 's')}, {spread(speeds, 'positions/s')}"
-        self.say(f"an epoch, the first left out: {mean}\n")
+        which = "an epoch, the first left out" if len(self.times) > 1 else "the epoch"
+        self.say(f"{which}: {mean}\n")
         for pair, sentence in list(zip(test, self.sentences, strict=True))[:3]:
             self.say(f"  {src:>9}   {pair[src]}")
             self.say(f"  {tgt:>9}   {pair[tgt]}")

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from project import golden, options
+from project.folders import claim_folder
 from project.problems import Pictures, Problem, Sentences
 from project.rules import check_alone
 from project.trainers import EPS, LEARNING_RATE
@@ -148,6 +149,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.chosen = choose([name for names in named for name in names.split(",") if name])
     if args.json is not None and not args.json.parent.is_dir():
         raise UserError(f"--json {args.json}: there is no folder {args.json.parent}; make it first")
+    if args.json is not None:
+        claim_folder(args.json.parent, f"--json {args.json}", "--json verify.json")
     return args
 
 

@@ -147,7 +147,7 @@ def epoch_line(
 
 
 def spread(values: Sequence[float], unit: str) -> str:
-    """Mean and deviation of the sample, as a closing line says them."""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    """Mean and deviation of the sample, if it has one, as a closing line says them."""
     digits = 1 if statistics.mean(values) < 100 else 0
-    return f"{statistics.mean(values):,.{digits}f} ± {deviation:,.{digits}f} {unit}"
+    deviation = f" ± {statistics.stdev(values):,.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):,.{digits}f}{deviation} {unit}"

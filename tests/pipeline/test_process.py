@@ -199,7 +199,7 @@ def _ten_steps(_: int, __: int, sizes: Sequence[int], limits: list[float]) -> di
 def test_ten_clipped_steps_end_where_one_process_ends(
     ranks: Ranks, three_ranks: Ranks, sizes: list[int]
 ) -> None:
-    """Clipping bites every other time, and the tied weight counts once. Adam divides by the root of a
+    """Clipping bites every other time; the tied weight counts once. Adam divides by the root of a
     gradient's square, so rounding grows where gradients are near 0: 1e-9 is ample for ten steps."""
     world = ranks if len(sizes) == 2 else three_ranks
     limits = [0.1, 1e3] * 5

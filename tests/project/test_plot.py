@@ -172,7 +172,7 @@ def test_data_parallel_throughput(
     low, high = error_bars(ax)[1]
     assert (high - low) / 2 == pytest.approx((886.6667 - 731.8182) / 2**0.5, rel=1e-4)
     assert texts(fig)[0] == "2 processes: 1.92x the tokens/s of one (ideal 2x)"
-    assert ax.get_title(loc="left") == "tokens per second, all ranks together"
+    assert ax.get_title(loc="left") == "tokens per second, padding included, all ranks together"
 
 
 def test_runs_that_were_disturbed_are_pointed_out(
