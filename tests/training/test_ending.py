@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from training.ending import Interrupted, signals_end
 
 
+@pytest.fixture(autouse=True)
+def _untouched() -> Iterator[None]:
+    """The signals are as in a new process, whatever other tests have done to them."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_being_asked_to_end(name: str) -> None:
     number = signal.Signals[name]
-    assert signal.getsignal(number) is signal.SIG_DFL
     cleaned = []
     with pytest.raises(Interrupted) as end, signals_end():
         try:
@@ -35,12 +45,9 @@ def test_what_the_end_of_the_terminal_breaks_is_not_the_reason() -> None:
 
 def test_what_is_ignored_stays_ignored() -> None:
     """As under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with signals_end():
-            os.kill(os.getpid(), signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with signals_end():
+        os.kill(os.getpid(), signal.SIGHUP)
 
 
 def test_ranks_of_torchruns_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
