@@ -87,7 +87,7 @@ def _one_process() -> Found:
     return outputs, {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])  # what 2 does both do
 @pytest.mark.parametrize("where", ["updates", "reads", "sums", "fills"])
 def test_a_slow_rank_changes_nothing(ranks: Ranks, where: str, zero: int) -> None:
     outputs, weights = _one_process()

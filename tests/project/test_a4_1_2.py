@@ -27,7 +27,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor
             [
                 sys.executable, str(ROOT / "project/run_data_parallel.py"), "--pytest", "True",
                 "--n_epochs", "1", "--n_train", "192", "--n_validation", "2", "--n_test", "2",
-                "--batch_size", "128", "--device", "cpu",
+                "--batch_size", "128", "--device", "cpu", "--n_layer", "2", "--vocab_size", "512",
             ],
             cwd=folder, check=True, timeout=100,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from project.progress import NO_RESUME, Progress, check_texts, find_resume, shar
 from project.session import Session, read_texts
 from project.utils import EpochTotals
 from tests.ranks import Ranks
-from training.launch import UserError, World
+from training.launch import RunError, UserError, World
 
 # 20 pairs are 4 steps, the last of 2 pairs: of three ranks one has none.
 TINY = [
@@ -132,18 +132,34 @@ def test_data_parallel_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, sync: s
     assert names == {"random.0.cpu", "random.1.cpu"}
 
 
+def _diverge(rank: int, world_size: int, folder: Path) -> str:
+    try:
+        data_parallel(rank, world_size, folder, ["--learning_rate=1e30", "--keep=1"])
+    except RunError as error:
+        return str(error)
+    return "it did not"
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    """The first step is finite, and moves every weight by 1e30."""
+    said = (
+        "epoch 0, step 2 of 4: the loss of rank 0 and 1 more is nan; try --learning_rate 5e+29 "
+        "or --on_nan skip, which leaves such steps out"
+    )
+    assert ranks.run(_diverge, tmp_path) == [said] * 2
+    assert list(tmp_path.glob("*epoch*")) == []
+
+
 WHOLE = "--model_parallel_mode=pipeline_parallel"
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        (WHOLE, "--schedule=gpipe", "--n_chunk=2"),
         (WHOLE, "--schedule=1f1b", "--n_chunk=3"),
         (WHOLE, "--schedule=zb", "--n_chunk=3"),
         (WHOLE, "--pipeline=blocks", "--n_chunk=3"),
         ("--model_parallel_mode=model_parallel", "--n_chunk=2"),
-        ("--model_parallel_mode=none", "--n_chunk=2"),
     ],
     ids=" ".join,
 )
