@@ -71,24 +71,27 @@ def _layouts(W: int) -> dict[str, tuple[Sentences, dict[str, Any]]]:
 def _data_parallel() -> Iterator[Strategy]:
     for W in (2, 3):
         for layout, (problem, cut) in _layouts(W).items():
-            syncs = ("per_parameter", "flat", "overlap") if W == 2 else ("flat", "overlap")
+            syncs = ("per_parameter", "flat", "overlap") if W == 2 else ("overlap",)
             for sync in syncs:
                 yield Strategy(f"dp{W}-{sync}-{layout}", W, data_parallel(sync, **cut), problem)
-            gloo = data_parallel("overlap", share_memory=False, **cut)
-            yield Strategy(f"dp{W}-gloo-{layout}", W, gloo, problem)
+            if W == 2 or layout == "none_left":
+                gloo = data_parallel("overlap", share_memory=False, **cut)
+                yield Strategy(f"dp{W}-gloo-{layout}", W, gloo, problem)
             if layout in ("none_left", "accumulate", "clipped"):
                 yield Strategy(f"ddp{W}-{layout}", W, ddp(**cut), problem)
         yield Strategy(f"ddp{W}-vgg16", W, ddp(accumulation=2), Pictures(10, 8))
-        yield Strategy(f"ddp{W}-vgg16-gloo", W, ddp(share_memory=False), Pictures(9, 8))
+    yield Strategy("ddp2-vgg16-gloo", 2, ddp(share_memory=False), Pictures(9, 8))
 
 
 def _sharded() -> Iterator[Strategy]:
     for W in (2, 3):
         for zero in (1, 2, 3):
             for layout, (problem, cut) in _layouts(W).items():
-                if W == 3 and zero < 3 and layout != "none_left":  # as zero 3, or as two ranks
+                if W == 3 and layout != "none_left":  # as two ranks
                     continue
                 yield Strategy(f"fsdp{W}-zero{zero}-{layout}", W, fsdp(zero, **cut), problem)
+            if W == 3 and zero < 3:  # as zero 3
+                continue
             problem, cut = _layouts(W)["accumulate"]
             gloo = fsdp(zero, share_memory=False, **cut)
             yield Strategy(f"fsdp{W}-zero{zero}-gloo", W, gloo, problem)
@@ -104,7 +107,7 @@ def _pipelines() -> Iterator[Strategy]:
         for n, sizes in enumerate(EQUAL, 1):
             if n == 1 and schedule != "1f1b":  # one stage does the same in any order
                 continue
-            for m in (1, 3, 8) if n > 1 else (3,):
+            for m in {1: (3,), 2: (1, 3, 8), 3: (3, 8)}[n]:
                 build = whole_model(sizes, schedule, m)
                 yield Strategy(f"pipe{n}-{schedule}-m{m}", 1, build, problem)
                 if n < 3 or m == 8:
