@@ -288,7 +288,7 @@ def _legend(fig: Figure, panels: Sequence[Panel], y: float) -> None:
     if "B" in order and "I" in order:  # of one colour: the half that the stage below waits for
         order.remove("I")
         names["B"] = "backward, or of inputs"
-    grey = "idle" if any(panel.idle for panel in panels) else "nothing computed"
+    grey = "idle" if any(panel.idle for panel in panels) else "waiting"
     patches = [Patch(color=COLOURS.get(k, VERMILION), label=names[k]) for k in order]
     fig.legend(
         handles=[*patches, Patch(color=FAINT, label=grey)], loc="upper left", frameon=False,
