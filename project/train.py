@@ -43,7 +43,7 @@ from project.options import (
     seconds,
 )
 from project.recipes import OPTIMIZERS
-from project.rules import check_gpus, check_model, check_parts, check_ranks
+from project.rules import check_gpus, check_model, check_parts, check_ranks, number_of_blocks
 from project.strategies import STRATEGIES
 from project.task import DATA_PARALLEL, VGG
 from project.tasks import read_data
@@ -203,7 +203,7 @@ def _check_options_of_strategies(args: argparse.Namespace) -> None:
             )
         setattr(args, name, given or default)
     if args.strategy in STAGED:
-        layers = 16 if args.model == VGG else 2 * _blocks(args) + 2
+        layers = 16 if args.model == VGG else 2 * number_of_blocks(args) + 2
         if args.num_workers > layers:
             raise UserError(
                 f"{args.strategy} --num_workers {args.num_workers}: {args.model} has {layers} "
@@ -217,15 +217,6 @@ def _check_options_of_strategies(args: argparse.Namespace) -> None:
         raise UserError(
             f"model --num_microbatches {args.num_microbatches}: with more than one it is pipeline"
         )
-
-
-def _blocks(args: argparse.Namespace) -> int:
-    """Of the GPT-2 that the options name, which `check_model` found to be good."""
-    if args.model not in PRESETS:
-        from transformers import AutoConfig  # here: it takes seconds to import
-
-        return AutoConfig.from_pretrained(args.model).n_layer
-    return args.n_layer or PRESETS[args.model]["n_layer"]
 
 
 def _check_uses(args: argparse.Namespace, default: Callable[[str], Any]) -> None:
