@@ -4,7 +4,7 @@
 # make lint    ruff and mypy
 # make figures the runs behind the pictures in submit_figures/, and the pictures
 # make bench   every benchmark: one table, and JSON beside it
-# make chaos   kills, stops and interrupts real runs, and looks at what is left (half an hour)
+# make chaos   kills, stops and interrupts real runs, and looks at what is left (three quarters of an hour)
 # make clean   removes what the above made, but not .venv
 
 PYTHON ?= python3
