@@ -5,7 +5,7 @@ import their libraries, while it trains, or as it ends), and does one thing to o
 Then the run must end in time, with the right status; the rank that failed first must be named and
 its traceback printed once; and no process, port, shared memory or temporary file may be left.
 
-    python -m tests.chaos                              everything once: about three quarters of an hour
+    python -m tests.chaos                              everything once: 45 minutes
     python -m tests.chaos --rounds 10 --only kill --only stop
     python -m tests.chaos --program torchrun --seed 7
     python -m tests.chaos --only restart --rounds 5    killed again and again, equal in the end
