@@ -5,14 +5,12 @@ A run is made once and kept; it is made again when the table gives it other opti
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from project.comparison import read_json
 from project.runs import SUMMARY
@@ -159,7 +157,6 @@ def make_runs(device: str, again: bool = False) -> None:
     missing = [name for name, run in RUNS.items() if again or not run.done(WORKDIRS / name, device)]
     if missing and device == "cpu" and len(core_slice(0, 1)) == 1:
         print("Only one core may be used here: several processes will not be faster than one.")
-    signal.signal(signal.SIGTERM, _end)  # or the run would outlive this process
     for i, name in enumerate(missing):
         run, folder = RUNS[name], WORKDIRS / name
         command = run.command(folder, device)
@@ -171,7 +168,3 @@ def make_runs(device: str, again: bool = False) -> None:
                 (folder / name).unlink(missing_ok=True)
             raise UserError(f"status {done.returncode} from: python {' '.join(command)}")
         print(f"[{i + 1}/{len(missing)}] took {time.perf_counter() - begin:.0f} s\n", flush=True)
-
-
-def _end(number: int, _: object) -> NoReturn:
-    raise SystemExit(128 + number)

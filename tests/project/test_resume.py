@@ -21,6 +21,7 @@ from project.session import Session, read_texts
 from project.utils import EpochTotals
 from tests.ranks import Ranks
 from training.launch import RunError, UserError, World
+from training.optimization import Recipe
 
 # 20 pairs are 4 steps, the last of 2 pairs: of three ranks one has none.
 TINY = [
@@ -148,6 +149,23 @@ def test_a_loss_that_is_not_a_number_ends_the_run(ranks: Ranks, tmp_path: Path) 
     )
     assert ranks.run(_diverge, tmp_path) == [said] * 2
     assert list(tmp_path.glob("*epoch*")) == []
+
+
+def _ruin(rank: int, world_size: int, folder: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recipe, "learning_rate_at", lambda _, step: 1e30 if step == 2 else 1e-2)
+        try:
+            data_parallel(rank, world_size, folder, ["--save_every=1", "--keep=1"])
+        except RunError as error:
+            return str(error)
+    return "it did not end"
+
+
+def test_ruined_weights_leave_the_last_good_ones(ranks: Ranks, tmp_path: Path) -> None:
+    """The third step is finite, and what it has made of the weights is saved; the fourth is not."""
+    for said in ranks.run(_ruin, tmp_path):
+        assert said.startswith("epoch 0, step 4 of 4: the loss of rank 0 and 1 more is nan")
+    assert checkpoints(tmp_path) == ["epoch0-step2", "epoch0-step3"]
 
 
 WHOLE = "--model_parallel_mode=pipeline_parallel"
