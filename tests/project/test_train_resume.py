@@ -9,7 +9,8 @@ import torch
 
 from tests.project.trained import GPT, ON_TWO, VGG, read_json, saved, trained
 from tests.ranks import Ranks
-from training.checkpoint import newest
+from training.checkpoint import names, newest
+from training.optimization import Recipe
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -61,6 +62,18 @@ def test_steps_that_are_left_out_are_null_and_counted_through_a_resume(ranks: Ra
     assert (state["steps"], state["left_out"], state["in_a_row"]) == (12, 11, 11)
     printed, error, _ = trained(ranks, f"{line} --num_batches 25 --resume")
     assert error is not None and "step 21 of 25" in error and "as were 19 before it" in error
+
+
+def _ruin(_: int, patches: pytest.MonkeyPatch) -> None:
+    patches.setattr(Recipe, "learning_rate_at", lambda _, step: 1e30 if step == 2 else 0.02)
+
+
+def test_ruined_weights_leave_the_last_good_ones(ranks: Ranks) -> None:
+    """The third step is finite, and what it has made of the weights is saved; the fourth is not."""
+    line = VGG.replace("--check_weights --check_output", "--keep 1 --save_every 1")
+    _, error, _ = trained(ranks, f"ddp {line} --num_batches 6", _ruin)
+    assert error is not None and "step 4 of 6" in error
+    assert names(Path("work/checkpoints")) == ["000002-step2", "000003-step3"]
 
 
 def test_a_finished_run_goes_on_with_nothing(ranks: Ranks) -> None:
