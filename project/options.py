@@ -247,7 +247,7 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_program(main: Callable[[], None]) -> None:
     """Runs a program: a user's mistake is one line and status 2, a run that cannot go on one line
-    and status 1, Ctrl-C and its like no word and status 128 + signal."""
+    and status 1, Ctrl-C and its like status 128 + signal, and no traceback."""
     quiet_libraries()
     with signals_end():
         try:
