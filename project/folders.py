@@ -4,6 +4,7 @@ written stays."""
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from training.ending import Interrupted, is_first, say, torchrun_world_size
 from training.export import check_export, clean_export
 from training.launch import UserError
 
+ROOM = 1 << 20  # bytes
+
 
 def claim_folders(args: argparse.Namespace) -> None:
     """Makes the folders that the run will write into, or raises UserError where it cannot."""
@@ -24,7 +27,8 @@ def claim_folders(args: argparse.Namespace) -> None:
         raise UserError(
             f"--save_every {args.save_every} --keep 0: no checkpoint would stay; --keep 1 works"
         )
-    if Path(args.dataset).is_dir() and args.workdir.resolve() == Path(args.dataset).resolve():
+    there = os.access(args.dataset, os.R_OK) and Path(args.dataset).is_dir()
+    if there and args.workdir.resolve() == Path(args.dataset).resolve():
         raise UserError(
             f"--workdir {args.workdir}: it is the --dataset, and results would be mixed into it; "
             "--workdir workdir works"
@@ -33,6 +37,7 @@ def claim_folders(args: argparse.Namespace) -> None:
         check_export(args.export, args.workdir)
         claim_folder(args.export.resolve().parent, f"--export {args.export}", "--export exported")
     claim_folder(args.workdir, f"--workdir {args.workdir}", "--workdir workdir")
+    _check_checkpoints(args.workdir, args.keep)
 
 
 def claim_folder(folder: Path, option: str, example: str) -> None:
@@ -40,11 +45,38 @@ def claim_folder(folder: Path, option: str, example: str) -> None:
     how it was named, and `example` what would work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # without a name, which a killed run would leave
+        _try_to_write(folder)
+    except OSError as error:
+        way_out = "name a folder of your own"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            way_out = "make room, or name a folder elsewhere"
+        raise UserError(
+            f"{option}: nothing can be written there ({error.strerror}); {way_out}, as {example}"
+        ) from error
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raises OSError unless there is room for a tokenizer and for results. (The file has no name,
+    which a run that is killed would leave.)"""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(ROOM))
+        file.flush()
+        os.fsync(file.fileno())  # some file systems notice only now that they are full
+
+
+def _check_checkpoints(workdir: Path, keep: int) -> None:
+    """Raises UserError where something is in the place of the checkpoints' folder that this run
+    cannot read, or write if it is to keep some."""
+    folder = workdir / CHECKPOINTS
+    try:
+        if folder.is_symlink() or folder.exists():
+            list(folder.iterdir())
+            if keep:
+                _try_to_write(folder)
     except OSError as error:
         raise UserError(
-            f"{option}: nothing can be written there ({error.strerror}); "
-            f"name a folder of your own, as {example}"
+            f"--workdir {workdir}: {folder} is no folder whose checkpoints this run can read and "
+            f"write ({error.strerror}); move it away, or take another --workdir, as {workdir}_2"
         ) from error
 
 

@@ -137,7 +137,14 @@ def check_model(args: argparse.Namespace) -> None:
             f"presets can be changed ({', '.join(PRESETS)})"
         )
     folder = Path(args.model)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")) | any(folder.glob("*.bin")):
+    try:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else None
+    except OSError as error:
+        raise UserError(
+            f"--model {args.model}: cannot be read ({error.strerror}); presets need no files: "
+            f"{', '.join(PRESETS)}"
+        ) from error
+    if names is not None and not any(name.endswith((".safetensors", ".bin")) for name in names):
         raise UserError(
             f"--model {args.model}: the folder holds no weights (*.safetensors); "
             f"presets need none: {', '.join(PRESETS)}"

@@ -38,7 +38,7 @@ from training.data import (
     to_batch,
 )
 from training.export import export
-from training.launch import UserError, World, core_slice, on_main
+from training.launch import RunError, UserError, World, core_slice, on_main
 from training.model import (
     PRESETS,
     build_model,
@@ -57,6 +57,7 @@ from training.record import (
     spread,
     write_epoch,
     write_json,
+    writing,
 )
 from training.text import SPLITS, Texts, load_texts
 from training.timeline import TRACE, Timeline
@@ -256,7 +257,14 @@ class Session:
         if self.world.is_main:
             from project.plot import plot_training  # here: matplotlib takes a second to import
 
-            picture = plot_training(self.args.workdir)
+            workdir = self.args.workdir
+            try:
+                picture = plot_training(workdir)
+            except UserError as error:  # its way out is an option of plot.py's, not of this program
+                raise RunError(
+                    f"--workdir {workdir} has all results, but not their picture, which python "
+                    f"project/plot.py training {workdir} draws ({error})"
+                ) from error
             if self.timeline_saved:
                 self.say(
                     f"The recorded steps: python project/plot.py timeline {self.args.workdir}, or "
@@ -319,7 +327,8 @@ def open_session(
     else:
         model = load_pretrained(name, len(tokenizer), args.dropout, args.seed)
     if world.is_main:
-        model.config.save_pretrained(args.workdir)
+        with writing(args.workdir / "config.json"):
+            model.config.save_pretrained(args.workdir)
     examples = {
         split: encode(pairs, tokenizer, args.src, args.tgt, args.model_max_length)
         for split, pairs in texts.splits.items()
@@ -354,7 +363,8 @@ def shared_tokenizer(
             _make_tokenizer(args, name, texts.splits["train"])
         else:
             for file in FILES:
-                (args.workdir / file).write_bytes(saved.read(file))
+                with writing(args.workdir / file):
+                    (args.workdir / file).write_bytes(saved.read(file))
 
     on_main(world, make)
     if world.world_size > 1:
@@ -377,4 +387,5 @@ def _make_tokenizer(args: argparse.Namespace, name: str, pairs: Sequence[dict[st
     tokenizer.add_special_tokens(
         {"pad_token": PAD, "additional_special_tokens": [eos(args.src), eos(args.tgt)]}
     )
-    tokenizer.save_pretrained(args.workdir)
+    with writing(args.workdir / "tokenizer.json"):
+        tokenizer.save_pretrained(args.workdir)

@@ -25,7 +25,7 @@ from training.launch import UserError, World
 from training.model import PRESETS, gpt2_config, initializer, round_vocab
 from training.pictures import Pictures, PictureSets, load_pictures, to_inputs
 from training.pretrained import pretrained_config, pretrained_initializer
-from training.record import write_json
+from training.record import write_json, writing
 from training.text import SPLITS, Texts, load_texts
 from training.vgg import initialize_vgg_parameter, picture_loss, vgg16, vgg_layers
 
@@ -188,7 +188,8 @@ class TextTask(_Scored):
         check_targets(args.model_max_length, self.examples["train"])
         self.config, self.fill = self._sizes_and_weights()
         if world.is_main:
-            self.config.save_pretrained(args.workdir)
+            with writing(args.workdir / "config.json"):
+                self.config.save_pretrained(args.workdir)
         self.batches = GlobalBatches(len(self.examples["train"]), args.batch_size, args.seed)
         self.steps_per_epoch = len(self.batches)
         self.length = args.model_max_length if args.padding == "max_length" else None
@@ -257,10 +258,11 @@ class TextTask(_Scored):
     def describe(self) -> str:
         """See `Task`."""
         sizes = " / ".join(f"{len(self.data.splits[split]):,}" for split in SPLITS)
-        return (
+        pairs = (
             f"{self.args.dataset}: {sizes} pairs to train / validate / test, {self.args.src} to "
             f"{self.args.tgt}, vocabulary {self.config.vocab_size:,}"
         )
+        return "\n".join([pairs, *self.data.notes])
 
     @property
     def finishes(self) -> bool:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from training.data import Batch, Step, encode, eos, load_tokenizer, to_batch, train_tokenizer
 from training.optimization import Optimizers
+from training.record import writing
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import PreTrainedTokenizerFast
@@ -35,7 +36,9 @@ def get_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer on `examples`, writes it to workdir/tokenizer.json, and
     returns it as it is read back. One rank calls this; the others `load_tokenizer(workdir)`."""
-    train_tokenizer(examples, vocab_size, src_key, tgt_key).save_pretrained(workdir)
+    tokenizer = train_tokenizer(examples, vocab_size, src_key, tgt_key)
+    with writing(workdir / "tokenizer.json"):
+        tokenizer.save_pretrained(workdir)
     return load_tokenizer(workdir)
 
 

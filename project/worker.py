@@ -31,7 +31,7 @@ from project.utils import precision_notes, sum_over_ranks
 from training.launch import RunError, World, on_main
 from training.memory import peak_bytes
 from training.optimization import Optimizers
-from training.record import write_json
+from training.record import write_json, writing
 from training.timeline import TRACE
 
 LINES = 10  # of the table that is printed while training
@@ -44,7 +44,8 @@ def run_worker(
     if world.is_main:
         stale = (SUMMARY, "timeline_rank*.json", TRACE, "*.json.part")  # of an earlier run
         for path in (path for name in stale for path in args.workdir.glob(name)):
-            path.unlink(missing_ok=True)
+            with writing(path):
+                path.unlink(missing_ok=True)
     task = make_task(args, world, data, resume.checkpoint)
     plan = plan_of(args, world, task)
     strategy = STRATEGIES[args.strategy](task, world, plan)

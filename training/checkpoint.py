@@ -43,7 +43,7 @@ from training.pieces import (
     check_whole,
     save_pieces,
 )
-from training.record import json_text
+from training.record import json_text, writing
 
 FORMAT = "parallel-gpt2 checkpoint 1"
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -101,7 +101,8 @@ def set_aside(folder: Path) -> None:
     if names(folder):
         old = folder.with_name(f"{folder.name}_old")
         shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
+        with writing(old):
+            folder.rename(old)
 
 
 def clean(folder: Path) -> None:
@@ -285,7 +286,7 @@ def _verify(folder: Path) -> list[str]:
             raise CheckpointError(f"{folder}: {STATE} is missing")
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: it has no {MANIFEST}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{folder}: its {MANIFEST} cannot be read") from None
     except OSError as error:
         raise CheckpointError(f"{folder}: it cannot be read ({error.strerror})") from None

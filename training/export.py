@@ -34,7 +34,14 @@ def check_export(folder: Path, workdir: Path) -> None:
             f"--export {folder}: it would replace --workdir {workdir}; --export "
             f"{workdir / 'exported'} works"
         )
-    if folder.exists() and not (folder.is_dir() and _may_be_replaced(folder)):
+    try:
+        free = not folder.exists() or (folder.is_dir() and _may_be_replaced(folder))
+    except OSError as error:
+        raise UserError(
+            f"--export {folder}: nothing can be written there ({error.strerror}); name a folder of "
+            "your own, as --export exported"
+        ) from error
+    if not free:
         raise UserError(
             f"--export {folder}: something else is there; name a new folder, as --export "
             f"{folder}_gpt2"

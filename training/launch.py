@@ -338,6 +338,7 @@ def quiet_libraries() -> None:
         "TRANSFORMERS_VERBOSITY": "error",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "HF_HUB_VERBOSITY": "error",
+        "DATASETS_VERBOSITY": "critical",  # what it cannot read, it raises as well
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "true",
@@ -347,8 +348,9 @@ def quiet_libraries() -> None:
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     }.items():
         os.environ.setdefault(name, value)
-    for library in ("transformers", "huggingface_hub", "datasets"):
+    for library in ("transformers", "huggingface_hub"):
         logging.getLogger(library).setLevel(logging.ERROR)
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)
 
 
 def _rank_main(

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from training.drawing import CLASSES, SIZE, draw
 from training.launch import UserError
-from training.text import BUILTIN, NO_NETWORK, load_from_hub
+from training.text import BUILTIN, NO_NETWORK, load_from_hub, refused_if_unreadable
 
 CIFAR10_CLASSES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
@@ -88,12 +88,13 @@ def load_pictures(dataset: str, n_train: int | None, n_test: int | None, seed: i
         # The test pictures are others than the training ones, and stay when those become more.
         train, test = (_as_pictures(*draw(n, [seed, s])) for s, n in enumerate(sizes))
         return PictureSets(train, test, CLASSES)
-    if path.exists():
-        sets = _cifar10(path)
-    elif path.is_absolute() or dataset.startswith((".", "~")):
-        raise UserError(f"--dataset {dataset}: there is no such folder; {NO_NETWORK}")
-    else:
-        sets = _from_hub(dataset)
+    with refused_if_unreadable(dataset):
+        if path.exists():
+            sets = _cifar10(path)
+        elif path.is_absolute() or dataset.startswith((".", "~")):
+            raise UserError(f"--dataset {dataset}: there is no such folder; {NO_NETWORK}")
+        else:
+            sets = _from_hub(dataset)
     return PictureSets(_first(sets.train, n_train), _first(sets.test, n_test), sets.classes)
 
 

@@ -17,8 +17,8 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,26 +58,50 @@ def clear_results(workdir: Path, first: int = 0) -> None:
         stale = int(found["epoch"]) >= first if found else path.name.endswith(".json.part")
         stale = stale or (first == 0 and _TIMELINE_FILE.fullmatch(path.name) is not None)
         if stale or path.name in (OPTIONS, PICTURE):
-            path.unlink()
+            with writing(path):
+                path.unlink()
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Writes readable JSON, umlauts as they are, see `json_text`. Written aside and renamed: a
-    reader never sees half a file.
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What is done within it writes, or removes, a file or a folder's files.
 
     Raises:
-        RunError: it cannot be written, as on a full disk; what was there before still is.
+        RunError: it cannot, as on a full disk.
+    """
+    try:
+        yield
+    except Exception as error:
+        # Libraries in Rust raise plain exceptions: No space left on device (os error 28).
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise
+        from training.ending import RunError  # here: figures are drawn without torch
+
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"{path}: cannot be written ({reason}); make room there, or name another folder"
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, aside and renamed: a reader never sees half of it.
+
+    Raises:
+        RunError: it cannot be written; what was there before still is.
     """
     aside = path.with_name(path.name + ".part")
     try:
-        aside.write_text(json_text(content, indent=2), encoding="utf-8")
-        aside.replace(path)
-    except OSError as error:
-        from training.ending import RunError  # here: figures are drawn without torch
-
+        with writing(path):
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(path)
+    finally:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
-        raise RunError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes readable JSON, umlauts as they are, see `json_text` and `write_text`."""
+    write_text(path, json_text(content, indent=2))
 
 
 def json_text(content: Any, indent: int) -> str:

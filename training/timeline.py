@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 
 from training.clock import Clock, measure_clock
+from training.record import write_text
 
 T = TypeVar("T")
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -207,7 +208,7 @@ class Timeline:
         head = json.dumps(content, indent=2).rstrip("}\n")
         lines = ",\n    ".join(map(json.dumps, events))
         path = workdir / file_name(self.rank)
-        _write_aside(path, f'{head},\n  "events": [\n    {lines}\n  ]\n}}\n')
+        write_text(path, f'{head},\n  "events": [\n    {lines}\n  ]\n}}\n')
         return path
 
     def save(self, workdir: Path) -> None:
@@ -306,7 +307,7 @@ def merge_trace(workdir: Path) -> Path:
                 slices += [_slice(event, pid, tid, origin) for event in row]
     path = workdir / TRACE
     lines = ",\n".join(map(json.dumps, names + slices))
-    _write_aside(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n')
+    write_text(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n')
     return path
 
 
@@ -327,13 +328,6 @@ def without_crossings(events: Sequence[Event], nested: bool = True) -> list[list
         rows[k].append(event)
         open_ends[k].append(event.end)
     return rows
-
-
-def _write_aside(path: Path, text: str) -> None:
-    """Written aside and renamed: a reader never sees half a file."""
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import sys
+import tempfile
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +17,9 @@ from typing import Any
 import pytest
 
 from training.corpus import builtin_corpus
+from training.data import train_tokenizer
 from training.launch import UserError
+from training.pictures import load_pictures
 from training.text import Texts, load_texts
 
 ALL = {"train": None, "validation": None, "test": None}
@@ -232,7 +239,7 @@ def test_other_columns_are_named(tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text('{"src": "a", "tgt": "b"}\n' * 20)
     assert error_of(path) == (
-        "a row has ['src', 'tgt'], and not the texts 'de' and 'en'; "
+        f"{path}: line 1 has ['src', 'tgt'], and not the texts 'de' and 'en'; "
         "name the languages with --src and --tgt"
     )
     texts = load_texts(str(path), "src", "tgt", {**ALL}, 0, 1)
@@ -245,6 +252,197 @@ def test_a_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
     message = error_of(path)
     assert message.startswith(f"{path}: cannot be read (")
     assert message.endswith("); --dataset builtin needs neither files nor network")
+
+
+EXAMPLE = 'in place of two texts, as {"de": "...", "en": "..."}'
+ROW = '{"de": "Satz", "en": "sentence"}\n'
+NOT_TEXT = 'and not text; text has quotes around it, as "de": "..."'
+UTF16 = "it is UTF-16, and not UTF-8"
+ZERO = f"has a zero byte: {UTF16}, or no text"
+EMPTY = "the file is empty; --dataset builtin needs neither files nor network"
+NO_PAIR = "has no pair with text on both sides"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        # rows that are no pair
+        ("a.jsonl", '{"translation": 5}\n', f"line 1 has 5 {EXAMPLE}"),
+        ("a.jsonl", ROW * 3 + '{"translation": ["a", "b"]}\n', f"line 4 has ['a', 'b'] {EXAMPLE}"),
+        ("a.jsonl", ROW + "null\n", f"line 2 has None {EXAMPLE}"),
+        ("a.jsonl", '"Satz"\n', f"line 1 has 'Satz' {EXAMPLE}"),
+        ("a.json", "[1, 2]", f"row 1 has 1 {EXAMPLE}"),
+        ("a.json", f"[{ROW}, [3]]", f"row 2 has [3] {EXAMPLE}"),
+        ("a.json", "null", f"line 1 has None {EXAMPLE}"),
+        ("a.json", '{"data": []}', "line 1 has ['data'], and not the texts 'de' and 'en'"),
+        ("a.jsonl", '{"translation": {"de": "a"}}', "line 1 has ['de'], and not the texts"),
+        # texts that are none
+        ("a.jsonl", '{"de": 1984, "en": 1984}\n' * 20, f"line 1: de is 1984, {NOT_TEXT}"),
+        ("a.jsonl", ROW + '\n{"de": 5, "en": "five"}\n' + ROW, f"line 3: de is 5, {NOT_TEXT}"),
+        ("a.jsonl", '{"de": ["Satz"], "en": "s"}\n', f"line 1: de is ['Satz'], {NOT_TEXT}"),
+        ("a.jsonl", ROW + '{"de": "\\ud800", "en": "b"}\n', "line 2: de has '\\ud800', which is"),
+        # no rows
+        ("a.jsonl", "", EMPTY),
+        ("a.json", "", EMPTY),
+        ("a.csv", "", EMPTY),
+        ("a.tsv", "", EMPTY),
+        ("a.parquet", "", EMPTY),
+        ("a.jsonl", "\n \n", NO_PAIR),
+        ("a.json", "[]", NO_PAIR),
+        ("a.csv", "de,en\n", NO_PAIR),
+        # what is no JSON
+        ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, "line 3 is not JSON (Expecting property"),
+        ("a.jsonl", "[" * 100_000 + "]" * 100_000, "line 1 is not JSON (maximum recursion depth"),
+        # other encodings
+        ("a.jsonl", (ROW * 20).encode("utf-16"), f"{UTF16}; convert it, for example: iconv -f utf"),
+        ("a.csv", ("de,en\n" + "a,b\n" * 20).encode("utf-16"), UTF16),
+        ("a.csv", ("de,en\n" + "ä,b\n" * 20).encode("utf-16-le"), f"line 1 {ZERO}; convert it, for "
+         "example: iconv -f utf-16le -t utf-8 a.csv"),
+        ("a.tsv", "de\ten\nx\ta\0b\n", f"line 2 {ZERO}"),
+        ("a.jsonl", '{"de": "ä", "en": "a"}\n'.encode("latin1"), "line 1 is not UTF-8 (byte 0xe4); "
+         "convert it, for example: iconv -f latin1 -t utf-8 a.jsonl"),
+    ],
+)  # fmt: skip
+def test_a_table_that_cannot_be_used(
+    tmp_path: Path, name: str, content: str | bytes, said: str
+) -> None:
+    """One line that names the file and says where in it what is wrong."""
+    path = tmp_path / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    message = error_of(path)
+    assert message.startswith((f"{path}: ", f"--dataset {path}: ")) and said in message
+
+
+@pytest.mark.parametrize(
+    ("encoding", "said"),
+    [
+        ("utf-16", "it is UTF-16, and not UTF-8; convert it, for example: iconv -f utf-16 "),
+        ("utf-16-le", f"line 1 {ZERO}; convert it, for example: iconv -f utf-16le "),
+        ("utf-16-be", f"line 1 {ZERO}; convert it, for example: iconv -f utf-16be "),
+    ],
+)
+def test_lines_of_utf16_are_not_taken_for_latin1(folder: Path, encoding: str, said: str) -> None:
+    (folder / "train.de").write_bytes("vierfünf\nzwei\ndrei\n".encode(encoding))
+    assert error_of(folder) == f"{folder}/train.de: {said}-t utf-8 train.de"
+
+
+def test_numbers_in_a_csv_are_text(tmp_path: Path) -> None:
+    """Which have no quotes to tell them apart, whether all are numbers or one is."""
+    path = tmp_path / "text.csv"
+    rows = [(f"00{i}", f"{i}.50") for i in range(20)]
+    write_csv(path, rows)
+    assert load(path).splits["train"] == pairs(rows[:17])
+    rows[0] = ("Satz", "sentence")
+    write_csv(path, rows)
+    assert load(path).splits["train"] == pairs(rows[:17])
+
+
+def test_a_row_that_lacks_a_column_has_an_empty_side(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"en": "sentence"}\n' + ROW * 19)
+    texts = load(path)
+    assert texts.splits["train"] == pairs([("Satz", "sentence")] * 16)
+    assert "train: skipped 1 pairs with an empty side." in texts.notes
+
+
+def denied(call: Callable[[], object]) -> str:
+    """What a call says that is made by a user who may not read what root has put aside."""
+    if os.geteuid() != 0:
+        return error_of_call(call)
+    os.seteuid(65534)
+    try:
+        return error_of_call(call)
+    finally:
+        os.seteuid(0)
+
+
+def error_of_call(call: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="has no such permissions")
+@pytest.mark.parametrize("kind", ["folder", "below", "file", "pictures"])
+def test_what_may_not_be_read(kind: str) -> None:
+    with tempfile.TemporaryDirectory() as name:  # others may not enter pytest's folders
+        folder = Path(name)
+        folder.chmod(0o755)
+        inner = folder / "inner"
+        inner.mkdir()
+        (inner / "train.jsonl").write_text(ROW * 20)
+        closed = {"file": inner / "train.jsonl"}.get(kind, inner)
+        dataset = {"below": folder, "file": inner / "train.jsonl"}.get(kind, inner)
+        closed.chmod(0)
+        read: Callable[[], object] = partial(load, dataset)
+        if kind == "pictures":
+            read = partial(load_pictures, str(dataset), None, None, 0)
+        said = denied(read)
+        closed.chmod(0o755)
+    assert said.startswith(f"--dataset {dataset}: {closed}")
+    assert said.endswith(
+        " cannot be read (Permission denied); --dataset builtin needs neither files nor network"
+    )
+
+
+def test_names_that_are_none(tmp_path: Path) -> None:
+    long = "x" * 300
+    assert error_of(long).startswith(
+        f"--dataset {long}: {long} cannot be read (File name too long)"
+    )
+    (tmp_path / "text.jsonl").mkdir()
+    assert error_of(tmp_path / "text.jsonl").startswith(
+        f"--dataset {tmp_path}/text.jsonl: no train"
+    )
+    (tmp_path / "train.de").mkdir()
+    assert error_of(tmp_path).startswith(
+        f"--dataset {tmp_path}: {tmp_path}/train.de cannot be read (Is a directory)"
+    )
+
+
+MEGABYTE = 1_000_000
+LONG = {
+    "letters": "".join(random.Random(1).choices("abcdefghij", k=MEGABYTE)),
+    "one letter": "a" * MEGABYTE,
+    "digits": "31" * (MEGABYTE // 2),
+    "signs": "_-" * (MEGABYTE // 2),
+    "white space": f"a{' ' * MEGABYTE}b",
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_word_of_a_megabyte_is_cut_and_does_not_stall_the_tokenizer(
+    folder: Path, kind: str
+) -> None:
+    (folder / "train.de").write_text(f"eins\nzwei {LONG[kind]} drei\nvier\n")
+    texts = load(folder)
+    assert texts.notes == [
+        f"{folder}/train.de: line 2: a word of 1,000,000 characters: cut to 1,000 characters."
+    ]
+    begin = time.perf_counter()
+    train_tokenizer(texts.splits["train"], 4096, "de", "en")
+    assert time.perf_counter() - begin < 20  # it is one; that word alone takes minutes
+
+
+def test_long_words_in_a_table_are_cut_and_counted(tmp_path: Path) -> None:
+    long = "ä" * 1001
+    for name, write in (("text.csv", write_csv), ("text.jsonl", write_translations)):
+        write(tmp_path / name, [(f"ein {long}.", long), *numbered(0, 18), ("a", "b" * 200_000)])
+        texts = load(tmp_path / name)
+        assert texts.splits["train"][0] == {"de": f"ein {long[:1000]}.", "en": long[:1000]}
+        where = f"{tmp_path / name}: {'row' if 'csv' in name else 'line'} 1"
+        assert texts.notes[-1] == (
+            f"{where}: a word of 1,001 characters, and 2 more: cut to 1,000 characters."
+        )
+
+
+def test_long_sentences_are_left_as_they_are(folder: Path) -> None:
+    sentence = "ein Wort, " * 100_000 + "x" * 1000
+    (folder / "train.de").write_text(f"eins\n{sentence}\n  \n")
+    texts = load(folder)
+    assert texts.splits["train"][1]["de"] == sentence
+    assert texts.notes == ["train: skipped 1 pairs with an empty side."]
 
 
 def test_places_with_nothing_to_read(tmp_path: Path) -> None:
