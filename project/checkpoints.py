@@ -24,6 +24,7 @@ from training.launch import UserError, World
 from training.optimization import Optimizers
 from training.pictures import PictureSets
 from training.pieces import deal
+from training.seeds import stream
 from training.state import generator_pieces, load_generators, load_training, training_pieces
 
 
@@ -108,7 +109,7 @@ class Checkpoints:
         if not (same and load_generators(rank, [self.world.device], tensors)):
             # Masks of its own, not those of the start again; nor those of a pipeline, whose ranks
             # draw alike, and would go on doing so where each has other examples.
-            torch.manual_seed(torch.initial_seed() + 7_919 * (1 + state["steps"]))
+            torch.manual_seed(stream(self.args.seed, "dropout", strategy.part, state["steps"]))
 
     def after_step(self, log: Log, total: int) -> None:
         """Saves at the end of an epoch, of the run, and every --save_every steps."""

@@ -33,6 +33,7 @@ from training.checkpoint import Checkpoint, Saver, newest, set_aside
 from training.launch import UserError, choose_device
 from training.optimization import Optimizers
 from training.pieces import deal
+from training.seeds import stream
 from training.state import (
     Shards,
     generator_pieces,
@@ -271,7 +272,7 @@ class Progress:
         self.before = share_out(state["totals"], world.rank, world.world_size)
         if not load_generators(world.rank, self.devices, checkpoint.tensors):
             # A rank or device that was not there: masks of its own, not those of epoch 0 again.
-            torch.manual_seed(torch.initial_seed() + 7_919 * (1 + state["steps"]))
+            torch.manual_seed(stream(session.args.seed, "dropout", world.rank, state["steps"]))
 
 
 def share_out(totals: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> EpochTotals:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from data_parallel.dataset import split_batch_size
 from pipeline.partition import parse_balance
 from training.ending import ranks_here
 from training.launch import (
@@ -26,16 +25,15 @@ from training.pretrained import check_pretrained
 
 
 def check_batch(args: argparse.Namespace) -> None:
-    """Raises UserError where the global batch does not fit the ranks or the data."""
-    try:
-        split_batch_size(args.batch_size, args.world_size)
-    except ValueError as error:
-        raise UserError(f"--batch_size {args.batch_size}: {error}") from None
-    if args.n_train is not None and args.world_size > args.n_train:
-        raise UserError(
-            f"--world_size {args.world_size} --n_train {args.n_train}: each rank needs an example; "
-            f"--world_size {args.n_train} or less works"
-        )
+    """Raises UserError where the global batch or the data has no example for each rank. The ranks
+    need not divide the batch: their parts then differ by one example."""
+    for option in ("batch_size", "n_train"):
+        have = getattr(args, option)
+        if have is not None and have < args.world_size:
+            raise UserError(
+                f"--world_size {args.world_size} --{option} {have}: each rank needs an example; "
+                f"--world_size {have} or less works"
+            )
 
 
 def check_parts(args: argparse.Namespace, option: str, ranks: str | None = None) -> None:

@@ -47,10 +47,12 @@ from project.progress import NO_RESUME, Progress, Resume, check_texts, find_resu
 from project.rules import check_batch, check_model, check_parts, check_ranks
 from project.session import open_session, read_texts
 from project.utils import autocast, save_grad_weights, train
+from training.agreement import check_replicas, check_same, run_things
 from training.data import Step
 from training.launch import UserError, World, launch, on_main, setup, torchrun_world_size
 from training.model import target_loss
 from training.optimization import Optimizers, Recipe
+from training.seeds import stream
 from training.text import Texts
 from training.timeline import OFF, Timeline
 
@@ -118,12 +120,13 @@ def run_dp(
     world: World, args: argparse.Namespace, texts: Texts, resume: Resume = NO_RESUME
 ) -> None:
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
+    check_same(world, run_things(vars(args), texts.fingerprints(), resume.checkpoint))
     session = open_session(args, world, texts, resume.checkpoint)
     model = session.model.to(world.device)
     loss_fn = partial(target_loss, model)
     if not args.pytest:
         session.start(loss_fn, resume.epoch, resume.notes)
-    torch.manual_seed(args.seed * 100_003 + world.rank)  # dropout differs between the ranks
+    torch.manual_seed(stream(args.seed, "dropout", world.rank, 0))  # each rank draws its own
     timeline = open_timeline(args, world, strategy="ddp")
     average_gradients_fn, no_sync = make_gradient_sync(args, model, timeline)
     backward_fn = make_backward(args, world, model, no_sync, timeline)
@@ -131,12 +134,15 @@ def run_dp(
     timeline.watch(optimizer.optimizers[0])
     loader = session.loader(world.world_size, world.rank, args.accumulation_steps)
     progress = Progress(session, optimizer, len(loader), [world.device], resume)
+    replicas = dict(model.named_parameters())
+    check_replicas(world, replicas, "at the start")
     for epoch in progress.epochs():
         totals = train(
             model, optimizer, timeline.over(loader.steps(epoch, progress.before.steps)),
             backward_fn, f"Epoch {epoch}", world.rank, average_gradients_fn, len(loader),
             progress.before, progress.after_step,
         )  # fmt: skip
+        check_replicas(world, replicas, f"in epoch {epoch}")
         if args.pytest:
             print(f"rank {world.rank} wrote {save_grad_weights(model, world.rank)}", flush=True)
             return

@@ -30,6 +30,7 @@ from pipeline.model import cut_gpt2, loss_of_targets
 from pipeline.partition import parse_balance
 from pipeline.pipe import Pipe
 from pipeline.schedule import SCHEDULES
+from pipeline.worker import core_slices
 from project.folders import alone_in_workdir, claim_folders
 from project.options import (
     count,
@@ -41,11 +42,13 @@ from project.progress import Progress, check_texts, find_resume
 from project.rules import check_alone, check_batch, check_model, check_stages, settle_stages
 from project.session import Session, open_session, read_texts
 from project.utils import autocast, train
+from training.cores import sharing
 from training.data import Batch, Step
 from training.ending import run_here
 from training.launch import UserError, World, choose_device, quiet_libraries
 from training.model import target_loss
 from training.optimization import Optimizers
+from training.seeds import stream
 from training.timeline import OFF, Timeline
 
 MODES = ("none", "model_parallel", "pipeline_parallel")
@@ -199,8 +202,10 @@ def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
     try:
         refresh = evaluate_on_one_device(session, devices)
         session.say(f"{args.model_parallel_mode} on {', '.join(map(str, devices))}: {strategy.cut}")
-        session.start(strategy.loss, resume.epoch, resume.notes)
-        torch.manual_seed(args.seed)
+        session.start(
+            strategy.loss, resume.epoch, [*stages_sharing_cores(args, devices), *resume.notes]
+        )
+        torch.manual_seed(stream(args.seed, "dropout", 0, 0))
         progress = Progress(
             session, strategy.optimizer, len(loader), devices, resume, strategy.layers
         )
@@ -218,6 +223,13 @@ def run_pp(args: argparse.Namespace, devices: list[torch.device]) -> None:
         session.close()
     finally:
         strategy.close()
+
+
+def stages_sharing_cores(args: argparse.Namespace, devices: list[torch.device]) -> list[str]:
+    """See `training.cores.sharing`; stages of which one computes at a time may share them."""
+    if args.model_parallel_mode != "pipeline_parallel" or devices[0].type != "cpu":
+        return []
+    return sharing([("", cores) for cores in core_slices(devices).values()], "stages")
 
 
 def evaluate_on_one_device(session: Session, devices: list[torch.device]) -> Callable[[], None]:

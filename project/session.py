@@ -25,7 +25,9 @@ from project.utils import (
     precision_notes,
     sum_over_ranks,
 )
+from training.agreement import check_same
 from training.checkpoint import Checkpoint, clean
+from training.cores import core_notes
 from training.data import (
     PAD,
     Batch,
@@ -198,7 +200,8 @@ class Session:
             clear_results(self.args.workdir, first)
             write_json(self.args.workdir / OPTIONS, self.options())
         slow = precision_notes(self.world.device, self.args.precision)
-        self.say("\n".join([self.describe(), *self.texts.notes, *slow, *notes]))
+        shared = core_notes(self.world)
+        self.say("\n".join([self.describe(), *self.texts.notes, *slow, *shared, *notes]))
         self.say(HEADER)
         if self.saved is not None:
             return
@@ -369,7 +372,9 @@ def shared_tokenizer(
     on_main(world, make)
     if world.world_size > 1:
         dist.barrier()  # where rank 0 has failed, there is nothing to read, and the run ends
-    return load_tokenizer(args.workdir)
+    tokenizer = load_tokenizer(args.workdir)
+    check_same(world, {"the tokenizer": tokenizer.backend_tokenizer.to_str().encode()})
+    return tokenizer
 
 
 def _make_tokenizer(args: argparse.Namespace, name: str, pairs: Sequence[dict[str, str]]) -> None:

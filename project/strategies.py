@@ -9,12 +9,11 @@ model      the same, one rank computing at a time     pipeline/process.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.ddp import DistributedDataParallel
@@ -111,11 +110,9 @@ class Ddp(Single):
         """See `Single`."""
         return self.ddp.no_sync()
 
-    def differing(self) -> list[str]:
-        """See `Strategy`. Buffers may differ: what a module writes into them stays on its rank."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        parameters = dict(self.ddp.module.named_parameters())
-        return [names[id(parameters[n])] for n in self.ddp.differing() if n in parameters]
+    def copies(self) -> Mapping[str, Tensor]:
+        """See `Strategy`. Not buffers: what a module writes into them stays on its rank."""
+        return dict(self.model.named_parameters())
 
     def close(self) -> None:
         """See `Strategy`."""
@@ -243,20 +240,9 @@ class Pipeline(Strategy):
         """See `Strategy`. What several stages use, all of them hand over."""
         return [whole(n, t) for n, q in self.pipe.named_parameters().items() if q is p]
 
-    def differing(self) -> list[str]:
+    def copies(self) -> Mapping[str, Tensor]:
         """See `Strategy`: tied parameters have a copy on each stage that uses them."""
-        owned, mine = self.pipe.owned_parameters(), self.pipe.named_parameters()
-        copies = {name: p for name, p in mine.items() if name not in owned}
-        asked: list[Any] = [None] * self.world.world_size
-        dist.all_gather_object(asked, list(copies))
-        tied = {name for names in asked for name in names}
-        originals = gather_on_main(self.world, {n: p for n, p in owned.items() if n in tied})
-        apart = []
-        for rank, names in enumerate(asked):
-            here = copies if rank == self.world.rank else {}
-            found = gather_on_main(self.world, here)
-            apart += [n for n in names if found and not torch.equal(found[n], originals[n])]
-        return apart
+        return self.pipe.named_parameters()
 
     def state_bytes(self) -> dict[str, int]:
         """See `Strategy`."""

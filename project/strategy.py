@@ -9,7 +9,7 @@ is the same for all: training/optimization.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -94,9 +94,9 @@ class Strategy(ABC):
     def loaded(self) -> None:  # noqa: B027 (most need do nothing)
         """Somebody has written to the tensors that are `held`."""
 
-    def differing(self) -> list[str]:
-        """Names of parameters of which ranks hold copies that have come apart."""
-        return []
+    def copies(self) -> Mapping[str, Tensor]:
+        """The whole parameters, by name, of which another rank may hold a copy."""
+        return {}
 
     @abstractmethod
     def state_bytes(self) -> dict[str, int]:

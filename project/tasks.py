@@ -18,13 +18,14 @@ from project.rules import check_warmup
 from project.session import CPU_POSITIONS, EVAL_BATCH, FILES, check_targets, shared_tokenizer
 from project.task import DATA_PARALLEL, VGG, Data, Step, Task, materialize
 from project.utils import evaluate_bleu, generate
+from training.agreement import check_same
 from training.checkpoint import Checkpoint
 from training.data import Encoded, GlobalBatches, RankLoader, encode, to_batch
 from training.export import export, put_in_place
 from training.launch import UserError, World
 from training.model import PRESETS, gpt2_config, initializer, round_vocab
 from training.pictures import Pictures, PictureSets, load_pictures, to_inputs
-from training.pretrained import pretrained_config, pretrained_initializer
+from training.pretrained import model_content, pretrained_config, pretrained_initializer
 from training.record import write_json, writing
 from training.text import SPLITS, Texts, load_texts
 from training.vgg import initialize_vgg_parameter, picture_loss, vgg16, vgg_layers
@@ -187,6 +188,8 @@ class TextTask(_Scored):
         }
         check_targets(args.model_max_length, self.examples["train"])
         self.config, self.fill = self._sizes_and_weights()
+        if world.world_size > 1:
+            check_same(world, {"the model": model_content(args.model, self.config)})
         if world.is_main:
             with writing(args.workdir / "config.json"):
                 self.config.save_pretrained(args.workdir)

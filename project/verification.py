@@ -52,6 +52,7 @@ from training.checkpoint import Checkpoint, Saver
 from training.launch import Settings, World, choose_device, launch
 from training.pieces import deal
 from training.record import write_json
+from training.seeds import stream
 from training.state import (
     Shards,
     generator_pieces,
@@ -131,7 +132,7 @@ class Run:
     def train(self, n_steps: int, seed: int = 0) -> Trajectory:
         """So many steps. The seed is that of dropout, which differs between the ranks."""
         with self.trainer() as trainer:
-            torch.manual_seed(seed * 100_003 + self.world.rank)
+            torch.manual_seed(stream(seed, "dropout", self.world.rank, 0))
             return record(trainer, self.world, 0, n_steps)
 
     def train_interrupted(self, n_steps: int) -> Trajectory:
@@ -139,7 +140,7 @@ class Run:
         half, world = n_steps // 2, self.world
         with TemporaryDirectory() as mine, self.trainer() as trainer:
             folder = Path(gather_over_ranks(mine, world.world_size)[0])
-            torch.manual_seed(world.rank)
+            torch.manual_seed(stream(0, "dropout", world.rank, 0))
             found = record(trainer, world, 0, half)
             held = training_pieces(*_of(trainer))
             held = deal(held, world.rank, world.world_size)

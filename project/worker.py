@@ -28,10 +28,13 @@ from project.strategy import Plan, Strategy
 from project.task import Data, Task
 from project.tasks import make_task
 from project.utils import precision_notes, sum_over_ranks
+from training.agreement import check_replicas, check_same, run_things
+from training.cores import core_notes
 from training.launch import RunError, World, on_main
 from training.memory import peak_bytes
 from training.optimization import Optimizers
 from training.record import write_json, writing
+from training.seeds import stream
 from training.timeline import TRACE
 
 LINES = 10  # of the table that is printed while training
@@ -41,21 +44,24 @@ def run_worker(
     world: World, args: argparse.Namespace, data: Data, resume: Resume = NO_RESUME
 ) -> None:
     """The whole run. Raises RunError where it does not compute what one process computes."""
+    saved = resume.checkpoint
+    check_same(world, run_things(vars(args), data.fingerprints(), saved))
     if world.is_main:
         stale = (SUMMARY, "timeline_rank*.json", TRACE, "*.json.part")  # of an earlier run
         for path in (path for name in stale for path in args.workdir.glob(name)):
             with writing(path):
                 path.unlink(missing_ok=True)
-    task = make_task(args, world, data, resume.checkpoint)
+    task = make_task(args, world, data, saved)
     plan = plan_of(args, world, task)
     strategy = STRATEGIES[args.strategy](task, world, plan)
     plan.timeline.about |= {
         "schedule": strategy.schedule, "num_microbatches": strategy.num_microbatches
     }  # fmt: skip
     # Dropout differs between ranks that have different examples, and only between those.
-    torch.manual_seed(args.seed * 100_003 + strategy.part)
+    torch.manual_seed(stream(args.seed, "dropout", strategy.part, 0))
     notes = [] if args.precision == "fp64" else precision_notes(world.device, args.precision)
-    say(world, "\n".join([describe(args, world, task, strategy), *notes, *resume.notes]))
+    notes += [*core_notes(world), *resume.notes]
+    say(world, "\n".join([describe(args, world, task, strategy), *notes]))
     try:
         log = train(world, args, task, strategy, plan, resume)
         if args.timeline:
@@ -64,7 +70,6 @@ def run_worker(
         summary |= evaluate(world, task, strategy)
         if world.is_main:
             write_json(args.workdir / SUMMARY, summary | {"checks": {}})  # whatever comes now
-        differing = strategy.differing()
         outputs = outputs_on_main(world, task, strategy) if args.check_output else []
         # The whole model, which no rank may have room for, is brought together only to be used.
         wanted = args.check_weights or task.finishes
@@ -80,8 +85,6 @@ def run_worker(
         write_json(args.workdir / SUMMARY, summary | {"checks": checks})
         say(world, f"Results are in {args.workdir}/.")
         wrong = [f"{v.what} are not those of one process" for v in verdicts if not v.agrees]
-        if differing:
-            wrong.append(f"copies of {', '.join(differing[:3])} have come apart")
         if wrong:
             raise RunError(f"{args.strategy}: {'; '.join(wrong)}")
 
@@ -120,6 +123,7 @@ def train(
     total, log = num_steps(args, task), Log()
     checkpoints = Checkpoints(world, args, task, strategy, optimizer, resume)
     checkpoints.restore(resume, log)
+    check_replicas(world, strategy.copies(), "at the start")
     table = Table(world, args, task, total, optimizer.steps)
     steps = all_steps(
         args, task, strategy.part, strategy.parts, strategy.num_microbatches, optimizer.steps
@@ -136,6 +140,8 @@ def train(
         log.add(step, loss.item(), time.perf_counter() - begin, left_out is not None)
         if left_out and world.is_main:
             bar.write(left_out)
+        if optimizer.steps == total or optimizer.steps % task.steps_per_epoch == 0:
+            check_replicas(world, strategy.copies(), f"after step {optimizer.steps}")
         table.after_step(optimizer.steps, log, bar)
         checkpoints.after_step(log, total)
     return log

@@ -45,7 +45,7 @@ from training.pieces import (
 )
 from training.record import json_text, writing
 
-FORMAT = "parallel-gpt2 checkpoint 1"
+FORMAT = "parallel-gpt2 checkpoint 2"  # 2: another order of the data
 MANIFEST, STATE = "manifest.json", "state.json"
 _NAME = re.compile(r"(\d{6,})-[\w.-]+")
 _ASIDE = re.compile(r"\..+\.part")

@@ -34,6 +34,7 @@ from tokenizers.implementations import ByteLevelBPETokenizer
 from torch import Tensor
 
 from data_parallel.dataset import even_slices, shuffled_indices
+from training.seeds import stream
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import PreTrainedTokenizerFast
@@ -138,9 +139,8 @@ def to_batch(
 
 
 class GlobalBatches:
-    """Which examples form which global batch: every example once per epoch, in a shuffled order.
-
-    In epoch 0 it is the order that `data_parallel.dataset` deals out.
+    """Which examples form which global batch: every example once per epoch, in a shuffled order,
+    another one for every epoch of every seed.
 
     Args:
         num_examples: there are so many.
@@ -158,7 +158,7 @@ class GlobalBatches:
 
     def epoch(self, epoch: int) -> list[list[int]]:
         """The global batches of an epoch, as indices of examples."""
-        order = shuffled_indices(self.num_examples, self.seed + epoch)
+        order = shuffled_indices(self.num_examples, stream(self.seed, "data order", epoch))
         return [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
 
 

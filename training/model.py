@@ -16,7 +16,6 @@ Multitask Learners", 2019.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from training.data import Batch
 from training.launch import UserError
+from training.seeds import stream
 
 if TYPE_CHECKING:  # it takes seconds to import: functions do it where they need it
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -140,8 +140,7 @@ def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
 
 def generator_for(seed: int, name: str) -> torch.Generator:
     """The source of a parameter's initial weights."""
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.Generator().manual_seed(stream(seed, "initial weights", name))
 
 
 def target_loss(model: Any, batch: Batch) -> Tensor:

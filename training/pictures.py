@@ -50,6 +50,12 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def fingerprint(self) -> str:
+        """What two have in common only if all pictures and classes are the same, in order."""
+        content = hashlib.sha256(self.images.numpy().tobytes())
+        content.update(self.labels.numpy().tobytes())
+        return content.hexdigest()
+
 
 @dataclass(frozen=True)
 class PictureSets:
@@ -61,9 +67,11 @@ class PictureSets:
 
     def fingerprint(self) -> str:
         """What two sets have in common only if their training pictures are the same, in order."""
-        content = hashlib.sha256(self.train.images.numpy().tobytes())
-        content.update(self.train.labels.numpy().tobytes())
-        return content.hexdigest()
+        return self.fingerprints()["train"]
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of both sets."""
+        return {"train": self.train.fingerprint(), "test": self.test.fingerprint()}
 
 
 def to_inputs(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

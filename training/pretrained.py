@@ -10,6 +10,8 @@ All weights come as float32, whatever they are stored in: an optimizer could not
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -197,6 +199,19 @@ def pretrained_initializer(
         p.copy_(stored)
 
     return read
+
+
+def model_content(name: str, config: GPT2Config) -> bytes:
+    """A hash of the model `name`: its configuration, and all weights that are not pickled. One
+    pass over its files."""
+    settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
+    content = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode())
+    files = {} if name in PRESETS else _files_by_parameter(name)
+    for path in sorted({path for path, _ in files.values()}):
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 24):
+                content.update(chunk)
+    return content.digest()
 
 
 def _files_by_parameter(name: str) -> dict[str, tuple[Path, str]]:

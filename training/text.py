@@ -55,9 +55,13 @@ class Texts:
     notes: list[str] = field(default_factory=list)
     long_words: list[str] = field(default_factory=list)  # where one was cut, and how long it was
 
-    def fingerprint(self) -> str:
-        """What two sets of training pairs have in common only if they are the same, in order."""
-        return hashlib.sha256(json.dumps(self.splits["train"]).encode()).hexdigest()
+    def fingerprint(self, split: str = "train") -> str:
+        """What two splits have in common only if their pairs are the same, in order."""
+        return hashlib.sha256(json.dumps(self.splits[split]).encode()).hexdigest()
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of every split."""
+        return {split: self.fingerprint(split) for split in self.splits}
 
 
 def load_texts(

@@ -139,8 +139,8 @@ TABLE: dict[str, list[tuple[ModuleType, str, str]]] = {
     ],
     "more ranks than the batch has examples": [
         (DP, "--world_size 4 --batch_size 3",
-         "--batch_size 3: batch size 3 on 4 ranks: both must be positive and the world size must "
-         "divide the batch size, for example 4"),
+         "--world_size 4 --batch_size 3: each rank needs an example; --world_size 3 or less "
+         "works"),
         (TRAIN, "ddp --num_workers 4 --batch_size 3",
          "--batch_size 3 --num_workers 4: each worker needs an example; --num_workers 3 or less "
          "works"),

@@ -123,10 +123,11 @@ def _compare(got: list[Result], want: Result, weight_bound: float) -> None:
 
 CASES = [
     # examples, batch, positions of a micro-batch: whole batches; a last one of 3 (2 and 1); a last
-    # one of 1 (1, 0)
+    # one of 1 (1, 0); a batch that the ranks do not divide (4 and 3)
     (24, 8, None),
     (27, 8, 30),
     (25, 8, 1),
+    (21, 7, None),
 ]
 
 

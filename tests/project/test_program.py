@@ -197,11 +197,11 @@ def test_a_killed_rank_costs_a_restart_and_nothing_else(
 
 def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
     done = run(
-        tmp_path / "work", PROGRAM, *TINY, "--batch_size", "7", "--workdir", str(tmp_path / "work")
+        tmp_path / "work", PROGRAM, *TINY, "--batch_size", "1", "--workdir", str(tmp_path / "work")
     )
     assert (done.status, done.stdout) == (2, "")
     assert done.stderr == (
-        "run_data_parallel.py: error: --batch_size 7: batch size 7 on 2 ranks: both must be "
-        "positive and the world size must divide the batch size, for example 6\n"
+        "run_data_parallel.py: error: --world_size 2 --batch_size 1: each rank needs an example; "
+        "--world_size 1 or less works\n"
     )
     assert not (tmp_path / "work").exists()

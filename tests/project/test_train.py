@@ -22,6 +22,7 @@ from tests.project.conftest import ROOT, Run, run
 from tests.project.trained import GPT, ON_TWO, VGG, trained, work
 from tests.ranks import Ranks
 from training.launch import RunError, World
+from training.optimization import Optimizers
 from training.timeline import read_timelines
 from training.vgg import vgg16
 
@@ -212,7 +213,6 @@ def move_one_output(rank: int, patches: pytest.MonkeyPatch) -> None:
 
 
 TAMPERED = [
-    ("--num_batches 4", forget_to_average, "weights", "times its rounding"),
     ("--batch_size 5", average_by_ranks, "weights", "times its rounding"),
     ("--precision fp64", scale_by_a_thousandth, "weights", "times its rounding"),
     ("", move_one_weight, "weights", "conv3_2.bias: off by 1.0e-04"),
@@ -236,25 +236,44 @@ def test_what_is_wrong_turns_red(
 
 
 def drift(rank: int, patches: pytest.MonkeyPatch) -> None:
-    """Rank 1 alone: rank 0, whose weights are compared, is as it should be."""
+    """Rank 1 alone moves all of its weights by little, after each step."""
     if rank == 1:
-        differing = strategies.Ddp.differing
+        step = Optimizers.step
 
-        def first_move(self: Any) -> Any:
+        def move(self: Optimizers, *args: Any) -> Any:
+            left_out = step(self, *args)
             with torch.no_grad():
-                dict(self.model.named_parameters())["fc6.bias"][0] += 1e-7
-            return differing(self)
+                for group in self.optimizers[0].param_groups:
+                    torch._foreach_add_(group["params"], 1e-6)
+            return left_out
 
-        patches.setattr(strategies.Ddp, "differing", first_move)
-
-
-def test_copies_that_have_come_apart_are_an_error(ranks: Ranks) -> None:
-    _, error, _ = trained(ranks, "ddp " + VGG, drift)
-    assert error == "ddp: copies of fc6.bias have come apart"
+        patches.setattr(Optimizers, "step", move)
 
 
-def apart(rank: int, world_size: int) -> list[list[str]]:
-    """Names of what differs: after rank 1 has moved a buffer, and after it has moved a weight."""
+@pytest.mark.parametrize(
+    ("line", "tamper", "names"),
+    [
+        ("ddp " + VGG, drift, "conv1_1.weight"),
+        ("ddp " + VGG, forget_to_average, "conv1_1.weight"),
+        ("pipeline --balance 3,3 " + GPT, drift, "transformer.wte.weight"),
+    ],
+)
+def test_copies_that_have_come_apart_are_an_error(
+    ranks: Ranks, line: str, tamper: Any, names: str
+) -> None:
+    _, error, _ = trained(ranks, line, tamper)
+    expected = f"replicas have come apart after step 2: {names} (rank 1, against rank 0)"
+    assert error is not None and error.startswith(expected)
+
+
+def test_shards_are_not_compared(ranks: Ranks) -> None:
+    """Their weights are, with those of one process."""
+    _, error, _ = trained(ranks, "fsdp " + VGG, drift)
+    assert error is not None and error.startswith("fsdp: weights are not those of one process")
+
+
+def replicated(rank: int, world_size: int) -> list[str]:
+    """Names of what is compared, of a model with a buffer."""
     model = nn.ModuleDict({"head": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)}).to("meta")
     task: Any = SimpleNamespace(
         skeleton=lambda: model, layers=lambda model: [model["norm"], model["head"]],
@@ -262,18 +281,15 @@ def apart(rank: int, world_size: int) -> list[list[str]]:
     )  # fmt: skip
     plan = Plan(lambda parameters: torch.optim.SGD(parameters, 0.1), nullcontext)
     strategy = strategies.Ddp(task, World(rank, world_size, rank), plan)
-    found = []
-    for moved in ("norm.running_mean", "head.bias"):
-        with torch.no_grad():
-            strategy.model.state_dict()[moved].fill_(rank)
-        found.append(strategy.differing())
+    names = list(strategy.copies())
     strategy.close()
-    return found
+    return names
 
 
 def test_a_buffer_is_a_ranks_own(ranks: Ranks) -> None:
     """As the averages of a batch norm; weights have their names in the model."""
-    assert ranks.run(apart) == [[[], ["head.bias"]]] * 2
+    names = ["head.weight", "head.bias", "norm.weight", "norm.bias"]
+    assert ranks.run(replicated) == [names] * 2
 
 
 def refuse_to_gather(_: int, patches: pytest.MonkeyPatch) -> None:

@@ -201,12 +201,12 @@ def test_no_truncated_manifest_goes_unseen(two: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ('{"format": "parallel-gpt2 checkpoint 2", "files": {}}', "its format is 'parallel-gpt2"),
+        ('{"format": "parallel-gpt2 checkpoint 1", "files": {}}', "its format is 'parallel-gpt2"),
         ('{"model": "gpt2"}', "its manifest.json cannot be read"),
         ("[1, 2]", "its manifest.json cannot be read"),
-        ('{"format": "parallel-gpt2 checkpoint 1", "files": {}}', "state.json is missing"),
+        ('{"format": "parallel-gpt2 checkpoint 2", "files": {}}', "state.json is missing"),
         (
-            '{"format": "parallel-gpt2 checkpoint 1", "files": {"../a": {"bytes": 0}}}',
+            '{"format": "parallel-gpt2 checkpoint 2", "files": {"../a": {"bytes": 0}}}',
             "../a is missing",
         ),
     ],

@@ -18,6 +18,7 @@ from training.data import (
     to_batch,
     train_tokenizer,
 )
+from training.seeds import stream
 
 PAIRS = [{"de": "Der Hund schläft.", "en": "The dog sleeps."}] * 3
 
@@ -126,13 +127,18 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(("n", "batch_size"), [(64, 8), (61, 8), (3, 4), (13, 12)])
-def test_the_plain_order_is_the_one_that_the_partitioner_deals(
+def test_an_epochs_order_is_one_that_the_partitioner_deals(
     n: int, batch_size: int, world_size: int
 ) -> None:
     order = GlobalBatches(n, batch_size, 7).epoch(0)
     for rank in range(world_size):
         dealt = partition_dataset(
-            rank, world_size, list(range(n)), batch_size, collate_fn=list, seed=7
+            rank,
+            world_size,
+            list(range(n)),
+            batch_size,
+            collate_fn=list,
+            seed=stream(7, "data order", 0),
         )
         parts = [batch[rank::world_size] for batch in order]
         assert list(dealt) == [part for part in parts if part]

@@ -1,0 +1,132 @@
+"""Compares what all ranks should hold the same, and ends the run where one does not.
+
+Problem: ranks on several hosts read options, data, tokenizer and checkpoint from folders of their
+own. Where one host's has leftovers, a rank trains another model of the same shape, and gradients of
+different models are averaged without a word. Replicas that start alike may also come apart later,
+by a bug or a faulty machine.
+
+Idea: each rank hashes what it has and sends the hashes, not the things. `check_same` is for what is
+compared once, at the start; `check_replicas` for parameters, at the start and after every epoch. It
+compares every parameter that more than one rank holds: all of them in data parallelism, the tied
+ones of a pipeline, none of FSDP's shards.
+
+Cost: one pass over the parameters that are compared, measured at 1.1 GiB/s on one core, so 13 ms
+for gpt2-mini and 0.45 s for gpt2 (0.5 GB) per call; on a GPU, also a copy to the CPU. Each rank
+sends names and 16 bytes for each, 10 KB for gpt2; 50 options take 4 ms on two busy cores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.checkpoint import MANIFEST, Checkpoint
+from training.launch import RunError, World
+
+SHOWN = 3  # differences that an error names
+
+# What may differ between hosts. Datasets and models are compared by what is in them.
+OF_A_HOST = {
+    "workdir", "export", "dataset", "model", "device", "cores_per_rank", "cores_per_worker",
+    "timeout", "master_port",
+}  # fmt: skip
+
+
+def option_values(options: Mapping[str, Any]) -> dict[str, bytes]:
+    """The options of a run, by their names, for `check_same`; without those OF_A_HOST."""
+    return {
+        f"--{name}": repr(value).encode()
+        for name, value in options.items()
+        if name not in OF_A_HOST
+    }
+
+
+def run_things(
+    options: Mapping[str, Any], data: Mapping[str, str], saved: Checkpoint | None
+) -> dict[str, bytes]:
+    """What a run starts from, for `check_same`: its options, the fingerprints of its data, and the
+    checkpoint that it resumes, whose manifest has a hash of each file."""
+    return {
+        **option_values(options),
+        **{f"the {split} data": value.encode() for split, value in data.items()},
+        "the checkpoint": saved.read(MANIFEST) if saved is not None else b"none",
+    }
+
+
+def check_same(world: World, things: Mapping[str, bytes]) -> None:
+    """Compares things by name over all ranks, which call it together.
+
+    Args:
+        things: the content of each, or a hash of it. That a rank lacks one is a difference.
+
+    Raises:
+        RunError: on all ranks, with the names of what differs, and on which ranks.
+    """
+    if world.world_size == 1:
+        return
+    every = _gather(world, {name: _digest(value) for name, value in things.items()})
+    names = list(dict.fromkeys(name for found in every for name in found))
+    apart = {
+        name: [r for r, found in enumerate(every) if found.get(name) != every[0].get(name)]
+        for name in names
+    }
+    if wrong := [f"{name} ({_on(ranks)})" for name, ranks in apart.items() if ranks]:
+        raise RunError(
+            f"not the same as on rank 0: {_first(wrong)}; every host needs the same options, data, "
+            "model, tokenizer and checkpoint: remove what earlier runs left in --workdir there"
+        )
+
+
+@torch.no_grad()
+def check_replicas(world: World, parameters: Mapping[str, Tensor], when: str) -> None:
+    """Compares, bit for bit, the parameters that more than one rank holds. All call it together.
+
+    Args:
+        parameters: those that this rank holds whole, by their names in the model.
+        when: for the error, as "at the start".
+
+    Raises:
+        RunError: on all ranks, with the names of what differs, and on which ranks.
+    """
+    if world.world_size == 1:
+        return
+    holders = Counter(name for names in _gather(world, list(parameters)) for name in names)
+    mine = {n: _digest(_bytes(p)) for n, p in parameters.items() if holders[n] > 1}
+    first: dict[str, tuple[int, bytes]] = {}  # a name's first holder
+    apart: dict[str, list[int]] = {}
+    for rank, found in enumerate(_gather(world, mine)):
+        for name, digest in found.items():
+            if first.setdefault(name, (rank, digest))[1] != digest:
+                apart.setdefault(name, []).append(rank)
+    if wrong := [f"{n} ({_on(r)}, against rank {first[n][0]})" for n, r in apart.items()]:
+        raise RunError(f"replicas have come apart {when}: {_first(wrong)}")
+
+
+def _gather(world: World, value: Any) -> list[Any]:
+    every: list[Any] = [None] * world.world_size
+    dist.all_gather_object(every, value)
+    return every
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _bytes(p: Tensor) -> memoryview:
+    return p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _on(ranks: list[int]) -> str:
+    some = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {some}"
+
+
+def _first(wrong: list[str]) -> str:
+    more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    return ", ".join(wrong[:SHOWN]) + more
