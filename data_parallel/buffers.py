@@ -4,9 +4,8 @@ Problem: with parameters sharded, each layer needs memory for its whole paramete
 step, for as long as it computes. Allocating it anew each time costs the kernel a page fault per
 4 KiB; keeping it for every layer would undo the sharding.
 
-Idea: a few buffers that the layers use in turn. The choice of a buffer depends on the sequence of
-calls alone, never on timing: ranks that make the same calls use the same buffers, and can find
-each other's gradients in shared memory without asking.
+Idea: a few buffers that the layers use in turn. Each rank chooses its own; where its gradients lie
+in shared memory it tells the others (see exchange.py).
 
 Cost: as much as the largest layers that are lent memory at the same time.
 """
@@ -103,7 +102,8 @@ class BufferPool:
         self._idle.append(buffer)
 
     def trim(self, discard: Callable[[Buffer], None]) -> None:
-        """Gives the memory of idle buffers back to the system."""
-        for buffer in self._idle:
+        """Gives the memory of idle buffers back to the system, but for those that others read."""
+        for buffer in filter(self._is_free, self._idle):
+            self._wait(buffer)
             discard(buffer)
             buffer.touched = 0

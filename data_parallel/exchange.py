@@ -15,14 +15,17 @@ of one machine; an all-to-all of the parts, which are then added up here, takes 
 handed over, lie in memory that the others can read, as in shared_memory.py: a gather copies the
 other ranks' shards (0.6 ms where gloo takes 10), a reduction adds up the others' gradients where
 they lie, in the order of ranks. There is no network to hide, so a gather copies when it is waited
-for. The process group carries announcements, each an all-reduce of one number:
+for. The process group carries announcements, each a small all-reduce:
 
     rank 0   backward of layer 2 | announce 0 | backward of layer 1 | sum 2, announce 1 | ...
     rank 1   backward of layer 2  | announce 0 | backward of layer 1  | sum 2, announce 1 | ...
 
-An announcement says: the gradients of this layer are in my buffer, and of all that was announced
-before I have read my part. So a sum starts when its announcement has come from all, which they had
-a layer's time for, and a buffer may be written to again when the *next* one has.
+An announcement says: the gradients of this layer are in my memory, at this offset, and of all that
+was announced before I have read my part. So a sum starts when its announcement has come from all,
+which they had a layer's time for, and a buffer may be written to again when the *next* one has.
+
+An announcement also says what a rank is doing, and every rank compares: ranks that do not make the
+same calls end with an error, instead of adding up what does not belong together.
 
 Cost, W ranks, a unit of G bytes: (W-1)/W G received for a gather, as much sent for a reduction.
 """
@@ -46,6 +49,7 @@ Finish = Callable[[], None]
 """Waits for what was started. To be called once, in the order of the starts."""
 
 _CHUNK = 1 << 18  # elements added at a time: a part of a shard that stays in cache
+_UPDATING = -1  # what ranks announce, as below 0 an update, from 0 on gradients: `_describe`
 _ARENA = 8  # buffers of the largest size per unit of a layer: far more than are ever lent at once
 
 
@@ -78,6 +82,8 @@ class Exchange(ABC):
         self.device = device
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._announced = self._heard = 0  # how many announcements were made; came from all
+        self._pending: deque[tuple[dist.Work, Tensor]] = deque()  # the difference
 
     @abstractmethod
     def storage(self, unit: Unit, whole: bool) -> Tensor:
@@ -98,12 +104,57 @@ class Exchange(ABC):
         """Until no rank reads this one's shards any more."""
 
     @abstractmethod
-    def after_update(self) -> None:
-        """Until all ranks' shards are new."""
+    def after_update(self, backwards: int = 0) -> None:
+        """Until all ranks' shards are new, by gradients of so many backwards."""
 
     @abstractmethod
     def trim(self) -> None:
-        """Gives the memory of idle buffers back to the system. Right after an update."""
+        """Gives the memory of idle buffers back to the system."""
+
+    def _announce(self, what: int, starts: Sequence[int] = ()) -> tuple[int, Tensor]:
+        """Tells all ranks what this one does, and where its gradients start. Returns the number of
+        the announcement, and what is announced, by rank, once that number was waited for."""
+        said = torch.zeros(self.world_size, 1 + _most_per_layer(self.units), dtype=torch.int64)
+        said[self.rank, : 1 + len(starts)] = torch.tensor([what, *starts])
+        said = said.to(self.device)
+        work = dist.all_reduce(said, group=self.group, async_op=True)
+        assert work is not None
+        self._pending.append((work, said))
+        self._announced += 1
+        return self._announced - 1, said
+
+    def _wait_for(self, number: int) -> None:
+        """Until an announcement, and those before, have come from all.
+
+        Raises:
+            RuntimeError: the ranks do not do the same; again, whenever it is called again.
+        """
+        while self._heard <= number:
+            work, said = self._pending[0]
+            work.wait()
+            self._compare(said[:, 0].tolist())
+            self._pending.popleft()
+            self._heard += 1
+
+    def _compare(self, announced: list[int]) -> None:
+        for rank, what in enumerate(announced):
+            if what != announced[0]:
+                raise RuntimeError(
+                    f"the ranks have come apart: rank 0 {self._describe(announced[0])}, rank "
+                    f"{rank} {self._describe(what)}; all must make the same calls, with "
+                    "forward(None) and backward(None) where they have no examples"
+                )
+
+    def _describe(self, what: int) -> str:
+        if what == _UPDATING:
+            return "is about to update parameters that it has gathered since its backward"
+        if what < 0:
+            return (
+                f"has updated its parameters by the gradients of {_UPDATING - 1 - what} backwards"
+            )
+        index, accumulate = divmod(what, 2)
+        which = "more" if accumulate else "the first"
+        return f"adds up {which} gradients of {self.units[index].entries[0].name}"
 
 
 class GroupExchange(Exchange):
@@ -149,8 +200,10 @@ class GroupExchange(Exchange):
     def before_update(self) -> None:
         pass  # a gather has sent this rank's shard when it is finished
 
-    def after_update(self) -> None:
-        pass
+    def after_update(self, backwards: int = 0) -> None:
+        # Nobody need wait. That all say the same is seen the next time, when the answer is here.
+        number, _ = self._announce(_UPDATING - 1 - backwards)
+        self._wait_for(number - 1)
 
     def trim(self) -> None:
         def drop(buffer: Buffer) -> None:
@@ -174,9 +227,7 @@ class SharedExchange(Exchange):
         self._shards: list[int] = []  # by unit, where it, or this rank's whole of it, starts
         self._whole: list[bool] = []
         self._starts: list[int] = []  # by buffer
-        self._announced = self._heard = 0  # how many announcements were made; came from all
-        self._pending: deque[tuple[dist.Work, Tensor]] = deque()  # the difference
-        self._gathered = False  # since the last announcement
+        self._gathered = False  # since the last reduction or update
         self.buffers = BufferPool(
             self._new_buffer,
             size=_largest(units),
@@ -217,17 +268,22 @@ class SharedExchange(Exchange):
         return finish
 
     def start_reduce(self, reductions: list[Reduction]) -> Finish:
-        number = self._announce()
+        # Each rank chooses its buffers for itself, so it says where they are.
+        first, starts = reductions[0], [self._starts[r.buffer.index] for r in reductions]
+        what = 2 * first.unit.index + first.accumulate
+        self._gathered = False
+        number, said = self._announce(what, starts)
 
         def finish() -> None:
             self._wait_for(number)
-            for unit, buffer, target, accumulate in reductions:
-                start = (
-                    self._starts[buffer.index] + unit.part(self.rank).start * unit.dtype.itemsize
-                )
+            starts_by_rank = said[:, 1 : 1 + len(reductions)].T.tolist()
+            for (unit, buffer, target, accumulate), starts in zip(
+                reductions, starts_by_rank, strict=True
+            ):
+                inside = unit.part(self.rank).start * unit.dtype.itemsize
                 parts = [
-                    self.memory.view(r, start, unit.shard_numel, unit.dtype)
-                    for r in range(self.world_size)
+                    self.memory.view(rank, start + inside, unit.shard_numel, unit.dtype)
+                    for rank, start in enumerate(starts)
                 ]
                 _sum_into(target, parts, accumulate)
                 buffer.fence = self._announced  # the next announcement says it was read
@@ -236,10 +292,11 @@ class SharedExchange(Exchange):
 
     def before_update(self) -> None:
         if self._gathered:  # and no reduction since, as after an evaluation
-            self._wait_for(self._announce())
+            self._wait_for(self._announce(_UPDATING)[0])
 
-    def after_update(self) -> None:
-        self._wait_for(self._announce())
+    def after_update(self, backwards: int = 0) -> None:
+        self._gathered = False
+        self._wait_for(self._announce(_UPDATING - 1 - backwards)[0])
 
     def trim(self) -> None:
         self.buffers.trim(lambda b: self.memory.discard(self._starts[b.index], b.touched))
@@ -262,20 +319,6 @@ class SharedExchange(Exchange):
     def _new_buffer(self, nbytes: int) -> Tensor:
         self._starts.append(self._reserve(nbytes))
         return self.memory.view(self.rank, self._starts[-1], nbytes, torch.uint8)
-
-    def _announce(self) -> int:
-        self._gathered = False
-        flag = torch.ones(1)
-        work = dist.all_reduce(flag, group=self.group, async_op=True)
-        assert work is not None
-        self._pending.append((work, flag))
-        self._announced += 1
-        return self._announced - 1
-
-    def _wait_for(self, number: int) -> None:
-        while self._heard <= number:
-            self._pending.popleft()[0].wait()
-            self._heard += 1
 
 
 def _largest(units: Sequence[Unit]) -> int:

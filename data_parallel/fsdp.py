@@ -55,7 +55,7 @@ from data_parallel.materialize import (
     require_init,
 )
 from data_parallel.recording import Recorder, listening
-from data_parallel.sharded_layer import Gathered, Graph, ShardedLayer
+from data_parallel.sharded_layer import Gathered, Graph, ShardedLayer, check_leaves
 from data_parallel.sharded_state import ShardedState
 from data_parallel.sharding import Piece, plan
 from data_parallel.shards import Gradients, Parameters, ShardedUnit
@@ -138,7 +138,7 @@ class FullyShardedDataParallel(ShardedState):
             [u for u in self.units if k in u.unit.layers] for k in range(len(modules))
         ]
         self.layers = [
-            ShardedLayer(module, places[k], list[Gathered](self._of_layer[k]))
+            ShardedLayer(k, module, places[k], list[Gathered](self._of_layer[k]))
             for k, module in enumerate(modules)
         ]
         self._parameters = Parameters(self.units, self.exchange)
@@ -148,7 +148,7 @@ class FullyShardedDataParallel(ShardedState):
         self._first_trained = min(u.unit.layers[0] for u in self._trained)
         self._regathered: list[set[int]] | None = None  # by layer, what backward gathers; None: all
         self._graphs: list[Graph | None] = []
-        self._output: list[Tensor | None] = []  # its leaves, None those without a gradient
+        self._output: list[Any] = []  # of the last forward in grad mode, its leaves
         self._microbatch = 0
 
     # A pass over the layers
@@ -157,6 +157,10 @@ class FullyShardedDataParallel(ShardedState):
         """The output of the last layer for x; None for None, on a rank that has no examples.
 
         In grad mode the next `backward` is that of this forward.
+
+        Raises:
+            RuntimeError: a layer's output depends on a tensor that requires a gradient and that the
+                layer before has not returned, or not in a container of `torch.utils._pytree`.
         """
         self._forget()
         value, training = _cast(x, self.compute_dtype), torch.is_grad_enabled()
@@ -172,12 +176,10 @@ class FullyShardedDataParallel(ShardedState):
             # The last layer's stay for its backward, which is next.
             if following or not training:
                 self._parameters.free([u for u in self._units(k) if u not in following])
-        if not training:
+        if training:
+            self._output = pytree.tree_leaves(value)
+        else:
             self._forget()
-        self._output = [
-            y if isinstance(y, Tensor) and y.requires_grad else None
-            for y in pytree.tree_leaves(value)
-        ]
         return value
 
     __call__ = forward
@@ -192,7 +194,8 @@ class FullyShardedDataParallel(ShardedState):
                 overlaps with this one; the others do not need to know.
 
         Raises:
-            RuntimeError: there was no forward in grad mode; or, with zero 1, a `last` one before.
+            RuntimeError: there was no forward in grad mode; or, with zero 1, a `last` one before;
+                or the loss depends on more tensors that require a gradient than forward returned.
         """
         if not self._graphs:
             raise RuntimeError("backward needs a forward in grad mode before it, one for each")
@@ -274,7 +277,7 @@ class FullyShardedDataParallel(ShardedState):
             self.optimizer.step()
         self._gradients.clear()
         self._parameters.outdate()
-        self._wait_for_all(self.exchange.after_update)
+        self._wait_for_all(lambda: self.exchange.after_update(self._microbatch))
         self._microbatch = 0
 
     # What is held here
@@ -338,11 +341,16 @@ class FullyShardedDataParallel(ShardedState):
     def _gradients_of_output(self, loss: Tensor | None) -> list[Tensor | None]:
         """Of the leaves of the last layer's output, as they are handed to its backward."""
         output, self._output = self._output, []
-        wanted = [y for y in output if y is not None]
-        if loss is None or not wanted:
-            return [None] * len(output)
-        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
-        return [None if y is None else next(found) for y in output]
+        gradients: list[Tensor | None] = [None] * len(output)
+        where = [k for k, y in enumerate(output) if isinstance(y, Tensor) and y.requires_grad]
+        wanted = [output[k] for k in where]
+        if loss is not None:
+            check_leaves(f"the loss after {self.layers[-1].name}", [loss], wanted, output)
+        if loss is not None and wanted:
+            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            for k, gradient in zip(where, found, strict=True):
+                gradients[k] = gradient
+        return gradients
 
     def _agree_on_regathered(self) -> None:
         """Whether backward needs a unit is seen in forward, but not by a rank without examples."""

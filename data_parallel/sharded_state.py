@@ -111,8 +111,8 @@ class ShardedState:
 
     def release_buffers(self) -> None:
         """Gives the memory that layers borrow back to the system, until the next pass borrows it
-        anew; to be called after an optimizer step. Kept, it need not be zeroed by the system every
-        time: 2% of a step of a small GPT-2."""
+        anew; after an optimizer step that is all of it. A rank may call it by itself. Kept, memory
+        need not be zeroed by the system every time: 2% of a step of a small GPT-2."""
         self.exchange.trim()
 
     def gradient_norm(self) -> Tensor:

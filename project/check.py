@@ -71,8 +71,11 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """Whether everything is there and rounding explains all differences."""
-        return not self.missing and all(d.agrees for d in self.differences)
+        """Whether something was compared, nothing is missing, and rounding explains all
+        differences."""
+        return (
+            bool(self.differences) and not self.missing and all(d.agrees for d in self.differences)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """For summary.json."""
@@ -80,12 +83,12 @@ class Verdict:
 
     @property
     def worst(self) -> Difference:
-        """The one that rounding explains least."""
-        return self.differences[0]
+        """The one that rounding explains least; of nothing, none."""
+        return self.differences[0] if self.differences else Difference("nothing", 0.0, 0.0, 0.0)
 
     def say(self) -> str:
         """For a person: the verdict, and the differences that matter to it."""
-        largest = max(self.differences, key=lambda d: d.largest)
+        largest = max(self.differences, key=lambda d: d.largest, default=self.worst)
         wrong = [d for d in self.differences if not d.agrees]
         lines = [
             f"{self.what}: {'agree' if self.agrees else 'DISAGREE'} with one process",

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,9 @@ def check_whole(boxes: Iterable[StoredBox]) -> None:
         held = sum(math.prod(sizes) for _, sizes in parts[name])
         if held != math.prod(shape):
             raise ValueError(f"the ranks hold {held} elements of {name}, whose shape is {shape}")
+        for a, b in combinations(parts[name], 2):
+            if all(max(i, j) < min(i + n, j + m) for i, n, j, m in zip(*a, *b, strict=True)):
+                raise ValueError(f"the ranks hold parts of {name} that overlap: {a} and {b}")
 
 
 def _volumes(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -346,6 +346,16 @@ def test_a_tensor_is_compared_with_its_own_rounding() -> None:
         assert verdict.worst.name == "b"
 
 
+def test_a_comparison_of_nothing_does_not_agree() -> None:
+    one = {"a": torch.ones(1)}
+    for plain, missing in (({}, []), (one, ["a"])):
+        verdict = check.compare("weights", {}, plain, plain, torch.float32)
+        assert not verdict.agrees
+        assert verdict.as_dict()["missing"] == missing
+        assert verdict.as_dict()["worst"]["name"] == "nothing"
+        assert "largest difference 0.0e+00 (nothing)" in verdict.say()
+
+
 COURSE = (
     "--num_workers 2 --num_batches 2 --learning_rate 1e-3 --batch_size 32 --check_weights "
     "--check_output --vgg_width 4 --n_train 64 --n_validation 8"

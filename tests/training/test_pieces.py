@@ -144,6 +144,8 @@ def test_pieces_must_make_whole_tensors() -> None:
         check_whole([top])
     with pytest.raises(ValueError, match="hold 10 elements of x"):
         check_whole([top, bottom, ("x", (3, 2), (1, 0), (2, 2))])
+    with pytest.raises(ValueError, match="hold parts of x that overlap"):  # the last row is nowhere
+        check_whole([top, ("x", (3, 2), (1, 0), (1, 2))])
     with pytest.raises(ValueError, match=r"x has shape \(4, 2\) on one rank, \(3, 2\) on another"):
         check_whole([top, ("x", (4, 2), (0, 0), (4, 2))])
 

@@ -1,0 +1,155 @@
+"""What one rank does alone: it changes nothing, or all end with an error. Never wrong numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data_parallel.fsdp import FullyShardedDataParallel
+from tests.data_parallel.sharded_models import DTYPE, OPTIMIZERS, fill
+from tests.ranks import Ranks
+
+WIDTHS = ((3, 40, 7, 25, 4, 60, 2), (50, 6, 30, 9, 33, 1, 12))
+Alone = Callable[[FullyShardedDataParallel], object]
+
+
+def _make(widths: tuple[int, ...], **options: Any) -> FullyShardedDataParallel:
+    layers = [nn.Linear(n, m, dtype=DTYPE) for n, m in pairwise(widths)]
+    for name, p in nn.Sequential(*layers).named_parameters():
+        fill(name, p)
+    return FullyShardedDataParallel(layers, OPTIMIZERS["sgd"], **options)
+
+
+def _input(fsdp: FullyShardedDataParallel) -> Tensor:
+    first = fsdp.layers[0].module
+    assert isinstance(first, nn.Linear)
+    return torch.full((2, first.in_features), 0.1 + fsdp.rank, dtype=DTYPE)
+
+
+def _backward(fsdp: FullyShardedDataParallel, last: bool = True) -> None:
+    fsdp.backward(torch.tanh(fsdp.forward(_input(fsdp))).sum(), last)
+
+
+def _evaluate(fsdp: FullyShardedDataParallel) -> Tensor:
+    with torch.no_grad():
+        output: Tensor = fsdp.forward(_input(fsdp))
+        return output
+
+
+def _release(rank: int, _: int, zero: int, releasing: set[int], now: int) -> list[list[float]]:
+    found = []
+    for widths in WIDTHS:
+        fsdp = _make(widths, zero=zero)
+        for step in range(6):
+            for microbatch in range(2):
+                _backward(fsdp, last=microbatch == 1)
+                if rank in releasing and (step, microbatch) == (1, now):
+                    fsdp.release_buffers()
+            fsdp.optimizer_step()
+            if rank in releasing and now == step == 2:
+                fsdp.release_buffers()
+        found += [p.tensor.tolist() for p in fsdp.parameter_pieces()]
+    return found
+
+
+@pytest.mark.parametrize("now", [0, 1, 2])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_memory_that_one_rank_releases(ranks: Ranks, zero: int, now: int) -> None:
+    """Between two backwards, before the update, or after one: its buffers are others than the other
+    rank's from then on, and the weights are the same."""
+    want = ranks.run(_release, zero, set(), now)
+    assert ranks.run(_release, zero, {0}, now) == want
+
+
+ALONE: dict[str, Alone] = {
+    "evaluate": _evaluate,
+    "look": lambda fsdp: fsdp.gather_param_data(2),
+    "backward": _backward,
+    "zero_grad": lambda fsdp: fsdp.zero_grad(),
+    "step": lambda fsdp: fsdp.optimizer_step(),
+    "load": lambda fsdp: fsdp.parameters_changed(),
+}
+
+
+def _alone(rank: int, _: int, alone: str, when: str, share: bool) -> tuple[str, list[list[float]]]:
+    """Three steps; in the second the first rank does more. A group of their own: an error leaves
+    what they have sent each other unread."""
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    fsdp = _make(WIDTHS[0], share_memory=share, group=group)
+    error = ""
+    for step in range(3):
+        extra = ALONE[alone] if (rank, step) == (0, 1) and alone else None
+        try:
+            _backward(fsdp)
+            if extra and when == "between two backwards":
+                extra(fsdp)
+            _backward(fsdp)
+            if extra and when == "before the update":
+                extra(fsdp)
+            fsdp.optimizer_step()
+            if extra and when == "after it":
+                extra(fsdp)
+        except RuntimeError as raised:
+            error = str(raised)  # a rank that goes on regardless hears it again
+    return error, [p.tensor.tolist() for p in fsdp.parameter_pieces()]
+
+
+@pytest.mark.parametrize(
+    ("alone", "when"),
+    [
+        ("evaluate", "between two backwards"),
+        ("evaluate", "after it"),
+        ("look", "between two backwards"),
+        ("look", "after it"),
+    ],
+)
+def test_a_rank_may_read_shared_memory_by_itself(ranks: Ranks, alone: str, when: str) -> None:
+    want = ranks.run(_alone, "", "", True)
+    assert ranks.run(_alone, alone, when, True) == want
+
+
+READ = "is about to update parameters that it has gathered since its backward"
+UPDATED, ONCE, TWICE = (
+    f"has updated its parameters by the gradients of {n} backwards" for n in range(3)
+)
+FIRST, MORE = (f"adds up {which} gradients of 5.weight" for which in ("the first", "more"))
+
+
+@pytest.mark.parametrize(
+    ("alone", "when", "first", "other"),
+    [
+        ("evaluate", "before the update", READ, TWICE),
+        ("look", "before the update", READ, TWICE),
+        ("backward", "before the update", MORE, TWICE),
+        ("backward", "after it", MORE, TWICE),
+        ("zero_grad", "between two backwards", FIRST, MORE),
+        ("zero_grad", "before the update", UPDATED, TWICE),
+        ("step", "between two backwards", ONCE, MORE),
+        ("step", "after it", UPDATED, FIRST),
+        ("load", "between two backwards", UPDATED, MORE),
+        ("load", "after it", UPDATED, FIRST),
+    ],
+)
+def test_ranks_that_come_apart(ranks: Ranks, alone: str, when: str, first: str, other: str) -> None:
+    """Over shared memory, where no rank sees from the reading that another is elsewhere."""
+    for error, _ in ranks.run(_alone, alone, when, True):
+        assert error == (
+            f"the ranks have come apart: rank 0 {first}, rank 1 {other}; all must make the same "
+            "calls, with forward(None) and backward(None) where they have no examples"
+        )
+
+
+@pytest.mark.parametrize(
+    ("when", "first"), [("between two backwards", ONCE), ("before the update", UPDATED)]
+)
+def test_gradients_that_one_rank_forgets(ranks: Ranks, when: str, first: str) -> None:
+    """It makes the same collectives as the others. They hear of it when they next update."""
+    for error, _ in ranks.run(_alone, "zero_grad", when, False):
+        assert f" rank 0 {first}, rank 1 {TWICE};" in error

@@ -1,0 +1,195 @@
+"""Layers that hand on more than a tensor: the gradients are right, or it is an error. Never zero.
+
+A layer's input and output are taken apart by torch.utils._pytree. What that does not know stays
+closed, and so does what a layer leaves in an attribute.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BatchEncoding
+from transformers.modeling_outputs import BaseModelOutput
+
+from data_parallel.ddp import DistributedDataParallel
+from data_parallel.fsdp import FullyShardedDataParallel
+from tests.data_parallel.sharded_models import DTYPE, OPTIMIZERS, fill, same, whole
+from tests.ranks import Ranks
+
+WIDTH = 3
+Pair = namedtuple("Pair", ["last_hidden_state", "skip"])
+
+
+@dataclass
+class Plain:
+    last_hidden_state: Any
+    skip: Any
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("last_hidden_state", "skip")
+    last_hidden_state: Any
+    skip: Any
+
+
+class Mine(dict[str, Any]):
+    pass
+
+
+CLOSED: dict[str, Callable[..., Any]] = {
+    "Plain": Plain,
+    "Slotted": Slotted,
+    "SimpleNamespace": SimpleNamespace,
+    "Mine": Mine,
+    "UserDict": UserDict,
+    "BatchEncoding": lambda **fields: BatchEncoding(fields),
+}
+OPEN: dict[str, Callable[..., Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Pair": Pair,
+    "BaseModelOutput": lambda last_hidden_state, skip: BaseModelOutput(
+        last_hidden_state, hidden_states=(skip,)
+    ),
+}
+BOXES = CLOSED | OPEN
+
+
+def _take(box: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(box, BaseModelOutput):
+        assert box.last_hidden_state is not None and box.hidden_states is not None
+        return box.last_hidden_state, box.hidden_states[0]
+    get = box.__getitem__ if hasattr(box, "keys") else lambda name: getattr(box, name)
+    return get("last_hidden_state"), get("skip")
+
+
+class Put(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return BOXES[self.kind](last_hidden_state=torch.tanh(self.linear(x)), skip=x)
+
+
+class Take(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, box: Any) -> Tensor:
+        hidden, skip = _take(box)
+        output: Tensor = self.linear(hidden) + skip
+        return output
+
+
+class Leave(nn.Module):
+    """Leaves what it computes where another layer finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.left: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left[:] = [self.linear(x)]
+        return self.left[0]
+
+
+class Find(nn.Module):
+    def __init__(self, left: list[Tensor]) -> None:
+        super().__init__()
+        self.linear, self.left = nn.Linear(WIDTH, WIDTH), left
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x) + self.left[0]
+        return output
+
+
+def _layers(kind: str) -> list[nn.Module]:
+    first: nn.Module = nn.Linear(WIDTH, WIDTH)
+    rest: list[nn.Module] = [Put(kind), Take()] if kind in BOXES else []
+    if kind == "attribute":
+        first = Leave()
+        rest = [nn.Tanh(), Find(first.left)]
+    if kind.startswith("last "):
+        rest = [Put(kind.removeprefix("last "))]
+    model = nn.Sequential(first, *rest).to(DTYPE)
+    for name, p in model.named_parameters():
+        fill(name, p)
+    return list(model)
+
+
+def _sum(output: Any) -> Tensor:
+    hidden, skip = (output, output) if isinstance(output, Tensor) else _take(output)
+    return (hidden * skip).sum()
+
+
+def _input(rank: int) -> Tensor:
+    return torch.full((2, WIDTH), 1.0 + rank, dtype=DTYPE)
+
+
+def _fsdp(rank: int, _: int, kind: str) -> dict[str, Tensor] | str:
+    fsdp = FullyShardedDataParallel(_layers(kind), OPTIMIZERS["sgd"])
+    try:
+        fsdp.backward(_sum(fsdp.forward(_input(rank))))
+    except RuntimeError as error:
+        return str(error)
+    return whole(fsdp, "gradients")
+
+
+def _ddp(rank: int, _: int, kind: str) -> dict[str, Tensor]:
+    model = DistributedDataParallel(nn.Sequential(*_layers(kind)))
+    _sum(model(_input(rank))).backward()
+    model.average_gradients()
+    return {n: 2 * p.grad for n, p in model.module.named_parameters() if p.grad is not None}
+
+
+def _one_process(kind: str) -> dict[str, Tensor]:
+    model = nn.Sequential(*_layers(kind))
+    for rank in range(2):
+        _sum(model(_input(rank))).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+ALL = [prefix + kind for prefix in ("", "last ") for kind in BOXES] + ["attribute"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind.removeprefix("last ") in OPEN])
+def test_containers_that_torch_can_take_apart(ranks: Ranks, kind: str) -> None:
+    first, _ = ranks.run(_fsdp, kind)
+    same(first, _one_process(kind), 1e-12)
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+def test_a_container_that_it_cannot(ranks: Ranks, kind: str) -> None:
+    """As the input of a layer, and as the output of the last."""
+    for prefix, who in (("", "layer 2 (Take)"), ("last ", "the loss after layer 1 (Put)")):
+        want = (
+            f"{who} uses a tensor inside {kind}, where its gradient would be lost: let the layer "
+            "before return tensors, or tuples, lists or dicts of them, or register the type with "
+            "torch.utils._pytree.register_pytree_node"
+        )
+        assert ranks.run(_fsdp, prefix + kind) == [want] * 2
+
+
+def test_a_skip_through_an_attribute(ranks: Ranks) -> None:
+    want = (
+        "layer 2 (Find) uses a tensor that no layer has returned, as an attribute, so that its "
+        "gradient would be lost: hand it on from layer to layer, in a tuple, list or dict"
+    )
+    assert ranks.run(_fsdp, "attribute") == [want] * 2
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_whole_replicas_take_all_of_them(ranks: Ranks, kind: str) -> None:
+    for found in ranks.run(_ddp, kind):
+        same(found, _one_process(kind), 1e-12)
