@@ -136,6 +136,7 @@ class Analysis:
         kind = (
             message.resized([0] * len(sizes)),
             tuple(p.requires_grad for part in self._partitions for p in part.parameters()),
+            tuple(layer.training for part in self._partitions for layer in part.modules()),
             self._device.type,
             torch.is_autocast_enabled(self._device.type),
             torch.get_autocast_dtype(self._device.type),
@@ -175,6 +176,8 @@ class Analysis:
         symbols = {p: pairs.index(pair) for pair, p in prime.items()}
         templates = []
         for before, after in zip(found, outcome, strict=True):
+            if len(before.sizes) != len(after.sizes):  # as a list of pieces
+                return None
             template = []
             for old, size in zip(before.sizes, after.sizes, strict=True):
                 if size in symbols and old == base[symbols[size]]:

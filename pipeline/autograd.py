@@ -39,11 +39,11 @@ def pipelined(pipe: Pipe, stages: Sequence[Stage], x: Any, sizes: Sequence[int])
         for k in wanted:
             pieces[k].requires_grad_()  # tells the first stage
     batches = pipe.forward_clocks(batches)
+    with torch.no_grad():
+        outputs, spec = pytree.tree_flatten(microbatch.join(batches))
     leaves = [pytree.tree_leaves(batch) for batch in batches]
     carried = _differentiable(leaves[0])
     lengths = {k: [len(row[k]) if row[k].dim() else 0 for row in leaves] for k in carried}
-    with torch.no_grad():
-        outputs, spec = pytree.tree_flatten(microbatch.join(batches))
     results = [outputs[k].detach() for k in carried]
     call = _Call(pipe, stages, parameters, wanted, list(sizes), len(outputs), lengths, results)
     if carried:
@@ -114,9 +114,9 @@ class _Pipelined(torch.autograd.Function):
         if torch.is_grad_enabled():  # the result would silently lack its dependence on the input
             raise RuntimeError("a pipeline cannot be differentiated twice: no create_graph=True")
         retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        for stage in call.stages:
-            stage.take_gradients()  # what a backward left that failed half-way
-        with call.streams.resume():
+        with call.pipe._crew.alone(), call.streams.resume():
+            for stage in call.stages:
+                stage.take_gradients()  # what a backward left that failed half-way
             with hooks_held(call.parameters):
                 pieces = call.pipe.backward_clocks(call.stages, call.split(gradients), retain_graph)
             own, sums = gradients_by_stage(call.stages, call.pipe.replicas)

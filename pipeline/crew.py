@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import Empty
 from typing import Any
 
@@ -37,6 +37,7 @@ class Crew:
         self.out_queues: list[Queue] = []
         self.threads: list[threading.Thread] = []
         self.closed = False
+        self._calls = threading.RLock()  # held by the thread whose call is running
         self._start()
 
     def _start(self) -> None:
@@ -56,13 +57,31 @@ class Crew:
 
         Raises what the first failing task raised, with its traceback, once all have ended.
         """
-        if self.closed:
-            raise RuntimeError("the Pipe is closed: make a new one")
+        with self.alone():
+            return self._run(jobs, stop)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Of several threads only one may be inside; for the others it raises at once, since one
+        that waited here could be what the call inside waits for."""
         if threading.current_thread() in self.threads:
             raise RuntimeError(
                 "a worker of the Pipe cannot wait for the workers: call the Pipe from outside its "
                 "layers, hooks and run_on_stages"
             )
+        if not self._calls.acquire(blocking=False):
+            raise RuntimeError(
+                "another call of this Pipe is running in another thread: a Pipe runs one call at "
+                "a time, so share a threading.Lock around its calls, or make a Pipe per thread"
+            )
+        try:
+            yield
+        finally:
+            self._calls.release()
+
+    def _run(self, jobs: Sequence[tuple[int, Task]], stop: Callable[[], None]) -> list[Any]:
+        if self.closed:
+            raise RuntimeError("the Pipe is closed: make a new one")
         if not self._end.alive or not all(thread.is_alive() for thread in self.threads):
             self._end()
             self._start()

@@ -38,8 +38,10 @@ class Activations:
         if _comparable(made, grad) != _comparable(self._message, grad):
             raise MismatchError(
                 f"it made {_in_words(made)} where the dry forward made "
-                f"{_in_words(self._message)}: what passes between stages must be a simple function "
-                "of the shapes of the batch; generalize_shapes=False looks at each shape"
+                f"{_in_words(self._message)}: what passes between stages must follow from the "
+                "shapes of the batch. Where a layer compares a size with a limit, "
+                "generalize_shapes=False looks at each shape; where contents decide, only the last "
+                "stage may have that layer"
             )
         return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 

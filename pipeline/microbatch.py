@@ -3,10 +3,12 @@
 A value that flows through the pipeline is a tensor, or tuples, lists and dicts of tensors and
 anything else. Every tensor has the batch as its first dimension and is cut along it; what is no
 tensor (a flag, None) goes to every micro-batch unchanged, and so does a tensor without dimensions.
+Of the outputs, tensors are concatenated and flags must agree. A number per micro-batch is refused.
 """
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,21 +77,50 @@ def cut(x: Any, target: Any, sizes: Callable[[int], Sequence[int]]) -> tuple[lis
 
 
 def join(values: Sequence[Any]) -> Any:
-    """Tensors concatenated along the batch; the rest as in the first micro-batch."""
+    """Tensors concatenated along the batch; what else is the same in all micro-batches, as it is.
+
+    Raises ValueError where the whole batch would have something else than its micro-batches.
+    """
     if len(values) == 1:
         return values[0]
-    for leaf in pytree.tree_leaves(values[0]):
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim() == 0:
-            raise ValueError(
-                "a number per micro-batch cannot be put together to one of the batch: let the "
-                "pipeline end before the loss, or use train_step with a loss_fn that sums"
-            )
     flat = [pytree.tree_flatten(value) for value in values]
-    leaves = [
-        torch.cat(column) if _is_batched(column[0]) else column[0]
-        for column in zip(*(leaves for leaves, _ in flat), strict=True)
-    ]
-    return pytree.tree_unflatten(leaves, flat[0][1])
+    first, spec = flat[0]
+    for i, (leaves, other) in enumerate(flat):
+        if other != spec:
+            raise ValueError(
+                f"the last stage gives {len(first)} values for micro-batch 0 and {len(leaves)} for "
+                f"micro-batch {i} ({spec} and {other}): the nesting and the number of values must "
+                "be the same in every micro-batch, for each is put together along the batch; let "
+                "the last layer return a tensor, or a list of a fixed length"
+            )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([_joined(column) for column in columns], spec)
+
+
+def _joined(column: Sequence[Any]) -> Any:
+    """One value of every micro-batch."""
+    if all(_is_batched(leaf) for leaf in column):
+        return torch.cat(list(column))
+    if any(_is_number(leaf) for leaf in column):
+        raise ValueError(
+            "a number per micro-batch cannot be put together to one of the batch: let the "
+            "pipeline end before the loss, or use train_step with a loss_fn that sums"
+        )
+    first = column[0]
+    if any(leaf is not first and not (isinstance(leaf, str) and leaf == first) for leaf in column):
+        found = ", ".join(type(leaf).__name__ for leaf in column)
+        raise ValueError(
+            f"the last stage gives values per micro-batch ({found}) that cannot be put together to "
+            "one of the batch: let it return tensors, with the batch as first dimension"
+        )
+    return first
+
+
+def _is_number(leaf: Any) -> bool:
+    """Of a micro-batch, say a loss or a count: nobody knows the batch's. A flag is none."""
+    if isinstance(leaf, Tensor):
+        return leaf.dim() == 0
+    return isinstance(leaf, numbers.Number) and not isinstance(leaf, bool)
 
 
 def _is_batched(leaf: Any) -> bool:

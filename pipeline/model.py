@@ -46,8 +46,6 @@ Value = Any  # hidden states B T C, or a tuple of them and what the layers pass 
 class Embedding(nn.Module):
     """Token ids B T, or a tuple (ids, more...), to hidden states B T C (and more...)."""
 
-    is_wrapper = True  # draws nothing itself: of the model's own modules eval() is asked, see stage
-
     def __init__(self, wte: nn.Embedding, wpe: nn.Embedding, drop: nn.Dropout) -> None:
         super().__init__()
         self.wte, self.wpe, self.drop = wte, wpe, drop
@@ -61,8 +59,6 @@ class Embedding(nn.Module):
 
 class HiddenLayer(nn.Module):
     """Changes the hidden states; what comes with them is passed on."""
-
-    is_wrapper = True
 
     def forward(self, value: Value) -> Value:
         hidden, *more = value if isinstance(value, tuple) else (value,)
@@ -118,8 +114,6 @@ class Block(HiddenLayer):
 
 class Head(nn.Module):
     """Final norm and logits: B T V, or N V of (hidden states, weights B T)."""
-
-    is_wrapper = True
 
     def __init__(self, ln_f: nn.LayerNorm, lm_head: nn.Linear) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ stages in m + n - 1 clocks. What autograd sees of it is one function from the in
 parameters to the output. Its backward runs the reverse clocks *on the workers*: torchgpipe leaves
 it to autograd, which runs all CPU work of a graph on one thread. Gradient hooks, tied parameters,
 `torch.autograd.grad` and ``retain_graph`` work as on the plain Sequential; differentiating twice
-does not.
+does not. A Pipe runs one call at a time: a second thread's raises.
 
 `Pipe.train_step` computes the loss on the last stage and runs any schedule of schedule.py, without
 clocks. Both add the gradients of micro-batches in their order, and give the same bits.
@@ -107,12 +107,13 @@ class Pipe(nn.Module):
         batch; so is what passes from layer to layer.
         """
         sizes = microbatch.sizes_by_split(microbatch.batch_size(x), self.split_size)
-        self._refresh_replicas()
-        self._stages = self._new_stages()
-        try:
-            return pipelined(self, self._stages, x, sizes)
-        finally:
-            self._stages = []  # autograd holds those it needs for a backward
+        with self._crew.alone():
+            self._refresh_replicas()
+            self._stages = self._new_stages()
+            try:
+                return pipelined(self, self._stages, x, sizes)
+            finally:
+                self._stages = []  # autograd holds those it needs for a backward
 
     def forward_clocks(self, batches: list[Any]) -> list[Any]:
         """Run all clock cycles of a forward pass; ``batches`` become the outputs."""
@@ -172,19 +173,20 @@ class Pipe(nn.Module):
         hook or a post-accumulate hook, say an all-reduce, then all run on the calling thread, stage
         by stage, in order.
         """
-        self._refresh_replicas()
-        stages = self._new_stages()
-        with hooks_held(trained_parameters(stages, self.replicas)), torch.enable_grad():
-            loss = self._run(stages, x, target, loss_fn, schedule, num_microbatches, scale)
-        self.peak_alive = [stage.peak_alive for stage in stages]
-        own, tied = gradients_by_stage(stages, self.replicas)
-        if any(has_hooks(p) for gradients in own for p in gradients):
-            for gradients in own:
-                deliver(gradients)
-        else:
-            self.run_on_stages(lambda s: deliver(own[s]))
-        deliver(tied)
-        return loss
+        with self._crew.alone():
+            self._refresh_replicas()
+            stages = self._new_stages()
+            with hooks_held(trained_parameters(stages, self.replicas)), torch.enable_grad():
+                loss = self._run(stages, x, target, loss_fn, schedule, num_microbatches, scale)
+            self.peak_alive = [stage.peak_alive for stage in stages]
+            own, tied = gradients_by_stage(stages, self.replicas)
+            if any(has_hooks(p) for gradients in own for p in gradients):
+                for gradients in own:
+                    deliver(gradients)
+            else:
+                self.run_on_stages(lambda s: deliver(own[s]))
+            deliver(tied)
+            return loss
 
     def eval_step(
         self,
@@ -195,8 +197,8 @@ class Pipe(nn.Module):
         scale: float | Tensor = 1.0,
     ) -> Tensor:
         """The loss of `train_step`, without gradients."""
-        self._refresh_replicas()
-        with torch.no_grad():
+        with self._crew.alone(), torch.no_grad():
+            self._refresh_replicas()
             stages = self._new_stages()
             return self._run(stages, x, target, loss_fn, "gpipe", num_microbatches, scale)
 

@@ -28,8 +28,9 @@ takes 3(m+n-1) - (n-1) thirds instead of 3(m+n-1). It costs memory, on every sta
 until the weights' half has run, every product keeps its input and the gradient of its output, where
 a whole backward frees them layer by layer. With `early_gradients=False` all backwards are whole.
 
-In training every step draws its dropout's seed from the default generator of each rank; seeded
-alike, and used for nothing else that differs, they give all ranks the same.
+Every `train_step` draws its dropout's seed from the default generator of each rank; seeded alike,
+and used for nothing else that differs, they give all ranks the same. `eval` leaves them as they
+are: what its layers draw is the same until the next step.
 
 Cost: per boundary and micro-batch, one tensor each way. Memory: a stage, and what the schedule
 keeps alive of activations. Adding the tied weights' gradients (GPT-2's embedding is used on the
@@ -172,8 +173,7 @@ class ProcessPipe:
         """
         with self._step(), torch.enable_grad():
             seed = StepSeed()
-            if self.layers.training:
-                seed.get()  # also where no layer draws, so that all ranks have drawn as often
+            seed.get()  # also where no layer draws, so that all ranks have drawn as often
             stage = self._stage(seed)
             with hooks_held(list(self.module.parameters())):
                 loss = self._run(stage, x, target, loss_fn, schedule, num_microbatches, scale)
@@ -211,9 +211,9 @@ class ProcessPipe:
             inputs, targets = microbatch.cut(x, target, sizes)
             numbered = microbatch.MicroBatches(enumerate(targets))
             cut = microbatch.MicroBatches(inputs)
-            stage = self._stage(StepSeed())
+            stage = self._stage(StepSeed(peek=True))
             loss = self._run(stage, cut, numbered, loss_of, "gpipe", len(cut), scale)
-        joined = microbatch.join([outputs[i] for i in sorted(outputs)]) if outputs else None
+            joined = microbatch.join([outputs[i] for i in sorted(outputs)]) if outputs else None
         return (None if loss_fn is None else loss), joined
 
     def optimizer_step(

@@ -8,16 +8,20 @@ of the caller: `torch.manual_seed` governs all of it, the same seed gives the sa
 schedule and every cut of the layers (a cut by measured costs may differ from run to run), and a
 step that draws nothing leaves the default generator untouched.
 
-How the draws are redirected. Modules call `F.dropout` and `F.scaled_dot_product_attention`
-without a generator argument, and some (GPT-2's attention) call them as functions, so replacing
-`nn.Dropout` modules would miss them. A `TorchFunctionMode` is thread-local and sees all calls
-of torch functions: those that draw get the stage's generator, all others pass through. Rejected:
-a `TorchDispatchMode` (Python for every kernel, several times the cost), patching
-`torch.nn.functional` (global), a lock around the default generator (stages wait for each other).
+How draws are redirected. Torch marks every operator that draws with a tag. A `TorchFunctionMode`
+is thread-local and sees each torch function that Python calls. A marked one, and one written in
+Python, which may call such, runs under a `TorchDispatchMode`: that sees the kernels inside and
+gives the stage's generator to those that draw. So dropout inside an LSTM, `torch.distributions`,
+`nn.init` and what torch will add need no list, and arithmetic stays torch's own. Rejected: a
+`TorchDispatchMode` over all of the forward (Python for every kernel, 0.3 ms for a GPT-2 block),
+patching `torch.nn.functional` (global), a lock around the default generator (stages wait for each
+other).
 
-Cost: about 1.5 us per torch call in Python, 0.1 ms for a GPT-2 block's forward, which computes
-for 10 to 100 ms; none in eval mode. Masks are as fast as torch's own. Functions that take no
-generator (recurrent layers, alpha dropout) borrow the default one, one thread at a time.
+Not seen: draws inside `torch.jit`, torch.compile'd and C++ extensions' code, numpy's and Python's.
+
+Cost: about 1 us per torch call in Python, 0.1 ms for a GPT-2 block's forward, which computes for
+10 to 100 ms; about 6 us per kernel inside a function that may draw (recurrent layers: per step of
+the sequence). Masks are as fast as torch's own.
 
 Backward draws nothing, unless it runs a forward again (activation checkpointing): with other masks
 its gradients would be wrong, so `NoDraws` refuses. It sees Python's calls only; a plain backward
@@ -29,42 +33,44 @@ first draw of an action and put back after it; only one worker uses a device.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import threading
-from collections.abc import Callable
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-_DEFAULT_GENERATOR = threading.Lock()  # whoever draws from the process's generator holds it
-
-_TAKES_GENERATOR = {
-    torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli, torch.normal,
-    torch.multinomial, torch.poisson, Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_,
-    Tensor.normal_, Tensor.random_, Tensor.exponential_, Tensor.multinomial, Tensor.geometric_,
-    Tensor.cauchy_, Tensor.log_normal_, torch.binomial,
-}  # fmt: skip
-_TAKES_NONE = {
-    F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu,
-    F.gumbel_softmax, torch.native_dropout, torch.rand_like, torch.randn_like, torch.randint_like,
-    torch.rrelu, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
+_DRAW_NOTHING: set[Any] = {  # for speed alone: what is missing here is right too
+    F.layer_norm, F.group_norm, F.batch_norm, F.relu, F.silu, F.softmax, F.log_softmax,
+    F.embedding, F.cross_entropy, Tensor.split, torch.split, torch.einsum,
 }  # fmt: skip
 
 
 class StepSeed:
-    """One number for a whole step, drawn from the default generator when first asked for."""
+    """One number for a whole step, drawn from the default generator when first asked for.
 
-    def __init__(self) -> None:
+    With ``peek`` the generator stays as it is: where each process draws for itself, and only the
+    stages that need the number ask, all must be left with the same state.
+    """
+
+    def __init__(self, peek: bool = False) -> None:
         self._value: int | None = None
+        self._lock = threading.Lock()  # the stages of a step ask at the same time
+        self._peek = peek
 
     def get(self) -> int:
-        with _DEFAULT_GENERATOR:
+        with self._lock:
             if self._value is None:
-                self._value = int(torch.randint(2**62, (), device="cpu"))
+                default = torch.default_generator
+                source = default.clone_state() if self._peek else default
+                self._value = int(torch.randint(2**62, (), generator=source, device="cpu"))
             return self._value
 
 
@@ -101,11 +107,18 @@ class StageRandomness(TorchFunctionMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        draw = _DRAWS.get(func)
-        return func(*args, **kwargs) if draw is None else draw(self, func, *args, **kwargs)
+        if not _may_draw(func):
+            return func(*args, **kwargs)
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        with _Kernels(self):
+            return func(*args, **kwargs)
 
     def generator(self) -> torch.Generator:
-        """The source of this (layer, micro-batch), seeded when first asked for."""
+        """The source of this (layer, micro-batch), seeded when first asked for; the device's is
+        seeded with it."""
         if not self._seeded:
             seed = _mix(self._step.get(), self._layer, self._microbatch)
             self._generator.manual_seed(seed)
@@ -116,60 +129,20 @@ class StageRandomness(TorchFunctionMode):
             self._seeded = True
         return self._generator
 
-    def _is_cuda(self) -> bool:
-        """Whether the device's own generator serves; it is seeded then."""
-        if self._cuda is not None:
-            self.generator()
-        return self._cuda is not None
-
-    def _with_generator(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_cuda() and kwargs.get("generator") is None:
-            kwargs["generator"] = self.generator()
-        return func(*args, **kwargs)
-
-    def _with_default(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Functions without a generator argument: lend them the process's, seeded, in turn."""
-        if not kwargs.get("training", True) or self._is_cuda():
-            return func(*args, **kwargs)
-        seed = int(torch.randint(2**62, (), generator=self.generator(), device="cpu"))
-        with _DEFAULT_GENERATOR:
-            state = torch.default_generator.get_state()
-            torch.default_generator.manual_seed(seed)
-            try:
-                return func(*args, **kwargs)
-            finally:
-                torch.default_generator.set_state(state)
-
     def _dropout(
-        self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        """`F.dropout`, with the arithmetic of torch's CPU kernel."""
-        if not training or not 0.0 < p < 1.0 or self._is_cuda():
-            return func(input, p, training, inplace)
-        mask = torch.empty_like(input).bernoulli_(1 - p, generator=self.generator()).div_(1 - p)
+        """`F.dropout` with the arithmetic of torch's CPU kernel, without the detour by kernels."""
+        if not training or not 0.0 < p < 1.0:
+            return F.dropout(input, p, training, inplace)
+        generator = self.generator()
+        if input.device.type != "cpu":
+            return F.dropout(input, p, training, inplace)
+        mask = torch.empty_like(input).bernoulli_(1 - p, generator=generator).div_(1 - p)
         return input.mul_(mask) if inplace else input * mask
-
-    def _torch_dropout(self, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
-        del func
-        return self._dropout(F.dropout, input, p, train)
-
-    def _multi_head(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        dropout_p = kwargs["dropout_p"] if "dropout_p" in kwargs else args[10]
-        if not kwargs.get("training", True) or dropout_p == 0.0:
-            return func(*args, **kwargs)
-        return self._with_default(func, *args, **kwargs)
-
-    def _recurrent(self, func: Any, *args: Any) -> Any:
-        """torch.lstm etc.: ..., has_biases, num_layers, dropout, training, ..."""
-        first = next(k for k, arg in enumerate(args) if isinstance(arg, bool))
-        _, num_layers, dropout_p, training = args[first : first + 4]
-        if not training or dropout_p == 0.0 or num_layers == 1:
-            return func(*args)
-        return self._with_default(func, *args)
 
     def _attention(
         self,
-        func: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -177,15 +150,15 @@ class StageRandomness(TorchFunctionMode):
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        enable_gqa: bool = False,
+        **others: Any,
     ) -> Tensor:
-        """Attention B H T E with dropout; torch's CPU has no fused kernel for it either."""
-        if dropout_p == 0.0 or self._is_cuda():
-            return func(query, key, value, attn_mask, dropout_p, is_causal,
-                        scale=scale, enable_gqa=enable_gqa)  # fmt: skip
-        if enable_gqa:
-            groups = query.size(-3) // key.size(-3)
-            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        """Attention B H T E with dropout: a tenth faster than torch's own, which has no fused
+        kernel for it on the CPU either."""
+        if dropout_p == 0.0 or others.get("enable_gqa") or query.device.type != "cpu":
+            with _Kernels(self) if dropout_p else contextlib.nullcontext():
+                return F.scaled_dot_product_attention(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **others
+                )
         factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
         scores = (query * factor) @ key.transpose(-2, -1)
         # As torch: a row that is masked everywhere gives 0. A causal one never is.
@@ -196,7 +169,7 @@ class StageRandomness(TorchFunctionMode):
             scores = scores.masked_fill(~attn_mask, -math.inf)
         elif attn_mask is not None:
             scores = scores + attn_mask
-        return self._dropout(F.dropout, softmax(scores, -1), dropout_p) @ value
+        return self._dropout(softmax(scores, -1), dropout_p) @ value
 
 
 class NoDraws(StageRandomness):
@@ -213,17 +186,63 @@ class NoDraws(StageRandomness):
         )
 
 
-_DRAWS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_TAKES_GENERATOR, StageRandomness._with_generator),
-    **dict.fromkeys(_TAKES_NONE, StageRandomness._with_default),
-    F.dropout: StageRandomness._dropout,
-    torch.dropout: StageRandomness._torch_dropout,
-    F.scaled_dot_product_attention: StageRandomness._attention,
-    F.multi_head_attention_forward: StageRandomness._multi_head,
-    **dict.fromkeys(
-        (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), StageRandomness._recurrent
-    ),
-}
+class _Kernels(TorchDispatchMode):
+    """Inside ``with``, the kernels that draw do so from the source of ``randomness``."""
+
+    def __init__(self, randomness: StageRandomness) -> None:
+        super().__init__()
+        self._randomness = randomness
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if not _draws(func) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        generator = self._randomness.generator()
+        tensor = next((value for value in args if isinstance(value, Tensor)), None)
+        device = kwargs.get("device") or (torch.device("cpu") if tensor is None else tensor.device)
+        if device.type != "cpu":
+            return func(*args, **kwargs)
+        if not _takes_generator(func.overloadpacket):
+            raise RuntimeError(
+                f"{func} draws from the generator that all stages share, and takes no other: the "
+                "same seed would give other bits in every run. Use torch.nn.functional.dropout"
+            )
+        # Of a function without the argument, as rand, another overload has it.
+        return func.overloadpacket(*args, **{**kwargs, "generator": generator})
+
+
+@functools.lru_cache(4096)
+def _may_draw(func: Any) -> bool:
+    """Whether a function that Python calls may draw: by its operators' tags, if it has any."""
+    if isinstance(func, FunctionType):
+        return func not in _DRAW_NOTHING
+    name = getattr(func, "__name__", "").split(".")[0]  # of an overload it says which
+    packet = getattr(torch.ops.aten, name, None)
+    return isinstance(packet, OpOverloadPacket) and any(map(_is_tagged, _overloads(packet)))
+
+
+@functools.lru_cache(4096)
+def _draws(overload: Any) -> bool:
+    """Whether a kernel draws. Attention's own for the CPU is marked, but refuses dropout."""
+    chooses = ("_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu")
+    return _is_tagged(overload) and overload.overloadpacket.__name__ not in chooses
+
+
+@functools.lru_cache(4096)
+def _takes_generator(packet: OpOverloadPacket) -> bool:
+    arguments = (a for overload in _overloads(packet) for a in overload._schema.arguments)
+    return any(argument.name == "generator" for argument in arguments)
+
+
+def _is_tagged(overload: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in overload.tags
+
+
+def _overloads(packet: OpOverloadPacket) -> list[Any]:
+    return [getattr(packet, name) for name in packet.overloads()]
 
 
 def _mix(step: int, layer: int, microbatch: int) -> int:

@@ -91,7 +91,6 @@ class Stage:
         self._seed = seed or StepSeed()
         self._randomness = StageRandomness(device)
         self._later = WeightsLater(self.parameters)
-        self._draws = any(_may_draw(layer) for layer in module.modules())
         cut = [[layer] for layer in module] if by_layer else [list(module)]
         self._parts = [_Part(layers, first_layer + k) for k, layers in enumerate(cut)]
         uses = Counter(p for part in self._parts for p in part.parameters)
@@ -179,7 +178,7 @@ class Stage:
         self, i: int, layers: Sequence[Callable[[Any], Any]], first_layer: int, value: Any
     ) -> Any:
         for k, layer in enumerate(layers, first_layer):
-            with self._randomness.of(self._seed, k, i) if self._draws else nullcontext():
+            with self._randomness.of(self._seed, k, i):
                 value = layer(value)
         return value
 
@@ -203,7 +202,7 @@ class Stage:
         ``sums`` where this micro-batch has more to add: one sum per micro-batch, as autograd's."""
         with (
             self._later.into(graph.products),  # for a forward that checkpointing repeats
-            NoDraws() if self._draws else nullcontext(),
+            NoDraws(),
         ):
             result, found, others = graph.differentiate(part.parameters, gradients, retain_graph)
         late = {p for product in graph.products for p in (product.weight, product.bias)}
@@ -211,8 +210,3 @@ class Stage:
         held = [*others, *sums.values(), *(product.dy for product in graph.products)]
         add_in_place(self._totals, found, held)
         return result
-
-
-def _may_draw(layer: nn.Module) -> bool:
-    """Whether it trains. Wrappers do not count: the user's eval() may not reach them."""
-    return layer.training and type(layer) is not nn.Sequential and not hasattr(layer, "is_wrapper")

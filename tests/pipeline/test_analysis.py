@@ -136,3 +136,25 @@ def test_a_shape_that_depends_on_contents_is_named() -> None:
     parts = _gpt2_parts(True)
     with pytest.raises(ValueError, match=r"stage 2 \(Head\) .* only the last stage may, so cut"):
         analyze_communication_with_partitions(parts, _input(3, 5), CPU)
+
+
+def test_training_and_evaluation_may_hand_on_other_shapes() -> None:
+    class Shorter(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, :2] if self.training else x
+
+    part = nn.Sequential(Shorter())
+    for generalize in (True, False):
+        analysis = Analysis([part], CPU, generalize)
+        x = torch.zeros(4, 6)
+        for training in (True, False, True):
+            part.train(training)
+            assert analysis.messages(x) == _made([part], x)
+
+
+def test_a_list_may_be_longer_for_a_larger_batch() -> None:
+    part = nn.Sequential(Call(lambda x: list(x.split(2))))
+    analysis = Analysis([part], CPU)
+    for size in (4, 7, 2):
+        x = torch.zeros(size, 3)
+        assert analysis.messages(x) == _made([part], x)

@@ -16,7 +16,16 @@ from pipeline.crew import Crew
 from pipeline.dataflow import Channel, Dataflow
 from pipeline.pipe import Pipe
 from pipeline.worker import Context, Task, wait_for
-from tests.pipeline.pipeline_models import batch, cut, gradients, square_error, tower
+from tests.pipeline.pipeline_models import (
+    Call,
+    assert_close,
+    batch,
+    cut,
+    gradients,
+    square_error,
+    take_gradients,
+    tower,
+)
 
 KINDS = [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit]
 
@@ -281,3 +290,147 @@ def test_a_loss_without_a_gradient_is_refused() -> None:
         with pytest.raises(RuntimeError, match="the loss does not depend on anything"):
             pipe.train_step(x, y, lambda output, target: square_error(output.detach(), target))
         pipe.eval_step(x, y, square_error)
+
+
+A_NUMBER: dict[str, Callable[[Tensor], Any]] = {
+    "scalar": lambda x: x.sum(),
+    "scalar beside rows": lambda x: (x, x.detach().sum()),
+    "int": lambda x: (x, len(x)),
+    "float": lambda x: {"rows": x, "norm": float(x.detach().norm())},
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", A_NUMBER)
+def test_a_number_per_micro_batch_is_refused(name: str, grad: bool) -> None:
+    """The first micro-batch's is not the batch's, nor is the sum, if it is a mean."""
+    x, _ = batch(4)
+    model = nn.Sequential(*tower(), Call(A_NUMBER[name]))
+    with Pipe(cut(model, (2, 5)), split_size=2) as pipe, torch.set_grad_enabled(grad):
+        with pytest.raises(ValueError, match="a number per micro-batch cannot be put together"):
+            pipe(x)
+        pipe.split_size = 4
+        pipe(x)  # one micro-batch is the batch
+
+
+def test_what_is_no_tensor_must_be_the_same_in_every_micro_batch() -> None:
+    x, _ = batch(4)
+    flags = nn.Sequential(*tower(), Call(lambda y: (y, None, True, "mean")))
+    with Pipe(cut(flags, (2, 5)), split_size=2) as pipe:
+        assert pipe(x)[1:] == (None, True, "mean")
+    arrays = nn.Sequential(*tower(), Call(lambda y: (y, y.detach().numpy())))
+    with (
+        Pipe(cut(arrays, (2, 5)), split_size=2) as pipe,
+        pytest.raises(ValueError, match=r"values per micro-batch \(ndarray, ndarray\)"),
+    ):
+        pipe(x)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_list_whose_length_varies_between_micro_batches_is_named(grad: bool) -> None:
+    x, _ = batch(7)
+    model = nn.Sequential(*tower(), Call(lambda y: list(y.split(1))))
+    message = "the last stage gives 2 values for micro-batch 0 and 1 for micro-batch 3"
+    with (
+        Pipe(cut(model, (2, 5)), split_size=2) as pipe,
+        torch.set_grad_enabled(grad),
+        pytest.raises(ValueError, match=message),
+    ):
+        pipe(x)
+
+
+def test_a_list_of_varying_length_may_pass_between_stages() -> None:
+    x, _ = batch(7)
+    model = nn.Sequential(*tower(), Call(lambda y: list(y.split(1))), Call(torch.cat))
+    with Pipe(cut(model, (7, 1)), split_size=2) as pipe:
+        assert torch.equal(pipe(x), torch.cat([model(part) for part in x.split(2)]))
+
+
+class Gate(nn.Module):
+    """Stops the first call until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.go, self.first = threading.Event(), threading.Event(), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.first = False
+            self.entered.set()
+            assert self.go.wait(30)
+        return x
+
+
+@pytest.mark.parametrize("step", [forward_backward, one_f_one_b])
+def test_a_second_thread_is_refused_at_once_and_the_first_gets_its_gradients(
+    step: Callable[[Pipe], None],
+) -> None:
+    x, y = batch(8)
+    model = tower()
+    square_error(model(x), y).backward()
+    expected = take_gradients(model)
+    gate = Gate()
+    with Pipe(cut(nn.Sequential(*model, gate), (2, 5)), split_size=2) as pipe:
+        first = threading.Thread(target=step, args=(pipe,))
+        first.start()
+        assert gate.entered.wait(30)
+        for call in (
+            lambda: pipe(x),
+            lambda: pipe.train_step(x, y, square_error),
+            lambda: pipe.eval_step(x, y, square_error),
+            lambda: pipe.compute([x], [(0, 0)]),
+            lambda: pipe.run_on_stages(lambda s: s),
+        ):
+            with pytest.raises(RuntimeError, match="another call of this Pipe is running"):
+                call()
+        gate.go.set()
+        first.join(30)
+        assert_close(take_gradients(model), expected)
+        step(pipe)
+        assert_close(take_gradients(model), expected)
+
+
+def test_a_second_forward_between_two_clocks_does_not_change_the_gradients() -> None:
+    x, y = batch(8)
+    model = tower()
+    square_error(model(x), y).backward()
+    expected = take_gradients(model)
+    between, go = threading.Event(), threading.Event()
+
+    class Slow(Pipe):
+        def compute(self, batches: list[Any], schedule: list[tuple[int, int]]) -> None:
+            super().compute(batches, schedule)
+            if not between.is_set():
+                between.set()
+                assert go.wait(30)
+
+    with Slow(cut(model), split_size=2) as pipe:
+        first = threading.Thread(target=forward_backward, args=(pipe,))
+        first.start()
+        assert between.wait(30)
+        with pytest.raises(RuntimeError, match="another call of this Pipe is running"):
+            pipe(x)
+        go.set()
+        first.join(30)
+        assert_close(take_gradients(model), expected)
+
+
+def test_a_backward_beside_another_call_is_refused() -> None:
+    x, y = batch(8)
+    gate = Gate()
+    gate.first = False
+    model = tower()
+    with Pipe(cut(nn.Sequential(*model, gate), (2, 5)), split_size=2) as pipe:
+        loss = square_error(pipe(x), y)
+        gate.first = True
+        other = threading.Thread(target=pipe.eval_step, args=(x, y, square_error))
+        other.start()
+        assert gate.entered.wait(30)
+        with pytest.raises(RuntimeError, match="another call of this Pipe is running"):
+            loss.backward(retain_graph=True)
+        gate.go.set()
+        other.join(30)
+        loss.backward()
+        found = take_gradients(model)
+    square_error(model(x), y).backward()
+    assert_close(found, take_gradients(model))

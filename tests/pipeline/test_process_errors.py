@@ -184,6 +184,21 @@ def test_what_the_dry_forward_did_not_foresee_is_not_sent(ranks: Ranks) -> None:
     assert "it has failed: pipeline.links.MismatchError: handing activations from" in second
 
 
+def _a_number(_: int, __: int) -> tuple[str, list[str], float]:
+    x, y = batch(8)
+    layers = nn.Sequential(*tower(), Call(lambda x: x.sum()))
+    with ProcessPipe(layers, (2, 5), timeout=20) as pipe:
+        pipe.eval(x, y, lambda output, _: output, 1)
+        found = _caught(lambda: pipe.eval(x, y, num_microbatches=4))
+        dist.barrier()
+        return found
+
+
+def test_a_number_per_micro_batch_is_refused(ranks: Ranks) -> None:
+    _, (text, _, _) = ranks.run(_a_number)
+    assert text.startswith("ValueError: a number per micro-batch cannot be put together")
+
+
 @pytest.mark.parametrize("sizes", [[2, 4], [5], [6, 0], []])
 def test_sizes_that_do_not_fit(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match=r"for 6 layers on 1 ranks: one number per rank, each at"):

@@ -11,10 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipeline import schedule as sched
-from pipeline.model import gpt2_layers
 from pipeline.pipe import Pipe
 from pipeline.randomness import StageRandomness, StepSeed
-from pipeline.stage import Stage
 from tests.pipeline.pipeline_models import (
     DEVICES,
     Call,
@@ -25,7 +23,6 @@ from tests.pipeline.pipeline_models import (
     take_gradients,
     tower,
 )  # fmt: skip
-from tests.pipeline.test_gpt2_pipeline import gpt2
 
 CPU = torch.device("cpu")
 
@@ -131,6 +128,28 @@ CALLS: dict[str, Any] = {
     "cauchy_": lambda x: torch.empty_like(x).cauchy_(),
     "log_normal_": lambda x: torch.empty_like(x).log_normal_(),
     "binomial": lambda x: torch.binomial(x * 100, x * 0.5),
+    "always on": lambda x: F.dropout(x, 0.5, True),
+    "init": lambda x: nn.init.normal_(torch.empty_like(x)),
+    "init truncated": lambda x: nn.init.trunc_normal_(torch.empty_like(x)),
+    "gamma": lambda x: torch.distributions.Gamma(x, x).sample(),
+    "dirichlet": lambda x: torch.distributions.Dirichlet(x).rsample(),
+    "categorical": lambda x: torch.distributions.Categorical(x.cumsum(-1)).sample(),
+    "von Mises": lambda x: torch.distributions.VonMises(x, x).sample(),
+    "gumbel": lambda x: F.gumbel_softmax(x),
+    "randperm": lambda _: torch.randperm(50),
+    "random_": lambda x: torch.empty_like(x).random_(),
+    "operator": lambda x: torch.ops.aten.bernoulli(x * 0.5),
+    "overload": lambda x: torch.ops.aten.bernoulli.default(x * 0.5),
+    "fractional": lambda _: F.fractional_max_pool2d(
+        torch.arange(256.0).view(1, 1, 16, 16), 2, output_size=7
+    ),
+    "grouped attention": lambda x: F.scaled_dot_product_attention(
+        x.expand(4, 3, 5, 8).transpose(0, 1),
+        x.unsqueeze(1),
+        x.unsqueeze(1),
+        dropout_p=0.5,
+        enable_gqa=True,
+    ),
     **{
         type(layer).__name__ + str(k): lambda x, layer=layer: layer(x)[0]
         for k, layer in enumerate(
@@ -156,13 +175,50 @@ def test_what_draws_draws_from_the_stage(name: str) -> None:
         function = CALLS[name]
         with randomness.of(step, 0, i):
             result: Tensor = function(x)
-        assert torch.equal(torch.get_rng_state(), after[name]) or name == "multi-head"
+        assert torch.equal(torch.get_rng_state(), after[name])
         return result
 
     torch.manual_seed(0)
     after = {name: torch.get_rng_state()}
     assert torch.equal(draw(0), draw(0))
     assert not torch.equal(draw(0), draw(1))
+
+
+class Noise(nn.Module):
+    """Draws in evaluation too, in three ways."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = nn.init.normal_(torch.empty_like(x))
+        scale = torch.distributions.Gamma(torch.ones_like(x), 1.0).sample()
+        return F.dropout(x + noise * scale, 0.5, True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_always_draws_gives_the_same_bits_for_every_cut(training: bool) -> None:
+    x, y = batch(8)
+    layers = list(tower())
+    model = nn.Sequential(*layers[:2], Noise(), *layers[2:], Noise()).train(training)
+    found = []
+    for sizes in [(1, 7), (3, 5), (7, 1), (7, 1)]:
+        with Pipe(cut(model, sizes), split_size=2) as pipe:
+            torch.manual_seed(5)
+            loss = pipe.train_step(x, y, square_error, schedule="gpipe")
+            found.append({**take_gradients(model), "loss": loss})
+            torch.manual_seed(5)
+            with torch.no_grad():
+                found[-1]["output"] = pipe(x)
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+
+
+def test_an_operator_that_takes_no_generator_says_so() -> None:
+    with (
+        StageRandomness(CPU).of(StepSeed(), 0, 0),
+        pytest.raises(
+            RuntimeError, match=r"aten\.native_dropout\.default draws from the generator"
+        ),
+    ):
+        torch.native_dropout(torch.ones(4), 0.5, True)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -238,12 +294,3 @@ def test_a_forward_repeated_in_backward_must_not_draw(schedule: str) -> None:
         expected = torch.autograd.grad(want, list(module.parameters()))
         for p, g in zip(module.parameters(), expected, strict=True):
             torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=1e-12)
-
-
-def test_eval_of_the_users_model_alone_takes_the_mode_away() -> None:
-    """The wrappers around its modules still say that they train."""
-    model = gpt2()
-    for train in (True, False):
-        model.train(train)
-        layers = nn.Sequential(*gpt2_layers(model))
-        assert Stage(0, layers, CPU)._draws is train
