@@ -24,8 +24,9 @@ found, so only the last stage may have such a layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from .stage import layer_name, refuse_hidden
+
 _PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)  # below what a model allows for, mostly
 
 
@@ -47,6 +50,13 @@ class TensorKind:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Again:
+    """The tensor that is the leaf at ``position`` too."""
+
+    position: int
 
 
 @dataclass(frozen=True)
@@ -80,13 +90,27 @@ class Message:
 def describe(value: Any) -> Message:
     """The message that ``value`` would be."""
     leaves, tree = pytree.tree_flatten(value)
-    kinds = (
-        TensorKind(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else leaf
-        for leaf in leaves
-    )
+    kinds = list(leaves)
+    first: dict[int, int] = {}
+    for k, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            position = first.setdefault(id(leaf), k)
+            kind = TensorKind(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+            kinds[k] = kind if position == k else Again(position)
     return Message(tuple(kinds), tree)
+
+
+def assemble(message: Message, tensors: Iterable[Tensor]) -> Any:
+    """The value that ``message`` describes, of its tensors, each given once."""
+    rest = iter(tensors)
+    leaves: list[Any] = []
+    for leaf in message.leaves:
+        if isinstance(leaf, TensorKind):
+            leaf = next(rest)
+        elif isinstance(leaf, Again):
+            leaf = leaves[leaf.position]
+        leaves.append(leaf)
+    return pytree.tree_unflatten(leaves, message.tree)
 
 
 def analyze_communication_with_partitions(
@@ -96,15 +120,18 @@ def analyze_communication_with_partitions(
 
     Nothing is computed, drawn or allocated; modules and their buffers stay as they are. ``device``
     is what the layers shall take their tensors to be on, wherever they are.
-    Raises ValueError where a layer's output has a shape that depends on more than shapes.
+    Raises ValueError where a layer's output has a shape that depends on more than shapes, and
+    TypeError where a stage hands on what is no pytree.
     """
     message = x if isinstance(x, Message) else describe(x)
     found = []
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         value = _fake(message, device)
-        for s, partition in enumerate(partitions):
+        ends = accumulate(len(partition) for partition in partitions)
+        for s, (partition, end) in enumerate(zip(partitions, ends, strict=True)):
             for layer in partition:
                 value = _dry(layer, value, device, s)
+            refuse_hidden(value, layer_name(end - 1, partition[-1]))
             found.append(describe(value))
     return found
 
@@ -214,13 +241,11 @@ class _Rule:
 
 
 def _fake(message: Message, device: torch.device) -> Any:
-    leaves = [
-        torch.empty(leaf.shape, dtype=leaf.dtype, device=device).requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, TensorKind)
-        else leaf
-        for leaf in message.leaves
-    ]
-    return pytree.tree_unflatten(leaves, message.tree)
+    made = (
+        torch.empty(kind.shape, dtype=kind.dtype, device=device).requires_grad_(kind.requires_grad)
+        for kind in message.tensors
+    )
+    return assemble(message, made)
 
 
 def _dry(layer: nn.Module, value: Any, device: torch.device, s: int) -> Any:

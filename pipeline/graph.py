@@ -29,7 +29,7 @@ class Graph:
         self.products: list[Product] = []
         self._memory = memory
         # Positions count the leaves of x and of y.
-        self._inputs: list[Tensor] = []
+        self.inputs: list[Tensor] = []
         self._input_positions: list[int] = []
         self._num_inputs = 0
         self._outputs: list[Tensor] = []
@@ -39,26 +39,33 @@ class Graph:
         """``run(value)``, detached; ``requires_grad`` says which leaves are part of the graph.
 
         Where the graph is not the model's first, ``run`` may write to the tensors of ``value``:
-        only it will read them.
+        only it will read them. A tensor that is there twice stays one, and its gradient is that of
+        its first place.
         """
         leaves, spec = pytree.tree_flatten(value)
         self._num_inputs = len(leaves)
+        entered: dict[int, Tensor] = {}
         for k, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and id(leaf) not in entered:
                 wanted = leaf.requires_grad and torch.is_grad_enabled()
-                leaves[k] = move(leaf.detach(), self._memory)
+                inner = move(leaf.detach(), self._memory)
                 if wanted:
-                    self._inputs.append(leaves[k].requires_grad_())
+                    self.inputs.append(inner.requires_grad_())
                     self._input_positions.append(k)
-                    leaves[k] = leaves[k] if is_first else _Alias.apply(leaves[k])
+                    inner = inner if is_first else _Alias.apply(inner)
+                entered[id(leaf)] = inner
+        leaves = [entered.get(id(leaf), leaf) for leaf in leaves]
         results, spec = pytree.tree_flatten(run(pytree.tree_unflatten(leaves, spec)))
+        self.products.clear()  # of a layer that differentiates inside: not the model's gradients
+        left: dict[int, Tensor] = {}
         for k, result in enumerate(results):
             if isinstance(result, Tensor):
                 if result.requires_grad and torch.is_grad_enabled():
                     self._outputs.append(result)
                     self._output_positions.append(k)
-                results[k] = result.detach().requires_grad_(result.requires_grad)
-        return pytree.tree_unflatten(results, spec)
+                if id(result) not in left:
+                    left[id(result)] = result.detach().requires_grad_(result.requires_grad)
+        return pytree.tree_unflatten([left.get(id(leaf), leaf) for leaf in results], spec)
 
     def differentiate(
         self,
@@ -77,7 +84,7 @@ class Graph:
             if gradient is not None:
                 pairs.append((output, move(gradient, self._memory)))
         result: list[Tensor | None] = [None] * self._num_inputs
-        if not pairs or not (self._inputs or parameters):
+        if not pairs or not (self.inputs or parameters):
             return result, {}, []
         incoming = [dy for _, dy in pairs]
         # torch.autograd.grad itself, but for its checks: those leave a TorchFunctionMode behind.
@@ -86,19 +93,19 @@ class Graph:
             tuple(incoming),
             retain_graph,
             False,  # create_graph
-            (*self._inputs, *parameters),
+            (*self.inputs, *parameters),
             allow_unreachable=True,
             accumulate_grad=False,
         )
-        of_inputs: list[Tensor | None] = list(found[: len(self._inputs)])
-        of_parameters = zip(parameters, found[len(self._inputs) :], strict=True)
+        of_inputs: list[Tensor | None] = list(found[: len(self.inputs)])
+        of_parameters = zip(parameters, found[len(self.inputs) :], strict=True)
         for position, dx in zip(self._input_positions, of_inputs, strict=True):
             result[position] = dx
         return result, {p: g for p, g in of_parameters if g is not None}, [*incoming, *of_inputs]
 
     def release(self) -> None:
         """Let go of x and y; of the products they hold their own."""
-        self._inputs, self._outputs = [], []
+        self.inputs, self._outputs = [], []
 
 
 def move(tensor: Tensor, memory: torch.device) -> Tensor:

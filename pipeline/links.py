@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .analysis import Message, TensorKind, describe
+from .analysis import Message, TensorKind, assemble, describe
 from .exchange import Layout, PeerError, Receiver, Sender
 
 Record = Callable[[str, int, float, float], None]  # kind, micro-batch, start, end
@@ -43,18 +43,16 @@ class Activations:
                 "generalize_shapes=False looks at each shape; where contents decide, only the last "
                 "stage may have that layer"
             )
-        return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        leaves = zip(pytree.tree_leaves(value), self._message.leaves, strict=True)
+        return [leaf for leaf, kind in leaves if isinstance(kind, TensorKind)]
 
     def unpack(self, tensors: Sequence[Tensor | None]) -> Any:
-        rest = iter(tensors)
-        leaves = list(self._message.leaves)
-        for k, leaf in enumerate(leaves):
-            if isinstance(leaf, TensorKind):
-                tensor = next(rest)
-                assert tensor is not None
-                wanted = leaf.requires_grad and torch.is_grad_enabled()
-                leaves[k] = tensor.requires_grad_() if wanted else tensor
-        return pytree.tree_unflatten(leaves, self._message.tree)
+        received = []
+        for kind, tensor in zip(self._message.tensors, tensors, strict=True):
+            assert tensor is not None
+            wanted = kind.requires_grad and torch.is_grad_enabled()
+            received.append(tensor.requires_grad_() if wanted else tensor)
+        return assemble(self._message, received)
 
 
 class GradientsOf:

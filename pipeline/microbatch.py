@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .unseen import hidden_type
+
 
 class MicroBatches(list[Any]):
     """A batch that is cut already: its micro-batches may differ in more than their first dimension,
@@ -23,7 +25,13 @@ class MicroBatches(list[Any]):
 
 
 def batch_size(value: Any) -> int:
-    """The common first dimension of all tensors; ValueError if there is none, or several."""
+    """The common first dimension of all tensors; ValueError if there is none, or several, and
+    TypeError if some cannot be seen."""
+    if (kind := hidden_type(value)) is not None:
+        raise TypeError(
+            f"the batch holds a {kind} with tensors inside, which the pipeline cannot see or cut: "
+            "give tensors, or tuples, lists and dicts of them"
+        )
     sizes = {leaf.size(0) for leaf in pytree.tree_leaves(value) if _is_batched(leaf)}
     if len(sizes) != 1:
         found = ", ".join(map(str, sorted(sizes))) or "no tensor"

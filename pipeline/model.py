@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .partition import WithDevice, measure_costs, parse_balance
+from .partition import WithDevice, measure_costs, parse_balance, refuse_hooks
 
 if TYPE_CHECKING:  # it takes seconds to import, and nothing here needs it to run
     from transformers import GPT2LMHeadModel
@@ -158,9 +158,12 @@ def loss_of_targets(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
 def gpt2_layers(model: GPT2LMHeadModel, halves: bool = False) -> list[nn.Module]:
     """The layers of ``model``: embedding, every block (or its two halves), head.
 
-    They share its parameters.
+    They share its parameters. Raises ValueError where a hook is on a module that they replace.
     """
     body = model.transformer
+    blocks = [(f"transformer.h.{k}", block) for k, block in enumerate(body.h)]
+    replaced = [("the model", model), ("transformer", body), ("lm_head", model.lm_head)]
+    refuse_hooks([*replaced, *(blocks if halves else [])])
     layers: list[nn.Module] = [Embedding(body.wte, body.wpe, body.drop)]
     for block in body.h:
         layers += [Attention(block), FeedForward(block)] if halves else [Block(block)]

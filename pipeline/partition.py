@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+_RECORDING = "transformers.utils.output_capturing"
 
 
 class WithDevice(nn.Module):
@@ -93,6 +95,41 @@ def _flatten(
         if device is not None and device.type != "cpu":
             layer.to(device)
         yield layer, device or _retrieve_device(layer)
+
+
+def containers(modules: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """What `_split_module` takes apart, by name: the Sequentials, and the `WithDevice` of layers.
+
+    Nobody calls these any more.
+    """
+    yield path or "the Sequential", modules
+    for key, layer in modules._modules.items():
+        name = f"{path}.{key}" if path else key
+        while isinstance(layer, WithDevice):
+            yield name, layer
+            layer, name = layer.module, f"{name}._module"
+        if type(layer) is nn.Sequential:
+            yield from containers(layer, name)
+
+
+def refuse_hooks(uncalled: Iterable[tuple[str, nn.Module]]) -> None:
+    """ValueError if one of the named modules, which nobody calls, has a hook on its call.
+
+    Not those with which transformers records hidden states, and which are idle otherwise.
+    """
+    for name, module in uncalled:
+        hooks = [
+            *module._forward_hooks.values(),
+            *module._forward_pre_hooks.values(),
+            *module._backward_hooks.values(),
+            *module._backward_pre_hooks.values(),
+        ]
+        if any(getattr(hook, "__module__", None) != _RECORDING for hook in hooks):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) has a hook that would never run: a pipeline "
+                "calls the layers, and not what holds them. Register it on a layer: the first or "
+                "the last of them"
+            )
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[int]:

@@ -42,7 +42,7 @@ from .gradients import (
     hooks_held,
     trained_parameters,
 )
-from .partition import _split_module
+from .partition import _split_module, containers, refuse_hooks
 from .randomness import StepSeed
 from .schedule import (
     BACKWARD,
@@ -84,6 +84,10 @@ class Pipe(nn.Module):
         self.recorder = recorder
         self.replicas = dict(replicas or {})
         self.partitions, self.devices = _split_module(module)
+        self._uncalled = [  # in a list, since their parameters are those of the partitions
+            *containers(module),
+            *((f"partitions.{j}", part) for j, part in enumerate(self.partitions)),
+        ]
         self.peak_alive = [0] * len(self.devices)
         self._crew = Crew(self.devices)
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
@@ -106,6 +110,7 @@ class Pipe(nn.Module):
         x is a tensor, or nested tuples, lists, dicts of tensors, whose first dimension is the
         batch; so is what passes from layer to layer.
         """
+        refuse_hooks(self._uncalled)
         sizes = microbatch.sizes_by_split(microbatch.batch_size(x), self.split_size)
         with self._crew.alone():
             self._refresh_replicas()
@@ -233,6 +238,7 @@ class Pipe(nn.Module):
         else:
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         inputs, targets = microbatch.cut(x, target, sizes)
+        refuse_hooks([*self._uncalled, ("the Pipe", self)])
         flow = Dataflow(stages, inputs, targets, loss_fn, scale, self.recorder)
         context = Context()
         plan = self._plan(schedule, len(inputs), context.grad_enabled)

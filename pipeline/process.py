@@ -59,6 +59,7 @@ from .exchange import PeerError
 from .gradients import deliver, gradients_by_stage, hooks_held
 from .neighbours import Neighbours
 from .ownership import Initialize, Ownership
+from .partition import refuse_hooks
 from .randomness import StepSeed
 from .schedule import (
     BACKWARD,
@@ -303,6 +304,7 @@ class ProcessPipe:
         num_microbatches: int,
         scale: float | Tensor,
     ) -> Tensor:
+        refuse_hooks([("layers", self.layers), ("module", self.module)])
         sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         inputs, targets = microbatch.cut(x, target, sizes)
         plan = self._plan(schedule, len(inputs))

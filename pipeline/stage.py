@@ -32,16 +32,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .graph import Graph, add_in_place, add_to
 from .randomness import NoDraws, StageRandomness, StepSeed
+from .unseen import Strangers, hidden_type, tensors_in
 from .zero_bubble import Gradients, WeightsLater, add_products
 
 
@@ -91,6 +92,7 @@ class Stage:
         self._seed = seed or StepSeed()
         self._randomness = StageRandomness(device)
         self._later = WeightsLater(self.parameters)
+        self._looked = False  # for what its layers use in secret: the first micro-batch shows it
         cut = [[layer] for layer in module] if by_layer else [list(module)]
         self._parts = [_Part(layers, first_layer + k) for k, layers in enumerate(cut)]
         uses = Counter(p for part in self._parts for p in part.parameters)
@@ -119,9 +121,10 @@ class Stage:
             graph = Graph(self.memory)
             is_first = self.index == 0 and not kept.graphs
             with self._later.into(graph.products) if torch.is_grad_enabled() else nullcontext():
-                run = partial(self._layers, i, layers, part.first_layer)
+                run = partial(self._layers, i, layers, part, graph)
                 value = graph.record(value, run, is_first)
             kept.graphs.append(graph)
+        self._looked = True
         if torch.is_grad_enabled():
             self._kept[i] = kept
             self.peak_alive = max(self.peak_alive, self.alive)
@@ -175,11 +178,17 @@ class Stage:
         return pairs
 
     def _layers(
-        self, i: int, layers: Sequence[Callable[[Any], Any]], first_layer: int, value: Any
+        self, i: int, layers: Sequence[Callable[[Any], Any]], part: _Part, graph: Graph, value: Any
     ) -> Any:
-        for k, layer in enumerate(layers, first_layer):
+        strangers = Strangers(graph.inputs, part.parameters)
+        name = ""
+        for k, layer in enumerate(layers, part.first_layer):
             with self._randomness.of(self._seed, k, i):
                 value = layer(value)
+            name = layer_name(k, layer)
+            if not self._looked:
+                _refuse_strangers(value, strangers, name)
+        refuse_hidden(value, name)
         return value
 
     def _with_graph(self, i: int) -> _Kept:
@@ -210,3 +219,32 @@ class Stage:
         held = [*others, *sums.values(), *(product.dy for product in graph.products)]
         add_in_place(self._totals, found, held)
         return result
+
+
+def layer_name(k: int, layer: Callable[[Any], Any]) -> str:
+    """For messages: layer ``k`` of the model, counted from 0."""
+    return f"layer {k} ({type(layer).__name__})" if isinstance(layer, nn.Module) else "loss_fn"
+
+
+def refuse_hidden(value: Any, name: str) -> None:
+    """TypeError if what the layer ``name`` hands on has tensors that nobody sees."""
+    if (kind := hidden_type(value)) is not None:
+        raise TypeError(
+            f"{name} hands on a {kind} with tensors inside, which the pipeline cannot see, move or "
+            "differentiate: return tensors, or tuples, lists and dicts of them"
+        )
+
+
+def _refuse_strangers(value: Any, strangers: Strangers, name: str) -> None:
+    if any(isinstance(t, FakeTensor) for t in tensors_in(value)):
+        raise RuntimeError(
+            f"{name} uses a tensor without contents that a dry forward (analysis.py) left behind, "
+            "say in an attribute. What another layer makes must come in the input: let the layers "
+            "before return (output, tensor). What this layer keeps it must make in __init__"
+        )
+    if torch.is_grad_enabled() and strangers.reached_by(value):
+        raise RuntimeError(
+            f"{name} uses a tensor that requires grad and is neither part of its input nor one of "
+            "its parameters: its gradient would be lost. Let the layers before hand it on, e.g. "
+            "return (output, tensor), or make it a parameter of the layer"
+        )

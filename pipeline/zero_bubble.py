@@ -183,7 +183,9 @@ class _Multiply(torch.autograd.Function):
         ctx.save_for_backward(x, w)
         ctx.notes = weight, bias, transposed, products
         if transposed:
-            return F.linear(x, w, b)
+            # Of three dimensions it is a view, which autograd would not let layers change in place
+            # where a function made it; .data is none, and costs no kernel.
+            return F.linear(x, w, b).data
         assert b is not None
         return torch.addmm(b, x, w)
 
