@@ -17,11 +17,16 @@ Half of the head's work is for positions without a target (the source sentence, 
 the input ``(ids, weights)`` the weights travel along, and the head computes logits only for
 positions whose weight is not 0: N of them in the micro-batch, N V instead of B T V.
 
+With ``(ids, weights, prefix)`` sentences are continued: ids are the newest positions, ``prefix``
+knows the earlier ones (see training/generation.py; any object with its ``keep``, ``cache`` and
+``positions`` will do), and attention takes their keys and values from there and adds its own.
+
 Tied weights: ``wte`` is used by the first layer and the last. On CPU both are one tensor. On two
 GPUs the last stage gets a copy; `place` returns it in ``replicas``, and a `Pipe` given those adds
 both gradients to the original and refreshes the copy before each step.
 
-Shapes: B examples, T positions, C width, V vocabulary, N positions that have a target.
+Shapes: B examples, T positions, C width, V vocabulary, N positions that have a target, S positions
+of a prefix and the T newest.
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ class Embedding(nn.Module):
 
     def forward(self, value: Value) -> Value:
         ids, *more = value if isinstance(value, tuple) else (value,)
-        positions = torch.arange(ids.size(-1), device=ids.device)
+        T, prefix = ids.size(-1), _prefix(more)
+        positions = torch.arange(T, device=ids.device) if prefix is None else prefix.positions(T)
         hidden = self.drop(self.wte(ids) + self.wpe(positions))
         return (hidden, *more) if more else hidden
 
@@ -62,10 +68,10 @@ class HiddenLayer(nn.Module):
 
     def forward(self, value: Value) -> Value:
         hidden, *more = value if isinstance(value, tuple) else (value,)
-        hidden = self.transform(hidden)
+        hidden = self.transform(hidden, _prefix(more))
         return (hidden, *more) if more else hidden
 
-    def transform(self, hidden: Tensor) -> Tensor:
+    def transform(self, hidden: Tensor, prefix: Any) -> Tensor:
         raise NotImplementedError
 
 
@@ -79,9 +85,9 @@ class Attention(HiddenLayer):
         super().__init__()
         self.ln_1, self.attn = block.ln_1, block.attn
 
-    def transform(self, hidden: Tensor) -> Tensor:
-        mask = _mask_if_needed(self.attn, hidden)
-        return hidden + self.attn(self.ln_1(hidden), attention_mask=mask)[0]
+    def transform(self, hidden: Tensor, prefix: Any) -> Tensor:
+        given = _given(self.attn, hidden, prefix)
+        return hidden + self.attn(self.ln_1(hidden), **given)[0]
 
 
 class FeedForward(HiddenLayer):
@@ -91,7 +97,7 @@ class FeedForward(HiddenLayer):
         super().__init__()
         self.ln_2, self.mlp = block.ln_2, block.mlp
 
-    def transform(self, hidden: Tensor) -> Tensor:
+    def transform(self, hidden: Tensor, _: Any) -> Tensor:
         return hidden + self.mlp(self.ln_2(hidden))
 
 
@@ -102,13 +108,15 @@ class Block(HiddenLayer):
         super().__init__()
         self.block = block
 
-    def transform(self, hidden: Tensor) -> Tensor:
-        return self.attend(hidden, None)
+    def transform(self, hidden: Tensor, prefix: Any) -> Tensor:
+        return self._run(hidden, **_given(self.block.attn, hidden, prefix))
 
     def attend(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """``mask``: additive, B or 1, 1, T, T; None is causal."""
-        mask = _mask_if_needed(self.block.attn, hidden) if mask is None else mask
-        output = self.block(hidden, attention_mask=mask)
+        return self.transform(hidden, None) if mask is None else self._run(hidden, mask)
+
+    def _run(self, hidden: Tensor, attention_mask: Tensor | None, **cache: Any) -> Tensor:
+        output = self.block(hidden, attention_mask=attention_mask, **cache)
         return output[0] if isinstance(output, tuple) else output
 
 
@@ -128,18 +136,28 @@ class Head(nn.Module):
 
 
 def causal_mask(hidden: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Additive mask 1 1 T T for ``hidden`` B T C; B 1 T T if ``keep`` B T is 0 at padding."""
+    """Additive mask 1 1 T T for ``hidden`` B T C; with ``keep`` B S, 0 at padding: B 1 T S."""
     T = hidden.size(1)
-    allowed = torch.ones(T, T, dtype=torch.bool, device=hidden.device).tril()[None, None]
+    S = T if keep is None else keep.size(1)
+    allowed = torch.ones(T, S, dtype=torch.bool, device=hidden.device).tril(S - T)[None, None]
     if keep is not None:
         allowed = allowed & keep.to(hidden.device, torch.bool)[:, None, None, :]
     mask = torch.zeros(allowed.shape, dtype=hidden.dtype, device=hidden.device)
     return mask.masked_fill(~allowed, torch.finfo(hidden.dtype).min)
 
 
-def _mask_if_needed(attention: Any, hidden: Tensor) -> Tensor | None:
+def _prefix(more: Sequence[Any]) -> Any:
+    """Of what comes with the ids or hidden states: (weights, prefix), or less."""
+    return more[1] if len(more) > 1 else None
+
+
+def _given(attention: Any, hidden: Tensor, prefix: Any) -> dict[str, Any]:
+    """What an attention layer is called with besides ``hidden``."""
+    if prefix is not None:
+        mask = causal_mask(hidden, prefix.keep)
+        return {"attention_mask": mask, "past_key_values": prefix.cache}
     eager = attention.config._attn_implementation == "eager"
-    return causal_mask(hidden) if eager else None
+    return {"attention_mask": causal_mask(hidden) if eager else None}
 
 
 def loss_of_targets(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:

@@ -100,13 +100,13 @@ class Neighbours:
             self.links.up[s].expect(up, forwards, alive[s - 1])
             self.links.down[s].expect(down, backwards, alive[s - 1])
 
-    def from_last(self, number: int, value: Tensor | None) -> Tensor:
-        """A float64 of the last rank's, passed down from stage to stage. ``number`` is below 0."""
+    def from_last(self, number: int, value: Tensor | None, parcel: One = NUMBER) -> Tensor:
+        """A tensor of the last rank's, passed down from stage to stage. ``number`` is below 0."""
         if self.rank + 1 < self.num_stages:
-            value = self.links.down[self.rank + 1].get(number, NUMBER)
+            value = self.links.down[self.rank + 1].get(number, parcel)
         assert value is not None
         if self.rank > 0:
-            self.links.down[self.rank].put(number, value, NUMBER)
+            self.links.down[self.rank].put(number, value, parcel)
         return value
 
     def sum(self, number: int, value: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ from .analysis import Analysis
 from .dataflow import Dataflow, LossFunction, Recorder, listening
 from .exchange import PeerError
 from .gradients import deliver, gradients_by_stage, hooks_held
+from .links import One
 from .neighbours import Neighbours
 from .ownership import Initialize, Ownership
 from .partition import refuse_hooks
@@ -75,7 +76,7 @@ from .stage import Stage
 
 BuildSchedule = Callable[[int, int], Schedule]
 
-_LOSS, _NORM = -1, -2  # numbers of messages that belong to no micro-batch
+_LOSS, _NORM, _VALUE = -1, -2, -3  # numbers of messages that belong to no micro-batch
 _GRACE = 0.2  # seconds by which a failure's cause is to be reported before its consequences
 
 
@@ -194,10 +195,13 @@ class ProcessPipe:
         loss_fn: LossFunction | None = None,
         num_microbatches: int = 1,
         scale: float | Tensor = 1.0,
+        beside: Any = None,
     ) -> tuple[Tensor | None, Any]:
         """The loss, on all ranks, and the output of the last layer, on the last rank, else None.
 
-        Layers are in evaluation mode meanwhile. Without ``loss_fn`` there is no loss.
+        Layers are in evaluation mode meanwhile. Without ``loss_fn`` there is no loss. ``beside``,
+        as a cache, is this rank's own: its layers find it at the end of the tuple that goes
+        through them, and it is not handed on.
         """
         outputs: dict[int, Any] = {}
 
@@ -212,10 +216,15 @@ class ProcessPipe:
             inputs, targets = microbatch.cut(x, target, sizes)
             numbered = microbatch.MicroBatches(enumerate(targets))
             cut = microbatch.MicroBatches(inputs)
-            stage = self._stage(StepSeed(peek=True))
+            stage = self._stage(StepSeed(peek=True), beside)
             loss = self._run(stage, cut, numbered, loss_of, "gpipe", len(cut), scale)
             joined = microbatch.join([outputs[i] for i in sorted(outputs)]) if outputs else None
         return (None if loss_fn is None else loss), joined
+
+    def from_last(self, value: Tensor | None, like: Tensor) -> Tensor:
+        """``value`` of the last rank, on all ranks; of shape and type of ``like``."""
+        with self._step():
+            return self._neighbours.from_last(_VALUE, value, One(like.shape, like.dtype))
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None = None
@@ -289,9 +298,10 @@ class ProcessPipe:
                 time.sleep(_GRACE)
             raise
 
-    def _stage(self, seed: StepSeed) -> Stage:
+    def _stage(self, seed: StepSeed, beside: Any = None) -> Stage:
+        module = self.module if beside is None else nn.Sequential(_With(self.module, beside))
         return Stage(
-            self.rank, self.module, self.device, seed, self._first_layer, by_layer=self._by_layer
+            self.rank, module, self.device, seed, self._first_layer, by_layer=self._by_layer
         )
 
     def _run(
@@ -344,6 +354,20 @@ def _halved(actions: Sequence[Action]) -> list[Action]:
         else:
             result.append(action)
     return result
+
+
+class _With(nn.Module):
+    """Layers, and something that they find at the end of the tuple that goes through them."""
+
+    is_wrapper = True  # draws nothing itself, see stage.py
+
+    def __init__(self, layers: nn.Module, beside: Any) -> None:
+        super().__init__()
+        self.layers, self.beside = layers, beside
+
+    def forward(self, value: tuple[Any, ...]) -> Any:
+        output = self.layers((*value, self.beside))
+        return output[:-1] if isinstance(output, tuple) else output
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.ddp import DistributedDataParallel
@@ -23,6 +24,7 @@ from pipeline.process import ProcessPipe
 from project.stages import cut_into_stages, gather_on_main
 from project.strategy import Plan, Strategy
 from project.task import Step, Task, materialize
+from training.generation import Prefix, likeliest, newest_alone
 from training.launch import World
 from training.memory import state_bytes
 from training.pieces import Piece, flat_pieces, whole
@@ -159,6 +161,21 @@ class Fsdp(Strategy):
         self.layers.train()
         return output
 
+    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+        """See `Strategy`. Layers are gathered by all ranks together, whoever needs them."""
+        self._some_rank_goes_on(True)
+        return super().next_tokens(ids, prefix, num_tokens)
+
+    def end(self) -> None:
+        """See `Strategy`."""
+        while self._some_rank_goes_on(False):
+            self.outputs(None)
+
+    def _some_rank_goes_on(self, this_one: bool) -> bool:
+        going = torch.tensor(int(this_one), device=self.world.device)
+        dist.all_reduce(going, op=dist.ReduceOp.MAX)
+        return bool(going)
+
     def whole_weights(self) -> dict[str, Tensor]:
         """See `Strategy`."""
         return {name: p.cpu() for name, p in self.fsdp.gather() if p is not None}
@@ -227,6 +244,13 @@ class Pipeline(Strategy):
         with self.plan.autocast():
             _, output = self.pipe.eval(x)
         return output
+
+    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+        """See `Strategy`. The last rank has the logits; each keeps the cache of its own layers."""
+        with self.plan.autocast():
+            _, logits = self.pipe.eval((ids, newest_alone(ids)), beside=prefix)
+        tokens = None if logits is None else likeliest(logits, num_tokens)
+        return self.pipe.from_last(tokens, like=ids[:, 0])
 
     def whole_weights(self) -> dict[str, Tensor]:
         """See `Strategy`."""

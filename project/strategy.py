@@ -2,8 +2,9 @@
 
 A strategy holds a model, or its part of one, with an optimizer for what it holds. It is given its
 part of each global batch, in micro-batches, leaves the gradients of the mean loss of the *global*
-batch in its parameters, and can hand the whole weights to rank 0. How the weights are then updated
-is the same for all: training/optimization.py.
+batch in its parameters, computes outputs and continues sentences where these are, and can hand the
+whole weights to rank 0. How the weights are then updated is the same for all:
+training/optimization.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from project.task import Step
+from training.generation import Prefix, likeliest, newest_alone
 from training.pieces import Piece
 from training.timeline import OFF, Timeline
 
@@ -77,6 +79,15 @@ class Strategy(ABC):
     def outputs(self, x: Any) -> Tensor | None:
         """The model's outputs for `x`, which is this rank's part of a batch, or None where it has
         none; None on ranks that do not get to see them."""
+
+    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+        """See `training.generation.Decoder`: the model is one of text."""
+        logits = self.outputs((ids, newest_alone(ids), prefix))
+        assert logits is not None
+        return likeliest(logits, num_tokens)
+
+    def end(self) -> None:  # noqa: B027 (most wait for nobody)
+        """See `training.generation.Decoder`."""
 
     @abstractmethod
     def whole_weights(self) -> dict[str, Tensor]:

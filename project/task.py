@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from training.generation import Decoder
 from training.pictures import PictureSets
 from training.text import Texts
 
@@ -76,13 +78,12 @@ class Task(Protocol):
     def describe(self) -> str:
         """What is trained on what, for a person."""
 
-    @property
-    def finishes(self) -> bool:
-        """Whether `finish` has anything to do: only then it is called, with the whole weights."""
+    def show(self, decoder: Decoder, part: int, parts: int) -> str:
+        """What a person wants to know of the trained model besides its loss; on rank 0, elsewhere
+        nothing. All ranks together."""
 
-    def finish(self, weights: dict[str, Tensor]) -> str:
-        """Exports the trained model where --export asks for it; returns what else a person wants to
-        know of it. On rank 0 alone."""
+    def export(self, folder: Path, weights: dict[str, Tensor]) -> str:
+        """Writes the trained model; returns what was written, for a person. On rank 0 alone."""
 
 
 def materialize(task: Task, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from data_parallel.dataset import Partition, even_slices
+from data_parallel.dataset import even_slices
 from pipeline.model import gpt2_layers, loss_of_targets
 from project.rules import check_warmup
 from project.session import CPU_POSITIONS, EVAL_BATCH, FILES, check_targets, shared_tokenizer
-from project.task import DATA_PARALLEL, VGG, Data, Step, Task, materialize
-from project.utils import evaluate_bleu, generate
+from project.task import DATA_PARALLEL, VGG, Data, Step, Task
+from project.utils import evaluate_bleu
 from training.agreement import check_same
 from training.checkpoint import Checkpoint
 from training.data import Encoded, GlobalBatches, RankLoader, encode, to_batch
 from training.export import export, put_in_place
+from training.generation import Decoder, translate
 from training.launch import UserError, World
 from training.model import PRESETS, gpt2_config, initializer, round_vocab
 from training.pictures import Pictures, PictureSets, load_pictures, to_inputs
@@ -152,18 +154,16 @@ class PictureTask(_Scored):
             f"train, {len(sets.test):,} to test"
         )
 
-    @property
-    def finishes(self) -> bool:
-        """See `Task`."""
-        return self.args.export is not None
+    def show(self, *_: Any) -> str:
+        """See `Task`: nothing."""
+        return ""
 
-    def finish(self, weights: dict[str, Tensor]) -> str:
-        """See `Task`. What is exported are the weights by name."""
-        folder = self.args.export
+    def export(self, folder: Path, weights: dict[str, Tensor]) -> str:
+        """See `Task`: the weights by name."""
 
         def write(aside: Path) -> None:
             write_json(aside / "config.json", {"model": VGG, "classes": self.data.classes})
-            save_file({n: p.cpu().contiguous() for n, p in weights.items()}, aside / WEIGHTS)
+            save_file({n: p.contiguous() for n, p in weights.items()}, aside / WEIGHTS)
 
         put_in_place(folder, write)
         return f"The trained weights are in {folder / WEIGHTS}."
@@ -267,29 +267,35 @@ class TextTask(_Scored):
         )
         return "\n".join([pairs, *self.data.notes])
 
-    @property
-    def finishes(self) -> bool:
-        """See `Task`: unless there were too few steps to learn to translate."""
-        args = self.args
-        few = args.num_batches is not None and args.num_batches < self.steps_per_epoch
-        return args.export is not None or not few
-
-    def finish(self, weights: dict[str, Tensor]) -> str:
-        """See `Task`: BLEU and a translation."""
+    def show(self, decoder: Decoder, part: int, parts: int) -> str:
+        """See `Task`: BLEU and a translation, unless there were too few steps to learn any."""
         args, test = self.args, self.data.splits["test"]
-        model: Any = materialize(self, self.device)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(weights[name])
-        if args.export is not None:
-            export(args.export, model, self.tokenizer)
-        pairs = Partition(test, range(len(test)))
-        sentences = generate(
-            model, [pairs[i] for i in range(len(pairs))], args.src, args.tgt, self.tokenizer,
-            args.model_max_length, self.device, "Translating",
-        )  # fmt: skip
+        if args.num_batches is not None and args.num_batches < self.steps_per_epoch:
+            return ""
+        sentences = self.translations(decoder, part, parts)
+        if not sentences:
+            return ""
         bleu = evaluate_bleu(test, sentences, args.tgt)["bleu"]
         return f"BLEU {bleu:.1f}; {test[0][args.src]!r} becomes {sentences[0]!r}"
+
+    def translations(self, decoder: Decoder, part: int, parts: int) -> list[str]:
+        """Those of the test split on rank 0, each part done by its ranks; elsewhere nothing."""
+        args, test, rank = self.args, self.data.splits["test"], dist.get_rank()
+        mine = [pair[args.src] for pair in test[part::parts]]
+        sentences = translate(
+            decoder, mine, args.src, args.tgt, self.tokenizer, args.model_max_length, self.device,
+            bar="Translating" if rank == 0 else None,
+        )  # fmt: skip
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object((part, sentences), found if rank == 0 else None)
+        by_part = dict(found) if rank == 0 else {}
+        return [by_part[i % parts][i // parts] for i in range(len(test) if by_part else 0)]
+
+    def export(self, folder: Path, weights: dict[str, Tensor]) -> str:
+        """See `Task`: for transformers."""
+        in_fp32 = {name: p.float() for name, p in weights.items()}
+        export(folder, self.skeleton(), self.tokenizer, in_fp32)
+        return f"Model and tokenizer, for transformers, are in {folder}/."
 
 
 def _inputs_and_targets(batch: dict[str, Tensor]) -> tuple[Any, Any]:

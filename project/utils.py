@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from training.data import Batch, Step, encode, eos, load_tokenizer, to_batch, train_tokenizer
+from training.data import Batch, Step, encode, load_tokenizer, to_batch, train_tokenizer
+from training.generation import WholeModel, translate
 from training.optimization import Optimizers
 from training.record import writing
 
@@ -196,7 +197,6 @@ def evaluate_loss(
     return loss_sum, targets
 
 
-@torch.no_grad()
 def generate(
     model: Any,
     examples: Sequence[dict[str, str]],
@@ -209,73 +209,12 @@ def generate(
     rank: int = 0,
     batch_size: int = 128,
 ) -> list[str]:
-    """Translates greedily, many sentences at a time, keys and values of the prefix cached.
-
-    A sentence ends at its end token, or where source and translation fill model_max_length.
-    """
+    """The translations of the examples by a whole model; see `training.generation.translate`."""
     model.eval()
-    prompts = [tokenizer(example[src_key] + eos(src_key))["input_ids"] for example in examples]
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    sentences = [""] * len(examples)
-    for chunk in tqdm(chunks, desc, disable=None if rank == 0 else True, leave=False):
-        stop = tokenizer.convert_tokens_to_ids(eos(tgt_key))
-        rows = _decode(
-            model, [prompts[i] for i in chunk], stop, len(tokenizer), model_max_length, device
-        )
-        for i, row in zip(chunk, rows, strict=True):
-            sentences[i] = tokenizer.decode(row, skip_special_tokens=True).strip()
-    return sentences
-
-
-def _decode(
-    model: Any,
-    prompts: list[list[int]],
-    stop: int,
-    vocab_size: int,
-    max_length: int,
-    device: torch.device | str,
-) -> list[list[int]]:
-    """The greedy continuation of each prompt, up to `stop` or to max_length with the prompt.
-
-    Prompts are padded on the left, so that all rows grow at the same place; the mask hides the
-    padding and positions are counted from each row's first token.
-    """
-    from transformers import DynamicCache
-
-    longest = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask = torch.zeros(len(prompts), longest, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    ids, mask = ids.to(device), mask.to(device)
-    positions = (mask.cumsum(1) - 1).clamp(0, max_length - 1)
-    cache = DynamicCache(config=model.config)
-    rows: list[list[int]] = [[] for _ in prompts]
-    live = list(range(len(prompts)))  # the rows of `prompts` that ids, mask and cache still hold
-    while live:
-        hidden = model.transformer(
-            input_ids=ids, attention_mask=mask, position_ids=positions,
-            past_key_values=cache, use_cache=True,
-        )[0]  # fmt: skip
-        # Rows of the embedding beyond the tokenizer's are no tokens.
-        tokens = model.lm_head(hidden[:, -1])[:, :vocab_size].argmax(-1)
-        going = []
-        for place, (row, token) in enumerate(zip(live, tokens.tolist(), strict=True)):
-            if token != stop and len(prompts[row]) + len(rows[row]) < max_length:
-                rows[row].append(token)
-                going.append(place)
-        if len(going) < len(live):  # what has ended is computed no further
-            live = [live[place] for place in going]
-            keep = torch.tensor(going, dtype=torch.long, device=device)
-            tokens, mask, positions = tokens[keep], mask[keep], positions[keep]
-            if live:
-                cache.batch_select_indices(keep)
-        ids = tokens[:, None]
-        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        positions = (positions[:, -1:] + 1).clamp(max=max_length - 1)
-    return rows
+    return translate(
+        WholeModel(model), [example[src_key] for example in examples], src_key, tgt_key, tokenizer,
+        model_max_length, device, batch_size, desc if rank == 0 else None,
+    )  # fmt: skip
 
 
 def evaluate_bleu(

@@ -70,16 +70,18 @@ def run_worker(
         summary |= evaluate(world, task, strategy)
         if world.is_main:
             write_json(args.workdir / SUMMARY, summary | {"checks": {}})  # whatever comes now
+        if shown := task.show(strategy, strategy.part, strategy.parts):
+            say(world, shown)
         outputs = outputs_on_main(world, task, strategy) if args.check_output else []
         # The whole model, which no rank may have room for, is brought together only to be used.
-        wanted = args.check_weights or task.finishes
+        wanted = args.check_weights or args.export is not None
         weights = strategy.whole_weights() if wanted else {}
     finally:
         strategy.close()
 
     def conclude() -> None:
-        if task.finishes:
-            say(world, task.finish(weights))
+        if args.export is not None:
+            say(world, task.export(args.export, weights))
         verdicts = check(world, args, task, plan, strategy.compute_dtype, weights, outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, summary | {"checks": checks})

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from training.checkpoint import sync_folder
 from training.launch import UserError
@@ -56,15 +57,23 @@ def _may_be_replaced(folder: Path) -> bool:
     return not paths or (export and all(path.is_file() for path in paths))
 
 
-def export(folder: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast) -> None:
+def export(
+    folder: Path,
+    model: GPT2LMHeadModel,
+    tokenizer: PreTrainedTokenizerFast,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
     """Writes the model and its tokenizer.
+
+    Args:
+        weights: of a model that is on the meta device, by name.
 
     Raises:
         SaveError: they cannot be written. What was there before still is.
     """
 
     def write(aside: Path) -> None:
-        model.save_pretrained(aside)
+        model.save_pretrained(aside, state_dict=weights)
         tokenizer.save_pretrained(aside)
 
     put_in_place(folder, write)

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from pipeline.model import Block, cut_gpt2, gpt2_layers, loss_of_targets, place
 from pipeline.pipe import Pipe
 from tests.pipeline.pipeline_models import DEVICES, assert_close, assert_same_bits
+from training.generation import Prefix, newest_alone
 
 
 def gpt2(dropout: float = 0.0, attention: str = "sdpa") -> Any:
@@ -175,3 +176,31 @@ def test_a_block_of_transformers_4_returns_a_tuple() -> None:
 def test_a_cut_that_does_not_fit_says_so() -> None:
     with pytest.raises(ValueError, match=r"sizes \[2, 2\] on 2 devices: .* the 5 layers"):
         place(gpt2_layers(gpt2()), [2, 2], ["cpu:0", "cpu:1"])
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("halves", [True, False])
+@torch.no_grad()
+def test_continued_sentences_have_the_logits_of_the_plain_model(
+    halves: bool, attention: str, precision: str
+) -> None:
+    """Two of 7 and 4 tokens, padded on the left, in steps of 5, 1 and 1 positions. A padding
+    position sees no token: that must not become NaN, nor under autocast."""
+    model = gpt2(attention=attention).eval()
+    bf16 = precision == "bf16"
+    ids = torch.randint(40, (2, 7), generator=torch.Generator().manual_seed(3))
+    keep = torch.ones_like(ids)
+    keep[1, :3] = 0
+    rows = [model(ids[:1]).logits[0], model(ids[1:, 3:]).logits[0]]
+    layers = torch.nn.Sequential(*gpt2_layers(model.float() if bf16 else model, halves))
+    prefix = Prefix(keep[:, :5])
+    for begin, end in ((0, 5), (5, 6), (6, 7)):
+        new = ids[:, begin:end]
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = layers((new, newest_alone(new), prefix))
+        prefix.extend()
+        for got, row in zip(logits, rows, strict=True):
+            expected = row[end - 8]
+            size = (expected.abs().max() * (2**-5 if bf16 else 1e-13)).item()
+            torch.testing.assert_close(got.double(), expected, rtol=0, atol=size)
