@@ -5,13 +5,14 @@
 # make figures the runs behind the pictures in submit_figures/, and the pictures
 # make bench   every benchmark: one table, and JSON beside it
 # make chaos   kills, stops and interrupts real runs, and looks at what is left (three quarters of an hour)
+# make fuzz    random models under random layouts beside one plain process (five minutes)
 # make clean   removes what the above made, but not .venv
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: train test verify lint figures bench chaos clean
+.PHONY: train test verify lint figures bench chaos fuzz clean
 .DELETE_ON_ERROR:
 
 # --no-build-isolation would need setuptools in the environment; the default asks pip for it.
@@ -43,6 +44,9 @@ bench: $(VENV)/.installed
 
 chaos: $(VENV)/.installed
 	$(RUN) -m tests.chaos
+
+fuzz: $(VENV)/.installed
+	$(RUN) -m tests.fuzz
 
 clean:
 	rm -rf workdir workdir_* build *.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results

@@ -1,0 +1,56 @@
+"""The short form: some cases of every kind; and a planted fault turns a case of each red."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.__main__ import judge
+from tests.fuzz.cases import KINDS, Verdict, draw, kind_of, run
+from tests.project.mutations import MUTATIONS
+from tests.ranks import Ranks
+
+SEEDS = (
+    24, 32, 56, 9, 25, 49, 2, 18, 26, 3, 19, 51, 4, 12, 60,
+    5, 13, 29, 6, 14, 22, 15, 39, 47,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_cases_agree_with_plain_training(three_ranks: Ranks, kind: str) -> None:
+    seeds = [seed for seed in SEEDS if kind_of(seed) == kind]
+    assert len(seeds) == 3
+    for seed in seeds:
+        outcome = judge(three_ranks.run(run, seed))
+        assert outcome.word == "agreed", f"python -m tests.fuzz --case {seed}\n{outcome.text}"
+
+
+def _broken(rank: int, world_size: int, mutation: str, seed: int) -> Verdict | None:
+    with MUTATIONS[mutation]():
+        return run(rank, world_size, seed)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "seed"),
+    [
+        ("two_micro_batches_are_swapped", 32),
+        ("a_micro_batch_is_not_scaled", 49),
+        ("a_micro_batch_is_not_scaled", 18),
+        ("a_bucket_is_not_reduced", 51),
+        ("a_bucket_is_not_reduced", 12),
+        ("a_rank_is_left_out_of_the_sum", 5),
+        ("a_rank_is_left_out_of_the_sum", 14),
+        ("a_rank_is_left_out_of_the_sum", 47),
+    ],
+)
+def test_a_planted_fault_turns_a_case_red(three_ranks: Ranks, mutation: str, seed: int) -> None:
+    outcome = judge(three_ranks.run(_broken, mutation, seed))
+    assert outcome.word == "failed" and "gradient" in outcome.text
+
+
+def test_a_case_is_a_function_of_its_seed() -> None:
+    """What is drawn, to the values of the weights."""
+    for seed in range(8):
+        first, second = draw(seed), draw(seed)
+        assert str(first) == str(second)
+        pairs = zip(first.model().parameters(), second.model().parameters(), strict=True)
+        assert all(bool((p == q).all()) for p, q in pairs)
