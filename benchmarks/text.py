@@ -1,4 +1,4 @@
-"""The text that the benchmarks train on: real where there is some, else the built-in corpus."""
+"""The text that the benchmarks train on: real where there is some, else the built-in one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "multi30k"
 
 
 def benchmark_texts(n_train: int = 5000, n_validation: int = 1000, n_test: int = 100) -> Texts:
-    """Pairs of Multi30k, where a folder of it lies beside the project, or of the corpus."""
+    """Pairs of Multi30k, where a folder of it lies beside the project, or of the built-in text."""
     sizes: dict[str, int | None] = {
         "train": n_train, "validation": n_validation, "test": n_test
     }  # fmt: skip
     dataset = str(REAL) if REAL.is_dir() else "builtin"
-    return load_texts(dataset, "de", "en", sizes, seed=1234, world_size=2)
+    return load_texts(dataset, "de", "en", sizes, world_size=2)
 
 
 def text_name() -> str:
     """What the above are called in a table."""
-    return "Multi30k" if REAL.is_dir() else "the built-in corpus"
+    return "Multi30k" if REAL.is_dir() else "the built-in text"

@@ -112,7 +112,7 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     data = parser.add_argument_group("data")
     data.add_argument(
         "--dataset", default="builtin",
-        help="builtin: German-English sentences from a grammar. Or a folder with train.de, "
+        help="builtin: German-English sentences that come with it. Or a folder with train.de, "
         "train.en, validation.*, test.*; or a JSONL, CSV or Parquet file or folder; or the name "
         "of a dataset on the hub, as bbaaaa/iwslt14-de-en-preprocess",
     )  # fmt: skip

@@ -79,7 +79,7 @@ T = TypeVar("T")
 def read_texts(args: argparse.Namespace, world_size: int) -> Texts:
     """The texts that the options name; see `training.text.load_texts`."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    texts = load_texts(args.dataset, args.src, args.tgt, sizes, 1234, world_size)
+    texts = load_texts(args.dataset, args.src, args.tgt, sizes, world_size)
     check_warmup(args, len(texts.splits["train"]))
     return texts
 

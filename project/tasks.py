@@ -47,7 +47,7 @@ def read_data(args: argparse.Namespace) -> Data:
         check_steps(args, len(pictures.train))
         return pictures
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    texts = load_texts(args.dataset, args.src, args.tgt, sizes, 1234, world_size=1)
+    texts = load_texts(args.dataset, args.src, args.tgt, sizes, world_size=1)
     check_shares(args, {name: len(texts.splits[name]) for name in ("train", "validation")})
     check_steps(args, len(texts.splits["train"]))
     return texts

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     more.add_argument(
         "--dataset", default="builtin",
-        help="builtin: pictures that are drawn, or sentences from a grammar. For pictures also a "
+        help="builtin: pictures that are drawn, or German-English sentences. For pictures also a "
         "folder with CIFAR-10, its Python or its binary version, or the name of a dataset on the "
         "hub; for sentences see run_data_parallel.py --help",
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """From texts to batches of token ids.
 
-Problem: sentence pairs come from the built-in corpus, from files or from a hub; a step of
+Problem: sentence pairs come from the built-in text, from files or from a hub; a step of
 training wants, on every rank, its part of one global batch as rectangles of token ids.
 
 Idea: everything that can be done once is done once, before training: pairs are read and checked

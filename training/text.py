@@ -1,9 +1,9 @@
-"""Sentence pairs: from the built-in corpus, from files, or from a hub.
+"""Sentence pairs: from the built-in text, from files, or from a hub.
 
 Problem: whatever a person names with --dataset must come out as three lists of pairs, or as one
 line that says what is wrong with it, before any process is started.
 
-    builtin          the German-English corpus that a grammar writes (training/corpus.py)
+    builtin          the German-English text in training/corpus, a folder like the next
     a folder         with train.de train.en validation.de ... test.en: line i translates line i
     a folder, file   JSONL, JSON, CSV or Parquet, with a column per language or a `translation`
     anything else    the name of a dataset on the hub, with `translation` dictionaries
@@ -28,11 +28,13 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from training.corpus import Pair, builtin_corpus
 from training.launch import UserError
+
+Pair = dict[str, str]  # {"de": ..., "en": ...}
 
 SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin"
+BUILTIN_FOLDER = Path(__file__).with_name("corpus")
 _BEGINNINGS = {"train": ("train",), "validation": ("val", "dev"), "test": ("test",)}
 NO_NETWORK = f"--dataset {BUILTIN} needs neither files nor network"
 LONGEST_WORD = 1000  # characters
@@ -65,7 +67,7 @@ class Texts:
 
 
 def load_texts(
-    dataset: str, src: str, tgt: str, sizes: dict[str, int | None], seed: int, world_size: int
+    dataset: str, src: str, tgt: str, sizes: dict[str, int | None], world_size: int
 ) -> Texts:
     """The sentence pairs of a run.
 
@@ -73,7 +75,6 @@ def load_texts(
         dataset: see the table above.
         src, tgt: the keys of the languages: file endings, columns.
         sizes: at most so many pairs of each split; None takes all there are.
-        seed: of the built-in corpus.
         world_size: every split must hold at least a pair for each rank.
 
     Raises:
@@ -84,7 +85,7 @@ def load_texts(
     path = Path(dataset)
     with refused_if_unreadable(dataset):
         if dataset == BUILTIN:
-            texts = _builtin(src, tgt, sizes, seed)
+            texts = _builtin(src, tgt, sizes)
         elif path.is_dir() and any(path.glob(f"train.{src}")) | any(path.glob(f"train.{tgt}")):
             texts = _parallel_lines(path, src, tgt, sizes)
         elif path.exists():
@@ -111,18 +112,21 @@ def load_texts(
     return texts
 
 
-def _builtin(src: str, tgt: str, sizes: dict[str, int | None], seed: int) -> Texts:
+def _builtin(src: str, tgt: str, sizes: dict[str, int | None]) -> Texts:
     if {src, tgt} != {"de", "en"}:
         raise UserError(
-            f"--src {src} --tgt {tgt}: the built-in corpus has de and en; "
+            f"--src {src} --tgt {tgt}: the built-in text is de and en; "
             "name a --dataset with these languages"
         )
-    default = {"train": 5000, "validation": 1000, "test": 100}
-    n = {split: default[split] if sizes[split] is None else sizes[split] for split in SPLITS}
-    try:
-        return Texts(builtin_corpus(n["train"], n["validation"], n["test"], seed))  # type: ignore[arg-type]
-    except ValueError as error:
-        raise UserError(f"--dataset {BUILTIN}: {error}") from error
+    texts = _parallel_lines(BUILTIN_FOLDER, src, tgt, sizes)
+    for split, asked in sizes.items():
+        have = len(texts.splits[split])
+        if asked is not None and asked > have:
+            raise UserError(
+                f"--n_{split} {asked}: the built-in text has {have} pairs; "
+                f"--n_{split} {have} or less works"
+            )
+    return texts
 
 
 @contextmanager

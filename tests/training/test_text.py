@@ -16,18 +16,17 @@ from typing import Any
 
 import pytest
 
-from training.corpus import builtin_corpus
 from training.data import train_tokenizer
 from training.launch import UserError
 from training.pictures import load_pictures
-from training.text import Texts, load_texts
+from training.text import BUILTIN_FOLDER, SPLITS, Texts, load_texts
 
 ALL = {"train": None, "validation": None, "test": None}
 Rows = list[tuple[str, str]]
 
 
 def load(dataset: object, world_size: int = 1, **sizes: int | None) -> Texts:
-    return load_texts(str(dataset), "de", "en", {**ALL, **sizes}, 1234, world_size)
+    return load_texts(str(dataset), "de", "en", {**ALL, **sizes}, world_size)
 
 
 def pairs(rows: Rows) -> list[dict[str, str]]:
@@ -242,7 +241,7 @@ def test_other_columns_are_named(tmp_path: Path) -> None:
         f"{path}: line 1 has ['src', 'tgt'], and not the texts 'de' and 'en'; "
         "name the languages with --src and --tgt"
     )
-    texts = load_texts(str(path), "src", "tgt", {**ALL}, 0, 1)
+    texts = load_texts(str(path), "src", "tgt", {**ALL}, 1)
     assert texts.splits["test"] == [{"src": "a", "tgt": "b"}] * 2
 
 
@@ -458,24 +457,27 @@ def test_places_with_nothing_to_read(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- built in, and hub
 
 
-def test_the_built_in_corpus_by_default_and_in_other_sizes() -> None:
-    texts = load("builtin", train=7, validation=5, test=3)
-    assert texts.splits == builtin_corpus(7, 5, 3, 1234)
-    assert texts.notes == []
-    sizes = {split: len(rows) for split, rows in load("builtin").splits.items()}
-    assert sizes == {"train": 5000, "validation": 1000, "test": 100}
+def test_the_built_in_text_is_a_folder_like_any_other() -> None:
+    for sizes in ({}, {"train": 7, "validation": 5, "test": 3}):
+        texts = load("builtin", **sizes)
+        assert texts.splits == load(BUILTIN_FOLDER, **sizes).splits
+        assert texts.notes == []
+    assert [len(load("builtin").splits[split]) for split in SPLITS] == [9000, 1000, 100]
 
 
-def test_the_built_in_corpus_has_two_languages_and_an_end() -> None:
+def test_the_built_in_text_has_two_languages_and_an_end() -> None:
     for src, tgt in (("de", "fr"), ("xx", "en")):
-        with pytest.raises(UserError, match=f"^--src {src} --tgt {tgt}: .* has de and en"):
-            load_texts("builtin", src, tgt, {**ALL}, 0, 1)
+        with pytest.raises(UserError, match=f"^--src {src} --tgt {tgt}: .* is de and en"):
+            load_texts("builtin", src, tgt, {**ALL}, 1)
     with pytest.raises(UserError, match=r"^--src de --tgt de: .* as --src de --tgt en$"):
-        load_texts("builtin", "de", "de", {**ALL}, 0, 1)
-    assert load_texts("builtin", "en", "de", {**ALL, "train": 1}, 0, 1).splits["train"]
-    message = error_of("builtin", train=10**12)
-    assert message.startswith("--dataset builtin: n_train=1000000000000, ")
-    assert ", try n_train=" in message
+        load_texts("builtin", "de", "de", {**ALL}, 1)
+    assert load_texts("builtin", "en", "de", {**ALL, "train": 1}, 1).splits["train"]
+    for split, have in (("train", 9000), ("validation", 1000), ("test", 100)):
+        assert load("builtin", **{split: have})
+        assert error_of("builtin", **{split: have + 1}) == (
+            f"--n_{split} {have + 1}: the built-in text has {have} pairs; "
+            f"--n_{split} {have} or less works"
+        )
 
 
 class Hub:
