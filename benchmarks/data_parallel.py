@@ -12,6 +12,7 @@ import copy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
-from training.data import Batch
 from training.launch import Settings, World, launch
-from training.model import build_model, gpt2_config, target_loss
+from training.model import build_model, gpt2_config, gpt2_layers, loss_of_targets
 
 TITLE = "Data-parallel step, gpt2-mini, 2 ranks with a core each"
 ROUNDS, STEPS = 11, 2
@@ -32,36 +32,34 @@ SEQUENCES, LENGTH, VOCAB = 32, 32, 4096  # 1,024 positions per rank and step
 class _LossModel(nn.Module):
     """The model with its loss, as DistributedDataParallel wants it: in one forward."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.layers = nn.Sequential(*gpt2_layers(model))
 
-    def forward(self, batch: Batch) -> Tensor:
-        return target_loss(self.model, batch)
+    def forward(self, ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return loss_of_targets(self.layers((ids, weights)), (labels, weights))
+
+
+Batch = tuple[Tensor, Tensor, Tensor]
 
 
 def _batches(rank: int) -> list[Batch]:
-    """As in training: half of the positions are targets."""
+    """Ids, labels and weights. As in training, half of the positions are targets."""
     generator = torch.Generator().manual_seed(rank)
     batches = []
     for _ in range(4):
         ids = torch.randint(VOCAB, (SEQUENCES, LENGTH + 1), generator=generator)
         weights = torch.zeros(SEQUENCES, LENGTH, dtype=torch.long)
         weights[:, LENGTH // 2 :] = 1
-        batches.append(
-            {
-                "input_ids": ids[:, :-1].contiguous(),
-                "labels": ids[:, 1:].contiguous(),
-                "target_index": weights.flatten().nonzero().squeeze(1),
-            }
-        )
+        batches.append((ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), weights))
     return batches
 
 
 class _Contestant:
     """A model of its own, trained by one way of averaging."""
 
-    def __init__(self, name: str, model: nn.Module, batches: list[Batch]) -> None:
+    def __init__(self, name: str, model: Any, batches: list[Batch]) -> None:
         self.model: nn.Module = _LossModel(copy.deepcopy(model))
         self.average: Callable[[], None] = lambda: None
         inner = self.model
@@ -86,7 +84,7 @@ class _Contestant:
             batch = self.batches[self.taken % len(self.batches)]
             self.taken += 1
             self.optimizer.zero_grad()
-            loss = self.model(batch) / len(batch["target_index"])
+            loss = self.model(*batch) / batch[2].sum()
             loss.backward()
             self.average()
             self.optimizer.step()

@@ -9,39 +9,37 @@ whole epoch, taking turns step by step; the times of each fifth of the epoch giv
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness import Row, summarize, write_rows
 from benchmarks.text import benchmark_texts, text_name
 from data_parallel.dataset import partition_dataset
 from data_parallel.gradients import average_gradients
-from project.run_data_parallel import make_backward, make_gradient_sync
-from project.session import CPU_POSITIONS
-from project.utils import collate_batch, evaluate_loss, sum_over_ranks
-from training.data import PAD, Batch, GlobalBatches, RankLoader, encode, to_batch, train_tokenizer
+from project.rules import parse_data_parallel
+from project.utils import collate_batch, plan_of
+from training.data import Batch
 from training.launch import Settings, World, launch
-from training.model import build_model, gpt2_config, round_vocab, target_loss
+from training.loop import evaluate_loss
+from training.model import build_model, gpt2_config, gpt2_layers
+from training.replicated import Replicated
+from training.translation import TranslationTask
 
 BATCH, LENGTH, PLAIN_VOCAB, PARTS = 64, 128, 50257, 5
 Pairs = Sequence[dict[str, str]]
 
 
-def _plain(
-    world: World, pairs: Pairs, tokenizer: PreTrainedTokenizerFast
-) -> Iterator[torch.nn.Module]:
+def _plain(world: World, pairs: Pairs, tokenizer: Any) -> Iterator[torch.nn.Module]:
     """A step of the plain loop per iteration."""
     model = build_model(gpt2_config("gpt2-mini", PLAIN_VOCAB, LENGTH), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -65,66 +63,48 @@ def _plain(
         yield model
 
 
-def _ours(
-    world: World, pairs: Pairs, tokenizer: PreTrainedTokenizerFast
-) -> Iterator[torch.nn.Module]:
-    """A step of the program per iteration; the first includes tokenising everything."""
-    model = build_model(gpt2_config("gpt2-mini", round_vocab(len(tokenizer)), LENGTH), seed=0)
-    args = argparse.Namespace(
-        gradient_sync="overlap", bucket_mb=4.0, comm_dtype="fp32", precision="fp32"
-    )
-    average, no_sync = make_gradient_sync(args, model)
-    backward = make_backward(args, world, model, no_sync)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    examples = encode(pairs, tokenizer, "de", "en", LENGTH)
-    loader = RankLoader(
-        examples, GlobalBatches(len(examples), BATCH, seed=0),
-        rank=world.rank, world_size=world.world_size,
-        pad_id=tokenizer.convert_tokens_to_ids(PAD), device="cpu", max_positions=CPU_POSITIONS,
-    )  # fmt: skip
-    for step in loader.steps(0):
+def _ours(task: TranslationTask, model: Replicated) -> Iterator[Replicated]:
+    """A step of the program per iteration."""
+    (optimizer,) = model.optimizers
+    for step in task.steps(0, model.part, model.parts, None):
         optimizer.zero_grad()
-        backward(step)
-        average(model)
+        model.backward(step)
+        if model.average_gradients is not None:
+            model.average_gradients(model.module)
         optimizer.step()
         yield model
 
 
-def _validation_loss(
-    world: World, model: torch.nn.Module, pairs: Pairs, tokenizer: PreTrainedTokenizerFast
-) -> float:
-    mine = encode(pairs, tokenizer, "de", "en", LENGTH)[world.rank :: world.world_size]
-    pad_id = tokenizer.convert_tokens_to_ids(PAD)
-    batches = [to_batch(mine[i : i + 32], pad_id, "cpu") for i in range(0, len(mine), 32)]
-    loss: Tensor | float
-    loss, targets = sum_over_ranks(
-        evaluate_loss(model, batches, partial(target_loss, model), "Validating", 1), world.device
-    )
-    return loss / targets
-
-
-def _rank(world: World, n_train: int, out: Path) -> None:
+def _rank(world: World, args: Any, out: Path) -> None:
     torch.manual_seed(world.rank)
-    texts = benchmark_texts(n_train)
-    tokenizer = train_tokenizer(texts.splits["train"], 10_000, "de", "en")
-    contestants = {
-        "plain": _plain(world, texts.splits["train"], tokenizer),
-        "ours": _ours(world, texts.splits["train"], tokenizer),
+    texts = benchmark_texts(args.n_train)
+    start = time.perf_counter()
+    task = TranslationTask(args, world, texts, None)  # tokenises everything
+    seconds: dict[str, list[float]] = {"plain": [], "ours": []}
+    before = time.perf_counter() - start
+    ours = Replicated(task, world, plan_of(args, world))
+    # For its validation loss alone: the plain loop has a model of its own.
+    plain = Replicated(task, world, plan_of(args, world))
+    contestants: dict[str, Iterator[Any]] = {
+        "plain": _plain(world, texts.splits["train"], task.tokenizer),
+        "ours": _ours(task, ours),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    models: dict[str, torch.nn.Module] = {}
-    steps = -(-n_train // BATCH)
+    models: dict[str, Any] = {}
     for _ in tqdm(
-        range(steps), "An epoch, plain and ours", disable=None if world.is_main else True
+        range(task.steps_per_epoch),
+        "An epoch, plain and ours",
+        disable=None if world.is_main else True,
     ):
         for name, contestant in contestants.items():
             dist.barrier()
             start = time.perf_counter()
             models[name] = next(contestant)
             seconds[name].append(time.perf_counter() - start)
+    seconds["ours"][0] += before
+    plain.net = torch.nn.Sequential(*gpt2_layers(models["plain"]))
     losses = {
-        name: _validation_loss(world, model, texts.splits["validation"], tokenizer)
-        for name, model in models.items()
+        name: evaluate_loss(world, task, model)[0]
+        for name, model in (("plain", plain), ("ours", ours))
     }
     if world.is_main:
         torch.save((seconds, losses), out)
@@ -134,7 +114,11 @@ def run(n_train: int = 5000) -> list[Row]:
     """Trains both for an epoch and prints their table."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.pt"
-        launch(_rank, Settings(world_size=2, device="cpu", cores_per_rank=1), n_train, out)
+        args = parse_data_parallel(
+            None, f"--world_size 2 --device cpu --model gpt2-mini --workdir {folder}/workdir "
+            f"--n_train {n_train} --model_max_length {LENGTH} --batch_size {BATCH}".split(),
+        )  # fmt: skip
+        launch(_rank, Settings(world_size=2, device="cpu", cores_per_rank=1), args, out)
         seconds, losses = torch.load(out, weights_only=True)
     parts = {
         name: [sum(s[i * len(s) // PARTS : (i + 1) * len(s) // PARTS]) for i in range(PARTS)]

@@ -7,7 +7,9 @@ trained model ends them.
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,28 +18,23 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness import Row, alternate, ratio_of, summarize, write_rows
 from benchmarks.text import benchmark_texts, text_name
-from project.utils import generate
-from training.data import PAD, GlobalBatches, RankLoader, encode, eos, train_tokenizer
-from training.model import build_model, gpt2_config, round_vocab, target_loss
+from project.rules import parse_data_parallel
+from project.utils import generate, plan_of
+from training.data import eos
+from training.launch import World
+from training.replicated import Replicated
+from training.translation import TranslationTask
 
 LENGTH, ROUNDS = 128, 5
 
 
-def _trained(pairs: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, n_steps: int) -> Any:
-    model = build_model(gpt2_config("gpt2-mini", round_vocab(len(tokenizer)), LENGTH), seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    examples = encode(pairs, tokenizer, "de", "en", LENGTH)
-    loader = RankLoader(
-        examples, GlobalBatches(len(examples), 64, seed=0), rank=0, world_size=1,
-        pad_id=tokenizer.convert_tokens_to_ids(PAD), device="cpu",
-    )  # fmt: skip
-    steps = loader.steps(0)
-    for _ in tqdm(range(n_steps), "Training a model to translate with", disable=None):
-        step = next(steps)
+def _trained(task: TranslationTask, model: Replicated, n_steps: int) -> None:
+    (optimizer,) = model.optimizers
+    steps = islice(task.steps(0, 0, 1, None), n_steps)
+    for step in tqdm(steps, "Training a model to translate with", n_steps, disable=None):
         optimizer.zero_grad()
-        (target_loss(model, step.micro_batches[0]) / step.target_tokens).backward()
+        model.backward(step)
         optimizer.step()
-    return model.eval()
 
 
 @torch.no_grad()
@@ -45,6 +42,7 @@ def _plain(
     model: Any, pairs: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast
 ) -> list[str]:
     """A sentence at a time, the whole prefix for every token."""
+    model.eval()
     sentences = []
     stop = tokenizer.convert_tokens_to_ids(eos("en"))
     for pair in pairs:
@@ -63,13 +61,20 @@ def _plain(
 def run(n_sentences: int = 100, n_steps: int = 70) -> list[Row]:
     """Times both and prints their table."""
     texts = benchmark_texts()
-    tokenizer = train_tokenizer(texts.splits["train"], 4096, "de", "en")
-    model = _trained(texts.splits["train"], tokenizer, n_steps)
+    with tempfile.TemporaryDirectory() as folder:
+        args = parse_data_parallel(
+            None, f"--world_size 1 --device cpu --model gpt2-mini --dropout 0 --workdir {folder} "
+            f"--vocab_size 4096 --model_max_length {LENGTH} --batch_size 64".split(),
+        )  # fmt: skip
+        task = TranslationTask(args, World(), texts, None)
+    model = Replicated(task, World(), plan_of(args, World()))
+    _trained(task, model, n_steps)
     test = texts.splits["test"][:n_sentences]
+    tokenizer = task.tokenizer
     said: dict[str, list[str]] = {}
     ours = partial(generate, model, test, "de", "en", tokenizer, LENGTH, "cpu", "Translating", 1)
     contestants = {
-        "plain, token by token": lambda: said.update(plain=_plain(model, test, tokenizer)),
+        "plain, token by token": lambda: said.update(plain=_plain(model.module, test, tokenizer)),
         "this project": lambda: said.update(ours=ours()),
     }
     seconds = alternate(contestants, ROUNDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -27,10 +28,10 @@ from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
 from planning.cost import Link, all_reduce_seconds
-from training.breakdown import bubble, in_step, settled, steps_of
+from project.plot_timeline import bubbles, in_step, steps_of
 from training.launch import Settings, World, launch
 from training.memory import state_bytes
-from training.timeline import Timeline, by_worker, read_timelines
+from training.timeline import Timeline, read_timelines
 
 WORLDS = (2, 3)
 NUMEL = 3 * 2**20  # floats in a collective: divisible by 2 and 3
@@ -180,9 +181,9 @@ def _pipeline(folder: Path) -> dict[str, float]:
                     timeline.step(k)
                     pipe.train_step(x, y, _squares, schedule=name, num_microbatches=m)
                 timeline.write(folder)
-                workers = by_worker(read_timelines(folder))
-                shares = [bubble(in_step(workers, k)) for k in settled(steps_of(workers))]
-                found[f"bubble {name} {m}"] = 100 * statistics.median(shares)
+                workers, _ = read_timelines(folder)
+                idle = [bubbles(in_step(workers, k)).values() for k in steps_of(workers)]
+                found[f"bubble {name} {m}"] = 100 * statistics.median(map(statistics.fmean, idle))
             found[f"alive {name}"] = pipe.peak_alive[0]
         found["boundary"] = boundary_traffic(
             lambda: pipe.train_step(x, y, _squares, num_microbatches=MICROBATCHES[0])
@@ -196,7 +197,8 @@ def boundary_traffic(step: Callable[[], Any]) -> int:
     put = Channel.put
 
     def counting(self: Channel, i: int, value: Any) -> None:
-        handed.extend(t.nbytes for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+        if threading.current_thread() is not threading.main_thread():  # which hands in the batch
+            handed.extend(t.nbytes for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
         put(self, i, value)
 
     Channel.put = counting  # type: ignore[method-assign]

@@ -4,6 +4,8 @@ The same blocks, batch and loss for all:
 
 - model parallel: one stage computes at a time, each on its own core; the baseline;
 - gpipe, 1f1b, zb (zero bubble): this project's Pipe, two worker threads;
+- pipe(x): `Pipe.forward` and `.backward()`, over twice as many blocks, against the same with one
+  micro-batch, in which one stage at a time computes;
 - torch gpipe, torch 1f1b: `torch.distributed.pipelining`, two processes;
 - autograd-driven: our forward, and the backward left to autograd, as torchgpipe does: on CPU that
   is one thread. With one core, as a device has it; and with its operators on all cores, which
@@ -85,6 +87,11 @@ class _Bench:
             WithDevice(copy.deepcopy(b), f"cpu:{i // half}") for i, b in enumerate(self.blocks)
         ]
         self.pipe = Pipe(nn.Sequential(*placed), BATCH)
+        twice = [
+            WithDevice(block, f"cpu:{i // BLOCKS}")
+            for i, block in enumerate([*make_blocks(), *make_blocks()])
+        ]
+        self.long_pipe = Pipe(nn.Sequential(*twice), BATCH)
         self.halves = [
             nn.Sequential(*p) for p in (list(self.blocks)[:half], list(self.blocks)[half:])
         ]
@@ -100,6 +107,8 @@ class _Bench:
             "model parallel": self._ours("sequential", 1),
             "one device, all cores": self._with_threads("one device, all cores", self._plain),
         }
+        for m in (1, *MICROBATCHES):
+            turns[f"pipe(x), M={m}"] = self._forward_backward(m)
         for m in MICROBATCHES:
             turns |= {f"{name}, M={m}": self._ours(name, m) for name in OURS}
             turns |= {f"{name}, M={m}": self._torch(name, m) for name in TORCH}
@@ -157,6 +166,17 @@ class _Bench:
 
         return self._with_threads(name, step)
 
+    def _forward_backward(self, m: int) -> Callable[[], None]:
+        def turn() -> None:
+            if self.world.is_main:
+                self._set_cores(self.cores)
+                self.long_pipe.zero_grad()
+                self.long_pipe.split_size = BATCH // m
+                square_error(self.long_pipe(self.x), self.y).backward()
+            dist.barrier()
+
+        return turn
+
     def _plain(self) -> tuple[Tensor, nn.Module]:
         self.blocks.zero_grad()
         loss = square_error(self.blocks(self.x), self.y)
@@ -208,6 +228,7 @@ def _rank(world: World, cores: Sequence[int], out: Path) -> None:
     if world.is_main:
         torch.save(seconds, out)
     bench.pipe.close()
+    bench.long_pipe.close()
     dist.barrier()
 
 
@@ -228,6 +249,9 @@ def run() -> list[Row]:
 
     add("model parallel", "model parallel")
     add("one device, all cores", "model parallel")
+    for m in MICROBATCHES:
+        ideal = K * m / (m + K - 1)
+        add(f"pipe(x), M={m}", "pipe(x), M=1", 0.90 if m in (4, 8) else None, ideal)
     for m in MICROBATCHES:
         for name in OURS:
             # The goal is of the bubble of GPipe and 1F1B; zero-bubble's is smaller.

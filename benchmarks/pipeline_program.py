@@ -1,6 +1,6 @@
 """The pipeline through the program: whole models, optimizer included, both modes taking turns.
 
-`project/run_pipeline.py`'s own classes, options and data, with --padding max_length so that every
+The classes of `project/run_pipeline.py`, options and data, with --padding max_length so that every
 step is batch x 128 positions. The larger model is one whose layers outweigh embedding and head;
 gpt2-mini is run as it is by default, in micro-batches of like lengths: of
 some 200 positions each, so that threads, Python and small matrix products weigh more.
@@ -18,9 +18,11 @@ import torch
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from benchmarks.text import benchmark_texts
-from project.run_pipeline import WholeModel, choose_devices, parse
-from project.session import open_session
+from project.rules import choose_devices, parse_pipeline
+from project.utils import plan_of
 from training.launch import World
+from training.staged import StagesInThreads
+from training.translation import TranslationTask
 
 ROUNDS = 5
 LARGE = "--n_layer 8 --n_embd 512 --n_head 8 --batch_size 32 --padding max_length"
@@ -31,25 +33,29 @@ class _Contestant:
     """A model in stages, which takes the same steps as the others."""
 
     def __init__(self, options: str, mode: str, m: int, schedule: str, folder: Path) -> None:
-        args = parse(
-            f"--model gpt2-mini {options} --dropout 0 --device cpu --n_train 640 "
-            f"--model_parallel_mode {mode} --n_chunk {m} {schedule} --workdir {folder}".split()
-        )
+        args = parse_pipeline(
+            None, f"--model gpt2-mini {options} --dropout 0 --device cpu --n_train 640 "
+            f"--model_parallel_mode {mode} --num_microbatches {m} {schedule} "
+            f"--workdir {folder}/{mode}{m}{schedule[-3:].strip()}".split(),
+        )  # fmt: skip
         texts = benchmark_texts(n_train=640, n_validation=10, n_test=10)
-        session = open_session(args, World(device=torch.device("cpu")), texts)
-        session.model.train()
-        self.steps = session.loader(1, 0, m).steps(0)
-        first = next(session.loader(1, 0, m).steps(0))
-        self.strategy = WholeModel(session, choose_devices(args), first)
+        world = World(device=torch.device("cpu"))
+        task = TranslationTask(args, world, texts, None)
+        self.steps = task.steps(0, 0, 1, m)
+        self.model = StagesInThreads(
+            task, world, plan_of(args, world), choose_devices(args), args.schedule, m, args.balance
+        )
         self.loss = 0.0
 
     def step(self) -> None:
         """A step of training."""
         step = next(self.steps)
-        self.strategy.optimizer.zero_grad()
-        loss = self.strategy.backward(step)
-        self.strategy.optimizer.step(loss, step.target_tokens)
-        self.loss = loss.item() / step.target_tokens
+        assert self.model.run is not None
+        for optimizer in self.model.optimizers:
+            optimizer.zero_grad()
+        loss = self.model.backward(step)
+        self.model.run(lambda stage: self.model.optimizers[stage].step())
+        self.loss = loss.item() / step.count
 
 
 def _compare(model: str, options: str, goals: dict[int, float], folder: Path) -> list[Row]:
@@ -68,7 +74,7 @@ def _compare(model: str, options: str, goals: dict[int, float], folder: Path) ->
         seconds = alternate(turns, ROUNDS)
     finally:
         for contestant in contestants.values():
-            contestant.strategy.close()
+            contestant.model.close()
     agree({name: c.loss for name, c in contestants.items()}, 1e-3)
     rows = []
     for name in contestants:

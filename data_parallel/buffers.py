@@ -23,7 +23,7 @@ class Buffer:
 
     Attributes:
         memory: bytes, at least as many as were asked for.
-        touched: how many of them have been in use since the last `trim`.
+        touched: how many of them have been in use so far.
         fence: the number of the announcement (see exchange.py) after which no other rank reads it.
     """
 
@@ -100,10 +100,3 @@ class BufferPool:
     def give(self, buffer: Buffer) -> None:
         """Takes a buffer back."""
         self._idle.append(buffer)
-
-    def trim(self, discard: Callable[[Buffer], None]) -> None:
-        """Gives the memory of idle buffers back to the system, but for those that others read."""
-        for buffer in filter(self._is_free, self._idle):
-            self._wait(buffer)
-            discard(buffer)
-            buffer.touched = 0

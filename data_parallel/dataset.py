@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -68,12 +69,22 @@ class DataPartitioner:
             most 1; where they sum to 1 every example is in exactly one partition, whatever
             the length of the data.
         seed: of the shuffle; the same on all ranks.
+        stretch, key: sort each stretch of so many shuffled examples by `key(example)` before they
+            are dealt out.
 
     Raises:
         ValueError: sizes that are not positive, or sum to more than 1.
     """
 
-    def __init__(self, data: Sequence[Any], sizes: Sequence[float], seed: int = 1234) -> None:
+    def __init__(
+        self,
+        data: Sequence[Any],
+        sizes: Sequence[float],
+        seed: int = 1234,
+        *,
+        stretch: int = 1,
+        key: Callable[[Any], Any] | None = None,
+    ) -> None:
         if not sizes or any(not size > 0 for size in sizes) or math.fsum(sizes) > 1 + 1e-9:
             raise ValueError(
                 f"sizes {list(sizes)} sum to {math.fsum(sizes):g}: the fractions must be positive "
@@ -81,6 +92,12 @@ class DataPartitioner:
             )
         self.data = data
         indices = shuffled_indices(len(data), seed)
+        if key is not None:
+            indices = [
+                i
+                for a in range(0, len(indices), stretch)
+                for i in sorted(indices[a : a + stretch], key=lambda i: key(data[i]))
+            ]
         self.partitions: list[list[int]]
         if math.isclose(math.fsum(sizes), 1, abs_tol=1e-9) and max(sizes) - min(sizes) < 1e-12:
             self.partitions = [indices[r :: len(sizes)] for r in range(len(sizes))]
@@ -100,17 +117,6 @@ class DataPartitioner:
         return Partition(self.data, self.partitions[partition])
 
 
-def split_batch_size(batch_size: int, world_size: int) -> int:
-    """The examples per rank of a global batch. Raises ValueError where they are not whole."""
-    if world_size < 1 or batch_size < 1 or batch_size % world_size:
-        below = max(world_size, batch_size - batch_size % max(world_size, 1))
-        raise ValueError(
-            f"batch size {batch_size} on {world_size} ranks: both must be positive and the "
-            f"world size must divide the batch size, for example {below}"
-        )
-    return batch_size // world_size
-
-
 def partition_dataset(
     rank: int,
     world_size: int,
@@ -119,17 +125,43 @@ def partition_dataset(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     *,
     seed: int = 1234,
+    key: Callable[[Any], Any] | None = None,
+    start: int = 0,
 ) -> DataLoader[Any]:
-    """The batches of one rank.
+    """The batches of one rank in an epoch.
 
     Args:
-        batch_size: of the global batch; the loader's batches hold batch_size // world_size.
+        batch_size: of the global batch; a rank's batches hold batch_size // world_size examples,
+            or one more of some where the world size does not divide it.
         collate_fn: makes a batch of a list of examples.
+        seed: of the shuffle.
+        key: of an example, as its length: each global batch is sorted by it before it is dealt
+            out, so that all ranks get as much of it. By default it stays shuffled.
+        start: the number of the first batch, for a run that is resumed.
+
+    A rank that gets no example of a last, smaller batch has one batch less.
 
     Raises:
-        ValueError: the world size does not divide the batch size.
+        ValueError: the batch is smaller than the number of ranks.
         IndexError: no such rank.
     """
-    per_rank = split_batch_size(batch_size, world_size)
-    partitioner = DataPartitioner(dataset, [1 / world_size] * world_size, seed=seed)
-    return DataLoader(partitioner.use(rank), batch_size=per_rank, collate_fn=collate_fn)
+    if not 1 <= world_size <= batch_size:
+        raise ValueError(
+            f"batch size {batch_size} on {world_size} ranks: each rank needs an example of every "
+            f"batch; a batch size of {max(world_size, 1)} or more works"
+        )
+    n = len(dataset)
+    partitioner = DataPartitioner(
+        dataset, [1 / world_size] * world_size, seed, stretch=batch_size, key=key
+    )
+    # Rank r holds the places r, r + W, r + 2 W, ...: so many of them are below k * B.
+    edges = [
+        len(range(rank, min(k * batch_size, n), world_size)) for k in range(-(-n // batch_size) + 1)
+    ]
+    batches = [list(range(a, b)) for a, b in pairwise(edges[start:]) if a < b]
+    # A generator of its own: a loader draws a seed for workers that it does not have, and dropout
+    # must not depend on how often a run was resumed.
+    return DataLoader(
+        partitioner.use(rank), batch_sampler=batches, collate_fn=collate_fn,
+        generator=torch.Generator(),
+    )  # fmt: skip

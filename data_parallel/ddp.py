@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.gradients import GradientBuckets, group_parameters
-from data_parallel.recording import Recorder
+from runtime.recorder import Recorder
 
 
 class DistributedDataParallel(nn.Module):
@@ -92,23 +92,6 @@ class DistributedDataParallel(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward accumulates gradients locally and sends nothing."""
         return self.buckets.no_sync()
-
-    def differing(self) -> list[str]:
-        """The names of parameters and buffers that are not, bit for bit, rank 0's on some rank:
-        none, unless the ranks' training has come apart; but for buffers that modules write to. All
-        ranks must call it together."""
-        differs: list[Tensor] = []
-        tensors_of_all: list[Tensor] = []
-        for tensors, flat in self._of_first_rank():
-            parts = flat.split([t.numel() for t in tensors])
-            for tensor, part in zip(tensors, parts, strict=True):
-                mine, first = (x.detach().flatten().view(torch.uint8) for x in (tensor, part))
-                differs.append((mine != first).any())
-                tensors_of_all.append(tensor)
-        flags = torch.stack(differs).to(torch.uint8)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        apart = {id(t) for t, flag in zip(tensors_of_all, flags.tolist(), strict=True) if flag}
-        return [name for name, t in self._named_tensors() if id(t) in apart]
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""

@@ -43,12 +43,11 @@ from torch import Tensor
 
 from data_parallel.buffers import Buffer, BufferPool
 from data_parallel.sharding import Unit
-from data_parallel.shared_memory import SharedBuffers, aligned
+from runtime.shared_memory import CHUNK, SharedBuffers, add_up, aligned
 
 Finish = Callable[[], None]
 """Waits for what was started. To be called once, in the order of the starts."""
 
-_CHUNK = 1 << 18  # elements added at a time: a part of a shard that stays in cache
 _UPDATING = -1  # what ranks announce, as below 0 an update, from 0 on gradients: `_describe`
 _ARENA = 8  # buffers of the largest size per unit of a layer: far more than are ever lent at once
 
@@ -106,10 +105,6 @@ class Exchange(ABC):
     @abstractmethod
     def after_update(self, backwards: int = 0) -> None:
         """Until all ranks' shards are new, by gradients of so many backwards."""
-
-    @abstractmethod
-    def trim(self) -> None:
-        """Gives the memory of idle buffers back to the system."""
 
     def _announce(self, what: int, starts: Sequence[int] = ()) -> tuple[int, Tensor]:
         """Tells all ranks what this one does, and where its gradients start. Returns the number of
@@ -205,12 +200,6 @@ class GroupExchange(Exchange):
         number, _ = self._announce(_UPDATING - 1 - backwards)
         self._wait_for(number - 1)
 
-    def trim(self) -> None:
-        def drop(buffer: Buffer) -> None:
-            buffer.memory = buffer.memory[:0].clone()
-
-        self.buffers.trim(drop)
-
 
 class SharedExchange(Exchange):
     """By reading each other's memory. Made by `open`."""
@@ -298,9 +287,6 @@ class SharedExchange(Exchange):
         self._gathered = False
         self._wait_for(self._announce(_UPDATING - 1 - backwards)[0])
 
-    def trim(self) -> None:
-        self.buffers.trim(lambda b: self.memory.discard(self._starts[b.index], b.touched))
-
     def _offset(self, unit: Unit, rank: int) -> int:
         """Where the shard of a rank starts in its memory."""
         inside = unit.part(rank).start if self._whole[unit.index] else 0
@@ -331,11 +317,9 @@ def _most_per_layer(units: Sequence[Unit]) -> int:
 
 def _sum_into(target: Tensor, parts: list[Tensor], accumulate: bool) -> None:
     """The sum of `parts`, in their order, into `target`, which may be one of them."""
-    for begin in range(0, target.numel(), _CHUNK):
-        here = slice(begin, begin + _CHUNK)
-        total = parts[0][here] + parts[1][here] if len(parts) > 1 else parts[0][here]
-        for part in parts[2:]:
-            total += part[here]
+    for begin in range(0, target.numel(), CHUNK):
+        here = slice(begin, begin + CHUNK)
+        total = add_up([part[here] for part in parts])
         if accumulate:
             target[here] += total
         else:

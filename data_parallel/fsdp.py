@@ -48,17 +48,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from data_parallel.exchange import Exchange, GroupExchange, SharedExchange
-from data_parallel.materialize import (
-    Initialize,
-    materialize,
-    names_of_buffers,
-    require_init,
-)
-from data_parallel.recording import Recorder, listening
-from data_parallel.sharded_layer import Gathered, Graph, ShardedLayer, check_leaves
+from data_parallel.materialize import materialize, names_of_buffers, require_init
+from data_parallel.sharded_layer import Gathered, LayerGraph, ShardedLayer
 from data_parallel.sharded_state import ShardedState
 from data_parallel.sharding import Piece, plan
 from data_parallel.shards import Gradients, Parameters, ShardedUnit
+from runtime.graph import Initialize
+from runtime.recorder import Recorder, listening
+from runtime.unseen import Strangers
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of flat shards. It must work element by element, as SGD, Adam, AdamW: one
@@ -138,7 +135,7 @@ class FullyShardedDataParallel(ShardedState):
             [u for u in self.units if k in u.unit.layers] for k in range(len(modules))
         ]
         self.layers = [
-            ShardedLayer(k, module, places[k], list[Gathered](self._of_layer[k]))
+            ShardedLayer(k, module, places[k], list[Gathered](self._of_layer[k]), self.device)
             for k, module in enumerate(modules)
         ]
         self._parameters = Parameters(self.units, self.exchange)
@@ -147,7 +144,7 @@ class FullyShardedDataParallel(ShardedState):
         self.optimizer = make_optimizer([u.shard for u in self._trained])
         self._first_trained = min(u.unit.layers[0] for u in self._trained)
         self._regathered: list[set[int]] | None = None  # by layer, what backward gathers; None: all
-        self._graphs: list[Graph | None] = []
+        self._graphs: list[LayerGraph | None] = []
         self._output: list[Any] = []  # of the last forward in grad mode, its leaves
         self._microbatch = 0
 
@@ -291,7 +288,12 @@ class FullyShardedDataParallel(ShardedState):
     def get_local_grad_shard(self, layer: int) -> list[Piece]:
         """The gradients of those, summed over all ranks and backwards since the last step."""
         self._gradients.settle()
-        return [piece for u in self._units(layer) for piece in self._gradient_pieces(u)]
+        return [
+            piece
+            for u in self._units(layer)
+            if (gradient := self._gradient(u)) is not None
+            for piece in u.unit.pieces(self.rank, gradient)
+        ]
 
     def gather_param_data(self, layer: int) -> dict[str, Tensor]:
         """The whole parameters of a layer by name, until `free_param_data`, or the next step. All
@@ -345,7 +347,7 @@ class FullyShardedDataParallel(ShardedState):
         where = [k for k, y in enumerate(output) if isinstance(y, Tensor) and y.requires_grad]
         wanted = [output[k] for k in where]
         if loss is not None:
-            check_leaves(f"the loss after {self.layers[-1].name}", [loss], wanted, output)
+            Strangers(wanted).refuse(loss, f"the loss after {self.layers[-1].name}")
         if loss is not None and wanted:
             found = torch.autograd.grad(loss, wanted, allow_unused=True)
             for k, gradient in zip(where, found, strict=True):

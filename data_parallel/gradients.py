@@ -20,7 +20,9 @@ Cost: a ring all-reduce of G bytes of gradients over W ranks sends 2 * G * (W-1)
 each rank, whatever the grouping; the grouping decides how often its latency is paid, and the
 overlap how much of the rest is hidden. Memory: the buckets are the gradients; with `comm_dtype`
 a copy in that type is held while a bucket is on its way. CPU ranks of one machine have no network
-to hide: they add each other's buckets in shared memory, see `shared_memory.py`.
+to hide: they add each other's buckets where they lie, in shared memory. A bucket is then summed
+after a small all-reduce of its flags, to which each rank comes when its bucket is full, and
+gradients are used after a barrier.
 
 Papers: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
@@ -37,11 +39,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data_parallel.recording import Recorder, listening
-from data_parallel.shared_memory import SharedBuffers, aligned
+from runtime.recorder import Recorder, listening
+from runtime.shared_memory import CHUNK, SharedBuffers, add_up, aligned
 
 TensorT = TypeVar("TensorT", bound=Tensor)
-GRADIENT_SYNCS = ("per_parameter", "flat", "overlap")
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -290,7 +291,7 @@ class GradientBuckets:
         assert bucket.work is not None and bucket.sent is not None
         bucket.work.wait()
         if self.shared is not None:
-            self.shared.average(self._as_held[i])
+            _average_in_place(self._as_held[i], self.shared.rank)
         else:
             if bucket.sent is not bucket.flat:
                 bucket.flat.copy_(bucket.sent)
@@ -317,3 +318,24 @@ def group_parameters(parameters: list[TensorT], bucket_bytes: int) -> list[list[
             group = filling[p.dtype, p.device] = []
         group.append(p)
     return done + [group for group in filling.values() if group]
+
+
+def _average_in_place(parts: list[Tensor], rank: int) -> None:
+    """Writes the mean of this rank's part of a bucket, as the ranks hold it in shared memory, into
+    all of them.
+
+    Rank r adds part r of W of all ranks' buckets, always in the order of ranks:
+
+        bucket of rank 0   [ part 0 | part 1 ]     rank 0 reads both parts 0, writes both parts 0
+        bucket of rank 1   [ part 0 | part 1 ]     rank 1 reads both parts 1, writes both parts 1
+
+    Parts are disjoint, so nobody waits within a bucket. Per rank, G bytes are read and G written,
+    whatever W; gloo's ring takes about four times the copies.
+    """
+    world_size, numel = len(parts), parts[0].numel()
+    begin, end = (numel * r // world_size for r in (rank, rank + 1))
+    for start in range(begin, end, CHUNK):
+        chunks = [part[start : min(end, start + CHUNK)] for part in parts]
+        mean = add_up(chunks) / world_size
+        for chunk in chunks:
+            chunk.copy_(mean)

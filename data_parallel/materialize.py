@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 from data_parallel.sharding import Place, Unit
 from data_parallel.shards import ShardedUnit
-
-Initialize = Callable[[str, Tensor], object]
-"""Called with (name, tensor to fill). The values must depend on the name and on nothing else: each
-rank asks only for those parameters of which it holds a part."""
+from runtime.graph import Initialize
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ gathered then, which may be another. The leaves stay in the graph, but they own 
 The notes also tell which parameters backward will ask for: not those of an embedding, nor
 biases. What it will not ask for need not be gathered again.
 
-Each layer has a graph of its own: its input is detached, its output handed on detached, and
-`torch.autograd.grad` differentiates one layer at a time, freeing its activations as it goes.
-Between the passes the modules hold parameters without memory, on the meta device.
+Each layer has a graph of its own (runtime/graph.py): backward differentiates one layer at a time,
+freeing its activations as it goes. Between the passes the modules hold parameters without memory,
+on the meta device.
 
 That needs to see every tensor that is handed on: in tensors, tuples, lists, dicts, and whatever
 else `torch.utils._pytree` knows. One that comes otherwise, in a plain dataclass or through an
@@ -25,16 +25,17 @@ Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from data_parallel.sharding import Place, Unit
+from runtime.graph import Graph
+from runtime.unseen import Strangers
 
 
 class Gathered:
@@ -63,16 +64,12 @@ class _Note:
     copy: Tensor | None  # where the unit will not be gathered in backward
 
 
-@dataclass
-class Graph:
-    """What the backward of a layer needs. Positions count the leaves of the output."""
+class LayerGraph(Graph):
+    """What the backward of a layer needs. ``leaves``: its parameters, by trainable unit."""
 
-    inputs: list[Tensor]
-    input_positions: list[int]
-    num_inputs: int
-    outputs: list[Tensor]
-    output_positions: list[int]
-    leaves: dict[int, list[nn.Parameter]] = field(default_factory=dict)  # by trainable unit
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.leaves: dict[int, list[nn.Parameter]] = {}
 
 
 class ShardedLayer:
@@ -83,8 +80,14 @@ class ShardedLayer:
     """
 
     def __init__(
-        self, index: int, module: nn.Module, places: Sequence[Place], units: list[Gathered]
+        self,
+        index: int,
+        module: nn.Module,
+        places: Sequence[Place],
+        units: list[Gathered],
+        device: torch.device,
     ) -> None:
+        self.device = device
         self.name = f"layer {index} ({type(module).__name__})"
         self.module = module
         self.units = units
@@ -92,8 +95,8 @@ class ShardedLayer:
         self._places = [(p.module, p.attribute, p.unit, p.entry) for p in places]
         self._resting = [p.module._parameters[p.attribute] for p in places]  # on the meta device
 
-    def forward(self, value: Any, regathered: set[int] | None) -> tuple[Any, Graph | None]:
-        """Runs the layer on gathered parameters; the output, detached, and its graph in grad mode.
+    def forward(self, value: Any, regathered: set[int] | None) -> tuple[Any, LayerGraph]:
+        """Runs the layer on gathered parameters; the output, detached, and its graph.
 
         Args:
             regathered: the units that will be gathered for this layer's backward, by index; None
@@ -103,65 +106,35 @@ class ShardedLayer:
             RuntimeError: the output depends on a tensor that requires a gradient and was not handed
                 to the layer as one of the leaves of `value`.
         """
-        keep = torch.is_grad_enabled()
-        leaves, spec = pytree.tree_flatten(value)
-        positions = [
-            k for k, x in enumerate(leaves) if keep and isinstance(x, Tensor) and x.requires_grad
-        ]
-        for k in positions:
-            leaves[k] = leaves[k].detach().requires_grad_()
-        inputs = [leaves[k] for k in positions]
-        for k in positions:
-            leaves[k] = _Alias.apply(leaves[k])  # no leaf: a layer may write to its input
         parameters = self._parameters()
-        self._put(parameters)
-        try:
-            pack = _pack(self.units, self.wanted, regathered)
-            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-                output = self.module(pytree.tree_unflatten(leaves, spec))
-        finally:
-            self._take_back()
-        results, spec = pytree.tree_flatten(output)
-        of_graph = [k for k, y in enumerate(results) if isinstance(y, Tensor) and y.requires_grad]
-        trained = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
-        graph = None
-        if keep:
-            outputs = [results[k] for k in of_graph]
-            known = [*inputs, *(p for ps in trained.values() for p in ps)]
-            check_leaves(self.name, outputs, known, leaves)
-            graph = Graph(inputs, positions, len(leaves), outputs, of_graph, trained)
-        for k, y in enumerate(results):
-            if isinstance(y, Tensor):
-                results[k] = self._own(y.detach()).requires_grad_(k in of_graph)
-        return pytree.tree_unflatten(results, spec), graph
+        graph = LayerGraph(self.device)
+        graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
+
+        def run(entered: Any) -> Any:
+            self._put(parameters)
+            try:
+                pack = _pack(self.units, self.wanted, regathered)
+                with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+                    output = self.module(entered)
+            finally:
+                self._take_back()
+            if torch.is_grad_enabled():
+                trained = [p for ps in graph.leaves.values() for p in ps]
+                Strangers([*graph.inputs, *trained]).refuse(pytree.tree_leaves(output), self.name)
+            return pytree.tree_map_only(Tensor, self._own, output)
+
+        return graph.record(value, run, is_first=False), graph
 
     def backward(
-        self, graph: Graph, gradients: Sequence[Tensor | None]
+        self, graph: LayerGraph, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], dict[int, list[Tensor | None]]]:
         """The gradients of the input's leaves, and of the parameters of each trainable unit.
 
         `gradients` has one for every leaf of the output, or None.
         """
-        of_inputs: list[Tensor | None] = [None] * graph.num_inputs
-        of_units: dict[int, list[Tensor | None]] = {
-            u: [None] * len(p) for u, p in graph.leaves.items()
-        }
-        pairs = [
-            (y, gradients[k])
-            for y, k in zip(graph.outputs, graph.output_positions, strict=True)
-            if gradients[k] is not None
-        ]
         flat = [p for leaves in graph.leaves.values() for p in leaves]
-        if not pairs or not (graph.inputs or flat):
-            return of_inputs, of_units
-        found = torch.autograd.grad(
-            [y for y, _ in pairs], [*graph.inputs, *flat], [dy for _, dy in pairs],
-            allow_unused=True,
-        )  # fmt: skip
-        for k, dx in zip(graph.input_positions, found, strict=False):
-            of_inputs[k] = dx
-        rest = iter(found[len(graph.inputs) :])
-        return of_inputs, {u: [next(rest) for _ in ps] for u, ps in graph.leaves.items()}
+        of_inputs, found, _ = graph.differentiate(flat, gradients)
+        return of_inputs, {u: [found.get(p) for p in ps] for u, ps in graph.leaves.items()}
 
     def _parameters(self) -> dict[int, list[nn.Parameter]]:
         """Leaves over the gathered units, by unit and entry."""
@@ -186,59 +159,6 @@ class ShardedLayer:
         """A layer that returns a parameter itself must hand on a copy: the buffer is reused."""
         inside = any(gathered.position_of(output) is not None for gathered in self.units)
         return output.clone() if inside else output
-
-
-def check_leaves(
-    who: str, outputs: Iterable[Tensor], known: Iterable[Tensor], handed: Iterable[Any]
-) -> None:
-    """Searches the graph of the outputs.
-
-    Args:
-        who: has computed them.
-        known: the leaves that its graph may have.
-        handed: the leaves, as of `pytree`, of what it was handed.
-
-    Raises:
-        RuntimeError: there is another.
-    """
-    expected = {id(leaf) for leaf in known}
-    seen = {get_gradient_edge(y).node for y in outputs if y.requires_grad}
-    waiting = list(seen)
-    while waiting:
-        node = waiting.pop()
-        before = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= before
-        waiting += before
-        leaf = None if node.next_functions else getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in expected:
-            raise RuntimeError(_lost(who, handed))
-
-
-def _lost(who: str, handed: Iterable[Any]) -> str:
-    plain = Tensor | int | float | str | None
-    closed = {type(x).__name__: None for x in handed if not isinstance(x, plain)}
-    if closed:
-        return (
-            f"{who} uses a tensor inside {', '.join(closed)}, where its gradient would be lost: "
-            "let the layer before return tensors, or tuples, lists or dicts of them, or register "
-            "the type with torch.utils._pytree.register_pytree_node"
-        )
-    return (
-        f"{who} uses a tensor that no layer has returned, as an attribute, so that its gradient "
-        "would be lost: hand it on from layer to layer, in a tuple, list or dict"
-    )
-
-
-class _Alias(torch.autograd.Function):
-    """The same memory, but no leaf and no view: an in-place first operation is allowed."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 def _pack(units: list[Gathered], wanted: set[int], regathered: set[int] | None) -> Any:

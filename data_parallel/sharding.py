@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-_ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+from runtime.shared_memory import ALIGNMENT
 
 
 class Entry(NamedTuple):
@@ -71,7 +71,7 @@ class Unit:
         self.compute_dtype = self.dtype
         if compute_dtype is not None and self.dtype.is_floating_point:
             self.compute_dtype = compute_dtype
-        step = max(1, _ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize))
+        step = max(1, ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize))
         self.entries: list[Entry] = []
         self.gaps: list[slice] = []
         end = 0

@@ -65,14 +65,12 @@ class Parameters:
 
     Attributes:
         peak_bytes: the most that was gathered, or on its way, at the same time beyond what is kept.
-        peak_units: which units those were, by index.
     """
 
     def __init__(self, units: Sequence[ShardedUnit], exchange: Exchange) -> None:
         self.units = units
         self.exchange = exchange
         self.peak_bytes = 0
-        self.peak_units: tuple[int, ...] = ()
 
     def start(self, units: Iterable[ShardedUnit]) -> None:
         """Sends for those units that are neither here nor on their way."""
@@ -119,10 +117,8 @@ class Parameters:
         return u.buffer.view(u.unit.numel, u.unit.compute_dtype)
 
     def _count(self) -> None:
-        lent = [u.unit for u in self.units if u.buffer is not None]
-        nbytes = sum(unit.nbytes for unit in lent)
-        if nbytes > self.peak_bytes:
-            self.peak_bytes, self.peak_units = nbytes, tuple(unit.index for unit in lent)
+        lent = sum(u.unit.nbytes for u in self.units if u.buffer is not None)
+        self.peak_bytes = max(self.peak_bytes, lent)
 
 
 class Gradients:

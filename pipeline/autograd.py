@@ -1,7 +1,7 @@
 """What autograd sees of a pipeline's forward: one function of the input and the parameters.
 
 The stages keep their own graphs (stage.py). For the caller's graph there is one node whose inputs
-are the input tensors and all parameters, and whose backward runs the reverse clock cycles on the
+are the input tensors and all parameters, and whose backward runs the clocks in reverse on the
 workers. So the parameters' gradients come *through* autograd: `torch.autograd.grad` returns them,
 hooks see each of them once and whole, and a parameter on two stages gets the sum of both.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import microbatch
-from .gradients import gradients_by_stage, hooks_held, trained_parameters
+from .delivery import gradients_by_stage, hooks_held, trained_parameters
 from .stage import Stage
 from .streams import Streams
 
@@ -31,14 +31,16 @@ def pipelined(pipe: Pipe, stages: Sequence[Stage], x: Any, sizes: Sequence[int])
     wanted = _differentiable(inputs)
     parameters = trained_parameters(stages, pipe.replicas)
     if not torch.is_grad_enabled() or not (wanted or parameters):
-        return microbatch.join(pipe.forward_clocks(microbatch.split(x, sizes)))
+        batches = microbatch.split(x, sizes)
+        pipe.forward_all(batches)
+        return microbatch.join(batches)
     with torch.no_grad():  # micro-batches outside the caller's graph: the stages have their own
         batches = microbatch.split(pytree.tree_map_only(Tensor, Tensor.detach, x), sizes)
     for batch in batches:
         pieces = pytree.tree_leaves(batch)
         for k in wanted:
             pieces[k].requires_grad_()  # tells the first stage
-    batches = pipe.forward_clocks(batches)
+    pipe.forward_all(batches)
     with torch.no_grad():
         outputs, spec = pytree.tree_flatten(microbatch.join(batches))
     leaves = [pytree.tree_leaves(batch) for batch in batches]
@@ -118,7 +120,8 @@ class _Pipelined(torch.autograd.Function):
             for stage in call.stages:
                 stage.take_gradients()  # what a backward left that failed half-way
             with hooks_held(call.parameters):
-                pieces = call.pipe.backward_clocks(call.stages, call.split(gradients), retain_graph)
+                pieces = call.split(gradients)
+                call.pipe.backward_all(call.stages, pieces, retain_graph)
             own, sums = gradients_by_stage(call.stages, call.pipe.replicas)
             for gradients_of_stage in own:
                 sums.update(gradients_of_stage)

@@ -8,18 +8,20 @@ Idea. Neighbours are joined by two channels, activations going up and gradients 
 worker takes the next action of its list, waits for the one input it needs, computes, passes the
 result on. Order, and so every bit of the result, is given by the lists and not by timing.
 
+    batch  ─up[0]─▸ stage 0 ─up[1]─▸ stage 1 ─up[2]─▸ output, where there is no loss
+           ◂down[0]─        ◂down[1]─        ◂down[2]─ its gradient
+
 An error on any stage stops all channels: whoever waits, or is about to, ends at once.
 
 Where the stages are in several processes, each runs this for the stages it has, over channels
-whose other end is in another process: `Links`, and process.py.
+whose other end is in another process, see process.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -27,34 +29,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from runtime.recorder import Recorder, listening
+
 from .crew import Stopped
 from .schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from .stage import Stage
 
-Recorder = Callable[[str, int, int, float, float], None]
-"""Called by the workers with (kind, stage, micro-batch, start, end); seconds of perf_counter.
-
-Where it has an attribute `recording` that is false, it is not called, and on a GPU nobody waits for
-the kernels before reading the clock."""
-
 LossFunction = Callable[[Any, Any], Tensor]
-
-
-def listening(recorder: Recorder | None) -> Recorder | None:
-    """The recorder, while it records."""
-    return recorder if getattr(recorder, "recording", True) else None
-
-
-@dataclass(frozen=True)
-class Links:
-    """``up[s]``: activations into stage s; ``down[s]``: gradients out of it, to stage s-1.
-
-    Each is a `Channel`, or the end of one: with ``put`` where it begins, ``get`` where it ends.
-    """
-
-    num_stages: int
-    up: Mapping[int, Any]
-    down: Mapping[int, Any]
 
 
 class Channel:
@@ -81,37 +62,79 @@ class Channel:
         self._queue.put(None)
 
 
-class Dataflow:
-    """The stages, micro-batches and channels of one step.
+def channels(stages: Iterable[int]) -> dict[int, Channel]:
+    """Channels within a process, by the stage above them."""
+    return {s: Channel() for s in stages}
 
-    The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; the gradients are those
-    of ``scale`` times the sum of all losses. With ``links``, ``stages`` are those of this process,
-    and the others are behind the links; without, all stages are here.
+
+class Losses:
+    """The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; that of the batch is
+    ``scale`` times their sum. ``memory``: where the last stage's outputs are."""
+
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        targets: Sequence[Any],
+        scale: float | Tensor,
+        memory: torch.device,
+    ) -> None:
+        self._loss_fn, self._targets = loss_fn, targets
+        self._scale, self._memory = scale, memory
+        self.values: list[Tensor | None] = [None] * len(targets)
+
+    def of(self, i: int, output: Any) -> Tensor:
+        """Runs on the last stage, as the end of its forward."""
+        target = pytree.tree_map_only(Tensor, lambda t: t.to(self._memory), self._targets[i])
+        loss = self._loss_fn(output, target)
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss_fn returned {found}: one number, the sum over its micro-batch, is needed, "
+                "e.g. cross_entropy(output, target, reduction='sum')"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise RuntimeError(
+                "the loss does not depend on anything that requires grad: does loss_fn detach, or "
+                "is every parameter frozen? For the loss alone, loss_fn(pipe(x), target) will do"
+            )
+        return loss
+
+    def gradient(self, i: int) -> list[Tensor | None]:
+        """What the backward of the last stage starts with."""
+        loss = self.values[i]
+        assert loss is not None  # its forward came before, see schedule.validate
+        return [torch.ones_like(loss) * self._scale]
+
+    def total(self) -> Tensor:
+        """``scale`` times the losses, added in the order of the micro-batches."""
+        losses = [loss.detach() for loss in self.values if loss is not None]
+        return torch.stack(losses).sum() * self._scale
+
+
+class Dataflow:
+    """The stages of this process and the channels around them, for one run of a schedule.
+
+    Args:
+        up: activations into stage s; a stage whose output has no channel computes the loss.
+        down: gradients out of stage s, to stage s-1; gradients that nobody wants have none.
+        retain_graph: backwards leave what they used.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        inputs: Sequence[Any],
-        targets: Sequence[Any],
-        loss_fn: LossFunction,
-        scale: float | Tensor,
-        recorder: Recorder | None,
-        links: Links | None = None,
+        up: Mapping[int, Any],
+        down: Mapping[int, Any],
+        losses: Losses | None = None,
+        recorder: Recorder | None = None,
+        retain_graph: bool = False,
     ) -> None:
-        self.losses: list[Tensor | None] = [None] * len(inputs)
+        self.up, self.down = up, down
         self._stages = {stage.index: stage for stage in stages}
-        self._inputs = list(inputs)
-        self._targets = targets
-        self._loss_fn = loss_fn
-        self._scale = scale
+        self._losses = losses
         self._recorder = recorder
+        self._retain_graph = retain_graph
         self._stopped = False
-        links = links or Links(
-            len(stages), {s: Channel() for s in self._stages}, {s: Channel() for s in self._stages}
-        )
-        self._last = links.num_stages - 1
-        self._up, self._down = links.up, links.down
 
     def run(self, actions: Sequence[Action]) -> None:
         """The work of one worker."""
@@ -122,7 +145,7 @@ class Dataflow:
                 if action.kind is FORWARD:
                     self._forward(action)
                 elif action.kind is BACKWARD_WEIGHT:
-                    self._perform_backward(action, "backward_weight")
+                    self._backward_weight(action)
                 else:
                     self._backward(action)
         except BaseException:
@@ -131,99 +154,69 @@ class Dataflow:
 
     def stop(self) -> None:
         self._stopped = True
-        for channel in (*self._up.values(), *self._down.values()):
+        for channel in (*self.up.values(), *self.down.values()):
             channel.stop()
-
-    def loss(self) -> Tensor:
-        """``scale`` times the losses, added in the order of the micro-batches."""
-        losses = [loss for loss in self.losses if loss is not None]
-        return torch.stack([loss.detach() for loss in losses]).sum() * self._scale
 
     def _forward(self, action: Action) -> None:
         _, s, i = action
-        if s == 0:
-            value, self._inputs[i] = self._inputs[i], None
+        stage, losses = self._stages[s], self._losses
+        value = self.up[s].get(i)
+        if s + 1 in self.up:
+            with self._noted(action):
+                output = stage.forward(i, value)
+            self.up[s + 1].put(i, output)
         else:
-            value = self._up[s].get(i)
-        stage = self._stages[s]
-        if s < self._last:
-            output = perform(action, self._recorder, stage, stage.forward, i, value)
-            self._up[s + 1].put(i, output)
-        else:
-            target = self._targets[i]
-            self.losses[i] = perform(
-                action, self._recorder, stage, stage.forward, i, value,
-                lambda output: self._loss(output, target),
-            )  # fmt: skip
-
-    def _loss(self, output: Any, target: Any) -> Tensor:
-        device = self._stages[self._last].memory
-        loss = self._loss_fn(output, pytree.tree_map_only(Tensor, lambda t: t.to(device), target))
-        if not isinstance(loss, Tensor) or loss.dim() > 0:
-            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"loss_fn returned {found}: one number, the sum over its micro-batch, is needed, "
-                "e.g. cross_entropy(output, target, reduction='sum')"
-            )
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise RuntimeError(
-                "the loss does not depend on anything that requires grad: does loss_fn detach, or "
-                "is every parameter frozen? For the loss alone use eval_step"
-            )
-        return loss
+            assert losses is not None
+            with self._noted(action):
+                losses.values[i] = stage.forward(i, value, lambda output: losses.of(i, output))
 
     def _backward(self, action: Action) -> None:
         kind, s, i = action
-        if s == self._last:
-            loss = self.losses[i]
-            assert loss is not None  # its forward came before, see schedule.validate
-            gradients = [torch.ones_like(loss) * self._scale]
+        stage = self._stages[s]
+        if s + 1 in self.down:
+            gradients = self.down[s + 1].get(i)
         else:
-            gradients = self._down[s + 1].get(i)
-        half = "backward" if kind is BACKWARD else "backward_input"
-        result = self._perform_backward(action, half, gradients)
-        if s > 0:
-            self._down[s].put(i, result)
+            assert self._losses is not None
+            gradients = self._losses.gradient(i)
+        with self._noted(action), _no_autocast():
+            if kind is BACKWARD:
+                result = stage.backward(i, gradients, self._retain_graph)
+            else:
+                result = stage.backward_input(i, gradients)
+        if s in self.down:
+            self.down[s].put(i, result)
 
-    def _perform_backward(self, action: Action, method: str, *args: Any) -> Any:
-        stage = self._stages[action.stage]
-        function = getattr(stage, method)
-        return perform(
-            action, self._recorder, stage, _without_autocast, function, action.microbatch, *args
-        )
+    def _backward_weight(self, action: Action) -> None:
+        with self._noted(action), _no_autocast():
+            self._stages[action.stage].backward_weight(action.microbatch)
+
+    @contextlib.contextmanager
+    def _noted(self, action: Action) -> Iterator[None]:
+        """Tells the recorder; an error gets a note of where it happened."""
+        device = self._stages[action.stage].device
+        recorder = listening(self._recorder)
+        start = time.perf_counter() if recorder is not None else 0.0
+        try:
+            yield
+            if recorder is not None and device.type == "cuda":
+                torch.cuda.synchronize(device)  # kernels run later than they are launched
+        except BaseException as error:
+            what = action.kind.name.lower().replace("_", " ")
+            where = f"on stage {action.stage} ({device})"
+            _add_note(error, f"in the {what} of micro-batch {action.microbatch} {where}")
+            raise
+        if recorder is not None:
+            recorder(action.kind.value, *action[1:], start, time.perf_counter())
 
 
-def _without_autocast(function: Callable[..., Any], *args: Any) -> Any:
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
     """Autocast, if on, is for forwards only: operators choose their backward's type themselves."""
     with contextlib.ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        return function(*args)
-
-
-def perform(
-    action: Action,
-    recorder: Recorder | None,
-    stage: Stage,
-    function: Callable[..., Any],
-    *args: Any,
-) -> Any:
-    """Call ``function``; tell the recorder; an error gets a note of where it happened."""
-    recorder = listening(recorder)
-    start = time.perf_counter() if recorder is not None else 0.0
-    try:
-        result = function(*args)
-        if recorder is not None and stage.device.type == "cuda":
-            torch.cuda.synchronize(stage.device)  # kernels run later than they are launched
-    except BaseException as error:
-        what = action.kind.name.lower().replace("_", " ")
-        where = f"on stage {action.stage} ({stage.device})"
-        _add_note(error, f"in the {what} of micro-batch {action.microbatch} {where}")
-        raise
-    if recorder is not None:
-        recorder(action.kind.value, *action[1:], start, time.perf_counter())
-    return result
+        yield
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .analysis import Message, TensorKind, assemble, describe
-from .exchange import Layout, PeerError, Receiver, Sender
+from .parcels import Layout, PeerError, Receiver, Sender
 
 Record = Callable[[str, int, float, float], None]  # kind, micro-batch, start, end
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .unseen import hidden_type
+from runtime.unseen import hidden_type
 
 
 class MicroBatches(list[Any]):

@@ -6,9 +6,8 @@
     model._finalize_pipeline_parallel()            # the plain model again
 
 Embedding and head stay with the first device, the final norm with the last; only the blocks
-are spread, and run on one worker per device, each on its own cores, in both modes. (To pipeline
-the whole model see model.py.) Names in the ``state_dict`` are those of the plain model, and so are
-the logits.
+are spread, and run on one worker per device, each on its own cores, in both modes. Names in the
+``state_dict`` are those of the plain model, and so are the logits.
 
 The key-value cache of generation belongs to the plain model: pass ``use_cache=False`` here.
 """
@@ -24,20 +23,41 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from .model import Block, Value, causal_mask
 from .partition import WithDevice, balance
 from .pipe import Pipe
 
 DeviceMap = Mapping[Any, Sequence[int]]  # device (or GPU number) -> block numbers
 
 
-class _MaskedBlock(Block):
-    """Hidden states B T C, or a tuple of them and an additive mask for every block."""
+Value = Any  # hidden states B T C, or a tuple of them and an additive mask for every block
+
+
+class Block(nn.Module):
+    """A block of transformers: its version 5 returns a tensor, version 4 a tuple. What comes in
+    with the hidden states, a mask, is handed on to the next block."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block: Any = block
 
     def forward(self, value: Value) -> Value:
         hidden, mask = value if isinstance(value, tuple) else (value, None)
-        hidden = self.attend(hidden, mask)
+        attention_mask = mask
+        if mask is None and self.block.attn.config._attn_implementation == "eager":
+            attention_mask = causal_mask(hidden)  # sdpa is causal without a mask, eager is not
+        output = self.block(hidden, attention_mask=attention_mask)
+        hidden = output[0] if isinstance(output, tuple) else output
         return hidden if mask is None else (hidden, mask)
+
+
+def causal_mask(hidden: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Additive mask 1 1 T T for ``hidden`` B T C; B 1 T T if ``keep`` B T is 0 at padding."""
+    T = hidden.size(1)
+    allowed = torch.ones(T, T, dtype=torch.bool, device=hidden.device).tril()[None, None]
+    if keep is not None:
+        allowed = allowed & keep.to(hidden.device, torch.bool)[:, None, None, :]
+    mask = torch.zeros(allowed.shape, dtype=hidden.dtype, device=hidden.device)
+    return mask.masked_fill(~allowed, torch.finfo(hidden.dtype).min)
 
 
 class GPT2ModelParallel(GPT2Model):
@@ -61,7 +81,7 @@ class GPT2ModelParallel(GPT2Model):
         for device, numbers in self.device_map.items():
             for number in numbers:
                 self.h[number].to(_physical(device))
-                layers.append(WithDevice(_MaskedBlock(self.h[number]), device))
+                layers.append(WithDevice(Block(self.h[number]), device))
         first, *_, last = [_physical(device) for device in self.device_map] * 2
         for module in (self.wte, self.wpe, self.drop):
             module.to(first)

@@ -1,7 +1,7 @@
 """What one rank of a pipeline of processes has around it, and all that passes there.
 
 Besides activations and gradients, which `Dataflow` puts and gets: the loss, known to the last rank
-only; sums over all ranks; and the gradients of parameters that several stages use. All go through
+only; and the gradients of parameters that several stages use. All go through
 the same channels, so that a rank that fails, or dies, ends every kind of waiting alike.
 """
 
@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runtime.graph import Gradients
+
 from .analysis import Message
-from .dataflow import Links
-from .exchange import Ends, Route, open_group_channels
-from .gradients import Gradients
 from .links import NUMBER, Activations, GradientsOf, Inbox, One, Outbox, Record
+from .parcels import Ends, Route, open_group_channels
 from .schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule, peak_alive
-from .shared_memory import open_shared_channels
+from .shared_messages import open_shared_channels
 
 _TIED = -1  # the number of a message that belongs to no micro-batch
 
@@ -73,18 +73,15 @@ class Neighbours:
             (of, what): Inbox(receiver, rank, of, what, record)
             for (of, _, what), receiver in self._receivers.items()
         }
-        self.links = self._make_links()
-
-    def _make_links(self) -> Links:
-        up: dict[int, Any] = {}
-        down: dict[int, Any] = {}
-        if self.rank > 0:
-            up[self.rank] = self._inboxes[self.rank - 1, "activations"]
-            down[self.rank] = self._outboxes[self.rank - 1, "gradients"]
-        if self.rank + 1 < self.num_stages:
-            up[self.rank + 1] = self._outboxes[self.rank + 1, "activations"]
-            down[self.rank + 1] = self._inboxes[self.rank + 1, "gradients"]
-        return Links(self.num_stages, up, down)
+        # As `Dataflow` has them: activations into stage s, and gradients out of it.
+        self.up: dict[int, Any] = {}
+        self.down: dict[int, Any] = {}
+        if rank > 0:
+            self.up[rank] = self._inboxes[rank - 1, "activations"]
+            self.down[rank] = self._outboxes[rank - 1, "gradients"]
+        if rank + 1 < num_stages:
+            self.up[rank + 1] = self._outboxes[rank + 1, "activations"]
+            self.down[rank + 1] = self._inboxes[rank + 1, "gradients"]
 
     def announce(self, plan: Schedule, found: Sequence[Sequence[Message]]) -> None:
         """What is going to pass in a step: by the ``plan`` of all stages, and per micro-batch what
@@ -97,25 +94,17 @@ class Neighbours:
             down = {i: GradientsOf(messages[s - 1]) for i, messages in enumerate(found)}
             forwards = [a.microbatch for a in plan[s - 1] if a.kind is FORWARD]
             backwards = [a.microbatch for a in plan[s] if a.kind in (BACKWARD, BACKWARD_INPUT)]
-            self.links.up[s].expect(up, forwards, alive[s - 1])
-            self.links.down[s].expect(down, backwards, alive[s - 1])
+            self.up[s].expect(up, forwards, alive[s - 1])
+            self.down[s].expect(down, backwards, alive[s - 1])
 
     def from_last(self, number: int, value: Tensor | None, parcel: One = NUMBER) -> Tensor:
         """A tensor of the last rank's, passed down from stage to stage. ``number`` is below 0."""
         if self.rank + 1 < self.num_stages:
-            value = self.links.down[self.rank + 1].get(number, parcel)
+            value = self.down[self.rank + 1].get(number, parcel)
         assert value is not None
         if self.rank > 0:
-            self.links.down[self.rank].put(number, value, parcel)
+            self.down[self.rank].put(number, value, parcel)
         return value
-
-    def sum(self, number: int, value: Tensor) -> Tensor:
-        """A float64 of each rank's, added up from the first to the last."""
-        if self.rank > 0:
-            value = self.links.up[self.rank].get(number, NUMBER) + value
-        if self.rank + 1 < self.num_stages:
-            self.links.up[self.rank + 1].put(number, value, NUMBER)
-        return self.from_last(number, value)
 
     def sum_tied(
         self, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor | None]

@@ -10,13 +10,12 @@ owns it: norms count it, and checkpoints hold it, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-Initialize = Callable[[str, Tensor], None]
-"""Writes the initial value of the parameter (or buffer) of that name."""
+from runtime.graph import Initialize
 
 
 class Ownership:

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-_RECORDING = "transformers.utils.output_capturing"
 
 
 class WithDevice(nn.Module):
@@ -112,26 +110,6 @@ def containers(modules: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn
             yield from containers(layer, name)
 
 
-def refuse_hooks(uncalled: Iterable[tuple[str, nn.Module]]) -> None:
-    """ValueError if one of the named modules, which nobody calls, has a hook on its call.
-
-    Not those with which transformers records hidden states, and which are idle otherwise.
-    """
-    for name, module in uncalled:
-        hooks = [
-            *module._forward_hooks.values(),
-            *module._forward_pre_hooks.values(),
-            *module._backward_hooks.values(),
-            *module._backward_pre_hooks.values(),
-        ]
-        if any(getattr(hook, "__module__", None) != _RECORDING for hook in hooks):
-            raise ValueError(
-                f"{name} ({type(module).__name__}) has a hook that would never run: a pipeline "
-                "calls the layers, and not what holds them. Register it on a layer: the first or "
-                "the last of them"
-            )
-
-
 def balance(costs: Sequence[float], num_stages: int) -> list[int]:
     """Layers per stage, such that the largest sum of ``costs`` in a stage is smallest."""
     L = len(costs)
@@ -153,28 +131,6 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
         sizes.append(end - cut[end])
         end = cut[end]
     return [end, *reversed(sizes)]
-
-
-def parse_balance(
-    text: str, num_layers: int, num_stages: int, costs: Callable[[], Sequence[float]]
-) -> list[int]:
-    """Layers per stage from ``auto`` (by measured ``costs()``), ``uniform`` or ``4,4,4``."""
-    if text == "auto":
-        return balance(costs(), num_stages)
-    uniform = balance([1.0] * num_layers, num_stages)
-    if text == "uniform":
-        return uniform
-    example = f"e.g. auto, uniform or {','.join(map(str, uniform))}"
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"balance={text!r} is no list of numbers: {example}") from None
-    if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
-        raise ValueError(
-            f"balance={text!r}: {num_stages} numbers, each at least 1, must add up to the "
-            f"{num_layers} layers: {example}"
-        )
-    return sizes
 
 
 def measure_costs(
@@ -225,3 +181,41 @@ def _forward_backward(layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any
     return pytree.tree_map_only(
         Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), output
     )
+
+
+def place(
+    layers: Sequence[nn.Module], sizes: Sequence[int], devices: Sequence[str | torch.device]
+) -> tuple[nn.Sequential, dict[nn.Parameter, nn.Parameter]]:
+    """Put ``sizes[s]`` layers on ``devices[s]``: the Sequential for a `Pipe`, and its replicas.
+
+    A parameter that stages on different GPUs share stays with the first of them; the others get a
+    copy: ``replicas[copy]`` is the parameter. The layers of those are changed in place.
+    """
+    if len(sizes) != len(devices) or sum(sizes) != len(layers):
+        raise ValueError(
+            f"sizes {list(sizes)} on {len(devices)} devices: one number per device, their sum the "
+            f"{len(layers)} layers"
+        )
+    home: dict[nn.Parameter, torch.device] = {}
+    replicas: dict[nn.Parameter, nn.Parameter] = {}
+    placed: list[nn.Module] = []
+    rest = iter(layers)
+    for size, name in zip(sizes, devices, strict=True):
+        device = torch.device(name)
+        physical = torch.device("cpu") if device.type == "cpu" else device
+        copies: dict[nn.Parameter, nn.Parameter] = {}
+        for _ in range(size):
+            layer = next(rest)
+            for module in layer.modules():
+                for key, parameter in list(module._parameters.items()):
+                    if parameter is not None and home.setdefault(parameter, physical) != physical:
+                        if parameter not in copies:
+                            copies[parameter] = _copy(parameter, physical)
+                        module._parameters[key] = copies[parameter]
+            placed.append(WithDevice(layer.to(physical), device))
+        replicas.update((copy, original) for original, copy in copies.items())
+    return nn.Sequential(*placed), replicas
+
+
+def _copy(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to(device, copy=True), parameter.requires_grad)

@@ -5,18 +5,19 @@
     pipe.train_step(x, y, loss_fn, schedule="1f1b", num_microbatches=4)   # and 1F1B
 
 `Pipe.forward` is GPipe (Huang et al., 2019) in torchgpipe's form: m micro-batches flow through n
-stages in m + n - 1 clocks. What autograd sees of it is one function from the input and the
-parameters to the output. Its backward runs the reverse clocks *on the workers*: torchgpipe leaves
-it to autograd, which runs all CPU work of a graph on one thread. Gradient hooks, tied parameters,
-`torch.autograd.grad` and ``retain_graph`` work as on the plain Sequential; differentiating twice
-does not. A Pipe runs one call at a time: a second thread's raises.
+stages in the order of m + n - 1 clocks. What autograd sees of it is one function from the input and
+the parameters to the output. Its backward runs the same clocks, last stage first, *on the workers*:
+torchgpipe leaves it to autograd, which runs all CPU work of a graph on one thread. Gradient hooks,
+tied parameters, `torch.autograd.grad` and ``retain_graph`` work as on the plain Sequential;
+differentiating twice does not. A Pipe runs one call at a time: a second thread's raises.
 
-`Pipe.train_step` computes the loss on the last stage and runs any schedule of schedule.py, without
-clocks. Both add the gradients of micro-batches in their order, and give the same bits.
+`Pipe.train_step` computes the loss on the last stage and runs any schedule of schedule.py. Both run
+on dataflow.py, where nobody waits for the end of a clock, add the gradients of micro-batches in
+their order, and give the same bits.
 
 Cost: a bubble of (n-1)/(m+n-1) of the time (zb: a third of it); the activations of m micro-batches
-(1F1B: at most min(m, n-s) on stage s; zb: min(m, n)); per clock, or action, about 0.1 ms of Python
-and waking threads.
+(1F1B: at most min(m, n-s) on stage s; zb: min(m, n)); per action, about 0.1 ms of Python and
+waking threads.
 
 Glossary: m micro-batches, n stages, i micro-batch, j or s stage.
 """
@@ -30,11 +31,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from runtime.randomness import StepSeed
+from runtime.recorder import Recorder
+from runtime.unseen import refuse_hooks
+
 from . import microbatch
 from .autograd import pipelined
 from .crew import Crew
-from .dataflow import Dataflow, LossFunction, Recorder, perform
-from .gradients import (
+from .dataflow import Dataflow, Losses, LossFunction, channels
+from .delivery import (
     Replicas,
     deliver,
     gradients_by_stage,
@@ -42,8 +47,7 @@ from .gradients import (
     hooks_held,
     trained_parameters,
 )
-from .partition import _split_module, containers, refuse_hooks
-from .randomness import StepSeed
+from .partition import _split_module, containers
 from .schedule import (
     BACKWARD,
     FORWARD,
@@ -52,7 +56,7 @@ from .schedule import (
     clock_cycles,
     find,
     forward_only,
-    merge,
+    in_order,
     validate,
 )
 from .stage import Stage
@@ -66,7 +70,7 @@ BuildSchedule = Callable[[int, int], Schedule]
 class Pipe(nn.Module):
     """An `nn.Sequential`, its partitions computing at the same time on different micro-batches.
 
-    ``split_size``: examples per micro-batch of `forward`. ``recorder``: see dataflow.Recorder.
+    ``split_size``: examples per micro-batch of `forward`. ``recorder``: see runtime/recorder.py.
     ``replicas``: copies of tied parameters on other devices (model.py makes them).
     ``peak_alive``: after a step, the most micro-batches whose activations each stage held.
     """
@@ -91,7 +95,9 @@ class Pipe(nn.Module):
         self.peak_alive = [0] * len(self.devices)
         self._crew = Crew(self.devices)
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
-        self._plans: dict[Any, list[tuple[int, list[Action]]]] = {}
+        # Stages that share a device share a worker: by stage, the first that has the same.
+        self._workers = [self.in_queues.index(queue) for queue in self.in_queues]
+        self._plans: dict[Any, list[Action]] = {}
         self._stages: list[Stage] = []  # those of the forward in progress
 
     def close(self) -> None:
@@ -120,44 +126,67 @@ class Pipe(nn.Module):
             finally:
                 self._stages = []  # autograd holds those it needs for a backward
 
-    def forward_clocks(self, batches: list[Any]) -> list[Any]:
-        """Run all clock cycles of a forward pass; ``batches`` become the outputs."""
-        for schedule in _clock_cycles(len(batches), len(self.partitions)):
-            self.compute(batches, schedule)
-        return batches
+    def forward_all(self, batches: list[Any]) -> None:
+        """The forward of all micro-batches; ``batches`` become the outputs."""
+        self.compute(batches, self._all_clocks(len(batches)))
 
-    def backward_clocks(
+    def backward_all(
         self, stages: Sequence[Stage], gradients: list[list[Tensor | None]], retain_graph: bool
-    ) -> list[list[Tensor | None]]:
-        """The clock cycles of the backward, last stage first; ``gradients`` become the input's."""
+    ) -> None:
+        """The same clocks, last stage first; ``gradients`` of the outputs become the inputs'."""
         n = len(stages)
-        context = Context()
-        for schedule in _clock_cycles(len(gradients), n):
-            jobs = []
-            for i, j in schedule:
-                stage = stages[n - 1 - j]
-                action = Action(BACKWARD, stage.index, i)
-                work = partial(
-                    perform, action, self.recorder, stage,
-                    stage.backward, i, gradients[i], retain_graph,
-                )  # fmt: skip
-                jobs.append((stage.index, Task(work, context)))
-            for (i, _), result in zip(schedule, self._crew.run(jobs), strict=True):
-                gradients[i] = result
-        return gradients
+        actions = [Action(BACKWARD, n - 1 - j, i) for i, j in self._all_clocks(len(gradients))]
+        flow = Dataflow(
+            stages, {}, channels(range(n + 1)), recorder=self.recorder, retain_graph=retain_graph
+        )
+        for i, gradient in enumerate(gradients):
+            flow.down[n].put(i, gradient)
+        self._run_flow(flow, actions)
+        gradients[:] = [flow.down[0].get(i) for i in range(len(gradients))]
 
-    def compute(self, batches: list[Any], schedule: list[tuple[int, int]]) -> None:
-        """One clock: run each (i, j) of ``schedule``, partition j on ``batches[i]``, in place."""
-        context = Context()
+    def compute(self, batches: list[Any], schedule: Sequence[tuple[int, int]]) -> None:
+        """Run each (i, j) of ``schedule``, partition j on ``batches[i]``, in place.
+
+        That may be one clock, whose pairs run at the same time; or the clocks of a forward one
+        after the other, as `forward` gives them. Then a partition starts on a micro-batch as soon
+        as the partition before it is done with it: nobody waits for the end of a clock.
+        """
         stages = self._stages or self._new_stages()
-        jobs = []
+        flow = Dataflow(stages, channels(range(len(stages) + 1)), {}, recorder=self.recorder)
+        reached: dict[int, int] = {}  # by micro-batch, the partition whose output it is last
         for i, j in schedule:
-            stage = stages[j]
-            action = Action(FORWARD, j, i)
-            work = partial(perform, action, self.recorder, stage, stage.forward, i, batches[i])
-            jobs.append((j, Task(work, context)))
-        for (i, _), output in zip(schedule, self._crew.run(jobs), strict=True):
-            batches[i] = output
+            if i not in reached:
+                flow.up[j].put(i, batches[i])
+                batches[i] = None
+            elif j != reached[i] + 1:
+                raise ValueError(
+                    f"partition {j} for micro-batch {i} comes after partition {reached[i]}: "
+                    f"a micro-batch goes from each partition to the next, here {reached[i] + 1}"
+                )
+            reached[i] = j
+        self._run_flow(flow, [Action(FORWARD, j, i) for i, j in schedule])
+        for i, j in reached.items():
+            batches[i] = flow.up[j + 1].get(i)
+
+    def _all_clocks(self, num_batches: int) -> list[tuple[int, int]]:
+        """The pairs of all clocks, in their order. ValueError unless each is there once."""
+        n = len(self.partitions)
+        pairs = [pair for clock in _clock_cycles(num_batches, n) for pair in clock]
+        if sorted(pairs) != [(i, j) for i in range(num_batches) for j in range(n)]:
+            raise ValueError(
+                f"_clock_cycles({num_batches}, {n}) yields {pairs}: each of {num_batches} "
+                f"micro-batches must be on each of {n} partitions once"
+            )
+        return pairs
+
+    def _run_flow(self, flow: Dataflow, actions: Sequence[Action]) -> None:
+        """Each worker does the actions of its stages, in this order."""
+        by_worker: dict[int, list[Action]] = {}
+        for action in actions:
+            by_worker.setdefault(self._workers[action.stage], []).append(action)
+        context = Context()
+        jobs = [(s, Task(partial(flow.run, mine), context)) for s, mine in by_worker.items()]
+        self._crew.run(jobs, stop=flow.stop)
 
     def train_step(
         self,
@@ -193,20 +222,6 @@ class Pipe(nn.Module):
             deliver(tied)
             return loss
 
-    def eval_step(
-        self,
-        x: Any,
-        target: Any,
-        loss_fn: LossFunction,
-        num_microbatches: int | None = None,
-        scale: float | Tensor = 1.0,
-    ) -> Tensor:
-        """The loss of `train_step`, without gradients."""
-        with self._crew.alone(), torch.no_grad():
-            self._refresh_replicas()
-            stages = self._new_stages()
-            return self._run(stages, x, target, loss_fn, "gpipe", num_microbatches, scale)
-
     def run_on_stages(self, function: Callable[[int], T]) -> list[T]:
         """``function(s)`` for every stage s on its worker, at the same time: optimizer steps."""
         context = Context()
@@ -239,17 +254,16 @@ class Pipe(nn.Module):
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         inputs, targets = microbatch.cut(x, target, sizes)
         refuse_hooks([*self._uncalled, ("the Pipe", self)])
-        flow = Dataflow(stages, inputs, targets, loss_fn, scale, self.recorder)
-        context = Context()
-        plan = self._plan(schedule, len(inputs), context.grad_enabled)
-        jobs = [(s, Task(partial(flow.run, actions), context)) for s, actions in plan]
-        self._crew.run(jobs, stop=flow.stop)
-        return flow.loss()
+        losses = Losses(loss_fn, targets, scale, stages[-1].memory)
+        n = len(stages)
+        flow = Dataflow(stages, channels(range(n)), channels(range(1, n)), losses, self.recorder)
+        for i, value in enumerate(inputs):
+            flow.up[0].put(i, value)
+        self._run_flow(flow, self._plan(schedule, len(targets), torch.is_grad_enabled()))
+        return losses.total()
 
-    def _plan(
-        self, schedule: str | BuildSchedule, m: int, backward: bool
-    ) -> list[tuple[int, list[Action]]]:
-        """Per worker, a stage that it serves and the actions of all of those. Checked once."""
+    def _plan(self, schedule: str | BuildSchedule, m: int, backward: bool) -> list[Action]:
+        """The actions of all stages, each after those it waits for. Checked once."""
         key = (schedule, m, backward)
         if key in self._plans:
             return self._plans[key]
@@ -261,10 +275,7 @@ class Pipe(nn.Module):
                 "of actions for each stage is needed, of the number the schedule is called with"
             )
         validate(actions, m)
-        worker_of: dict[int, int] = {}  # stages that share a device share a worker
-        owners = [worker_of.setdefault(id(queue), len(worker_of)) for queue in self.in_queues]
-        lists = merge(actions if backward else forward_only(actions), owners)
-        plan = [(owners.index(w), actions) for w, actions in enumerate(lists)]
+        plan = in_order(actions if backward else forward_only(actions))
         if isinstance(schedule, str):  # a function may be a new one in every step
             self._plans[key] = plan
         return plan

@@ -4,7 +4,7 @@
     pipe = ProcessPipe(layers, sizes=(3, 3), model=model, initialize=initial_value)
     optimizer = torch.optim.AdamW(pipe.parameters())
     loss = pipe.train_step(x, y, loss_fn, "1f1b", num_microbatches=4, scale=1 / tokens)
-    pipe.optimizer_step(optimizer, max_norm=1.0)
+    optimizer.step()                                      # of this stage's parameters
 
 Problem. Threads share memory and one machine. Processes do not: what a stage hands on must be sent,
 the receiver must know what will come, and a rank that dies must not leave the others waiting.
@@ -12,7 +12,7 @@ the receiver must know what will come, and a rank that dies must not leave the o
 Idea. The lists of schedule.py are run by the same `Dataflow` on the same `Stage` as under threads,
 so every bit of the result is the same, dropout included. Only the channels differ: shapes come from
 a dry forward (analysis.py), tensors go through shared memory between CPU ranks of one machine, and
-through process groups otherwise (exchange.py). Model parallelism is the pipeline with one
+through process groups otherwise (parcels.py). Model parallelism is the pipeline with one
 micro-batch.
 
     rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
@@ -52,16 +52,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from runtime.graph import Initialize
+from runtime.randomness import StepSeed
+from runtime.recorder import Recorder, listening
+from runtime.unseen import refuse_hooks
+
 from . import microbatch
 from .analysis import Analysis
-from .dataflow import Dataflow, LossFunction, Recorder, listening
-from .exchange import PeerError
-from .gradients import deliver, gradients_by_stage, hooks_held
+from .dataflow import Dataflow, Losses, LossFunction, channels
+from .delivery import deliver, gradients_by_stage, hooks_held
 from .links import One
 from .neighbours import Neighbours
-from .ownership import Initialize, Ownership
-from .partition import refuse_hooks
-from .randomness import StepSeed
+from .ownership import Ownership
+from .parcels import PeerError
 from .schedule import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -76,7 +79,7 @@ from .stage import Stage
 
 BuildSchedule = Callable[[int, int], Schedule]
 
-_LOSS, _NORM, _VALUE = -1, -2, -3  # numbers of messages that belong to no micro-batch
+_LOSS, _VALUE = -1, -2  # numbers of messages that belong to no micro-batch
 _GRACE = 0.2  # seconds by which a failure's cause is to be reported before its consequences
 
 
@@ -91,8 +94,8 @@ class ProcessPipe:
         group: the ranks; by default all.
         model: whose names the parameters have; by default those of ``layers``.
         initialize: writes the values of parameters that are on the meta device.
-        recorder: see dataflow.Recorder; kinds are those of schedule.Kind, and send, receive,
-            all_reduce (of tied gradients) and optimizer; micro-batch below 0: of none.
+        recorder: see runtime/recorder.py; kinds are those of schedule.Kind, and send, receive
+            and all_reduce (of tied gradients); micro-batch below 0: of none.
         by_layer: see stage.py.
         early_gradients: send a gradient before those of weights are computed.
         share_memory: CPU ranks of one machine exchange through it, where they can.
@@ -226,20 +229,6 @@ class ProcessPipe:
         with self._step():
             return self._neighbours.from_last(_VALUE, value, One(like.shape, like.dtype))
 
-    def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, max_norm: float | None = None
-    ) -> Tensor | None:
-        """Update this stage's parameters and drop their gradients; all ranks together.
-
-        With ``max_norm`` the gradients are clipped by the norm of the whole model's, returned.
-        """
-        norm = None if max_norm is None else self.clip_gradients(max_norm)
-        start = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        self._record("optimizer", -1, start, time.perf_counter())
-        return norm
-
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this stage."""
         return iter(self.named_parameters().values())
@@ -259,29 +248,6 @@ class ProcessPipe:
     def train(self, mode: bool = True) -> None:
         """Of all layers, as nn.Module.train."""
         self.layers.train(mode)
-
-    def gradient_norm(self) -> Tensor:
-        """The norm of the whole model's gradient, the same on all ranks; all must call it.
-
-        Squares are added up from the first stage to the last, a tied parameter's once.
-        """
-        gradients = [p.grad for p in self.owned_parameters().values() if p.grad is not None]
-        norms = torch._foreach_norm(gradients) if gradients else []
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for norm in norms:
-            total += norm.double().square()
-        with self._step():
-            return self._neighbours.sum(_NORM, total).sqrt()
-
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their `gradient_norm` is at most ``max_norm``; return what
-        it was. As torch.nn.utils.clip_grad_norm_ on the whole model."""
-        norm = self.gradient_norm()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for p in self.parameters():
-            if p.grad is not None:
-                p.grad.mul_(factor.to(p.grad.dtype))
-        return norm
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -319,12 +285,15 @@ class ProcessPipe:
         inputs, targets = microbatch.cut(x, target, sizes)
         plan = self._plan(schedule, len(inputs))
         self._neighbours.announce(plan, [self._analysis.messages(value) for value in inputs])
-        links = self._neighbours.links
-        flow = Dataflow([stage], inputs, targets, loss_fn, scale, self.recorder, links)
+        losses = Losses(loss_fn, targets, scale, stage.memory)
+        up = {**channels([0]), **self._neighbours.up}
+        flow = Dataflow([stage], up, self._neighbours.down, losses, self.recorder)
+        for i, value in enumerate(inputs):
+            up[0].put(i, value)  # on other stages nobody takes it
         actions = plan[self.rank]
         flow.run(_halved(actions) if self._early and self.rank > 0 else actions)
         last = self.rank + 1 == self.num_stages
-        return self._neighbours.from_last(_LOSS, flow.loss().double() if last else None)
+        return self._neighbours.from_last(_LOSS, losses.total().double() if last else None)
 
     def _plan(self, schedule: str | BuildSchedule, m: int) -> Schedule:
         """The checked lists of all stages."""

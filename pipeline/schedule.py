@@ -82,13 +82,18 @@ _BORN = {FORWARD: 1, BACKWARD: -1, BACKWARD_WEIGHT: -1}  # what an action adds t
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards."""
+    """All forwards, then all backwards: the clocks of `clock_cycles` up the stages, and the same
+    clocks down again."""
     _check_sizes(num_stages, num_microbatches)
-    everything = range(num_microbatches)
-    return [
-        [Action(FORWARD, s, i) for i in everything] + [Action(BACKWARD, s, i) for i in everything]
-        for s in range(num_stages)
-    ]
+    schedule: Schedule = [[] for _ in range(num_stages)]
+    clocks = list(clock_cycles(num_microbatches, num_stages))
+    for clock in clocks:
+        for i, s in clock:
+            schedule[s].append(Action(FORWARD, s, i))
+    for clock in clocks:
+        for i, s in clock:
+            schedule[-1 - s].append(Action(BACKWARD, num_stages - 1 - s, i))
+    return schedule
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
@@ -268,18 +273,10 @@ def draw(schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def merge(schedule: Schedule, owners: Sequence[int]) -> Schedule:
-    """Per worker, one list of the actions of all the stages it owns (stage s: ``owners[s]``).
-
-    In order of their clocks: every action waits only for earlier clocks, so no deadlock arises
-    from several stages sharing a worker.
-    """
-    merged: Schedule = [[] for _ in range(max(owners) + 1)]
-    for row in clock_table(schedule):
-        for action in row:
-            if action is not None:
-                merged[owners[action.stage]].append(action)
-    return merged
+def in_order(schedule: Schedule) -> list[Action]:
+    """The actions of all stages in order of their clocks: each comes after those it waits for. So
+    no deadlock arises where one worker does the actions of several stages in this order."""
+    return [action for row in clock_table(schedule) for action in row if action is not None]
 
 
 def _deadlock(schedule: Schedule, position: Sequence[int], done: set[Action]) -> str:

@@ -41,10 +41,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .graph import Graph, add_in_place, add_to
-from .randomness import NoDraws, StageRandomness, StepSeed
-from .unseen import Strangers, hidden_type, tensors_in
-from .zero_bubble import Gradients, WeightsLater, add_products
+from runtime.graph import Gradients, Graph
+from runtime.randomness import NoDraws, StageRandomness, StepSeed
+from runtime.unseen import Strangers, hidden_type, tensors_in
+
+from .zero_bubble import Product, WeightsLater, add_in_place, add_products, add_to
 
 
 class _Part:
@@ -56,11 +57,20 @@ class _Part:
         self.parameters = list(dict.fromkeys(every))
 
 
+class _Graph(Graph):
+    """A piece of the stage. ``products``: the weight gradients that `differentiate` has left to be
+    computed, see zero_bubble.py."""
+
+    def __init__(self, memory: torch.device) -> None:
+        super().__init__(memory)
+        self.products: list[Product] = []
+
+
 @dataclass
 class _Kept:
     """A micro-batch between its forward and the end of its backward."""
 
-    graphs: list[Graph] = field(default_factory=list)  # one per part
+    graphs: list[_Graph] = field(default_factory=list)  # one per part
     sums: Gradients = field(default_factory=dict)  # to which something is yet to be added
     halved: bool = False  # only the second half is to come
 
@@ -119,7 +129,7 @@ class Stage:
             layers: list[Callable[[Any], Any]] = list(part.layers)
             if tail and part is self._parts[-1]:
                 layers.append(tail)
-            graph = Graph(self.memory)
+            graph = _Graph(self.memory)
             is_first = self.index == 0 and not kept.graphs
             with self._later.into(graph.products) if torch.is_grad_enabled() else nullcontext():
                 run = partial(self._layers, i, layers, part, graph)
@@ -179,9 +189,9 @@ class Stage:
         return pairs
 
     def _layers(
-        self, i: int, layers: Sequence[Callable[[Any], Any]], part: _Part, graph: Graph, value: Any
+        self, i: int, layers: Sequence[Callable[[Any], Any]], part: _Part, graph: _Graph, value: Any
     ) -> Any:
-        strangers = Strangers(graph.inputs, part.parameters)
+        strangers = Strangers([*graph.inputs, *part.parameters])
         name = ""
         for k, layer in enumerate(layers, part.first_layer):
             with self._randomness.of(self._seed, k, i):
@@ -190,6 +200,7 @@ class Stage:
             if not self._looked:
                 _refuse_strangers(value, strangers, name)
         refuse_hidden(value, name)
+        graph.products.clear()  # of a layer that differentiates inside: not the model's gradients
         return value
 
     def _with_graph(self, i: int) -> _Kept:
@@ -202,7 +213,7 @@ class Stage:
 
     def _differentiate(
         self,
-        graph: Graph,
+        graph: _Graph,
         part: _Part,
         gradients: Sequence[Tensor | None],
         sums: Gradients,
@@ -243,9 +254,5 @@ def _refuse_strangers(value: Any, strangers: Strangers, name: str) -> None:
             "say in an attribute. What another layer makes must come in the input: let the layers "
             "before return (output, tensor). What this layer keeps it must make in __init__"
         )
-    if torch.is_grad_enabled() and strangers.reached_by(value):
-        raise RuntimeError(
-            f"{name} uses a tensor that requires grad and is neither part of its input nor one of "
-            "its parameters: its gradient would be lost. Let the layers before hand it on, e.g. "
-            "return (output, tensor), or make it a parameter of the layer"
-        )
+    if torch.is_grad_enabled():
+        strangers.refuse(value, name)

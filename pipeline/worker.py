@@ -31,6 +31,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from runtime.cores import core_slice
+
 from .streams import Streams
 
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
@@ -123,13 +125,14 @@ def start_workers(
 ) -> tuple[list[Queue], list[Queue], list[threading.Thread]]:
     """`create_workers`, and the thread behind each device."""
     names = [_with_index(device) for device in devices]
-    cores = core_slices([device for device in dict.fromkeys(names) if device.type == "cpu"])
+    cpus = [device for device in dict.fromkeys(names) if device.type == "cpu"]
     callers_threads = torch.get_num_threads()
     crew: dict[torch.device, tuple[Queue, Queue, threading.Thread]] = {}
     for device in dict.fromkeys(names):
         in_queue, out_queue = SimpleQueue[Any](), SimpleQueue[Any]()
         up = threading.Event()
-        arguments = (in_queue, out_queue, device, cores.get(device), up)
+        share = (cpus.index(device), len(cpus)) if device in cpus else None
+        arguments = (in_queue, out_queue, device, share, up)
         thread = threading.Thread(target=_run, args=arguments, name=f"pipe-{device}", daemon=True)
         thread.start()
         if not up.wait(_START_TIMEOUT):
@@ -138,18 +141,6 @@ def start_workers(
     torch.set_num_threads(callers_threads)
     members = [crew[name] for name in names]
     return [m[0] for m in members], [m[1] for m in members], [m[2] for m in members]
-
-
-def core_slices(devices: Sequence[torch.device]) -> dict[torch.device, list[int]]:
-    """Deal the cores of this process to logical CPU devices: slices, or in turn if too few."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-    else:
-        cores = list(range(os.cpu_count() or 1))
-    n, c = len(devices), len(cores)
-    if c < n:
-        return {device: [cores[k % c]] for k, device in enumerate(devices)}
-    return {device: cores[k * c // n : (k + 1) * c // n] for k, device in enumerate(devices)}
 
 
 def wait_for(
@@ -174,14 +165,16 @@ def _run(
     in_queue: Queue,
     out_queue: Queue,
     device: torch.device,
-    cores: list[int] | None,
+    share: tuple[int, int] | None,
     up: threading.Event,
 ) -> None:
-    if cores is not None:
-        if hasattr(os, "sched_setaffinity"):
+    """The life of a worker; one on a CPU has the ``share`` (k, n), the k-th of n slices of it."""
+    if share is not None:
+        cores = core_slice(*share)
+        if cores:
             with contextlib.suppress(OSError):  # a sandbox may forbid it: slower, not wrong
                 os.sched_setaffinity(0, cores)  # 0: the calling thread
-        torch.set_num_threads(len(cores))
+        torch.set_num_threads(len(cores) or max(1, (os.cpu_count() or 1) // share[1]))
         torch.get_num_threads()  # a thread takes the process's count on its first use: use it now
     up.set()
     worker(in_queue, out_queue, device)

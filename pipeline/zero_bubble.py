@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-Gradients = dict[nn.Parameter, Tensor]
+from runtime.graph import Gradients
 
 
 @dataclass
@@ -96,6 +96,46 @@ def add_products(
                 product.add_gradient(p, totals[p])
             else:
                 totals[p] = product.gradient(p)
+
+
+def add_to(
+    sums: Gradients,
+    found: Gradients,
+    chosen: Collection[nn.Parameter | None],
+    others: Sequence[Tensor | None],
+) -> None:
+    """Move the gradients of the chosen parameters from ``found`` to ``sums``; a first one is copied
+    if it shares its memory with one of ``others``."""
+    for p in [p for p in found if p in chosen]:
+        gradient = found.pop(p)
+        if p in sums:
+            sums[p] = sums[p] + gradient
+        else:
+            shared = _storage(gradient) in {_storage(t) for t in others if t is not None}
+            sums[p] = gradient.clone() if shared else gradient
+
+
+def add_in_place(
+    totals: dict[nn.Parameter, Tensor], new: Gradients, others: Sequence[Tensor | None]
+) -> None:
+    """Add the gradients to their totals, in one call for all.
+
+    A first gradient becomes the total as it is, unless it shares its memory with another, be it
+    one of ``others`` (autograd hands one tensor to both terms of a sum): that one is copied, for
+    totals are written to.
+    """
+    seen = {_storage(t) for t in others if t is not None}
+    sums, terms = [], []
+    for p, gradient in new.items():
+        if p in totals:
+            sums.append(totals[p])
+            terms.append(gradient)
+            continue
+        shared = _storage(gradient) in seen or not _owns_storage(gradient)
+        seen.add(_storage(gradient))
+        totals[p] = gradient.clone() if shared else gradient
+    if sums:
+        torch._foreach_add_(sums, terms)
 
 
 class WeightsLater(TorchFunctionMode):
@@ -200,3 +240,13 @@ class _Multiply(torch.autograd.Function):
             return (None,) * 7
         dx = rows.mm(w if transposed else w.t()).view(x.shape)
         return dx, *(None,) * 6
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+def _owns_storage(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return True
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

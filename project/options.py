@@ -1,258 +1,370 @@
-"""The command line that the programs share. What must hold of it is in rules.py and folders.py."""
+"""Every option once: its name, type, default and help. `--config run.yaml` reads them from a file,
+`--print_config` prints them as one.
+
+This module does not import torch, so that --help and a mistyped option are answered at once. Rules
+between options are in rules.py. The courses' own spellings, as --n_chunk, are in ALIASES.
+"""
 
 from __future__ import annotations
 
-import argparse
-import math
+import os
+import re
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_type_hints
 
-from training.ending import leave_when_done, refuse, signals_end, speaks
-from training.launch import DEVICES, RunError, Settings, UserError, World, quiet_libraries
-from training.optimization import LR_SCHEDULERS, ON_NAN
-from training.timeline import Timeline
+from docstring_parser import parse_from_object
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse.typing import restricted_number_type
 
-PRECISIONS = ("fp32", "bf16")
-PADDINGS = ("longest", "max_length")
-MAX_SECONDS = 30 * 24 * 3600
+MAX_SECONDS = 30 * 24 * 3600  # what the libraries can still count in milliseconds
+if TYPE_CHECKING:
+    from builtins import float as Fraction
+    from builtins import float as Positive
+    from builtins import float as Seconds
+    from builtins import int as Count
+    from builtins import int as Port
+    from builtins import int as Whole
+else:
+    Count = restricted_number_type("Count", int, [(">=", 1)])
+    Whole = restricted_number_type("Whole", int, [(">=", 0), ("<", 2**32)])
+    Port = restricted_number_type("Port", int, [(">=", 0), ("<", 2**16)])
+    Positive = restricted_number_type("Positive", float, [(">", 0), ("<", float("inf"))])
+    Fraction = restricted_number_type("Fraction", float, [(">=", 0), ("<", 1)])
+    Seconds = restricted_number_type("Seconds", float, [(">", 0), ("<=", MAX_SECONDS)])
+WORDS = {  # what a value of the type must be
+    "Count": "a whole number, 1 or more",
+    "Whole": f"a whole number from 0 to {2**32 - 1}",
+    "Port": f"a port from 0 (any free one) to {2**16 - 1}",
+    "Positive": "a positive, finite number, as 0.5",
+    "Fraction": "at least 0 and less than 1, as 0.1",
+    "Seconds": f"a positive number of seconds, at most {MAX_SECONDS} (a month)",
+    "bool": "true or false",
+}
 
-
-def count(text: str) -> int:
-    """A positive whole number."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number, 1 or more")
-    return value
-
-
-def count_or_all(text: str) -> int | None:
-    """A positive whole number, or None for `all`."""
-    return None if text == "all" else count(text)
-
-
-def positive(text: str) -> float:
-    """A positive, finite number."""
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a positive, finite number, as 0.5")
-    return value
-
-
-def fraction(text: str) -> float:
-    """A number from 0 up to, but not, 1."""
-    value = _number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and less than 1, as 0.1")
-    return value
+ALIASES = {
+    "num_workers": "world_size",
+    "cores_per_worker": "cores_per_rank",
+    "accumulation_steps": "num_microbatches",
+    "n_chunk": "num_microbatches",
+}
 
 
-def _number(text: str) -> float:
-    """The number that is meant, or NaN, which fails every comparison."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+@dataclass
+class Training:
+    """training"""
+
+    n_epochs: Count = 8
+    """passes over the training data"""
+    batch_size: Count = 64
+    """examples per step, over all ranks and micro-batches"""
+    learning_rate: Positive | None = None
+    """peak rate; default: 1e-3 for gpt2-mini, 3e-4 for vgg16, else 1e-4; with sgd 30 times that"""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """after warm-up: constant, or linear or cosine decay to 0"""
+    warmup_steps: Whole = 0
+    """linear warm-up steps; they allow a higher learning rate"""
+    max_grad_norm: Positive | None = None
+    """clip the global gradient norm to this, e.g. 1.0; off by default"""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """if a loss or gradient is not finite: stop the run, or skip the step on all ranks"""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """bf16: matrix products in bfloat16, weights and optimizer in fp32"""
+    seed: Whole = 0
+    """of weights, data order and dropout"""
+    num_batches: Count | None = None
+    """stop after so many steps; default: n_epochs passes"""
 
 
-def whole_number(text: str) -> int:
-    """A seed, or a number of steps: what torch and Python take as it is."""
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number from 0 to {2**32 - 1}")
-    return int(text)
+@dataclass
+class Data:
+    """data"""
+
+    dataset: str = "builtin"
+    """builtin, a folder with train.de train.en validation.* test.*, a JSONL, CSV or Parquet file or
+    folder, or the name of a dataset on the hub"""
+    n_train: Count | Literal["all"] = 5000
+    """training examples at most, or all"""
+    n_validation: Count | Literal["all"] = 1000
+    """validation examples at most, or all"""
+    n_test: Count | Literal["all"] = 100
+    """test examples at most, or all"""
+    src: str = "de"
+    """language to translate from"""
+    tgt: str = "en"
+    """language to translate to"""
+    model_max_length: Count = 128
+    """longest sequence; longer pairs are cut"""
+    padding: Literal["longest", "max_length"] = "longest"
+    """pad each micro-batch to its longest sentence, or all to model_max_length"""
 
 
-def port(text: str) -> int:
-    """A TCP port, 0 being any that is free."""
-    if not text.isdecimal() or int(text) >= 2**16:
-        raise argparse.ArgumentTypeError(
-            f"{text} must be a port from 0 (any free one) to {2**16 - 1}"
-        )
-    return int(text)
+@dataclass
+class Model:
+    """model"""
+
+    model: str = "auto"
+    """gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl from scratch, or a folder or hub id with
+    weights; auto: gpt2 on a GPU, gpt2-mini without"""
+    n_layer: Count | None = None
+    """blocks, instead of the preset's"""
+    n_embd: Count | None = None
+    """width, instead of the preset's"""
+    n_head: Count | None = None
+    """attention heads, instead of the preset's"""
+    vocab_size: Count | None = None
+    """rows of the embedding; default: the trained tokenizer's, at most 4096, a multiple of 64"""
+    dropout: Fraction = 0.1
+    """dropout probability"""
 
 
-def seconds(text: str) -> float:
-    """A positive time that the libraries can still count in milliseconds."""
-    value = positive(text)
-    if value > MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text} must be at most {MAX_SECONDS} seconds, a month")
-    return value
+@dataclass
+class Files:
+    """files"""
+
+    workdir: Path = Path("workdir")
+    """folder for tokenizer, results, checkpoints and figures; earlier results are replaced"""
+    resume: bool = False
+    """resume from the newest intact checkpoint in the workdir, or start from scratch if there is
+    none; with the same layout, bit-identical"""
+    save_every: Count | None = None
+    """steps between checkpoints; there is always one at the end of an epoch"""
+    keep: Whole = 2
+    """checkpoints to keep, the newest; 0 saves none"""
+    async_save: bool = False
+    """write checkpoints in the background while training goes on, from a copy in memory"""
+    export: Path | None = None
+    """folder for the trained model and tokenizer, as transformers reads them"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto: a GPU if there is one"""
+    timeline: Whole = 0
+    """record who does what when in the first N steps, for plot.py timeline and ui.perfetto.dev"""
 
 
-def boolean(text: str) -> bool:
-    """True or False, as the course writes it: --pytest True."""
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise argparse.ArgumentTypeError(f"{text} is neither True nor False")
-    return text.lower() in ("true", "1")
+@dataclass
+class Ranks:
+    """processes"""
+
+    world_size: Count | None = None
+    """processes; default 2, or as many as torchrun starts"""
+    cores_per_rank: Count | None = None
+    """CPU cores per process; by default all cores are shared out"""
+    master_port: Port | None = None
+    """port on 127.0.0.1 where the processes meet; default: 11868, or a free one"""
+    timeout: Seconds = 300.0
+    """seconds after which a process that does not answer ends the run"""
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults, and keeps the line breaks of the description."""
+@dataclass
+class DataParallel:
+    """data parallelism"""
+
+    num_microbatches: Count | None = None
+    """micro-batches per rank and step, to save memory; default: 1, and on a CPU chosen to reduce
+    padding"""
+    gradient_sync: Literal["per_parameter", "flat", "overlap"] = "overlap"
+    """one all-reduce per parameter after backward, one for all, or buckets while backward runs"""
+    bucket_mb: Positive | None = None
+    """size of a bucket of gradient_sync overlap in MiB; default: 4"""
+    comm_dtype: Literal["fp32", "bf16"] = "fp32"
+    """type in which buckets are sent"""
+    pytest: bool = False
+    """True: an epoch without evaluation; each rank writes tests/model{rank}_gradients.pth"""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong, or helps, once for all ranks that torchrun starts with one line."""
+@dataclass
+class Threads:
+    """pipeline"""
 
-    def error(self, message: str) -> NoReturn:
-        """Says it in one line: the usage has forty options, and hides what is wrong with one."""
-        refuse(f"{self.prog}: error: {message}; --help explains every option\n")
+    model_parallel_mode: Literal["none", "model_parallel", "pipeline_parallel"] = "none"
+    """none: one device; model_parallel: stages that compute one at a time; pipeline_parallel:
+    stages that compute at the same time, on different micro-batches"""
+    num_devices: Count | None = None
+    """stages: GPUs, by default all; or slices of the CPU cores, by default 2"""
+    num_microbatches: Count | None = None
+    """micro-batches per step; default: 4"""
+    schedule: Literal["gpipe", "1f1b", "zb"] | None = None
+    """order of forwards and backwards; default: 1f1b, which holds fewer activations than gpipe; zb
+    (zero bubble) idles least"""
+    balance: str | None = None
+    """auto (default): balance by measured time, may split a block in half; uniform: equal numbers
+    of blocks; 3,5: explicit numbers"""
+    pipeline: Literal["whole", "blocks"] = "whole"
+    """whole: embedding and head belong to the first and last stage; blocks: the course's form, with
+    both on the first device"""
 
-    def print_help(self, file: Any = None) -> None:
-        if speaks():
-            super().print_help(file)
+
+@dataclass
+class Strategy:
+    """strategy"""
+
+    num_microbatches: Count | None = None
+    """micro-batches per rank and step; default: 4 in a pipeline, else 1, and on a CPU chosen to
+    reduce padding"""
+    schedule: Literal["gpipe", "1f1b", "zb"] | None = None
+    """of pipeline: order of forwards and backwards; default: 1f1b"""
+    balance: str | None = None
+    """of pipeline and model: auto (default): balance by measured time; uniform; or blocks (vgg16:
+    layers) per rank, as 3,5"""
+    zero: Literal[1, 2, 3] | None = None
+    """of fsdp, the ZeRO stage: 1 optimizer state, 2 + gradients, 3 (default) + parameters"""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """with check_weights prefer sgd: AdamW cannot reveal gradients scaled by a constant"""
+    momentum: Fraction = 0.9
+    """of sgd"""
+    vgg_width: Count = 64
+    """of vgg16: channels of the first layers; later ones have up to 8 times as many"""
+    check_weights: bool = False
+    """train again without parallelism and compare every weight by name; exit status 1 if they
+    disagree"""
+    check_output: bool = False
+    """the same for the outputs on a batch of test data"""
 
 
-def parser_for(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that every program has."""
-    parser = _Parser(description=description, formatter_class=Help, allow_abbrev=False)
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--dataset", default="builtin",
-        help="builtin: German-English sentences that come with it. Or a folder with train.de, "
-        "train.en, validation.*, test.*; or a JSONL, CSV or Parquet file or folder; or the name "
-        "of a dataset on the hub, as bbaaaa/iwslt14-de-en-preprocess",
-    )  # fmt: skip
-    data.add_argument("--src", default="de", help="language to translate from")
-    data.add_argument("--tgt", default="en", help="language to translate to")
-    for split, n in (("train", 5000), ("validation", 1000), ("test", 100)):
-        data.add_argument(
-            f"--n_{split}", type=count_or_all, default=n, help=f"{split} pairs at most, or 'all'"
-        )
-    data.add_argument(
-        "--padding", choices=PADDINGS, default="longest",
-        help="longest: micro-batches of like lengths, padded to their longest; max_length: all "
-        "padded to --model_max_length. Batches hold the same pairs either way",
-    )  # fmt: skip
-    data.add_argument(
-        "--model_max_length", type=count, default=128, help="longest sequence; pairs are cut to it"
-    )
+@dataclass
+class DataParallelOptions(Training, Data, Model, Files, Ranks, DataParallel):
+    """Of run_data_parallel.py."""
 
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model", default="auto",
-        help="gpt2-mini, gpt2, gpt2-medium, gpt2-large or gpt2-xl, trained from scratch; or a "
-        "folder or hub id with weights to start from; auto: gpt2 on a GPU, gpt2-mini without",
-    )  # fmt: skip
-    for name, what in (("n_layer", "blocks"), ("n_embd", "width"), ("n_head", "attention heads")):
-        model.add_argument(f"--{name}", type=count, help=f"{what}, instead of the preset's")
-    model.add_argument(
-        "--vocab_size", type=count,
-        help="rows of the embedding; by default the size of the trained tokenizer (at most 4096 "
-        "tokens), rounded up to a multiple of 64",
-    )  # fmt: skip
-    model.add_argument("--dropout", type=fraction, default=0.1, help="as in GPT-2")
 
-    run = parser.add_argument_group("training")
-    run.add_argument("--n_epochs", type=count, default=8, help="passes over the training pairs")
-    run.add_argument(
-        "--batch_size", type=count, default=64,
-        help="pairs in a step, over all ranks and micro-batches together",
-    )  # fmt: skip
-    run.add_argument(
-        "--learning_rate", type=positive,
-        help="of AdamW; by default 1e-3 for gpt2-mini, 1e-4 for the larger ones",
-    )  # fmt: skip
-    run.add_argument(
-        "--lr_scheduler", choices=LR_SCHEDULERS, default="constant",
-        help="the learning rate after the warm-up: it stays, or falls to 0 over the rest of the "
-        "run, along a line or half a cosine",
-    )  # fmt: skip
-    run.add_argument(
-        "--warmup_steps", type=whole_number, default=0,
-        help="steps in which the learning rate rises from 0: larger ones become possible",
-    )  # fmt: skip
-    run.add_argument(
-        "--max_grad_norm", type=positive,
-        help="a gradient that is longer, over the whole model, is shortened to this; 1 is usual; "
-        "by default none is",
-    )  # fmt: skip
-    run.add_argument(
-        "--on_nan", choices=ON_NAN, default="stop",
-        help="where a loss or a gradient is infinite or not a number: stop: the run ends before "
-        "the weights change; skip: the step is left out, on all ranks, and counted",
-    )  # fmt: skip
-    run.add_argument(
-        "--precision", choices=PRECISIONS, default="fp32",
-        help="bf16: matrix products in bfloat16, weights and optimizer in fp32",
-    )  # fmt: skip
-    run.add_argument(
-        "--seed", type=whole_number, default=0, help="of weights, data order and dropout"
-    )
-    run.add_argument(
-        "--workdir", type=Path, default=Path("workdir"),
-        help="where tokenizer, results and figures go; results of an earlier run are replaced",
-    )  # fmt: skip
-    run.add_argument(
-        "--save_every", type=count,
-        help="steps between checkpoints within an epoch; at its end there always is one",
-    )  # fmt: skip
-    run.add_argument(
-        "--keep", type=whole_number, default=2,
-        help="checkpoints that stay in the workdir, the newest; with 0 none is written",
-    )  # fmt: skip
-    run.add_argument(
-        "--resume", action="store_true",
-        help="go on from the newest checkpoint in the workdir that is whole, bit for bit where the "
-        "layout is the same; where there is none, from the beginning. Without it, those of an "
-        "earlier run are moved to checkpoints_old",
-    )  # fmt: skip
-    run.add_argument(
-        "--export", type=Path,
-        help="folder for the trained model and its tokenizer, as transformers reads them",
-    )  # fmt: skip
-    run.add_argument(
-        "--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one"
-    )
-    run.add_argument(
-        "--timeline", type=whole_number, metavar="N",
-        help="record who does what when in the first N + 1 steps: timeline_rank*.json, for "
-        "plot.py timeline, and trace.json, for ui.perfetto.dev; with 0 nothing is recorded",
-    )  # fmt: skip
+@dataclass
+class PipelineOptions(Training, Data, Model, Files, Threads):
+    """Of run_pipeline.py."""
+
+
+@dataclass
+class TrainOptions(Training, Data, Model, Files, Ranks, Strategy):
+    """Of train.py."""
+
+    strategy: Literal["single", "ddp", "fsdp", "pipeline", "model"] = "ddp"
+    """how the model is laid out on the processes; see above"""
+    n_epochs: Count = 1
+    batch_size: Count = 32
+    model: str = "vgg16"
+    """vgg16 on pictures; or gpt2-mini, gpt2, ... on sentences, as in run_data_parallel.py"""
+    dropout: Fraction = 0.0
+    cores_per_rank: Count | None = 1
+    workdir: Path | None = None  # type: ignore[assignment]
+    """folder for results; default: workdir/STRATEGY and WORLD_SIZE"""
+    timeline: Whole = 20
+
+
+T = TypeVar("T")
+
+
+def parse(kind: type[T], description: str | None, argv: Sequence[str] | None = None) -> T:
+    """The options on the command line, as an object of the dataclass `kind`.
+
+    Prints help and ends with status 0, or says in one line what is wrong and ends with status 2.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(kind, description)
+    found = parser.parse_args(list(_spelt_out(given, kind)))
+    options = {field.name: getattr(found, field.name) for field in fields(kind)}  # type: ignore[arg-type]
+    for split in ("n_train", "n_validation", "n_test"):
+        options[split] = None if options[split] == "all" else options[split]
+    return kind(**options)
+
+
+def begin(kind: type, description: str | None) -> None:
+    """What a program does before it imports torch, which takes seconds: answers --help, refuses a
+    mistyped option, and lets Ctrl-C end the process at once. (A library that is being imported may
+    swallow a KeyboardInterrupt; `training.errors.signals_end` takes over later.)"""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as under nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parse(kind, description)
+
+
+def _parser(kind: type, description: str | None) -> _Parser:
+    parser = _Parser(description=description, formatter_class=_Help, allow_abbrev=False)
+    parser.options = kind
+    hints, defaults = get_type_hints(kind), {f.name: f.default for f in fields(kind)}
+    helps = {
+        entry.args[1]: " ".join((entry.description or "").split())
+        for base in reversed(kind.__mro__[:-1])
+        for entry in parse_from_object(base).params
+        if entry.description
+    }
+    aliases: dict[str, list[str]] = {}
+    for alias, name in ALIASES.items():
+        aliases.setdefault(name, []).append(f"--{alias}")
+    if "strategy" in defaults:
+        parser.add_argument("strategy", type=hints.pop("strategy"), help=helps["strategy"])
+    for base in kind.__mro__[1:-1]:
+        group = parser.add_argument_group(base.__doc__)
+        for name in [f.name for f in fields(base) if f.name in hints]:
+            also = f" (also {', '.join(aliases[name])})" if name in aliases else ""
+            hint, text = hints.pop(name), helps[name] + also
+            names: dict[str, Any] = {"metavar": "N"} if _is_number(hint) else {}
+            group.add_argument(f"--{name}", type=hint, default=defaults[name], help=text, **names)
+    parser.add_argument("--config", action="config", help="YAML file with options")
     return parser
 
 
-def launch_settings(args: argparse.Namespace) -> Settings:
-    """How the ranks of these options are started."""
-    return Settings(
-        world_size=args.world_size,
-        device=args.device,
-        master_port=args.master_port,
-        timeout=args.timeout,
-        cores_per_rank=args.cores_per_rank,
+def _is_number(hint: Any) -> bool:
+    return any(word in str(hint) for word in (*WORDS, "1, 2, 3")) and hint is not bool
+
+
+def _spelt_out(given: Sequence[str], kind: type) -> Iterator[str]:
+    """Aliases become the options' names, and a flag alone becomes --flag=true."""
+    flags = {f"--{f.name}" for f in fields(kind) if f.type in (bool, "bool")}
+    for word, following in zip(given, [*given[1:], "--"], strict=False):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = f"--{ALIASES.get(name[2:], name[2:])}"
+        alone = name in flags and not equals and following.startswith("-")
+        yield f"{name}=true" if alone else name + equals + value
+
+
+class _Help(DefaultHelpFormatter):
+    """Help texts with defaults, without types."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=22, width=118)
+
+    def add_usage(self, *_: Any, **__: Any) -> None:
+        """Of forty options it is no help."""
+
+    def _get_help_string(self, action: Any) -> str:
+        text = (action.help or "").replace("%", "%%")
+        if action.dest == "print_config":
+            return "print the options as a YAML file for --config, and exit"
+        default = action.default
+        plain = isinstance(default, int | float | str | Path) and not isinstance(default, bool)
+        shown = plain and default != "==SUPPRESS==" and "default" not in text
+        return f"{text} [{default}]" if shown else text
+
+
+class _Parser(ArgumentParser):
+    """Says in one line what is wrong, once for all ranks that torchrun starts."""
+
+    options: type
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # noqa: ARG002
+        """The option, the value, the rule."""
+        from training.errors import refuse
+
+        refuse(f"{self.prog}: error: {_in_one_line(self.options, message)}; --help explains all\n")
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":  # torchrun's, which starts all with one line
+            super().print_help(file)
+
+
+def _in_one_line(kind: type, message: str) -> str:
+    found = re.search(r'[Kk]ey "(?P<name>\w+)"', message)
+    name = found["name"] if found else ""
+    if name not in get_type_hints(kind):  # as --config, or what is no option
+        return " ".join(re.sub(r'Parser key "(\w+)":', r"--\1:", message).split())
+    value = (
+        re.search(r"(?:Given value: |Got value: )(.+)", message)
+        or re.search(r"Not of type \w+: (\S+) does not", message)
+        or re.search(r"literal for .*: '(.*)'", message)
     )
-
-
-def open_timeline(
-    args: argparse.Namespace, world: World, workers: str = "rank", **about: str | int
-) -> Timeline:
-    """The recorder that --timeline asks for; without it, one that records nothing."""
-    return Timeline(
-        world.rank,
-        world.world_size,
-        num_steps=args.timeline + 1 if args.timeline else 0,  # pictures leave the first one out
-        workers=workers,
-        device=world.device,
-        about=about,
-    )
-
-
-def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as JSON has them."""
-    return {k: str(v) if isinstance(v, Path) else v for k, v in options.items()}
-
-
-def run_program(main: Callable[[], None]) -> None:
-    """Runs a program: a user's mistake is one line and status 2, a run that cannot go on one line
-    and status 1, Ctrl-C and its like status 128 + signal, and no traceback."""
-    quiet_libraries()
-    with signals_end():
-        try:
-            main()
-        except (UserError, RunError) as error:
-            status = 2 if isinstance(error, UserError) else 1
-            refuse(f"{Path(sys.argv[0]).name}: error: {error}\n", status)
-    leave_when_done()
+    hint = str(get_type_hints(kind).get(name, ""))
+    words = [rule for word, rule in WORDS.items() if re.search(rf"\b{word}\b", hint)]
+    if choices := re.search(r"Literal\[(.*?)\]", hint):
+        words.append(f"one of {choices[1]}".replace("one of 'all'", "all").replace("'", ""))
+    return f"--{name} {value[1] if value else ''}: it must be {' or '.join(words)}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,15 +14,16 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks
-from project import plot, run_data_parallel, run_pipeline, train
+from project import plot
+from project.rules import parse_data_parallel, parse_pipeline, parse_train
 from training.launch import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-PARSERS = {
-    "project/run_data_parallel.py": run_data_parallel.parse,
-    "project/run_pipeline.py": run_pipeline.parse,
+PARSERS: dict[str, Callable[[list[str]], object]] = {
+    "project/run_data_parallel.py": partial(parse_data_parallel, None),
+    "project/run_pipeline.py": partial(parse_pipeline, None),
+    "project/train.py": partial(parse_train, None),
     "project/plot.py": plot.parse,
-    "project/train.py": train.parse,
 }
 MARKED = {
     name

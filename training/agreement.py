@@ -1,8 +1,8 @@
 """Compares what all ranks should hold the same, and ends the run where one does not.
 
-Problem: ranks on several hosts read options, data, tokenizer and checkpoint from folders of their
-own. Where one host's has leftovers, a rank trains another model of the same shape, and gradients of
-different models are averaged without a word. Replicas that start alike may also come apart later,
+Problem: ranks on several hosts read options, data and tokenizer from folders of their own. Where
+one host's has leftovers, a rank trains another model of the same shape, and gradients of different
+models are averaged without a word. Replicas that start alike may also come apart later,
 by a bug or a faulty machine.
 
 Idea: each rank hashes what it has and sends the hashes, not the things. `check_same` is for what is
@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.checkpoint import MANIFEST, Checkpoint
 from training.launch import RunError, World
 
 SHOWN = 3  # differences that an error names
@@ -47,15 +46,12 @@ def option_values(options: Mapping[str, Any]) -> dict[str, bytes]:
     }
 
 
-def run_things(
-    options: Mapping[str, Any], data: Mapping[str, str], saved: Checkpoint | None
-) -> dict[str, bytes]:
-    """What a run starts from, for `check_same`: its options, the fingerprints of its data, and the
-    checkpoint that it resumes, whose manifest has a hash of each file."""
+def run_things(options: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, bytes]:
+    """What a run starts from, for `check_same`: its options and the fingerprints of its data. (The
+    checkpoint that it resumes is rank 0's on all ranks.)"""
     return {
         **option_values(options),
         **{f"the {split} data": value.encode() for split, value in data.items()},
-        "the checkpoint": saved.read(MANIFEST) if saved is not None else b"none",
     }
 
 
@@ -79,7 +75,7 @@ def check_same(world: World, things: Mapping[str, bytes]) -> None:
     if wrong := [f"{name} ({_on(ranks)})" for name, ranks in apart.items() if ranks]:
         raise RunError(
             f"not the same as on rank 0: {_first(wrong)}; every host needs the same options, data, "
-            "model, tokenizer and checkpoint: remove what earlier runs left in --workdir there"
+            "model and tokenizer: remove what earlier runs left in --workdir there"
         )
 
 

@@ -1,15 +1,4 @@
-"""From texts to batches of token ids.
-
-Problem: sentence pairs come from the built-in text, from files or from a hub; a step of
-training wants, on every rank, its part of one global batch as rectangles of token ids.
-
-Idea: everything that can be done once is done once, before training: pairs are read and checked
-(`load_pairs`), a tokenizer is trained on them (`train_tokenizer`), all pairs become token ids
-(`encode`). What remains per step is to pick indices and to pad. Which examples form the global
-batch of step k is a pure function of the seed, the epoch and k (`GlobalBatches`), and never of
-the number of ranks; rank r of W takes places r, r+W, ... of it. So every rank knows, without
-asking, how many target tokens the whole batch has, and the loss of a step can be the mean over
-exactly those.
+"""Pairs of sentences as token ids: the tokenizer, and rectangles of padded examples.
 
 A pair is one sequence, and only its second half is learnt:
 
@@ -24,7 +13,8 @@ epoch of Multi30k ended at a validation loss of 5.2 instead of 4.5 (docs/log.md)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,8 +23,7 @@ import torch
 from tokenizers.implementations import ByteLevelBPETokenizer
 from torch import Tensor
 
-from data_parallel.dataset import even_slices, shuffled_indices
-from training.seeds import stream
+from training.results import writing
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import PreTrainedTokenizerFast
@@ -72,11 +61,24 @@ def train_tokenizer(
     )
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that `save_pretrained` has written into `folder`."""
+def get_tokenizer(
+    examples: Sequence[dict[str, str]], vocab_size: int, src_key: str, tgt_key: str, workdir: Path
+) -> PreTrainedTokenizerFast:
+    """Trains a tokenizer on `examples` and writes it to workdir/tokenizer.json."""
+    tokenizer = train_tokenizer(examples, vocab_size, src_key, tgt_key)
+    with writing(workdir / "tokenizer.json"):
+        tokenizer.save_pretrained(workdir)
+    return tokenizer
+
+
+def load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
+    """The tokenizer of these files, as `save_pretrained` writes them."""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 @dataclass(frozen=True)
@@ -110,23 +112,37 @@ def encode(
     ]
 
 
-def to_batch(
-    examples: Sequence[Encoded], pad_id: int, device: torch.device | str, length: int | None = None
+def collate_batch(
+    examples: Sequence[Encoded | dict[str, str]],
+    src_key: str,
+    tgt_key: str,
+    tokenizer: PreTrainedTokenizerFast,
+    model_max_length: int,
+    device: torch.device | str,
+    *,
+    padding: str = "max_length",
 ) -> Batch:
-    """Pads examples to one rectangle.
+    """Makes one rectangle of token ids of examples, tokenized already or not.
 
     Args:
-        length: of the rectangle; by default the longest example's.
+        padding: `max_length` pads to model_max_length, `longest` to the longest example.
 
     Returns:
-        input_ids, labels, label_token_weights, each [B, T]; weight 1 on target tokens alone. And
-        target_index [N], the places of those in the flattened [B * T]: a model need compute
-        logits for no others.
+        input_ids, labels, label_token_weights, each [B, T]; weight 1 on target tokens alone.
     """
-    T = max((len(e.ids) - 1 for e in examples), default=0) if length is None else length
-    ids = torch.full((len(examples), T + 1), pad_id)
-    weights = torch.zeros(len(examples), T + 1, dtype=torch.long)
-    for row, example in enumerate(examples):
+    encoded = [
+        example
+        if isinstance(example, Encoded)
+        else encode([example], tokenizer, src_key, tgt_key, model_max_length)[0]
+        for example in examples
+    ]
+    pad_id = tokenizer.convert_tokens_to_ids(tokenizer.pad_token)
+    longest = max((len(e.ids) - 1 for e in encoded), default=0)
+    T = model_max_length if padding == "max_length" else longest
+    # [B, T + 1]: the inputs are all columns but the last, the labels all but the first.
+    ids = torch.full((len(encoded), T + 1), pad_id)
+    weights = torch.zeros(len(encoded), T + 1, dtype=torch.long)
+    for row, example in enumerate(encoded):
         ids[row, : len(example.ids)] = torch.tensor(example.ids)
         weights[row, example.num_source : len(example.ids)] = 1
     batch = {
@@ -134,110 +150,4 @@ def to_batch(
         "labels": ids[:, 1:].contiguous(),
         "label_token_weights": weights[:, 1:].contiguous(),
     }
-    batch["target_index"] = batch["label_token_weights"].flatten().nonzero().squeeze(1)
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-
-
-class GlobalBatches:
-    """Which examples form which global batch: every example once per epoch, in a shuffled order,
-    another one for every epoch of every seed.
-
-    Args:
-        num_examples: there are so many.
-        batch_size: examples in a global batch; an epoch's last one may hold fewer.
-        seed: of the shuffles, together with the epoch.
-    """
-
-    def __init__(self, num_examples: int, batch_size: int, seed: int) -> None:
-        self.num_examples = num_examples
-        self.batch_size = batch_size
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return -(-self.num_examples // self.batch_size)
-
-    def epoch(self, epoch: int) -> list[list[int]]:
-        """The global batches of an epoch, as indices of examples."""
-        order = shuffled_indices(self.num_examples, stream(self.seed, "data order", epoch))
-        return [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one rank computes in one step: its part of a global batch."""
-
-    micro_batches: list[Batch]  # empty where the global batch has fewer examples than ranks
-    target_tokens: int  # of the global batch, over all ranks: what the loss is the mean over
-    positions: int  # of this rank, padding included
-    tokens: int  # of this rank, padding not included
-
-
-class RankLoader:
-    """The steps of one rank.
-
-    The examples of a global batch are put in order of length before they are dealt out, so that
-    all ranks have as much to do, and a rank's part is cut into micro-batches of like lengths. The
-    step's loss and gradient depend on neither.
-
-    Args:
-        examples: all examples, the same on every rank.
-        length: pad to this, and keep the order; by default to the longest of each micro-batch.
-        accumulation: micro-batches into which a rank's part is cut, of as many examples or one
-            less; where the part has fewer examples, of one each.
-        max_positions: instead, as few micro-batches as hold no more positions than this each.
-    """
-
-    def __init__(
-        self,
-        examples: Sequence[Encoded],
-        batches: GlobalBatches,
-        *,
-        rank: int,
-        world_size: int,
-        pad_id: int,
-        device: torch.device | str,
-        length: int | None = None,
-        accumulation: int = 1,
-        max_positions: int | None = None,
-    ) -> None:
-        self.examples = examples
-        self.batches = batches
-        self.rank = rank
-        self.world_size = world_size
-        self.pad_id = pad_id
-        self.device = device
-        self.length = length
-        self.accumulation = accumulation
-        self.max_positions = max_positions
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def steps(self, epoch: int, start: int = 0) -> Iterator[Step]:
-        """The steps of an epoch, from step `start` on."""
-        for indices in self.batches.epoch(epoch)[start:]:
-            whole = [self.examples[i] for i in indices]
-            if self.length is None:
-                whole.sort(key=lambda example: len(example.ids))
-            mine = whole[self.rank :: self.world_size]
-            parts = [
-                to_batch(part, self.pad_id, self.device, self.length) for part in self._cut(mine)
-            ]
-            yield Step(
-                micro_batches=parts,
-                target_tokens=sum(e.num_targets for e in whole),
-                positions=sum(part["input_ids"].numel() for part in parts),
-                tokens=sum(max(0, len(e.ids) - 1) for e in mine),
-            )
-
-    def _cut(self, mine: list[Encoded]) -> list[list[Encoded]]:
-        if self.max_positions is None:
-            return [mine[at] for at in even_slices(len(mine), self.accumulation)]
-        parts: list[list[Encoded]] = []
-        for example in mine:  # from the shortest to the longest
-            positions = self.length or len(example.ids) - 1
-            if parts and (len(parts[-1]) + 1) * positions <= self.max_positions:
-                parts[-1].append(example)
-            else:
-                parts.append([example])
-        return parts

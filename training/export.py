@@ -3,28 +3,28 @@
     model = GPT2LMHeadModel.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
-The parameters have the names that they have there, so nothing is converted. The folder is put in
+The parameters have the names that they have there, so nothing is converted. They come to rank 0
+one at a time: it holds a file's worth of them, however large the model is. The folder is put in
 place whole, as a checkpoint is; an earlier export in it is replaced.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from training.checkpoint import sync_folder
-from training.launch import UserError
-from training.pieces import SaveError
+from training.checkpoint import SaveError, sync, sync_all
+from training.launch import UserError, World
 
-if TYPE_CHECKING:  # see training/model.py
-    from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+FILE_BYTES = 1 << 30  # of weights in one file, unless a single one has more
 
 
 def check_export(folder: Path, workdir: Path) -> None:
@@ -58,25 +58,55 @@ def _may_be_replaced(folder: Path) -> bool:
 
 
 def export(
+    world: World,
     folder: Path,
-    model: GPT2LMHeadModel,
-    tokenizer: PreTrainedTokenizerFast,
-    weights: dict[str, Tensor] | None = None,
+    weights: Iterator[tuple[str, Tensor]],
+    write_rest: Callable[[Path], None],
 ) -> None:
-    """Writes the model and its tokenizer.
+    """Writes a model. All ranks call it together.
 
     Args:
-        weights: of a model that is on the meta device, by name.
+        weights: see `LaidOutModel.weights`.
+        write_rest: writes into the folder that it is given what else there is, as config.json.
 
     Raises:
-        SaveError: they cannot be written. What was there before still is.
+        SaveError: on rank 0: they cannot be written. What was there before still is.
     """
 
     def write(aside: Path) -> None:
-        model.save_pretrained(aside, state_dict=weights)
-        tokenizer.save_pretrained(aside)
+        write_rest(aside)
+        _write_weights(aside, weights)
 
-    put_in_place(folder, write)
+    try:
+        if world.is_main:
+            put_in_place(folder, write)
+    finally:
+        deque(weights, maxlen=0)  # what other ranks still send, if this one could not write
+
+
+def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Into model.safetensors or, where that would be too large, several files with an index."""
+    where: dict[str, str] = {}  # the file of each
+    batch: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        file = f"model-{len(set(where.values())) + 1:05d}.safetensors"
+        save_file(batch, folder / file, {"format": "pt"})
+        where.update(dict.fromkeys(batch, file))
+        batch.clear()
+
+    total = 0
+    for name, p in weights:
+        if batch and sum(t.nbytes for t in batch.values()) + p.nbytes > FILE_BYTES:
+            flush()
+        batch[name] = p.contiguous()
+        total += p.nbytes
+    flush()
+    if len(set(where.values())) == 1:
+        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
+    else:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def put_in_place(folder: Path, write: Callable[[Path], None]) -> None:
@@ -91,17 +121,13 @@ def put_in_place(folder: Path, write: Callable[[Path], None]) -> None:
     try:
         aside.mkdir()
         write(aside)
-        for path in aside.iterdir():
-            path.chmod(
-                (aside / "config.json").stat().st_mode
-            )  # safetensors lets only the owner read
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
-        sync_folder(aside)
+        for path in aside.iterdir():  # safetensors lets only the owner read
+            path.chmod((aside / "config.json").stat().st_mode)
+        sync_all(aside)
         if folder.exists():
             folder.rename(old)
         aside.rename(folder)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise SaveError(f"--export {folder}: cannot be written ({error})") from error
     finally:

@@ -18,7 +18,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -70,31 +70,13 @@ class Decoder(Protocol):
         """This rank has no sentences left. Returns when no rank has."""
 
 
-class WholeModel:
-    """A `GPT2LMHeadModel` as a decoder."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
-        """See `Decoder`."""
-        hidden = self.model.transformer(
-            input_ids=ids, attention_mask=prefix.keep, position_ids=prefix.positions(ids.size(1)),
-            past_key_values=prefix.cache, use_cache=True,
-        )[0]  # fmt: skip
-        return likeliest(self.model.lm_head(hidden[:, -1]), num_tokens)
-
-    def end(self) -> None:
-        """See `Decoder`."""
-
-
 def likeliest(logits: Tensor, num_tokens: int) -> Tensor:
     """B of B V. Rows of the embedding beyond the tokenizer's are no tokens."""
     return logits[:, :num_tokens].argmax(-1)
 
 
 def newest_alone(ids: Tensor) -> Tensor:
-    """Weights B T that ask the layers of pipeline/model.py for the logits of the last position."""
+    """Weights B T that ask the layers of training/model.py for the logits of the last position."""
     weights = torch.zeros(ids.shape, device=ids.device)
     weights[:, -1] = 1
     return weights
@@ -181,3 +163,13 @@ def _padded(prompts: Sequence[Sequence[int]], device: torch.device | str) -> tup
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         keep[row, longest - len(prompt) :] = 1
     return ids.to(device), keep.to(device)
+
+
+def evaluate_bleu(
+    examples: Sequence[dict[str, str]], gen_sents: Sequence[str], tgt_key: str
+) -> dict[str, float]:
+    """The corpus BLEU of the translations, by sacrebleu: {"bleu": 0 ... 100}."""
+    from sacrebleu.metrics import BLEU
+
+    references = [[example[tgt_key] for example in examples]]
+    return {"bleu": BLEU().corpus_score(list(gen_sents), references).score}

@@ -7,22 +7,24 @@ with the one traceback that matters.
 Idea: the parent binds the meeting point (a TCP store) to 127.0.0.1 *before* it starts anybody
 and hands the socket over to rank 0. So no port can be lost to another run, and nothing listens on
 another interface, as torch's store does by default. Each rank has a pipe to the parent: its work
-comes through it once all ranks are started, and through it the rank reports how it ended. The
-parent names the rank that failed first and ends the others (`training.watch`); a rank whose parent
-has gone ends itself.
+comes through it, and its report of how it ended goes back.
 
-    who notices         that a rank failed     that a rank is stopped       that the parent died
-    our own launcher    the parent, at once    the parent, after timeout    every rank, at once
-    torchrun            torchrun, at once      the ranks that wait for it   every rank, at once
+    what happens to a rank         who notices it                    what is named
+    it raises                      the parent, by its report         the rank, its traceback
+    it is killed, or just leaves   the parent, by the pipe's end     the rank, how it died
+    it is stopped                  the others, after `timeout`       the rank, that it is stopped
+    the parent dies                the system ends it (on Linux)
 
-Nobody waits in a collective for longer than `timeout`, and a rank is done when all are: each waits
-for the others at the end, so that one which is stopped even then is noticed.
+A rank that lost its connection to another, or waited for it in vain, says so: it is named only
+where no other cause is found. Nobody waits in a collective for longer than `timeout`, and a rank
+is done when all are.
 
-This module and `ending` are the only ones that read or write the environment.
+Rejected: `torch.distributed.elastic.multiprocessing`; see docs/log.md.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import pickle
@@ -31,36 +33,29 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing import get_context, parent_process, resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from training.ending import (
-    Interrupted,
-    end_with_parent,
-    format_error,
-    ignore_ctrl_c,
-    is_consequence,
-    leave_torchrun,
-    look_for_torchrun,
-    say,
-    until_orphaned,
-)
-from training.ending import RunError as RunError  # where all look for them
-from training.ending import UserError as UserError
-from training.ending import torchrun_world_size as torchrun_world_size
-from training.watch import Report, Signals, ctrl_c_held, end, watch
+from runtime.cores import core_slice
+from training.errors import ASKED, GRACE, format_error, leave, say
+from training.errors import RunError as RunError  # where all look for them
+from training.errors import UserError as UserError
+from training.errors import torchrun_world_size as torchrun_world_size
 
+T = TypeVar("T")
 DEFAULT_PORT = 11868
 LOOPBACK = "127.0.0.1"
 _BEAT = 0.1  # seconds between signs of life: less than any time-out
+_PR_SET_PDEATHSIG = 1  # of Linux' prctl
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
@@ -77,17 +72,6 @@ class World:
     def is_main(self) -> bool:
         """Rank 0 prints, draws the progress bars and writes what is written once."""
         return self.rank == 0
-
-
-def core_slice(index: int, slices: int, cores_each: int | None = None) -> list[int]:
-    """The cores of slice `index` of `slices`: this process' cores dealt out in equal, consecutive
-    parts; with more slices than cores they share cores in turn. Empty where the system does not
-    tell which cores a process may use (macOS)."""
-    if not hasattr(os, "sched_getaffinity"):
-        return []
-    cores = sorted(os.sched_getaffinity(0))
-    each = cores_each or max(1, len(cores) // slices)
-    return [cores[(index * each + i) % len(cores)] for i in range(min(each, len(cores)))]
 
 
 def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
@@ -147,23 +131,30 @@ def setup(
         UserError: rank 0 cannot listen on the port.
         torch.distributed.DistError: a rank did not come within `timeout` seconds.
     """
-    _stay_on_loopback()
-    limit = timedelta(seconds=timeout)
+    stay_on_interface_to(LOOPBACK)
+    limit, socket_number = timedelta(seconds=timeout), None
     if rank == 0:
         listener = listener or listen(port)
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK, port, world_size, True, limit, False, master_listen_fd=listener.detach()
-        )
-    else:
-        store = dist.TCPStore(LOOPBACK, port, world_size, False, limit)  # type: ignore[attr-defined]
+        port, socket_number = listener.getsockname()[1], listener.detach()
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK, port, world_size, rank == 0, limit, False, master_listen_fd=socket_number
+    )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
-def _stay_on_loopback() -> None:
-    """Ranks of one machine talk to each other there, and nothing outside can."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+def stay_on_interface_to(host: str) -> None:
+    """Ranks talk over the interface that reaches `host`: those of one machine over loopback, which
+    nothing outside can reach; those of several over the one that reaches torchrun's store, and not
+    over whatever their own host's name stands for. A user's choice is kept, but on one machine."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing: it looks up the way
+        here = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if here in [address.address for address in addresses]:
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                if host == LOOPBACK or variable not in os.environ:
+                    os.environ[variable] = name
 
 
 @dataclass(frozen=True)
@@ -186,49 +177,48 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
     Raises:
         UserError: the device or the port cannot be had.
         RunError: the ranks raised it.
-        SystemExit: a rank failed (status 1); its traceback has been printed. Or this process was
-            told to end (128 + signal); the ranks have been ended.
+        SystemExit: a rank failed (status 1); its traceback has been printed.
     """
     if torchrun_world_size() is not None:
         _join_torchrun(main, settings, args)
         return
     quiet_libraries()  # ranks import theirs before they run a line of ours
     backend = choose_backend(settings.device, settings.world_size)
-    listener = listen(settings.master_port)
-    port = listener.getsockname()[1]
-    if settings.master_port is None and port != DEFAULT_PORT:
-        say(f"Port {DEFAULT_PORT} is taken; the ranks meet on {port}.\n")
     # The work is sent when all ranks are started, and not as arguments of the processes: start()
     # waits until a process has read its arguments, which it does seconds later, when it has
     # imported its libraries; the ranks would import theirs one after the other.
     work = pickle.dumps((main, args))
-    context = mp.get_context("spawn")
-    processes: list[Any] = []
-    pipes: list[Connection] = []
-    with Signals() as signals:
-        try:
-            with ctrl_c_held():
-                for rank in range(settings.world_size):
-                    ours, theirs = context.Pipe()
-                    process = context.Process(
-                        target=_rank_main,
-                        name=f"rank {rank}",
-                        args=(rank, settings, backend, port, theirs)
-                        + ((listener,) if rank == 0 else ()),
-                    )
-                    process.start()
-                    theirs.close()
-                    processes.append(process)
-                    pipes.append(ours)
-            listener.close()
-            for pipe in pipes:  # a rank that does not read must not keep us from watching
-                threading.Thread(target=_send, args=(pipe, work), daemon=True).start()
-            failure = watch(processes, pipes, settings.timeout, signals)
-        finally:
-            listener.close()
-            end(processes)
-    if signals.number is not None:
-        raise Interrupted(128 + signals.number)
+    listener = listen(settings.master_port)
+    port = listener.getsockname()[1]
+    if settings.master_port is None and port != DEFAULT_PORT:
+        say(f"Port {DEFAULT_PORT} is taken; the ranks meet on {port}.\n")
+    context = get_context("spawn")
+    pipes, processes = [], []
+    try:
+        with _signals_held():
+            for rank in range(settings.world_size):
+                ours, theirs = context.Pipe()
+                handed = (listener,) if rank == 0 else ()
+                process = context.Process(
+                    target=_rank_main, args=(rank, settings, backend, port, theirs, *handed)
+                )
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+        listener.close()
+        for pipe in pipes:  # a rank that does not read must not keep us from watching
+            threading.Thread(target=_send, args=(pipe, work), daemon=True).start()
+        failure = watch(processes, pipes, settings.timeout)
+        if failure is None:
+            for process in processes:
+                process.join(GRACE)
+    finally:
+        listener.close()
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join(GRACE)
     if failure is not None:
         if failure.kind is not None:
             raise failure.kind(failure.text)
@@ -236,50 +226,170 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
         raise SystemExit(1)
 
 
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Within it this process is not interrupted, so it knows all that it has started; and what it
+    starts hears nothing of Ctrl-C, which reaches all processes of a terminal, until it says how it
+    takes it: each rank would print where in its imports it was."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # the first start() would, and then unblocks the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _send(pipe: Connection, work: bytes) -> None:
-    with suppress(OSError):  # a rank that is gone: _watch says so
+    with suppress(OSError):  # a rank that is gone: `watch` says so
         pipe.send_bytes(work)
 
 
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed. `kind` is that of an error whose text says all there is to say."""
+
+    rank: int
+    text: str
+    kind: type[Exception] | None = None
+    is_consequence: bool = False
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether what began an error says no more than that another rank did not answer."""
+    while before := error.__cause__ or (not error.__suppress_context__ and error.__context__):
+        error = before
+    # gloo raises plain RuntimeErrors, which begin with the place in its source.
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def watch(processes: Sequence[Any], pipes: Sequence[Any], timeout: float) -> Failure | None:
+    """Returns None when every rank has reported that it is done; or the first failure. Where that
+    is a consequence, the others have GRACE to report what has brought it about."""
+    silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
+    failure: Failure | None
+    consequences: list[Failure] = []
+    deadline = float("inf")
+    while silent and (left := deadline - time.monotonic()) > 0:
+        ready: list[Any] = wait([*silent], min(left, 3600))
+        for pipe in ready:
+            rank = silent.pop(pipe)
+            try:
+                failure = pipe.recv()
+            except (EOFError, OSError):  # the latter: in the middle of its report
+                failure = Failure(rank, _how_it_died(processes[rank]))
+            if failure is not None and not failure.is_consequence:
+                return failure
+            if failure is not None:
+                consequences.append(failure)
+            # When one rank is done, all have met at the end.
+            deadline = min(deadline, time.monotonic() + (GRACE if consequences else timeout))
+    for rank in silent.values():
+        if psutil.Process(processes[rank].pid).status() == psutil.STATUS_STOPPED:
+            return Failure(rank, "It is stopped (by SIGSTOP) and does not answer.\n")
+    if silent and not consequences:
+        return Failure(min(silent.values()), "It does not end, and the others have.\n")
+    return consequences[0] if consequences else None
+
+
+def _how_it_died(process: Any) -> str:
+    process.join(GRACE)
+    code = process.exitcode or 0
+    if code < 0:
+        return f"It was ended by {signal.Signals(-code).name}.\n"
+    return f"It exited with status {code} before it was done.\n"
+
+
+def _rank_main(
+    rank: int, settings: Settings, backend: str, port: int, pipe: Any, listener: Any = None
+) -> None:
+    """A rank's life. Sends None when it is done, else its `Failure`."""
+    for number in ASKED:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)  # it reaches the parent, which ends us
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
+    _end_with_parent()
+    world_size = settings.world_size
+    try:
+        main, args = pipe.recv()
+        device = _claim(settings, rank, world_size)
+        setup(rank, world_size, backend, port=port, listener=listener, timeout=settings.timeout)
+        main(World(rank, world_size, rank, device), *args)
+        _finish(device)
+    except BaseException as error:
+        kind = next((k for k in (UserError, RunError) if isinstance(error, k)), None)
+        text = str(error) if kind else format_error(error)
+        pipe.send(Failure(rank, text, kind, is_consequence(error)))
+        leave("", 1)
+    pipe.send(None)
+
+
 def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence[Any]) -> None:
-    parent = os.getppid()
-    end_with_parent(lambda: until_orphaned(parent))
+    _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun passes Ctrl-C on: gloo is deaf to it
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     local_size, world_size = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit, store = timedelta(seconds=settings.timeout), None
     try:
-        device = choose_device(settings.device, local_rank, local_size)
-        _claim(device, local_rank, local_size, settings.cores_per_rank)
-        limit = timedelta(seconds=settings.timeout)
-        store = None  # torch finds it
-        if local_size == world_size:
-            _stay_on_loopback()
-            store = _attempts_store(world_size, limit)
-        backend = choose_backend(settings.device, local_size)
+        device = _claim(settings, local_rank, local_size)
+        stay_on_interface_to(LOOPBACK if local_size == world_size else host)
+        # torchrun keeps one store for all attempts of a run, and nobody clears it: ranks that are
+        # started again could find the addresses of those before them. (Of ranks on several machines
+        # nobody knows which attempt all are at.)
+        if local_size == world_size and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # The store's client would go on trying where torchrun has gone; this raises at once.
+            socket.create_connection((host, port), settings.timeout).close()
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+            kept = dist.TCPStore(host, port, world_size, False, limit)  # type: ignore[attr-defined]
+            store = dist.PrefixStore(f"attempt {attempt}", kept)  # type: ignore[attr-defined]
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=limit
-        )
+            choose_backend(settings.device, local_size), store=store, rank=rank,
+            world_size=world_size, timeout=limit,
+        )  # fmt: skip
         main(World(rank, world_size, local_rank, device), *args)
         _finish(device)
     except (UserError, RunError):
         raise
     except BaseException as error:
-        leave_torchrun(rank, error)
+        if is_consequence(error):
+            time.sleep(GRACE)  # torchrun, which has seen the other rank's end, ends this one
+        leave(f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}", 1)
 
 
-def _attempts_store(world_size: int, limit: timedelta) -> Any:
-    """The meeting point of one of torchrun's attempts; None where torchrun does not keep it. It
-    keeps one for all attempts, and nobody clears it: ranks that are started again could find the
-    addresses of those before them there, and end because nobody answers.
+def _end_with_parent() -> None:
+    """This process ends when its parent has ended, however that does."""
+    if sys.platform == "linux":  # at once, even while it is stopped
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent := parent_process():  # one of ours: on other systems, or where it has ended before
 
-    (Of the ranks on several machines nobody knows which attempt all are at: they use it as it is.)
-    """
-    address = look_for_torchrun()
-    if address is None:
-        return None
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    store = dist.TCPStore(*address, world_size, False, limit)  # type: ignore[attr-defined]
-    return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
+        def follow() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=follow, daemon=True).start()
+
+
+def _claim(settings: Settings, local_rank: int, local_size: int) -> torch.device:
+    """Makes a device this process' own: a GPU, or its slice of the cores."""
+    quiet_libraries()
+    device = choose_device(settings.device, local_rank, local_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif cores := core_slice(local_rank, local_size, settings.cores_per_rank):
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+    return device
+
+
+def _finish(device: torch.device) -> None:
+    """The end of a rank's work: when all are there."""
+    if dist.is_initialized():
+        dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+        dist.destroy_process_group()
 
 
 def on_main(world: World, work: Callable[[], None]) -> None:
@@ -313,21 +423,23 @@ def on_main(world: World, work: Callable[[], None]) -> None:
         teller.join()
 
 
-def _finish(device: torch.device) -> None:
-    """The end of a rank's work: when all are there."""
-    if dist.is_initialized():
-        dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
-        dist.destroy_process_group()
+def sum_over_ranks(values: Sequence[float], world: World) -> list[float]:
+    """Sums each value over the ranks."""
+    if world.world_size == 1:
+        return list(values)
+    wide = torch.float32 if world.device.type == "mps" else torch.float64
+    total = torch.tensor(values, dtype=wide, device=world.device)
+    dist.all_reduce(total)
+    return total.tolist()
 
 
-def _claim(device: torch.device, index: int, slices: int, cores_each: int | None) -> None:
-    """Makes the device this process' own: the current GPU, or its slice of the cores."""
-    quiet_libraries()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif cores := core_slice(index, slices, cores_each):
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
+def gather_over_ranks(value: T, world: World, group: Any = None) -> list[T]:
+    """Every rank's value, by rank, on every rank."""
+    if world.world_size == 1:
+        return [value]
+    parts: list[Any] = [None] * world.world_size
+    dist.all_gather_object(parts, value, group)
+    return parts
 
 
 def quiet_libraries() -> None:
@@ -351,35 +463,3 @@ def quiet_libraries() -> None:
     for library in ("transformers", "huggingface_hub"):
         logging.getLogger(library).setLevel(logging.ERROR)
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
-
-
-def _rank_main(
-    rank: int,
-    settings: Settings,
-    backend: str,
-    port: int,
-    pipe: Connection,
-    listener: socket.socket | None = None,
-) -> None:
-    """A rank's life. Sends a `Report` when it is done, or has failed."""
-    ignore_ctrl_c()  # it reaches the parent, which ends us
-    parent = mp.parent_process()
-    assert parent is not None
-    end_with_parent(parent.join)
-    try:
-        main, args = pipe.recv()
-        device = choose_device(settings.device, rank, settings.world_size)
-        _claim(device, rank, settings.world_size, settings.cores_per_rank)
-        setup(
-            rank, settings.world_size, backend,
-            port=port, listener=listener, timeout=settings.timeout,
-        )  # fmt: skip
-        main(World(rank, settings.world_size, rank, device), *args)
-        _finish(device)
-    except BaseException as error:
-        kind = next((k for k in (UserError, RunError) if isinstance(error, k)), None)
-        text = str(error) if kind else format_error(error)
-        pipe.send(Report(time.time(), text, kind, is_consequence(error)))
-        sys.stdout.flush()
-        os._exit(1)  # not through destructors, which may wait for the other ranks
-    pipe.send(Report(time.time()))

@@ -1,4 +1,4 @@
-"""GPT-2: sizes, initial weights, and the loss over target tokens.
+"""GPT-2: sizes, initial weights, the model as a list of layers, and the loss over target tokens.
 
 The model itself is the one of `transformers`, with its parameter names, so that weights come
 from and go to where everybody else's do. Here is what this project decides about it:
@@ -7,8 +7,24 @@ from and go to where everybody else's do. Here is what this project decides abou
   parameters are created or on which rank holds them: every layout starts from the same model;
 - logits are computed at target positions only. The head is a [C, V] matrix product per position,
   and in translation half of all positions, source and padding, have no target;
+- it is a list of layers, so that any layout can cut it anywhere, and every layout runs the same
+  code. A block is cut in the middle, too, between attention and MLP: with the head on the last
+  stage, whole blocks are often too coarse for stages of equal cost;
+
+      (ids, weights) -> Embedding -> Attention -> FeedForward -> ... -> Head -> logits
+                        wte wpe drop   ln_1 attn    ln_2 mlp             ln_f lm_head
+
 - the activation is PyTorch's fused tanh-GELU. It is the same function as the `gelu_new` of the
   published weights, in one pass over memory instead of eight.
+
+The layers share the parameters of the `GPT2LMHeadModel`, so its names and its `state_dict` stay
+what they are. `wte` is tied: the first layer uses it, and the last.
+
+With (ids, weights, prefix) the layers continue sentences (training/generation.py): ids are the
+newest positions, the prefix keeps the keys and values of those before.
+
+Shapes: B examples, T positions, C width, V vocabulary, N positions that have a target, S positions
+of a prefix and the T newest.
 
 Source of the sizes and the initialisation: Radford et al., "Language Models are Unsupervised
 Multitask Learners", 2019.
@@ -17,19 +33,20 @@ Multitask Learners", 2019.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from training.data import Batch
+from runtime.unseen import refuse_hooks
 from training.launch import UserError
 from training.seeds import stream
 
 if TYPE_CHECKING:  # it takes seconds to import: functions do it where they need it
     from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 PRESETS = {
     "gpt2-mini": {"n_layer": 4, "n_embd": 256, "n_head": 4},
@@ -143,16 +160,152 @@ def generator_for(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(stream(seed, "initial weights", name))
 
 
-def target_loss(model: Any, batch: Batch) -> Tensor:
-    """The summed negative log likelihood, in nats, of the target tokens of a batch.
+Value = Any  # hidden states B T C, or a tuple of them and what the layers pass on
+
+
+class Embedding(nn.Module):
+    """Token ids [B, T], or a tuple (ids, more...), to hidden states [B, T, C] (and more...)."""
+
+    def __init__(self, wte: nn.Embedding, wpe: nn.Embedding, drop: nn.Dropout) -> None:
+        super().__init__()
+        self.wte, self.wpe, self.drop = wte, wpe, drop
+
+    def forward(self, value: Value) -> Value:
+        ids, *more = value if isinstance(value, tuple) else (value,)
+        T, prefix = ids.size(-1), _prefix(more)
+        positions = torch.arange(T, device=ids.device) if prefix is None else prefix.positions(T)
+        hidden = self.drop(self.wte(ids) + self.wpe(positions))
+        return (hidden, *more) if more else hidden
+
+
+class HiddenLayer(nn.Module):
+    """Changes the hidden states; what comes with them is passed on."""
+
+    def forward(self, value: Value) -> Value:
+        hidden, *more = value if isinstance(value, tuple) else (value,)
+        hidden = self.transform(hidden, _prefix(more))
+        return (hidden, *more) if more else hidden
+
+    def transform(self, hidden: Tensor, prefix: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class Attention(HiddenLayer):
+    """The first half of a block: norm, attention, residual."""
+
+    def __init__(self, block: GPT2Block) -> None:
+        super().__init__()
+        self.ln_1, self.attn = block.ln_1, block.attn
+
+    def transform(self, hidden: Tensor, prefix: Any) -> Tensor:
+        given = {}  # without a mask, sdpa is causal
+        if prefix is not None:
+            mask = mask_of(prefix.keep.to(hidden.device), hidden)
+            given = {"attention_mask": mask, "past_key_values": prefix.cache}
+        return hidden + self.attn(self.ln_1(hidden), **given)[0]
+
+
+class FeedForward(HiddenLayer):
+    """The second half of a block: norm, MLP, residual."""
+
+    def __init__(self, block: GPT2Block) -> None:
+        super().__init__()
+        self.ln_2, self.mlp = block.ln_2, block.mlp
+
+    def transform(self, hidden: Tensor, prefix: Any) -> Tensor:  # noqa: ARG002
+        return hidden + self.mlp(self.ln_2(hidden))
+
+
+class Head(nn.Module):
+    """Final norm and logits: B T V, or N V of (hidden states, weights B T)."""
+
+    def __init__(self, ln_f: nn.LayerNorm, lm_head: nn.Linear) -> None:
+        super().__init__()
+        self.ln_f = ln_f
+        self.weight = lm_head.weight  # not the module: on a second GPU this becomes a copy
+
+    def forward(self, value: Value) -> Tensor:
+        hidden, *more = value if isinstance(value, tuple) else (value,)
+        if more:
+            hidden = hidden[more[0] != 0]
+        return F.linear(self.ln_f(hidden), self.weight)
+
+
+def mask_of(keep: Tensor, hidden: Tensor) -> Tensor:
+    """The additive mask [B, 1, T, S] of the T newest of S positions, causal and without padding.
 
     Args:
-        model: a GPT2LMHeadModel.
-        batch: see `training.data.to_batch`; at least one position.
+        keep: [B, S], 0 at padding.
+        hidden: [B, T, C].
     """
-    hidden = model.transformer(input_ids=batch["input_ids"], use_cache=False)[0]
-    at = batch["target_index"]
-    logits = model.lm_head(hidden.flatten(0, 1)[at])
+    T, S = hidden.size(1), keep.size(1)
+    causal = torch.ones(T, S, dtype=torch.bool, device=hidden.device).tril(S - T)
+    allowed = causal & keep.bool()[:, None, None, :]
+    # Finite, since padding on the left attends to nothing, and a softmax of -inf alone is NaN.
+    lowest = torch.finfo(hidden.dtype).min
+    return torch.zeros(allowed.shape, dtype=hidden.dtype, device=hidden.device).masked_fill(
+        ~allowed, lowest
+    )
+
+
+def _prefix(more: Sequence[Any]) -> Any:
+    """Of what comes with the ids or hidden states: (weights, prefix), or less."""
+    return more[1] if len(more) > 1 else None
+
+
+def loss_of_targets(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    """The weighted sum of the cross-entropies of logits N V; target: (ids B T, weights B T).
+
+    Position t of ``logits`` is to predict ``ids[t]``: the shift by one is done by the caller.
+    """
+    ids, weights = target
+    chosen = weights != 0
     if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()  # the sum over the vocabulary needs more than 8 bits
-    return F.cross_entropy(logits, batch["labels"].flatten()[at], reduction="sum")
+        logits = logits.float()
+    losses = F.cross_entropy(logits, ids[chosen], reduction="none")
+    return (losses * weights[chosen]).sum()
+
+
+def gpt2_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
+    """The layers of `model`: embedding, two halves of every block, head. They share its
+    parameters. ValueError where a hook is on a module that they replace."""
+    if model.config._attn_implementation == "eager":
+        raise ValueError("attn_implementation eager needs a causal mask; sdpa works")
+    body = model.transformer
+    blocks = [(f"transformer.h.{k}", block) for k, block in enumerate(body.h)]
+    replaced = [("the model", model), ("transformer", body), ("lm_head", model.lm_head)]
+    refuse_hooks([*replaced, *blocks])
+    layers: list[nn.Module] = [Embedding(body.wte, body.wpe, body.drop)]
+    for block in body.h:
+        layers += [Attention(block), FeedForward(block)]
+    return [*layers, Head(body.ln_f, model.lm_head)]
+
+
+def sizes_of_blocks(balance: str, num_blocks: int, num_stages: int) -> list[int] | None:
+    """Layers per stage, where `balance` counts blocks, as 3,5, or is uniform: the embedding goes
+    with the first stage, the head with the last. None for `auto`. Raises ValueError."""
+    if balance == "auto":
+        return None
+    sizes = [2 * blocks for blocks in split_by(balance, num_blocks, num_stages, "blocks")]
+    sizes[0] += 1
+    sizes[-1] += 1
+    return sizes
+
+
+def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
+    """`uniform`, or numbers as 3,5, of blocks or layers per stage. Raises ValueError."""
+    part, more = divmod(total, num_stages)
+    uniform = [part + (s < more) for s in range(num_stages)]
+    if balance == "uniform" and part:
+        return uniform
+    try:
+        sizes = [int(number) for number in balance.split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) != num_stages or sum(sizes) != total or min(sizes) < 1:
+        example = ",".join(map(str, uniform)) if part else f"a model with more {unit}"
+        raise ValueError(
+            f"balance {balance}: auto, uniform, or {num_stages} positive numbers that add up to "
+            f"the {total} {unit}, as {example}"
+        )
+    return sizes

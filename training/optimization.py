@@ -50,7 +50,7 @@ class Recipe:
 
     learning_rate: float  # the highest
     steps_per_epoch: int
-    n_epochs: int = 1
+    num_steps: int  # of the whole run
     lr_scheduler: str = "constant"
     warmup_steps: int = 0
     max_grad_norm: float | None = None
@@ -61,7 +61,7 @@ class Recipe:
         then constant, or down, along a line or half a cosine, to 0 at the step after the last."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
-        rest = self.n_epochs * self.steps_per_epoch - self.warmup_steps
+        rest = self.num_steps - self.warmup_steps
         done = min(1.0, (step - self.warmup_steps) / rest) if rest > 0 else 1.0
         falling = {
             "constant": 1.0,
@@ -112,6 +112,7 @@ class Optimizers:
         self.recipe = recipe
         self.steps = self.left_out = 0
         self.in_a_row = 0  # of those, the last ones that were not finite
+        self.loss_sum = self.loss = math.nan  # of the last step, over all ranks; loss: the mean
         self._world = world or World()
         self._group = group
         self._run = run or (lambda function: [function(i) for i in range(len(self.optimizers))])
@@ -141,6 +142,7 @@ class Optimizers:
                 those of the step before.
         """
         norm, losses = self._facts(loss)
+        self.loss_sum = sum(losses)
         wrong = self._wrong(norm, losses)
         if wrong and self.recipe.on_nan == "stop":
             raise RunError(f"{self._where()}: {wrong}; {self._advice()}")
@@ -151,6 +153,7 @@ class Optimizers:
             self._run(partial(self._update, rate=rate, factor=factor))
         else:
             reason = f"{self._where()}: {reason}; the step was left out"
+        self.loss = self.loss_sum / target_tokens if reason is None else math.nan
         self.in_a_row = self.in_a_row + 1 if wrong else 0
         if self.in_a_row == MOST_IN_A_ROW:
             raise RunError(f"{reason}, as were {MOST_IN_A_ROW - 1} before it; {self._advice()}")

@@ -1,28 +1,19 @@
-"""Labelled pictures: drawn here, CIFAR-10 from a local folder, or from a hub.
-
-Problem: what a person names with --dataset must come out as two sets of pictures, or as one line
-that says what is wrong with it. And the usual small pictures come as a pickle: a program that
-whoever wrote the file may have put anything into.
+"""Labelled pictures: drawn here, or read by `datasets` from a folder or from the hub.
 
     builtin          ten classes of shapes and textures (training/drawing.py)
-    a folder         CIFAR-10, its Python version (data_batch_1, ...) or its binary one
-                     (data_batch_1.bin, ...), as its archives unpack
-    anything else    the name of a dataset on the hub, with a column of images and one of labels
+    a folder         Parquet files, or pictures in folders train/CLASS/ and test/CLASS/
+    anything else    the name of a dataset on the hub, as uoft-cs/cifar10
 
-Idea: of a pickle only the three names are let in that a numpy array needs; any other name is
-refused *before* it is looked up, so no foreign code is found, let alone run.
-
-Pictures are kept as bytes, a quarter of the memory, and become floats batch by batch.
+A dataset needs a column of images (img or image) and one of labels with named classes. Pictures are
+kept as bytes, a quarter of the memory, and become floats batch by batch.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,13 +21,8 @@ from torch import Tensor
 
 from training.drawing import CLASSES, SIZE, draw
 from training.launch import UserError
-from training.text import BUILTIN, NO_NETWORK, load_from_hub, refused_if_unreadable
+from training.text import BUILTIN, NO_NETWORK, load_splits, refused_if_unreadable
 
-CIFAR10_CLASSES = (
-    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
-)  # fmt: skip
-_TRAIN_FILES, _TEST_FILES = [f"data_batch_{i}" for i in range(1, 6)], ["test_batch"]
-_SHAPE = (3, SIZE, SIZE)
 _DEFAULT_SIZES = {"train": 5000, "test": 1000}  # of the built-in pictures, where all are asked for
 
 
@@ -98,11 +84,13 @@ def load_pictures(dataset: str, n_train: int | None, n_test: int | None, seed: i
         return PictureSets(train, test, CLASSES)
     with refused_if_unreadable(dataset):
         if path.exists():
-            sets = _cifar10(path)
+            if path.is_dir():
+                list(path.iterdir())  # the library would not say that it may not be read
+            sets = _read(str(path.resolve()))
         elif path.is_absolute() or dataset.startswith((".", "~")):
             raise UserError(f"--dataset {dataset}: there is no such folder; {NO_NETWORK}")
         else:
-            sets = _from_hub(dataset)
+            sets = _read(dataset)
     return PictureSets(_first(sets.train, n_train), _first(sets.test, n_test), sets.classes)
 
 
@@ -114,102 +102,9 @@ def _first(pictures: Pictures, n: int | None) -> Pictures:
     return Pictures(pictures.images[:n], pictures.labels[:n])
 
 
-def _cifar10(path: Path) -> PictureSets:
-    """Reads whichever version the folder, or a folder in it, holds."""
-    for folder in (path, path / "cifar-10-batches-py", path / "cifar-10-batches-bin"):
-        for suffix, read in (("", _read_python), (".bin", _read_binary)):
-            if (folder / f"{_TEST_FILES[0]}{suffix}").is_file():
-                train, test = (
-                    _join([read(folder / f"{name}{suffix}") for name in names])
-                    for names in (_TRAIN_FILES, _TEST_FILES)
-                )
-                return PictureSets(train, test, CIFAR10_CLASSES)
-    raise UserError(
-        f"--dataset {path}: CIFAR-10's files are not there; its Python version has "
-        f"{_TEST_FILES[0]} and {_TRAIN_FILES[0]} to 5, its binary one {_TEST_FILES[0]}.bin and so "
-        f"on; {NO_NETWORK}"
-    )
-
-
-def _join(parts: list[tuple[Any, Any]]) -> Pictures:
-    images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return _as_pictures(images, labels)
-
-
-def _read_binary(path: Path) -> tuple[Any, Any]:
-    """Records of a byte, the class, and 3072 bytes, the picture."""
-    content = np.frombuffer(_read(path), np.uint8)
-    record = 1 + 3 * SIZE * SIZE
-    if not len(content) or len(content) % record:
-        raise _broken(path, f"{len(content)} bytes are not a multiple of {record}")
-    rows = content.reshape(-1, record)
-    return _checked(path, rows[:, 1:], rows[:, 0])
-
-
-def _read_python(path: Path) -> tuple[Any, Any]:
-    """A pickled dictionary: b"data" [N, 3072] of bytes, b"labels" N numbers."""
-    try:
-        content = _ArrayUnpickler(io.BytesIO(_read(path)), encoding="bytes").load()
-        return _checked(path, content[b"data"], content[b"labels"])
-    except UserError:
-        raise
-    except Exception as error:  # a damaged pickle raises any kind
-        raise _broken(path, f"{type(error).__name__}: {error}") from error
-
-
-def _checked(path: Path, images: Any, labels: Any) -> tuple[Any, Any]:
-    images, labels = np.array(images), np.array(labels)
-    if images.dtype != np.uint8 or images.ndim != 2 or images.shape[1] != 3 * SIZE * SIZE:
-        raise _broken(path, f"pictures are {images.dtype} {list(images.shape)}")
-    if labels.shape != (len(images),) or labels.dtype.kind not in "iu" or not len(labels):
-        raise _broken(path, f"{len(images)} pictures have labels {list(labels.shape)}")
-    if labels.min() < 0 or labels.max() >= len(CIFAR10_CLASSES):
-        raise _broken(path, f"there are labels from {labels.min()} to {labels.max()}")
-    return images.reshape(-1, *_SHAPE), labels.astype(np.int64)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {NO_NETWORK}") from error
-
-
-def _broken(path: Path, reason: str) -> UserError:
-    return UserError(
-        f"{path}: this is not a file of CIFAR-10 ({' '.join(reason.split())[:160]}); "
-        f"download it again, or {NO_NETWORK}"
-    )
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes into a pickle of protocol 2."""
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"bytes are written as latin1, not as {encoding}")
-    return text.encode("latin1")
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    """Reads numbers, bytes, text, lists, dictionaries and numpy arrays, and knows no other name."""
-
-    KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
-        **{
-            (f"numpy.{core}.multiarray", "_reconstruct"): np.array(0).__reduce__()[0]
-            for core in ("core", "_core")
-        },
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
-        ("_codecs", "encode"): _latin1,
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self.KNOWN:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no picture")
-        return self.KNOWN[module, name]
-
-
-def _from_hub(name: str) -> PictureSets:
-    found = load_from_hub(name)
+def _read(name: str) -> PictureSets:
+    """A dataset of the hub, or of a folder."""
+    found = load_splits(name)
     if not {"train", "test"} <= set(found):
         raise UserError(
             f"--dataset {name}: it has {', '.join(sorted(found))}, and train and test are needed; "

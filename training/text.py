@@ -391,7 +391,7 @@ def _split(
 
 
 def _hub(name: str, src: str, tgt: str, sizes: dict[str, int | None]) -> Texts:
-    found = load_from_hub(name)
+    found = load_splits(name)
     texts = Texts({})
     read = {
         split: [
@@ -404,9 +404,8 @@ def _hub(name: str, src: str, tgt: str, sizes: dict[str, int | None]) -> Texts:
     return _split(texts, read, src, tgt, sizes)
 
 
-def load_from_hub(name: str) -> Any:
-    """The splits of a dataset of the hub, or of those that were downloaded before. Raises UserError
-    where there is none."""
+def load_splits(name: str) -> Any:
+    """The splits of a dataset of the hub, or of a folder. Raises UserError where there is none."""
     import datasets
 
     _do_not_wait_for_the_hub()
@@ -420,9 +419,10 @@ def load_from_hub(name: str) -> Any:
             return datasets.load_dataset(name, revision="refs/convert/parquet")
     except Exception as error:
         reason = " ".join(str(error).split())[:160]
+        local = "it holds nothing that can be read"
+        where = local if Path(name).exists() else "it is no local path, and the hub has none"
         raise UserError(
-            f"--dataset {name}: it is no local path, and the hub did not give it "
-            f"({type(error).__name__}: {reason}); {NO_NETWORK}"
+            f"--dataset {name}: {where} ({type(error).__name__}: {reason}); {NO_NETWORK}"
         ) from error
 
 

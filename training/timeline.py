@@ -1,29 +1,22 @@
-"""Records who did what when, as a run goes on, and writes it down for pictures and for Perfetto.
+"""Records who did what when in a run.
 
-Problem. Where does a step's time go? A profiler tells of thousands of operators and slows the run
-down. What one asks of a parallel run is coarser: which rank computed, sent or waited for which
-micro-batch, and what of it happened at the same time.
-
-Idea. Whoever does something calls a recorder with (kind, stage or layer, micro-batch, start, end);
-a `Timeline` is one, and keeps the five in a list: some 0.3 microseconds, where the work takes
-milliseconds. All ranks' times are put on rank 0's clock (clock.py).
+A profiler sees thousands of operators and slows the run down. Of a parallel run one asks less:
+which rank computed, sent or waited for which micro-batch, and what happened at the same time. So
+whoever does something calls a recorder with (kind, stage or layer, micro-batch, start, end). A
+`Timeline` is such a recorder; a call takes about 0.3 microseconds, the work milliseconds.
 
     timeline = Timeline(world.rank, world.world_size, about={"strategy": "ddp"})
-    pipe = Pipe(module, recorder=timeline)            # and whatever else takes a recorder
+    pipe = Pipe(module, recorder=timeline)            # or anything else that takes a recorder
     timeline.watch(optimizer)
-    for k, batch in enumerate(batches):
-        with timeline.step(k):                        # or timeline.step(k) alone: a mark
-            with timeline.span("F"):
-                loss = model(batch)
-    timeline.save(workdir)                            # timeline_rank{r}.json, and trace.json
+    for batch in timeline.over(batches):              # marks every step
+        with timeline.span("F"):
+            loss = model(batch)
+    timeline.save(workdir)                            # timeline_rank{r}.json and trace.json
 
-Kinds that are known are in KINDS; what idles is what is not recorded. On a GPU a recorder's caller
-waits for the kernels before it reads the clock, since they run later than they are launched; but
-only while the timeline is `recording`.
-
-The Chrome trace is opened by https://ui.perfetto.dev: a process per worker, that is per rank, or
-per stage where the stages are threads of one rank; in it a thread for what it computes and one for
-what it sends, or several where things that were sent overlap.
+https://ui.perfetto.dev opens trace.json: a process per worker (a rank, or a stage where stages are
+threads of one rank), in it a thread for computation and one for communication. What is not recorded
+is idle time. On a GPU kernels run later than they are launched, so a caller synchronizes before it
+reads the clock, but only while the timeline is `recording`.
 """
 
 from __future__ import annotations
@@ -39,8 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from training.clock import Clock, measure_clock
-from training.record import write_text
+from training.results import write_text
 
 T = TypeVar("T")
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -61,7 +53,7 @@ KINDS = {  # kind: its name, its lane, and the nearest of the colours that chrom
 }
 TRACE = "trace.json"
 BEFORE = -1  # the step of what happened before the first one
-DEFAULT_STEPS = 20
+CLOCK_ROUNDS = 20
 
 
 class Event(NamedTuple):
@@ -76,29 +68,56 @@ class Event(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """`compute`, also for a kind that is not known, or `communication`."""
+        """`compute`, also for an unknown kind, or `communication`."""
         return KINDS.get(self.kind, ("", COMPUTE))[1]
 
 
-def file_name(rank: int) -> str:
-    """Where a rank's timeline is, under the workdir."""
-    return f"timeline_rank{rank}.json"
+def clock_offset(rank: int, world_size: int) -> float:
+    """Seconds to add to this rank's `time.perf_counter` to get rank 0's. All ranks call it.
+
+    Cristian, "Probabilistic clock synchronization" (1989): rank r notes its time, asks rank 0 for
+    its, and notes when the answer is there. Rank 0 read its clock in between; if that is taken to
+    be the middle, the error is at most half the round trip. The shortest of 20 round trips counts.
+    An offset smaller than its possible error is taken to be 0, as it is on one machine. Clocks of
+    two machines drift apart by microseconds per second.
+    """
+    if world_size == 1:
+        return 0.0
+    on_gpu = "gloo" not in str(dist.get_backend())
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    message = torch.zeros(1, dtype=torch.float64, device=device)
+    if rank == 0:
+        for other in range(1, world_size):
+            for _ in range(CLOCK_ROUNDS):
+                dist.recv(message, other)
+                message.fill_(time.perf_counter())
+                dist.send(message, other)
+        return 0.0
+    trips = []
+    for _ in range(CLOCK_ROUNDS):
+        start = time.perf_counter()
+        dist.send(message, 0)
+        dist.recv(message, 0)
+        theirs = message.item()  # on a GPU this waits for the message
+        end = time.perf_counter()
+        trips.append((end - start, theirs - (start + end) / 2))
+    round_trip, offset = min(trips)
+    return offset if abs(offset) > round_trip / 2 else 0.0
 
 
 class Timeline:
     """The recorder of one rank: call it with (kind, stage or layer, micro-batch, start, end), in
-    seconds of `time.perf_counter`; from any thread.
+    seconds of `time.perf_counter`, from any thread.
 
     Args:
-        rank, world_size: who this is. With several ranks all must make their Timeline together,
-            for they compare their clocks, over the default process group.
-        num_steps: recording ends after so many steps; None: never; 0: nothing is recorded.
-        workers: whose row an event belongs to: the `rank`'s, or the `stage`'s where the stages are
-            threads of one rank.
+        rank, world_size: who this is. All ranks must make their Timeline together: they compare
+            their clocks over the default process group.
+        num_steps: how many steps are recorded; None: all; 0: nothing.
+        workers: `rank`, or `stage` where the stages are threads of one rank: the rows of a picture.
         device: of this rank; `span` waits for its kernels.
-        about: whatever a picture should know: strategy, schedule, num_microbatches ...
+        about: what a picture should know: strategy, schedule, num_microbatches ...
 
-    `recording` says whether an event would be kept now: callers need not time any else.
+    `recording` says whether an event would be kept now; callers need not time anything else.
     """
 
     def __init__(
@@ -106,7 +125,7 @@ class Timeline:
         rank: int = 0,
         world_size: int = 1,
         *,
-        num_steps: int | None = DEFAULT_STEPS,
+        num_steps: int | None = None,
         workers: str = "rank",
         device: torch.device | None = None,
         about: Mapping[str, Any] | None = None,
@@ -117,7 +136,7 @@ class Timeline:
         self.device = device or torch.device("cpu")
         self.about = dict(about or {})
         self.recording = num_steps != 0
-        self.clock = measure_clock(rank, world_size) if self.recording else Clock()
+        self.offset = clock_offset(rank, world_size) if self.recording else 0.0
         self._num_steps = num_steps
         self._events: list[tuple[str, int, int, float, float]] = []
         self._marks: list[tuple[float, int]] = []  # when which step began
@@ -126,32 +145,19 @@ class Timeline:
         if self.recording:
             self._events.append((kind, stage, microbatch, start, end))  # atomic among threads
 
-    def step(self, k: int) -> Timeline:
-        """Step k begins, and the one before has ended. In a `with`, nothing is recorded after it
-        until the next begins: evaluation is not part of a step."""
+    def step(self, k: int) -> None:
+        """Step k begins, and the one before has ended."""
         self.recording = self._num_steps is None or len(self._marks) < self._num_steps
         if self.recording:
             self._marks.append((time.perf_counter(), k))
-        return self
-
-    def __enter__(self) -> Timeline:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.recording = False
 
     def over(self, steps: Iterable[T]) -> Iterator[T]:
-        """The same steps, each of them marked, and numbered on from the last one. What comes after
-        them is not recorded."""
+        """The same steps, each marked, numbered on from the last one; what follows them, such as
+        evaluation, is not recorded."""
         for step in steps:
             self.step(self._marks[-1][1] + 1 if self._marks else 0)
             yield step
         self.recording = False
-
-    @property
-    def done(self) -> bool:
-        """Whether there is something to save: all steps that were to be recorded have ended."""
-        return not self.recording and 0 < len(self._marks) == self._num_steps
 
     @contextmanager
     def span(self, kind: str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
@@ -167,188 +173,140 @@ class Timeline:
         """Records the steps of the optimizer, on whatever thread it is called."""
         if not self.recording:
             return
-        open_spans: list[Any] = []
+        spans: list[Any] = []
 
         def before(*_: object) -> None:
-            open_spans.append(self.span("optimizer", stage))
-            open_spans[-1].__enter__()
-
-        def after(*_: object) -> None:
-            open_spans.pop().__exit__(None, None, None)
+            spans.append(self.span("optimizer", stage))
+            spans[-1].__enter__()
 
         optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        optimizer.register_step_post_hook(lambda *_: spans.pop().__exit__(None, None, None))
 
     def events(self) -> list[Event]:
         """All there is, in the order of their starts, on rank 0's clock."""
         begins = [begin for begin, _ in self._marks]
         steps = [BEFORE, *(k for _, k in self._marks)] if self._marks else [0]
-        offset = self.clock.offset
         return [
-            Event(kind, stage, i, a + offset, b + offset, steps[bisect_right(begins, a)])
-            for kind, stage, i, a, b in sorted(self._events, key=lambda event: event[3])
+            Event(kind, s, i, a + self.offset, b + self.offset, steps[bisect_right(begins, a)])
+            for kind, s, i, a, b in sorted(self._events, key=lambda event: event[3])
         ]
 
-    def write(self, workdir: Path) -> Path:
-        """Writes timeline_rank{r}.json, and returns its path."""
-        events = [
-            [*event[:3], round(event.start, 7), round(event.end, 7), event.step]
-            for event in self.events()
-            if event.step != BEFORE
-        ]
-        content = {
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "workers": self.workers,
-            "about": self.about,
-            "clock": {"offset": self.clock.offset, "round_trip": self.clock.round_trip},
-            "seconds_per_event": cost_per_event(),
-            "columns": Event._fields,
-        }
-        head = json.dumps(content, indent=2).rstrip("}\n")
-        lines = ",\n    ".join(map(json.dumps, events))
-        path = workdir / file_name(self.rank)
-        write_text(path, f'{head},\n  "events": [\n    {lines}\n  ]\n}}\n')
-        return path
+    def write(self, workdir: Path) -> None:
+        """Writes timeline_rank{r}.json."""
+        write_text(workdir / file_name(self.rank), self._text())
+
+    def _text(self) -> str:
+        head = {
+            "rank": self.rank, "world_size": self.world_size, "workers": self.workers,
+            "about": self.about, "columns": Event._fields,
+        }  # fmt: skip
+        events = [e._replace(start=round(e.start, 7), end=round(e.end, 7)) for e in self.events()]
+        lines = ",\n    ".join(json.dumps(event) for event in events if event.step != BEFORE)
+        return f'{json.dumps(head, indent=2)[:-2]},\n  "events": [\n    {lines}\n  ]\n}}\n'
 
     def save(self, workdir: Path) -> None:
-        """Writes the file of every rank, and the trace of all; all ranks call it together."""
-        self.write(workdir)
+        """Rank 0 writes the files of all ranks, whose hosts may have no folder in common, and the
+        trace; all ranks call it together."""
+        texts = [self._text()] * self.world_size
         if self.world_size > 1:
-            dist.barrier()
+            dist.all_gather_object(texts, texts[0])
         if self.rank == 0:
-            merge_trace(workdir)
+            for rank, text in enumerate(texts):
+                write_text(workdir / file_name(rank), text)
+            write_trace(workdir)
 
 
 OFF = Timeline(num_steps=0)  # records nothing
 
 
-def cost_per_event(repeats: int = 2000) -> float:
-    """Seconds that recording one event takes here: two looks at the clock, and the call."""
-    timeline, now = Timeline(), time.perf_counter
-    begin = now()
-    for _ in range(repeats):
-        start = now()
-        timeline("F", 0, 0, start, now())
-    return (now() - begin) / repeats
+def file_name(rank: int) -> str:
+    """Where a rank's timeline is, under the workdir."""
+    return f"timeline_rank{rank}.json"
 
 
-class RankTimeline(NamedTuple):
-    """A rank's file, read back."""
-
-    rank: int
-    workers: str
-    about: dict[str, Any]
-    seconds_per_event: float
-    events: list[Event]
-
-
-def read_timelines(workdir: Path) -> list[RankTimeline]:
-    """What all ranks of a run recorded, rank 0 first. Files of an earlier, larger run are left
-    alone.
+def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
+    """What all workers of a run did, by name (`rank 0`, or `stage 0`), and what rank 0's timeline
+    is `about`. An event without a stage counts for the first one.
 
     Raises:
-        FileNotFoundError: a rank's file is not there.
+        FileNotFoundError: a rank's file is missing.
         ValueError: a file is not a timeline.
     """
-    ranks: list[RankTimeline] = []
-    world_size = 1
-    while len(ranks) < world_size:
-        path = workdir / file_name(len(ranks))
+    workers: dict[str, list[Event]] = {}
+    about: dict[str, Any] = {}
+    rank, world_size = 0, 1
+    while rank < world_size:  # an earlier, larger run may have left more files
+        path = workdir / file_name(rank)
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             events = [Event(*event) for event in content["events"]]
-            ranks.append(
-                RankTimeline(
-                    content["rank"], content["workers"], content["about"],
-                    content["seconds_per_event"], events,
-                )
-            )  # fmt: skip
-            world_size = content["world_size"]
+            world_size, by_rank = content["world_size"], content["workers"] == "rank"
+            about = about or content["about"]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a timeline ({error!r})") from error
-    return ranks
+        for event in [] if by_rank else events:
+            workers.setdefault(f"stage {max(0, event.stage)}", []).append(event)
+        if by_rank:
+            workers[f"rank {rank}"] = events
+        rank += 1
+    return dict(sorted(workers.items(), key=lambda item: int(item[0].split()[1]))), about
 
 
-def by_worker(ranks: Sequence[RankTimeline]) -> dict[str, list[Event]]:
-    """The events of each worker, by its name: `rank 0`, or `stage 0`. What a thread of stages did
-    without a stage counts for the first."""
-    workers: dict[str, list[Event]] = {}
-    for rank in ranks:
-        if rank.workers == "rank":
-            workers[f"rank {rank.rank}"] = rank.events
-            continue
-        prefix = f"rank {rank.rank}, " if len(ranks) > 1 else ""
-        for stage in sorted({max(0, event.stage) for event in rank.events}):
-            name = f"{prefix}stage {stage}"
-            workers[name] = [event for event in rank.events if max(0, event.stage) == stage]
-    return workers
+# The trace
 
 
-def merge_trace(workdir: Path) -> Path:
-    """Writes trace.json, which Perfetto opens, from the files of all ranks; returns its path.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_timelines`.
-    """
-    workers = by_worker(read_timelines(workdir))
+def write_trace(workdir: Path) -> Path:
+    """Writes trace.json, which Perfetto opens, from the files of all ranks; returns its path."""
+    workers, _ = read_timelines(workdir)
     origin = min((events[0].start for events in workers.values() if events), default=0.0)
     names: list[dict[str, Any]] = []
     slices: list[dict[str, Any]] = []
-    for pid, (worker, events) in enumerate(workers.items(), 1):  # to Perfetto, 0 is Linux's idling
-        names.append(_metadata("process_name", pid, 0, name=worker))
-        names.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
+
+    def name(what: str, pid: int, tid: int, **args: Any) -> None:
+        names.append({"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args})
+
+    for pid, (worker, events) in enumerate(workers.items(), 1):  # to Perfetto, 0 is the idle task
+        name("process_name", pid, 0, name=worker)
+        name("process_sort_index", pid, 0, sort_index=pid)
         for lane in LANES:
             rows = without_crossings([event for event in events if event.lane == lane])
             for number, row in enumerate(rows, 1):
-                tid = 1000 * pid + 100 * LANES.index(lane) + number  # no other process has it
-                name = f"{lane} {number}" if number > 1 else lane
-                names.append(_metadata("thread_name", pid, tid, name=name))
+                tid = 1000 * pid + 100 * LANES.index(lane) + number  # unique in all processes
+                name("thread_name", pid, tid, name=f"{lane} {number}" if number > 1 else lane)
                 slices += [_slice(event, pid, tid, origin) for event in row]
-    path = workdir / TRACE
     lines = ",\n".join(map(json.dumps, names + slices))
-    write_text(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n')
-    return path
+    write_text(workdir / TRACE, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n')
+    return workdir / TRACE
 
 
-def without_crossings(events: Sequence[Event], nested: bool = True) -> list[list[Event]]:
-    """The events in as few rows as it takes for those of a row to lie one after the other or, if
-    `nested`, one within the other: a trace viewer draws nothing else."""
+def without_crossings(events: Sequence[Event]) -> list[list[Event]]:
+    """The events in as few rows as it takes for those of a row to lie one after the other, or one
+    within the other: a trace viewer draws nothing else."""
     rows: list[list[Event]] = []
-    open_ends: list[list[float]] = []  # per row, the ends of those that have not ended
+    going_on: list[list[Event]] = []  # per row, its events that have not ended
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
-        for ends in open_ends:
-            while ends and ends[-1] <= event.start:
-                ends.pop()
-        free = (k for k, e in enumerate(open_ends) if not e or (nested and event.end <= e[-1]))
-        k = next(free, len(rows))
-        if k == len(rows):
+        for k in range(len(rows)):
+            going_on[k] = [e for e in going_on[k] if e.end > event.start]
+            if all(event.end <= e.end for e in going_on[k]):
+                break
+        else:
+            k = len(rows)
             rows.append([])
-            open_ends.append([])
+            going_on.append([])
         rows[k].append(event)
-        open_ends[k].append(event.end)
+        going_on[k].append(event)
     return rows
 
 
-def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
-
-
 def _slice(event: Event, pid: int, tid: int, origin: float) -> dict[str, Any]:
-    """A box. Its name ends with the number of the micro-batch: Perfetto's colours are by name, the
-    number left out. Start and end are whole microseconds: of a fraction a reader may lose a
-    nanosecond, and a box that begins one before the end of another is not drawn."""
+    """A box of the trace. Perfetto colours by name, without the number at its end. Times are whole
+    microseconds: some readers round fractions, and a box that begins a nanosecond before the end
+    of another is not drawn."""
     start, end = (round((time - origin) * 1e6) for time in (event.start, event.end))
     name, lane, colour = KINDS.get(event.kind, (event.kind, COMPUTE, "generic_work"))
     args = {"micro-batch": event.microbatch, "stage or layer": event.stage, "step": event.step}
     return {
-        "ph": "X",
-        "name": f"{name} {event.microbatch}" if event.microbatch >= 0 else name,
-        "cat": lane,
-        "pid": pid,
-        "tid": tid,
-        "ts": start,
-        "dur": end - start,
-        "cname": colour,
+        "ph": "X", "name": f"{name} {event.microbatch}" if event.microbatch >= 0 else name,
+        "cat": lane, "pid": pid, "tid": tid, "ts": start, "dur": end - start, "cname": colour,
         "args": {key: value for key, value in args.items() if value >= 0},
-    }
+    }  # fmt: skip

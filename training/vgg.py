@@ -29,14 +29,29 @@ Recognition", 2015; with linear layers of 512 for 32 x 32 pictures: Liu and Deng
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.model import generator_for
+from data_parallel.dataset import even_slices, partition_dataset
+from training.export import export
+from training.launch import World
+from training.layout import LaidOutModel
+from training.model import generator_for, split_by
+from training.pictures import Pictures, PictureSets, to_inputs
+from training.seeds import stream
+from training.task import Score, Step
+
+VGG = "vgg16"
+EVAL_BATCH = 64
 
 STAGES = (
     (1, 2),
@@ -106,3 +121,102 @@ def picture_loss(logits: Tensor, labels: Tensor) -> Tensor:
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     return F.cross_entropy(logits, labels, reduction="sum")
+
+
+class PictureTask:
+    """VGG16 that tells the classes of pictures apart; see `training.task.Task`."""
+
+    unit, score_name = "pictures", "accuracy"
+    files: dict[str, bytes]
+
+    def __init__(self, args: Any, world: World, sets: PictureSets) -> None:
+        self.args, self.sets, self.device = args, sets, world.device
+        self.dtype = torch.float64 if args.precision == "fp64" else torch.float32
+        self.steps_per_epoch = -(-len(sets.train) // args.batch_size)
+        config = {"model": VGG, "width": args.vgg_width, "classes": list(sets.classes)}
+        self.files = {"config.json": json.dumps(config).encode()}
+        self.loss, self.layers = picture_loss, vgg_layers
+
+    def skeleton(self) -> nn.Sequential:
+        """The whole model on the meta device."""
+        with torch.device("meta"):
+            return vgg16(len(self.sets.classes), self.args.vgg_width)
+
+    def initialize(self, name: str, p: Tensor) -> None:
+        """From the seed and the parameter's name."""
+        initialize_vgg_parameter(name, p, self.args.seed)
+
+    def sizes(self, balance: str, num_stages: int) -> list[int] | None:
+        """Layers per stage; --balance counts layers."""
+        return None if balance == "auto" else split_by(balance, 16, num_stages, "layers")
+
+    def steps(
+        self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
+    ) -> Iterator[Step]:
+        """The steps of an epoch."""
+        n, size = len(self.sets.train), self.args.batch_size
+        counts = [min(size, n - a) for a in range(start * size, n, size)]
+        loader = partition_dataset(
+            part, parts, range(n), size, list, start=start,
+            seed=stream(self.args.seed, "data order", epoch),
+        )  # fmt: skip
+        nothing: Any = []  # for a rank that gets none of the last, smaller batch
+        for count, mine in zip_longest(counts, loader, fillvalue=nothing):
+            cut = [
+                self._to_device(self.sets.train, mine[at])
+                for at in even_slices(len(mine), num_microbatches or 1)
+            ]
+            inputs, targets = [x for x, _ in cut], [y for _, y in cut]
+            yield Step(inputs, targets, count, len(mine), len(mine), len(mine))
+
+    def _to_device(self, pictures: Pictures, index: Any) -> tuple[Tensor, Tensor]:
+        images, labels = pictures.images[index], pictures.labels[index]
+        return to_inputs(images.to(self.device), self.dtype), labels.to(self.device)
+
+    def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
+        """The test pictures."""
+        mine = range(part, len(self.sets.test), parts)
+        starts = range(0, len(mine), EVAL_BATCH)
+        return [self._to_device(self.sets.test, list(mine[i : i + EVAL_BATCH])) for i in starts]
+
+    def measure(self, output: Tensor, target: Tensor) -> Tensor:
+        """[summed loss, right answers, number of answers]; output [B, classes], target [B]."""
+        right = (output.argmax(-1) == target).sum()
+        count = torch.tensor(len(target), device=output.device)
+        return torch.stack([self.loss(output, target), right, count]).double().cpu()
+
+    def score(self, world: World, model: LaidOutModel, accuracy: float) -> Score:  # noqa: ARG002
+        """Accuracy in percent."""
+        return Score(100 * accuracy)
+
+    def describe(self) -> str:
+        """Sizes of the model and of the data."""
+        args, sets = self.args, self.sets
+        parameters = sum(p.numel() for p in self.skeleton().parameters())
+        return (
+            f"{VGG}: 16 layers, {parameters / 1e6:.1f} M parameters\n"
+            f"{args.dataset}: {len(sets.train):,} pictures of {len(sets.classes)} classes to train,"
+            f" {len(sets.test):,} to test; batches of {args.batch_size}, {args.precision}, "
+            f"{self.device.type}"
+        )
+
+    def tested(self) -> list[Any]:
+        """Nothing is generated."""
+        return []
+
+    def examples_to_show(self, generated: list[str]) -> str:  # noqa: ARG002
+        """Nothing is generated."""
+        return ""
+
+    def export(self, world: World, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> str:
+        """Writes the weights by name."""
+
+        def write(aside: Path) -> None:
+            (aside / "config.json").write_bytes(self.files["config.json"])
+
+        export(world, folder, weights, write)
+        return f"The trained weights are in {folder}/."
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of the pictures."""
+        return self.sets.fingerprints()

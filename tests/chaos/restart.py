@@ -27,7 +27,7 @@ RESTARTS = 3  # that torchrun is allowed, and so the most kills
 EPOCHS = 3
 OPTIONS = ("--n_train", "256", "--save_every", "7", "--resume")  # of --batch_size 8: 32 steps
 RUN = 240.0  # seconds that a run may take, with all its restarts
-NOTES = "From "  # what a program says when it goes on from a checkpoint
+NOTES = "Resumed from "  # what a program says when it goes on from a checkpoint
 
 
 @dataclass

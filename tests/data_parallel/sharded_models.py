@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable
 from functools import cache
@@ -220,12 +219,3 @@ def check(
         assert abs(total - reference.loss) <= 1e-12 * abs(reference.loss), step
         same(results[0][step].gradients, reference.gradients, 1e-9 if step else 1e-12, extra)
         same(results[0][step].weights, reference.weights, 1e-9 if step else 1e-11)
-
-
-def clone(fsdp: FullyShardedDataParallel) -> dict[str, list[tuple[str, int, Tensor]]]:
-    """What a checkpoint holds of this rank: pieces by kind."""
-    kinds = {"parameters": fsdp.parameter_pieces(), **fsdp.optimizer_pieces()}
-    return {
-        kind: [(p.name, p.offset, copy.deepcopy(p.tensor)) for p in pieces]
-        for kind, pieces in kinds.items()
-    }

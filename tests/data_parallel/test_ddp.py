@@ -72,7 +72,6 @@ def train(
         (loss_sum(ddp(a), b) * world_size / len(X)).backward()
         ddp.average_gradients()
         optimizer.step()
-    assert ddp.differing() == []
     ddp.close()
     return {name: t.clone() for name, t in net.state_dict().items()}
 
@@ -112,22 +111,6 @@ def test_rank_0s_weights_and_buffers_are_sent(ranks: Ranks) -> None:
     want = Net(seed=0).state_dict()
     for got in ranks.run(broadcast):
         assert [name for name in want if not torch.equal(got[name], want[name])] == []
-
-
-def tampered(rank: int, _: int, name: str) -> list[str]:
-    ddp = DistributedDataParallel(Net(seed=0))
-    tensor = dict(ddp.module.state_dict())[name]
-    if rank == 1:
-        with torch.no_grad():
-            tensor.view(-1)[-1:] = float("nan") if name == "last.bias" else tensor.view(-1)[-1:] + 1
-    found = ddp.differing()
-    ddp.close()
-    return found
-
-
-@pytest.mark.parametrize("name", ["first.weight", "scale", "frozen", "seen", "last.bias"])
-def test_what_has_come_apart_is_named_on_all_ranks(ranks: Ranks, name: str) -> None:
-    assert ranks.run(tampered, name) == [[name], [name]]
 
 
 def unequal(rank: int, _: int) -> str:

@@ -43,31 +43,6 @@ def _evaluate(fsdp: FullyShardedDataParallel) -> Tensor:
         return output
 
 
-def _release(rank: int, _: int, zero: int, releasing: set[int], now: int) -> list[list[float]]:
-    found = []
-    for widths in WIDTHS:
-        fsdp = _make(widths, zero=zero)
-        for step in range(6):
-            for microbatch in range(2):
-                _backward(fsdp, last=microbatch == 1)
-                if rank in releasing and (step, microbatch) == (1, now):
-                    fsdp.release_buffers()
-            fsdp.optimizer_step()
-            if rank in releasing and now == step == 2:
-                fsdp.release_buffers()
-        found += [p.tensor.tolist() for p in fsdp.parameter_pieces()]
-    return found
-
-
-@pytest.mark.parametrize("now", [0, 1, 2])
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_memory_that_one_rank_releases(ranks: Ranks, zero: int, now: int) -> None:
-    """Between two backwards, before the update, or after one: its buffers are others than the other
-    rank's from then on, and the weights are the same."""
-    want = ranks.run(_release, zero, set(), now)
-    assert ranks.run(_release, zero, {0}, now) == want
-
-
 ALONE: dict[str, Alone] = {
     "evaluate": _evaluate,
     "look": lambda fsdp: fsdp.gather_param_data(2),
@@ -98,7 +73,7 @@ def _alone(rank: int, _: int, alone: str, when: str, share: bool) -> tuple[str, 
                 extra(fsdp)
         except RuntimeError as raised:
             error = str(raised)  # a rank that goes on regardless hears it again
-    return error, [p.tensor.tolist() for p in fsdp.parameter_pieces()]
+    return error, [u.shard.tolist() for u in fsdp.units]
 
 
 @pytest.mark.parametrize(

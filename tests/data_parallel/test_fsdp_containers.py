@@ -169,24 +169,23 @@ def test_containers_that_torch_can_take_apart(ranks: Ranks, kind: str) -> None:
     same(first, _one_process(kind), 1e-12)
 
 
+LOST = (
+    "{} uses a tensor that requires grad and is neither part of its input nor one of its "
+    "parameters: its gradient would be lost. Let the layers before hand it on, e.g. return "
+    "(output, tensor), in tuples, lists, dicts or what is registered with torch.utils._pytree; or "
+    "make it a parameter of the layer"
+)
+
+
 @pytest.mark.parametrize("kind", CLOSED)
 def test_a_container_that_it_cannot(ranks: Ranks, kind: str) -> None:
     """As the input of a layer, and as the output of the last."""
     for prefix, who in (("", "layer 2 (Take)"), ("last ", "the loss after layer 1 (Put)")):
-        want = (
-            f"{who} uses a tensor inside {kind}, where its gradient would be lost: let the layer "
-            "before return tensors, or tuples, lists or dicts of them, or register the type with "
-            "torch.utils._pytree.register_pytree_node"
-        )
-        assert ranks.run(_fsdp, prefix + kind) == [want] * 2
+        assert ranks.run(_fsdp, prefix + kind) == [LOST.format(who)] * 2
 
 
 def test_a_skip_through_an_attribute(ranks: Ranks) -> None:
-    want = (
-        "layer 2 (Find) uses a tensor that no layer has returned, as an attribute, so that its "
-        "gradient would be lost: hand it on from layer to layer, in a tuple, list or dict"
-    )
-    assert ranks.run(_fsdp, "attribute") == [want] * 2
+    assert ranks.run(_fsdp, "attribute") == [LOST.format("layer 2 (Find)")] * 2
 
 
 @pytest.mark.parametrize("kind", ALL)

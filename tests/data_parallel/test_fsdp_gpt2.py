@@ -9,10 +9,9 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from data_parallel.fsdp import FullyShardedDataParallel
-from pipeline.model import gpt2_layers, loss_of_targets
 from tests.data_parallel.sharded_models import Result, check, whole
 from tests.ranks import Ranks
-from training.model import build_model, gpt2_config, initializer
+from training.model import build_model, gpt2_config, gpt2_layers, initializer, loss_of_targets
 
 STEPS, VOCAB = 10, 96
 Batch = tuple[Tensor, Tensor]

@@ -327,7 +327,7 @@ def _leftovers(_: int, _world_size: int) -> tuple[bool, list[str], int]:
         links = [
             str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
         ]
-        return sum("gradients" in link for link in links)
+        return sum("memfd:ranks" in link for link in links)
 
     before, files_before = names(), memory_files()
     buckets = GradientBuckets(_net())

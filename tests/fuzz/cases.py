@@ -28,8 +28,8 @@ from torch.utils import _pytree as pytree
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
-from pipeline.exchange import PeerError
 from pipeline.microbatch import MicroBatches
+from pipeline.parcels import PeerError
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
 from pipeline.schedule import SCHEDULES
@@ -178,7 +178,7 @@ FLAGS = {
     ),
     "average": ("share_memory", "small buckets"),
     "ddp": ("share_memory", "small buckets"),
-    **dict.fromkeys(("fsdp1", "fsdp2", "fsdp3"), ("share_memory", "meta", "release", "count")),
+    **dict.fromkeys(("fsdp1", "fsdp2", "fsdp3"), ("share_memory", "meta", "count")),
 }  # fmt: skip
 
 
@@ -356,8 +356,6 @@ def _fsdp(case: Case, rank: int, group: Any) -> Found:
         dist.all_reduce(found[f"loss {k}"], group=group)
         found |= {f"gradient {k} of {n}": t for n, t in whole(fsdp, "gradients").items()}
         fsdp.optimizer_step()
-        if case.options["release"]:
-            fsdp.release_buffers()
     found |= {f"weight {name}": t for name, t in whole(fsdp, "parameters").items()}
     return found | _evaluated(case, model, fsdp)
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
+import pytest
+from torch import Tensor
+
+from pipeline.dataflow import Losses
+from tests.equivalence.mutations import MUTATIONS
 from tests.fuzz.__main__ import judge
 from tests.fuzz.cases import KINDS, Verdict, draw, kind_of, run
-from tests.project.mutations import MUTATIONS
 from tests.ranks import Ranks
 
 SEEDS = (
@@ -24,8 +30,23 @@ def test_random_cases_agree_with_plain_training(three_ranks: Ranks, kind: str) -
         assert outcome.word == "agreed", f"python -m tests.fuzz --case {seed}\n{outcome.text}"
 
 
+@contextmanager
+def _louder() -> Iterator[None]:
+    """The first micro-batch of a pipeline counts twice."""
+    gradient = Losses.gradient
+
+    def wrong(self: Losses, i: int) -> list[Tensor | None]:
+        return [g if g is None or i else 2 * g for g in gradient(self, i)]
+
+    with patch.object(Losses, "gradient", wrong):
+        yield
+
+
+FAULTS = {**MUTATIONS, "a_micro_batch_counts_twice": _louder}
+
+
 def _broken(rank: int, world_size: int, mutation: str, seed: int) -> Verdict | None:
-    with MUTATIONS[mutation]():
+    with FAULTS[mutation]():
         return run(rank, world_size, seed)
 
 
@@ -33,8 +54,8 @@ def _broken(rank: int, world_size: int, mutation: str, seed: int) -> Verdict | N
     ("mutation", "seed"),
     [
         ("two_micro_batches_are_swapped", 32),
-        ("a_micro_batch_is_not_scaled", 49),
-        ("a_micro_batch_is_not_scaled", 18),
+        ("a_micro_batch_counts_twice", 49),
+        ("a_micro_batch_counts_twice", 18),
         ("a_bucket_is_not_reduced", 51),
         ("a_bucket_is_not_reduced", 12),
         ("a_rank_is_left_out_of_the_sum", 5),

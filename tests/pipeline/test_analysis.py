@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from pipeline.analysis import Analysis, analyze_communication_with_partitions, describe
-from pipeline.model import gpt2_layers
 from tests.pipeline.pipeline_models import Call
 from tests.pipeline.test_gpt2_pipeline import gpt2
+from training.model import gpt2_layers
 
 CPU = torch.device("cpu")
 

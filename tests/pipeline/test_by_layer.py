@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.model import gpt2_layers, loss_of_targets
 from pipeline.stage import Stage
 from tests.pipeline.pipeline_models import Call, assert_same_bits, batch, square_error
 from tests.pipeline.test_gpt2_pipeline import gpt2, sentences
+from training.model import gpt2_layers, loss_of_targets
 
 CPU = torch.device("cpu")
 

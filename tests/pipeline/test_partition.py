@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.partition import WithDevice, _split_module, balance, measure_costs, parse_balance
+from pipeline.partition import WithDevice, _split_module, balance, measure_costs
 from tests.pipeline.pipeline_models import Call
 
 
@@ -97,18 +97,6 @@ def test_balance_finds_the_best_of_all_cuts(costs: list[float]) -> None:
         assert min(sizes) > 0
         assert ends[-1] == len(costs)
         assert max(sum(costs[a:b]) for a, b in pairwise(ends)) == best
-
-
-def test_balance_from_text() -> None:
-    assert parse_balance("auto", 4, 2, lambda: [1, 1, 1, 3]) == [3, 1]
-    assert parse_balance("uniform", 12, 3, list) == [4, 4, 4]
-    assert parse_balance("1,2,1", 4, 3, list) == [1, 2, 1]
-
-
-@pytest.mark.parametrize("text", ["fast", "4,x", "3,3", "4,4,4", "8,0", ""])
-def test_a_wrong_balance_says_what_would_work(text: str) -> None:
-    with pytest.raises(ValueError, match=r"e\.g\. auto, uniform or 4,4"):
-        parse_balance(text, 8, 2, list)
 
 
 def test_more_stages_than_layers_says_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.partition import WithDevice
-from pipeline.pipe import Pipe
+from pipeline.pipe import Pipe, _clock_cycles
 from tests.pipeline.pipeline_models import (
     DEVICES,
     Call,
@@ -88,6 +89,30 @@ def test_compute_runs_one_clock() -> None:
         pipe.compute(batches, [(1, 0), (0, 1)])
         assert torch.equal(batches[0], model(x[:2]))
         assert torch.equal(batches[1], model[:2](x[2:]))
+
+
+def test_the_clocks_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes `_clock_cycles` sees it run, forward and backward; and what is wrong in it."""
+
+    def from_the_last(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
+        for clock in _clock_cycles(m, n):
+            yield [(m - 1 - i, j) for i, j in clock]
+
+    monkeypatch.setattr("pipeline.pipe._clock_cycles", from_the_last)
+    x, _ = batch(6)
+    model, done = tower(), []
+    with Pipe(cut(model), split_size=2, recorder=lambda *what: done.append(what[:3])) as pipe:
+        pipe(x).sum().backward()
+        for stage in (0, 1):
+            mine = [f"{kind}{i}" for kind, s, i in done if s == stage]
+            assert mine == ["F2", "F1", "F0", "B2", "B1", "B0"]
+        for wrong, says in (
+            ([], r"yields \[\]: each of 3 micro-batches must be on each of 2 partitions once"),
+            ([[(0, 1), (0, 0), (1, 0), (2, 0), (1, 1), (2, 1)]], "partition 0 .* comes after par"),
+        ):
+            monkeypatch.setattr("pipeline.pipe._clock_cycles", lambda *_, clocks=wrong: clocks)
+            with pytest.raises(ValueError, match=says):
+                pipe(x)
 
 
 def test_tuples_with_integers_and_flags_pass_between_stages() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -286,10 +286,11 @@ def test_a_call_from_a_worker_of_the_same_pipe_is_refused() -> None:
 
 def test_a_loss_without_a_gradient_is_refused() -> None:
     x, y = batch(4)
-    with Pipe(cut(tower())) as pipe:
-        with pytest.raises(RuntimeError, match="the loss does not depend on anything"):
-            pipe.train_step(x, y, lambda output, target: square_error(output.detach(), target))
-        pipe.eval_step(x, y, square_error)
+    with (
+        Pipe(cut(tower())) as pipe,
+        pytest.raises(RuntimeError, match="the loss does not depend on anything"),
+    ):
+        pipe.train_step(x, y, lambda output, target: square_error(output.detach(), target))
 
 
 A_NUMBER: dict[str, Callable[[Tensor], Any]] = {
@@ -377,7 +378,6 @@ def test_a_second_thread_is_refused_at_once_and_the_first_gets_its_gradients(
         for call in (
             lambda: pipe(x),
             lambda: pipe.train_step(x, y, square_error),
-            lambda: pipe.eval_step(x, y, square_error),
             lambda: pipe.compute([x], [(0, 0)]),
             lambda: pipe.run_on_stages(lambda s: s),
         ):
@@ -398,7 +398,7 @@ def test_a_second_forward_between_two_clocks_does_not_change_the_gradients() -> 
     between, go = threading.Event(), threading.Event()
 
     class Slow(Pipe):
-        def compute(self, batches: list[Any], schedule: list[tuple[int, int]]) -> None:
+        def compute(self, batches: list[Any], schedule: Sequence[tuple[int, int]]) -> None:
             super().compute(batches, schedule)
             if not between.is_set():
                 between.set()
@@ -423,7 +423,7 @@ def test_a_backward_beside_another_call_is_refused() -> None:
     with Pipe(cut(nn.Sequential(*model, gate), (2, 5)), split_size=2) as pipe:
         loss = square_error(pipe(x), y)
         gate.first = True
-        other = threading.Thread(target=pipe.eval_step, args=(x, y, square_error))
+        other = threading.Thread(target=torch.no_grad()(pipe), args=(x,))
         other.start()
         assert gate.entered.wait(30)
         with pytest.raises(RuntimeError, match="another call of this Pipe is running"):

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.exchange import Layout, PeerError
 from pipeline.links import MismatchError
+from pipeline.parcels import Layout, PeerError
 from pipeline.process import ProcessPipe
-from pipeline.shared_memory import SharedReceiver, SharedSender
+from pipeline.shared_messages import SharedReceiver, SharedSender
 from tests.pipeline.pipeline_models import Call, batch, square_error, tower
 from tests.ranks import Ranks
 

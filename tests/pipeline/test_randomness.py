@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline import schedule as sched
 from pipeline.pipe import Pipe
-from pipeline.randomness import StageRandomness, StepSeed
+from runtime.randomness import StageRandomness, StepSeed
 from tests.pipeline.pipeline_models import (
     DEVICES,
     Call,

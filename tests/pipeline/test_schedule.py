@@ -177,10 +177,9 @@ def test_two_swapped_micro_batches_deadlock_and_are_named() -> None:
         sched.validate(schedule, 2)
 
 
-def test_stages_that_share_a_worker_share_a_list() -> None:
-    lists = sched.merge(sched.gpipe(3, 1), owners=[0, 1, 0])
-    drawn = [[f"{action}@{action.stage}" for action in actions] for actions in lists]
-    assert drawn == [["F0@0", "F0@2", "B0@2", "B0@0"], ["F0@1", "B0@1"]]
+def test_in_order_each_action_comes_after_those_it_waits_for() -> None:
+    drawn = [f"{action}@{action.stage}" for action in sched.in_order(sched.one_f_one_b(2, 2))]
+    assert drawn == ["F0@0", "F1@0", "F0@1", "B0@1", "B0@0", "F1@1", "B1@1", "B1@0"]
 
 
 def test_wrong_names_and_sizes_say_what_is_right() -> None:

@@ -195,15 +195,6 @@ def test_gradients_accumulate_over_steps() -> None:
     assert_close(gradients(same), gradients(plain))
 
 
-def test_eval_step_is_the_loss_alone() -> None:
-    x, y = batch(8)
-    model = tower()
-    with Pipe(cut(model), split_size=3) as pipe:
-        loss = pipe.eval_step(x, y, square_error, scale=0.5)
-    assert_close({"loss": loss}, {"loss": square_error(model(x), y).detach() * 0.5})
-    assert set(gradients(model).values()) == {None}
-
-
 @pytest.mark.parametrize("steps", [10])
 def test_ten_steps_with_an_optimizer_per_stage_end_where_one_process_ends(steps: int) -> None:
     x, y = batch(8)

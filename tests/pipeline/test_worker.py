@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.worker import Task, core_slices, create_workers, start_workers
+from pipeline.worker import Task, create_workers, start_workers
+from runtime.cores import core_slice
 
 DEVICES = [torch.device("cpu:0"), torch.device("cpu:1")]
 
@@ -56,19 +57,10 @@ def test_a_device_named_twice_has_one_worker() -> None:
         queue.put(None)
 
 
-def test_cores_are_dealt_in_slices_or_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7, 8}, raising=False)
-    three = [torch.device("cpu", k) for k in range(3)]
-    assert list(core_slices(three[:2]).values()) == [[2, 3], [5, 7, 8]]
-    assert list(core_slices(three).values()) == [[2], [3, 5], [7, 8]]
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 6}, raising=False)
-    assert list(core_slices(three).values()) == [[4], [6], [4]]
-
-
 def test_workers_have_their_own_cores_and_leave_the_callers_threads_alone() -> None:
     before = torch.get_num_threads()
     in_queues, out_queues = create_workers(DEVICES)
-    slices = list(core_slices(DEVICES).values())
+    slices = [core_slice(k, len(DEVICES)) for k in range(len(DEVICES))]
     for in_queue, out_queue, cores in zip(in_queues, out_queues, slices, strict=True):
         assert ask(in_queue, out_queue, torch.get_num_threads) == len(cores)
         if hasattr(os, "sched_getaffinity"):

@@ -1,4 +1,4 @@
-"""Fixtures of these tests: one tiny run of the program that all share, and the same once more."""
+"""Fixtures of these tests: tiny runs of the programs as a person starts them, which all share."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ import os, signal, sys
 from pathlib import Path
 
 sys.path.insert(0, {root!r})
-from project.options import run_program
-from project.progress import Progress
 from project.run_data_parallel import main
+from project.utils import run_program
+from training.saving import Saving
 
-after_step = Progress.after_step
+after_step = Saving.after_step
 
-def kill(self, totals):
-    after_step(self, totals)
+def kill(self, *args):
+    after_step(self, *args)
     mark = Path({mark!r})
-    if self.session.world.rank == 1 and self.optimizer.steps == 7 and not mark.exists():
+    if self.world.rank == 1 and self.steps_done == 7 and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-Progress.after_step = kill
+Saving.after_step = kill
 run_program(main)
 """
 
@@ -66,7 +66,7 @@ def write_pairs(folder: Path) -> Path:
     return folder
 
 
-def run(workdir: Path, *command: str) -> Run:
+def start(workdir: Path, *command: str) -> Run:
     """Runs a program of this repository, from elsewhere, to its end."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": ""}
     environment.pop("TOKENIZERS_PARALLELISM", None)
@@ -99,18 +99,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pairs_folder: Path) -> Run
     """Two epochs on two ranks, with a timeline, where an earlier, larger run has left results."""
     workdir = tmp_path_factory.mktemp("trained") / "work"
     workdir.mkdir()
-    for stale in (
-        "rank2_results_epoch0.json",
-        "rank0_gen_epoch7.json",
-        "eval_results_epoch0.json",
-        "timeline_rank5.json",
-        "trace.json",
-    ):
+    for stale in ("rank2_results_epoch0.json", "rank0_gen_epoch7.json", "timeline_rank5.json"):
         (workdir / stale).write_text("{}")
     (workdir / "notes.txt").write_text("mine")
-    return run(
+    return start(
         workdir, PROGRAM, "--dataset", str(pairs_folder), "--workdir", str(workdir),
-        "--world_size", "2", "--timeline", "2", *TINY,
+        "--num_workers", "2", "--timeline", "2", *TINY,
     )  # fmt: skip
 
 
@@ -121,7 +115,7 @@ def trained_by_torchrun(tmp_path_factory: pytest.TempPathFactory, pairs_folder: 
     folder = tmp_path_factory.mktemp("torchrun")
     script, workdir = folder / "killed.py", folder / "work"
     script.write_text(KILLED.format(root=str(ROOT), mark=str(folder / "mark")))
-    return run(
+    return start(
         workdir, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "--max-restarts", "3", str(script), "--dataset", str(pairs_folder),
         "--workdir", str(workdir), *TINY, "--resume", "--save_every", "3",

@@ -1,232 +1,166 @@
-"""What cannot work, typed at each program: one line with the value, the rule and what works; status
-2, no traceback, and before a process or a thread is started."""
+"""Options that do not fit together: one line, with the values, the rule and what works, before
+anything starts."""
 
 from __future__ import annotations
 
-import argparse
-import shlex
-from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from project import options, run_data_parallel, run_pipeline, train
-from project.folders import alone_in_workdir
-from project.options import plain, run_program
-from project.tasks import read_data
+from project.utils import read_texts, run_program
 from tests.project.conftest import write_pairs
-from training.checkpoint import Saver
+from tests.project.programs import FLOW, PROGRAMS, TINY, parse, run
 from training.data import train_tokenizer
+from training.launch import UserError
 from training.model import build_model, gpt2_config
+from training.saving import NO_RESUME, check_resume, find_resume
+from training.workdir import alone_in_workdir
 
-DP, PP, TRAIN = PROGRAMS = (run_data_parallel, run_pipeline, train)
-TWO_STAGES = "--model_parallel_mode pipeline_parallel --num_devices 2 "
+pytestmark = pytest.mark.usefixtures("elsewhere", "no_run_begins")
+
+DP, PP, TRAIN = "run_data_parallel ", "run_pipeline ", "train "
+ALL = (DP, PP, TRAIN + "ddp --model gpt2-mini ")
 PRESETS = "gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl"
-NAME = "000001-here"
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default workdir is made in the current folder. There are a file, a folder with nothing in
-    it, no GPU, and what a run would begin with is forbidden."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    Path("file").touch()
-    Path("empty").mkdir()
-    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
+@pytest.fixture
+def no_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(*_: object) -> None:
         raise AssertionError("it has begun")
 
-    monkeypatch.setattr(DP, "launch", begin)
-    monkeypatch.setattr(TRAIN, "launch", begin)
-    monkeypatch.setattr(PP, "open_session", begin)  # before that nothing is on any thread
+    for program in ("run_data_parallel", "train"):
+        monkeypatch.setattr(f"project.{program}.launch", begin)
+    monkeypatch.setattr("project.run_pipeline.TranslationTask", begin)
 
 
-def ended(program: ModuleType, line: str, capfd: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+def ended(line: str, capfd: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     """The status with which a command line ends, and what it says."""
-    name = f"{program.__name__.split('.')[-1]}.py"
+    program, *options = line.split()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [f"project/{name}", *shlex.split(line)])
+        patch.setattr("sys.argv", [f"project/{program}.py", *options])
         with pytest.raises(SystemExit) as end:
-            run_program(program.main)
+            run_program(PROGRAMS[program][0].main)
     printed = capfd.readouterr()
     assert printed.out == ""
-    return end.value.code, printed.err.removeprefix(f"{name}: error: ")
+    return end.value.code, printed.err.removeprefix(f"{program}.py: error: ")
 
 
-# ------------------------------------------------------------------ values that no option can have
+MODE, ONE = (f"--model_parallel_mode {mode}" for mode in ("none", "model_parallel"))
 
-NUMBER = "must be a whole number, 1 or more"
-RULES: dict[Any, tuple[list[str], str]] = {
-    options.count: (["0", "-1", "1.5", "many"], NUMBER),
-    options.count_or_all: (["0", "-1", "none"], NUMBER),
-    options.positive: (["0", "-1", "nan", "inf"], "must be a positive, finite number, as 0.5"),
-    options.seconds: (["0", "-1", "inf"], "must be a positive, finite number, as 0.5"),
-    options.fraction: (["1", "-0.1", "nan"], "must be at least 0 and less than 1, as 0.1"),
-    options.whole_number: (["-1", "0.5"], f"must be a whole number from 0 to {2**32 - 1}"),
-    options.port: (["-1", "65536"], "must be a port from 0 (any free one) to 65535"),
-    options.boolean: (["yes"], "is neither True nor False"),
-}
-HELP = "; --help explains every option\n"
-
-
-def parser_of(program: ModuleType) -> argparse.ArgumentParser:
-    """That of a program."""
-    found: list[Any] = []
-
-    def note(parser: Any, _: object) -> None:
-        found.append(parser)
-        raise LookupError
-
-    with pytest.MonkeyPatch.context() as patch, suppress(LookupError):
-        patch.setattr("argparse.ArgumentParser.parse_args", note)
-        program.parse([])
-    return found[0]
-
-
-def bad_values(action: argparse.Action) -> list[tuple[str, list[str]]]:
-    """Values that an option must refuse, and what it must say, the beginning first. None, where
-    whatever is typed may be meant."""
-    option = f"argument {action.option_strings[0]}: "
-    if action.choices is not None:
-        wrong = "0" if action.type is int else "'0'"
-        return [("0", [f"{option}invalid choice: {wrong} ", *map(str, action.choices)])]
-    values, rule = RULES[action.type] if action.type not in (None, Path) else ([], "")
-    return [(value, [f"{option}{value} {rule}"]) for value in values]
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_zero_negative_and_unknown_values_of_every_option(
-    program: ModuleType, capfd: pytest.CaptureFixture[str]
-) -> None:
-    before = "ddp " if program is TRAIN else ""
-    refused = 0
-    for action in parser_of(program)._actions:
-        if not action.option_strings or action.nargs == 0:
-            continue
-        for value, (begin, *words) in bad_values(action):
-            line = f"{before}{action.option_strings[0]} {value}"
-            status, said = ended(program, line, capfd)
-            assert (status, said.count("\n")) == (2, 1), line
-            assert said.startswith(begin) and said.endswith(HELP), said
-            assert [word for word in words if word not in said] == [], said
-            refused += 1
-    assert refused > 50
-
-
-# ----------------------------------------------------------------------- what does not fit together
-
-FEW = "ddp --n_train 40 --n_validation 8 "
-
-# Program, options, and the line.
-TABLE: dict[str, list[tuple[ModuleType, str, str]]] = {
-    "more ranks than examples": [
-        (DP, "--world_size 4 --n_train 3",
-         "--world_size 4 --n_train 3: each rank needs an example; --world_size 3 or less works"),
-        (DP, "--world_size 4 --n_train 8 --n_validation 8 --n_test 3",
-         "--dataset builtin: test has 3 pairs for 4 ranks, and each rank needs one; --world_size 3 "
-         "or less, or more pairs, works"),
-        (TRAIN, "ddp --num_workers 4 --n_train 3",
-         "--n_train 3 --num_workers 4: each worker needs an example; --num_workers 3 or less "
-         "works"),
-        (TRAIN, "fsdp --num_workers 10 --model gpt2-mini --dataset pairs",
-         "--num_workers 10 --dataset pairs: validation has 9 examples, and each worker needs one; "
-         "--num_workers 9 or less works"),
-    ],
-    "more ranks than the batch has examples": [
-        (DP, "--world_size 4 --batch_size 3",
-         "--world_size 4 --batch_size 3: each rank needs an example; --world_size 3 or less "
-         "works"),
-        (TRAIN, "ddp --num_workers 4 --batch_size 3",
-         "--batch_size 3 --num_workers 4: each worker needs an example; --num_workers 3 or less "
-         "works"),
-    ],
-    "more stages than layers": [
-        (PP, TWO_STAGES + "--num_devices 11",
-         "--num_devices 11 --balance auto: the model has 10 layers (embedding, halves of blocks, "
-         "head) and every stage needs one; --num_devices 10 or less works, or a larger --n_layer"),
-        (TRAIN, "pipeline --num_workers 17",
-         "pipeline --num_workers 17: vgg16 has 16 layers and every worker needs one; --num_workers "
-         "16 or less works"),
-        (TRAIN, "model --num_workers 11 --model gpt2-mini",
-         "model --num_workers 11: gpt2-mini has 10 layers and every worker needs one; "
-         "--num_workers 10 or less works"),
-    ],
-    "micro-batches beyond the batch": [
-        (DP, "--accumulation_steps 33",
-         "--accumulation_steps 33 --batch_size 64 --world_size 2: a micro-batch needs an example; "
-         "--accumulation_steps 32 or less works"),
-        (PP, TWO_STAGES + "--n_chunk 65",
-         "--n_chunk 65 --batch_size 64: a micro-batch needs an example; --n_chunk 64 or less "
-         "works"),
-        (TRAIN, "pipeline --num_microbatches 33",
-         "--num_microbatches 33 --batch_size 32: a micro-batch needs an example; "
-         "--num_microbatches 32 or less works"),
-        (TRAIN, "ddp --num_microbatches 10 --batch_size 17",
-         "--num_microbatches 10 --batch_size 17 --num_workers 2: a micro-batch needs an example; "
-         "--num_microbatches 9 or less works"),
-    ],
-    "an option without effect": [
-        (DP, "--gradient_sync flat --bucket_mb 8",
-         "--bucket_mb 8 --gradient_sync flat: only --gradient_sync overlap has buckets"),
-        (PP, "--schedule zb",
-         "--schedule zb --model_parallel_mode none: one device computes at a time; leave it out, "
-         "or take --model_parallel_mode pipeline_parallel"),
-        (TRAIN, "ddp --schedule zb", "ddp --schedule zb: it is an option of pipeline"),
-        (TRAIN, "ddp --momentum 0.5",
-         "--momentum 0.5 --optimizer adamw: only --optimizer sgd has a use for it"),
-        (TRAIN, "ddp --model gpt2-mini --vgg_width 8",
-         "--vgg_width 8 --model gpt2-mini: only --model vgg16 has a use for it"),
-        *((TRAIN, f"ddp --{name} {value}",
-           f"--{name} {value} --model vgg16: only models of sentences have a use for it: {PRESETS}")
-          for name, value in (("n_test", "all"), ("padding", "max_length"), ("src", "en"),
-                              ("tgt", "de"), ("model_max_length", "64"), ("n_layer", "2"))),
-    ],
-    "a model folder without weights": [
-        *((program, f"{strategy}--model empty",
-           "--model empty: the folder holds no weights (*.safetensors); presets need none: "
-           + PRESETS) for program, strategy in ((DP, ""), (PP, ""), (TRAIN, "ddp "))),
-    ],
-    "a tokenizer that does not fit": [
-        *((program, f"{strategy}--model misfit --model_max_length 32",
-           "--model misfit: no tokenizer that fits comes with it (it has 340 tokens, and the "
-           "embedding 300 rows); save the one of these weights there, as --export does")
-          for program, strategy in ((DP, ""), (PP, ""), (TRAIN, "ddp "))),
-    ],
-    "a workdir that cannot be written": [
-        *((program, f"{strategy}--workdir file/here",
-           "--workdir file/here: nothing can be written there (Not a directory); name a folder of "
-           "your own, as --workdir workdir")
-          for program, strategy in ((DP, ""), (PP, ""), (TRAIN, "ddp "))),
-    ],
-    "a workdir in which another run writes": [
-        *((program, f"{strategy}--workdir taken",
-           "--workdir taken: another run is writing there; --workdir taken_2 works")
-          for program, strategy in ((DP, ""), (PP, ""), (TRAIN, "ddp "))),
-    ],
-    "a resume with other options": [
-        *((program, f"{strategy}--workdir {kept} --resume --seed 3",
-           f"--seed 3 with --resume: {NAME} was made with --seed 0; --seed 0 goes on from it, "
-           "another --workdir starts anew")
-          for program, strategy, kept in
-          ((DP, "", "of_dp"), (PP, "", "of_dp"), (TRAIN, FEW, "of_train"))),
-        *((program, f"{strategy}--workdir {kept} --resume",
-           f"--resume: {NAME} was not made by {by}, and no other is gone on from here; another "
-           "--workdir starts anew")
-          for program, strategy, kept, by in
-          ((DP, "", "of_train", "run_data_parallel.py or run_pipeline.py"),
-           (PP, "", "of_train", "run_data_parallel.py or run_pipeline.py"),
-           (TRAIN, FEW, "of_dp", "train.py"))),
-        (TRAIN, FEW + "--workdir of_train --resume --num_batches 3",
-         f"--num_batches 3 with --resume: {NAME} has done 4 steps; --num_batches 4 or more works"),
-        (TRAIN, FEW + "--workdir of_train --resume --n_epochs 1",
-         f"--n_epochs 1 with --resume: {NAME} has done 4 steps; --n_epochs 2 or more works"),
-    ],
-}  # fmt: skip
+# The line, and what is said; what is proposed is tried in test_options.py.
+TABLE = [
+    # ranks and examples
+    (DP + "--world_size 4 --n_train 3",
+     "--n_train 3 --world_size 4: each rank needs an example; --world_size 3 or less works"),
+    (TRAIN + "ddp --num_workers 4 --batch_size 3",
+     "--batch_size 3 --world_size 4: each rank needs an example; --world_size 3 or less works"),
+    (TRAIN + "fsdp --num_workers 3 --n_validation 2",
+     "--n_validation 2 --world_size 3: each rank needs an example; --world_size 2 or less works"),
+    (DP + "--world_size 4 --n_train 8 --n_validation 8 --n_test 3",
+     "--dataset builtin: test has 3 pairs for 4 ranks, and each rank needs one; --world_size 3 or "
+     "less, or more pairs, works"),
+    (TRAIN + "fsdp --num_workers 8 --model gpt2-mini --dataset pairs",
+     "--dataset pairs: test has 7 pairs for 8 ranks, and each rank needs one; --world_size 7 or "
+     "less, or more pairs, works"),
+    (TRAIN + "single --num_workers 2",
+     "single --world_size 2: single is one process; ddp takes several"),
+    # stages and layers
+    (PP + FLOW + "--num_devices 11",
+     "--num_devices 11 --balance auto: the model has 10 layers (embedding, halves of blocks, head) "
+     "and every stage needs one; --num_devices 10 or less works, or a larger --n_layer"),
+    (PP + FLOW + "--num_devices 5 --pipeline blocks",
+     "--num_devices 5 --balance auto: the model has 4 blocks and every stage needs one; "
+     "--num_devices 4 or less works, or a larger --n_layer"),
+    (PP + FLOW + "--balance 3,3",
+     "--num_devices 2 --balance 3,3: auto, uniform, or 2 positive numbers that add up to the 4 "
+     "blocks, as 2,2"),
+    (TRAIN + "pipeline --num_workers 17",
+     "pipeline --world_size 17: vgg16 has 16 layers and every rank needs one; --world_size 16 or "
+     "less works"),
+    (TRAIN + "model --num_workers 7 --model gpt2-mini --n_layer 2",
+     "model --world_size 7: gpt2-mini has 6 layers and every rank needs one; --world_size 6 or "
+     "less works"),
+    (TRAIN + "pipeline --balance 9,8",
+     "--world_size 2 --balance 9,8: auto, uniform, or 2 positive numbers that add up to the 16 "
+     "layers, as 8,8"),
+    # micro-batches
+    (DP + "--accumulation_steps 33",
+     "--num_microbatches 33 --batch_size 64 --world_size 2: a micro-batch needs an example; "
+     "--num_microbatches 32 or less works"),
+    (PP + FLOW + "--n_chunk 65",
+     "--num_microbatches 65 --batch_size 64: a micro-batch needs an example; --num_microbatches 64 "
+     "or less works"),
+    (TRAIN + "ddp --num_microbatches 10 --batch_size 17",
+     "--num_microbatches 10 --batch_size 17 --world_size 2: a micro-batch needs an example; "
+     "--num_microbatches 9 or less works"),
+    (TRAIN + "model --num_microbatches 2", "model --num_microbatches 2: with more than one it is "
+     "pipeline"),
+    # without effect
+    (DP + "--gradient_sync flat --bucket_mb 8",
+     "--bucket_mb 8.0 --gradient_sync flat: only the buckets of --gradient_sync overlap have it"),
+    (DP + "--gradient_sync flat --comm_dtype bf16",
+     "--comm_dtype bf16 --gradient_sync flat: only the buckets of --gradient_sync overlap have it"),
+    (PP + "--num_devices 999",
+     f"--num_devices 999 {MODE}: it is 1 there; leave it out, or use {FLOW.split(' --num')[0]}"),
+    (PP + "--balance nonsense",
+     f"--balance nonsense {MODE}: it is uniform there; leave it out, or use "
+     f"{FLOW.split(' --num')[0]}"),
+    (PP + f"{ONE} --schedule gpipe",
+     f"--schedule gpipe {ONE}: it is sequential there; leave it out, or use "
+     f"{FLOW.split(' --num')[0]}"),
+    (PP + FLOW + "--pipeline blocks --schedule zb",
+     f"--schedule zb {FLOW.split(' --num')[0]} --pipeline blocks: it is gpipe there; leave it out, "
+     "or use --pipeline whole"),
+    (PP + f"{ONE} --pipeline blocks --n_chunk 3",
+     f"--num_microbatches 3 {ONE} --pipeline blocks: it is 1 there; leave it out, or use "
+     "--pipeline whole"),
+    (TRAIN + "ddp --schedule zb", "ddp --schedule zb: it is an option of pipeline"),
+    (TRAIN + "ddp --balance uniform", "ddp --balance uniform: it is an option of pipeline and "
+     "model"),
+    (TRAIN + "pipeline --zero 2", "pipeline --zero 2: it is an option of fsdp"),
+    (TRAIN + "ddp --momentum 0.5",
+     "--momentum 0.5 --optimizer adamw: it is only for --optimizer sgd"),
+    (TRAIN + "ddp --model gpt2-mini --vgg_width 8",
+     "--vgg_width 8 --model gpt2-mini: it is only for --model vgg16"),
+    *((TRAIN + f"ddp --{name} {value}",
+       f"--{name} {value} --model vgg16: it is only for models of sentences, as gpt2-mini")
+      for name, value in (("n_test", "all"), ("padding", "max_length"), ("src", "en"),
+                          ("model_max_length", "64"), ("n_layer", "2"), ("dropout", "0.1"))),
+    (TRAIN + "ddp --model gpt2-mini --dropout 0.1 --check_weights",
+     "--dropout 0.1 with --check_weights or --check_output: dropout draws other masks under every "
+     "strategy, so nothing can be compared; --dropout 0 works"),
+    (DP + "--save_every 9 --keep 0",
+     "--save_every 9 --keep 0: no checkpoint would stay; --keep 1 works"),
+    (TRAIN + "ddp --num_batches 5 --warmup_steps 5",
+     "--warmup_steps 5 --num_batches 5: the warm-up must end before the last step; --warmup_steps "
+     "0 works"),
+    # models
+    (DP + "--n_head 3",
+     "--n_layer 4 --n_embd 256 --n_head 3: all must be positive and n_head must divide "
+     "n_embd, as --n_layer 4 --n_embd 256 --n_head 4"),
+    (DP + "--vocab_size 258", "--vocab_size 258: a byte-level vocabulary has at least 259 tokens; "
+     "--vocab_size 2048 works"),
+    (TRAIN + "ddp --model auto", f"--model auto: train.py needs one of vgg16, {PRESETS}"),
+    (DP + "--model empty --n_layer 2", "--n_layer with --model empty: pretrained weights have a "
+     f"fixed size; only the presets can be changed ({PRESETS})"),
+    *((program + "--model empty",
+       "--model empty: the folder holds no weights (*.safetensors); presets need none: " + PRESETS)
+      for program in ALL),
+    (PP + "--model misfit --model_max_length 32",
+     "--model misfit: no tokenizer that fits comes with it (it has 340 tokens, and the embedding "
+     "300 rows); save the one of these weights there, as --export does"),
+    # folders
+    *((program + "--workdir taken",
+       "--workdir taken: another run is writing there; --workdir taken_2 works")
+      for program in ALL),
+    (DP + "--dataset pairs --workdir pairs",
+     "--workdir pairs: it is the --dataset, and results would be mixed into it; --workdir workdir "
+     "works"),
+    (PP + "--export taken/file", "--export taken/file: something else is there; name a new folder, "
+     "as --export taken/file_gpt2"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -241,35 +175,112 @@ def misfit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def checkpoint(workdir: str, program: ModuleType, line: str, more: dict[str, Any]) -> None:
-    """A checkpoint of a run with these options."""
-    args = plain(vars(program.parse([*line.split(), "--workdir", workdir])))
-    chosen = {**args, "model": args["model"].replace("auto", "gpt2-mini")}
-    state = {"position": {"epoch": 0, "step": 4}, "steps": 4, "options": args, "resolved": chosen}
-    Saver(Path(workdir, "checkpoints"), 2).save("here", [], state | more)
-
-
-def test_the_table_is_whole() -> None:
-    """Each program in each row; but one process has no ranks."""
-    missing = {
-        what: [p.__name__.split(".")[1] for p in PROGRAMS if p not in {row[0] for row in rows}]
-        for what, rows in TABLE.items()
-    }
-    assert {what: programs for what, programs in missing.items() if programs} == {
-        "more ranks than examples": ["run_pipeline"],
-        "more ranks than the batch has examples": ["run_pipeline"],
-        "more stages than layers": ["run_data_parallel"],
-    }
-
-
-@pytest.mark.parametrize("what", TABLE)
-def test_one_line(what: str, misfit: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_line(misfit: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_pairs(Path("pairs"))
     Path("misfit").symlink_to(misfit)
+    Path("empty").mkdir()
     Path("taken").mkdir()
-    texts = read_data(train.parse(FEW.split())).fingerprint()
-    checkpoint("of_dp", DP, "", {"totals": [], "texts": ""})
-    checkpoint("of_train", TRAIN, FEW, {"log": {}, "texts": texts})
-    with alone_in_workdir(argparse.Namespace(workdir=Path("taken"), export=None)):
-        found = [ended(program, line, capfd) for program, line, _ in TABLE[what]]
-    assert found == [(2, f"{said}\n") for _, _, said in TABLE[what]]
+    Path("taken/file").touch()
+    with alone_in_workdir(SimpleNamespace(workdir=Path("taken"), export=None)):  # type: ignore
+        found = [(line, *ended(line, capfd)) for line, _ in TABLE]
+    wrong = [
+        (line, status, said, expected)
+        for (line, status, said), (_, expected) in zip(found, TABLE, strict=True)
+        if (status, said) != (2, f"{expected}\n")
+    ]
+    assert wrong == []
+
+
+# ---------------------------------------------------------------------------- resume
+
+NAME = "000002-epoch0-step4"
+MADE = TINY + "--dropout 0 --n_epochs 1 "
+CHANGED = [
+    ("--batch_size 5", "--batch_size 5", "--batch_size 6"),
+    ("--seed 1", "--seed 1", "--seed 0"),
+    ("--n_embd 32", "--n_embd 32", "--n_embd 16"),
+    ("--vocab_size 512", "--vocab_size 512", "--vocab_size 300"),
+    ("--model gpt2", "--model gpt2", "--model gpt2-mini"),
+    ("--model_max_length 128", "--model_max_length 128", "--model_max_length 64"),
+    ("--dropout 0.1", "--dropout 0.1", "--dropout 0.0"),
+    ("--learning_rate 0.02", "--learning_rate 0.02", "--learning_rate 0.01"),
+    ("--precision bf16", "--precision bf16", "--precision fp32"),
+    ("--padding max_length", "--padding max_length", "--padding longest"),
+    ("--dataset pairs", "--dataset pairs", "--dataset builtin"),
+    ("--n_train all", "--n_train all", "--n_train 20"),
+    ("--src en --tgt de", "--src en", "--src de"),
+    ("--lr_scheduler linear", "--lr_scheduler linear", "--lr_scheduler constant"),
+    ("--warmup_steps 2", "--warmup_steps 2", "--warmup_steps 0"),
+    ("--max_grad_norm 1", "--max_grad_norm 1.0", "no --max_grad_norm"),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workdir of a run of one epoch, with two checkpoints."""
+    folder = tmp_path_factory.mktemp("made")
+    run(f"train single {MADE} --workdir {folder} --save_every 3")
+    return folder
+
+
+@pytest.mark.parametrize("program", [DP + "--world_size 1 ", PP, "train single "])
+def test_a_resume_with_other_options(
+    made: Path, program: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What decides what is computed must stay, whatever program resumes it."""
+    write_pairs(Path("pairs"))
+    line = f"{program} {MADE} --workdir {made} --resume "
+    for change, now, then in CHANGED:
+        assert ended(line + change, capfd) == (
+            2,
+            f"{now} with --resume: {NAME} was saved with {then}; use {then}, or another --workdir "
+            "to start a new run\n",
+        )
+    if program == "train single ":
+        assert ended(line + "--num_batches 3", capfd)[1] == (
+            f"--num_batches 3 with --resume: {NAME} has done 4 steps; --num_batches 4 or more "
+            "works\n"
+        )
+
+
+def test_what_a_resume_may_change(made: Path) -> None:
+    """Where to write, how long, on which devices; among it what was chosen and is now given."""
+    line = f"{MADE} --workdir {made} --resume "
+    for change in (
+        "--n_epochs 50", "--save_every 7", "--keep 5", "--timeout 5", "--gradient_sync flat",
+        "--num_microbatches 2", "--export out", "--on_nan skip", "--world_size 4",
+    ):  # fmt: skip
+        assert find_resume(parse(DP + line + change)).checkpoint is not None
+    args = parse(DP + line + "--n_epochs 1")
+    resume = find_resume(args)
+    assert resume.notes == (f"Resumed from {made}/checkpoints/{NAME}: 4 steps done.",)
+    fingerprint = read_texts(args).fingerprint()
+    check_resume(args, resume, 20, fingerprint)
+    for more, size, data, said in (
+        ("--n_epochs 1", 10, fingerprint, "--n_epochs 1 with --resume: .* --n_epochs 2 or more "),
+        ("", 20, "other", f"--resume: {NAME} was trained on other data of the same name; use "),
+    ):
+        with pytest.raises(UserError, match=f"^{said}"):
+            check_resume(parse(DP + line + more), resume, size, data)
+
+
+def test_a_schedule_ends_where_it_was_to_end(tmp_path: Path) -> None:
+    line = f"{MADE} --workdir {tmp_path} --lr_scheduler cosine "
+    run(f"train single {line}", stop_at=4)
+    assert find_resume(parse(PP + line + "--resume")).checkpoint is None
+    run(f"train single {line} --save_every 2", stop_at=3)
+    assert find_resume(parse(PP + line + "--resume")).checkpoint is not None
+    with pytest.raises(UserError) as error:
+        find_resume(parse(PP + line + "--resume --n_epochs 2"))
+    assert str(error.value) == (
+        "--n_epochs 2 with --resume: 000001-epoch0-step2 has a learning rate that decays over "
+        "--n_epochs 1; use that"
+    )
+
+
+def test_without_a_checkpoint_it_begins() -> None:
+    """torchrun repeats the command line: the first time there is none."""
+    assert find_resume(parse(DP + "--resume")).notes == (
+        "--resume: workdir/checkpoints has no checkpoint; starting from scratch.",
+    )
+    assert find_resume(parse(DP)) is NO_RESUME

@@ -1,4 +1,4 @@
-"""--export: transformers loads it and computes what the trained model does, and both programs can
+"""--export: transformers loads it and computes what the trained model does, and every program can
 start from it. And what --model refuses."""
 
 from __future__ import annotations
@@ -8,122 +8,144 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from project.rules import check_model
-from project.run_data_parallel import parse
-from project.session import Session
-from tests.project.test_resume import TINY, WHOLE, data_parallel, pipeline
+from project.utils import read_texts
+from tests.project.programs import FLOW, TINY, VGG, names_in, parse, read_json, run, summary
 from tests.ranks import Ranks
-from training.export import export
-from training.launch import UserError
-from training.pieces import SaveError
+from training.export import export, put_in_place
+from training.launch import RunError, UserError, World
 
-SHORT = ["--n_epochs=1", "--lr_scheduler=constant", "--dropout=0"]
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+SHORT = TINY + "--n_epochs 1 --dropout 0 "
 IDS = torch.arange(40).view(2, 20)
 
 
-def logits(model: GPT2LMHeadModel) -> Tensor:
+def logits(folder: Path) -> Tensor:
+    """Of what transformers loads."""
     with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits
+        return GPT2LMHeadModel.from_pretrained(folder).eval()(input_ids=IDS).logits
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
-    """What a run of two stages exported, and the logits of its model at the end."""
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of two stages exported."""
     folder = tmp_path_factory.mktemp("exported")
-    kept: list[Tensor] = []
-    write = Session.export_model
-
-    def note(session: Session) -> None:
-        kept.append(logits(session.model))
-        write(session)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "export_model", note)
-        pipeline(folder / "work", [*SHORT, WHOLE, f"--export={folder / 'model'}"])
-    return folder / "model", kept[0]
+    run(f"run_pipeline {FLOW} {SHORT} --workdir {folder}/work --export {folder}/model")
+    return folder / "model"
 
 
-def test_transformers_loads_it_with_equal_logits(exported: tuple[Path, Tensor]) -> None:
-    folder, expected = exported
-    assert torch.equal(logits(GPT2LMHeadModel.from_pretrained(folder)), expected)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_transformers_loads_it_and_finds_the_losses_of_the_run(exported: Path) -> None:
+    """The validation loss, computed by transformers alone; the tokenizer is the run's."""
+    tokenizer = AutoTokenizer.from_pretrained(exported)
     assert tokenizer.decode(tokenizer("Häuser und 7")["input_ids"]) == "Häuser und 7"
     assert tokenizer.convert_tokens_to_ids(["<pad>", "<eos_de>", "<eos_en>"]) == [0, 1, 2]
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["model", "work"]
-    modes = {path.stat().st_mode for path in folder.iterdir()}
+    model = GPT2LMHeadModel.from_pretrained(exported).eval()
+    total = count = 0.0
+    for pair in read_texts(parse(f"run_pipeline {SHORT}")).splits["validation"]:
+        source = tokenizer(pair["de"] + "<eos_de>")["input_ids"]
+        ids = torch.tensor([(source + tokenizer(pair["en"] + "<eos_en>")["input_ids"])[:65]])
+        with torch.no_grad():
+            log_p = model(input_ids=ids[:, :-1]).logits.log_softmax(-1)
+        losses = -log_p[0].gather(-1, ids[0, 1:, None])[len(source) - 1 :]
+        total, count = total + losses.sum().item(), count + len(losses)
+    expected = summary(exported.parent / "work")["validation_loss"]
+    assert total / count == pytest.approx(expected, rel=1e-5)
+    assert names_in(exported.parent) == ["model", "work"]
+    modes = {path.stat().st_mode for path in exported.iterdir()}
     assert len(modes) == 1  # who may read one file may read all
 
 
-def test_blocks_export_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
-    """They train another module than the one that is exported."""
-    pipeline(tmp_path / "a", [*SHORT, WHOLE, "--pipeline=blocks", f"--export={tmp_path / 'model'}"])
-    model = GPT2LMHeadModel.from_pretrained(tmp_path / "model")
-    pipeline(
-        tmp_path / "a",
-        [*SHORT, "--resume", "--model_parallel_mode=none", f"--export={tmp_path / 'again'}"],
-    )
-    again = GPT2LMHeadModel.from_pretrained(tmp_path / "again")
-    assert torch.equal(logits(model), logits(again))
-
-
-def test_both_programs_train_what_was_exported(
-    exported: tuple[Path, Tensor], ranks: Ranks, tmp_path: Path
+@pytest.mark.parametrize(
+    "line",
+    ["run_data_parallel", f"run_pipeline {FLOW} --pipeline blocks", "train fsdp", "train pipeline"],
+)
+def test_every_program_exports_what_it_has_trained_and_starts_from_it(
+    exported: Path, ranks: Ranks, line: str
 ) -> None:
-    """Equal losses; the float32 bound is that of test_resume.py."""
-    options = [*SHORT, f"--model={exported[0]}"]
-    pipeline(tmp_path / "pp", [*options, WHOLE])
-    ranks.run(data_parallel, tmp_path / "dp", options)
-    found = [
-        json.loads((tmp_path / folder / f"{prefix}_results_epoch0.json").read_text())
-        for folder, prefix in (("pp", "eval"), ("dp", "rank0"))
-    ]
-    for key in ("training_loss", "validation_loss"):
-        assert found[0][key] == pytest.approx(found[1][key], rel=1e-5)
-    trained = exported[0].parent / "work" / "eval_results_epoch0.json"
-    assert found[0]["training_loss"] < json.loads(trained.read_text())["training_loss"]
+    """Resumed, to train nothing more, one process exports the same; and in one more epoch from the
+    exported weights every program finds the losses of any other."""
+    on = None if "run_pipeline" in line else ranks
+    run(f"{line} {SHORT} --export {Path('first').resolve()}", on)
+    run(f"run_pipeline {SHORT} --resume --export second")
+    assert torch.equal(logits(Path("first")), logits(Path("second")))
+    sizes = "--model gpt2-mini --n_layer 2 --n_embd 16 --n_head 2 --vocab_size 300"
+    other = SHORT.replace(sizes, f"--model {exported} --precision fp64")
+    for folder, program, where in (("a", line, on), ("b", "train single", None)):
+        workdir = Path(folder).resolve()
+        printed, error = run(f"{program} {other} --workdir {workdir}", where)
+        assert error is None, printed
+    assert summary("a")["loss"] == pytest.approx(summary("b")["loss"], rel=1e-9)
+    assert summary("a")["loss"][-1] < summary(exported.parent / "work")["loss"][0]
+
+
+def test_vgg16_is_exported_by_name(ranks: Ranks) -> None:
+    line = VGG + "--num_batches 2 "
+    run(f"train fsdp {line} --export {Path('first').resolve()}", ranks)
+    run(f"train single {line} --resume --export second")
+    found, again = (load_file(f"{folder}/model.safetensors") for folder in ("first", "second"))
+    assert [name for name, t in found.items() if not torch.equal(t, again[name])] == []
+    assert len(found) == len(again) == 32
+    assert len(read_json("first/config.json")["classes"]) == 10
+
+
+def fill_the_disk(_: int, patches: pytest.MonkeyPatch) -> None:
+    """When the export is written, and not before."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def broken(folder: Path, write: Any) -> None:
+        patches.setattr("os.fsync", full)
+        put_in_place(folder, write)
+
+    patches.setattr("training.export.put_in_place", broken)
+
+
+def test_an_export_that_fails_costs_nothing_else(ranks: Ranks) -> None:
+    """One line on rank 0; the others end; what the run has found is there, and no half folder."""
+    export = Path("exported").resolve()
+    line = f"run_data_parallel {TINY} --num_batches 2 --export {export}"
+    printed, error = run(line, ranks, fill_the_disk)
+    assert error is not None and error.startswith(f"--export {export}: cannot be written"), printed
+    assert "No space left" in error
+    assert len(summary()["loss"]) == 2
+    assert names_in(".") == ["work"]
 
 
 def test_an_export_replaces_an_earlier_one_and_nothing_else(
-    exported: tuple[Path, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(exported[0], folder)
+    shutil.copytree(exported, folder)
     model = GPT2LMHeadModel.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def write() -> None:
+        weights = ((name, p.detach()) for name, p in model.named_parameters())
+        export(World(), folder, weights, model.config.save_pretrained)
+
     (folder / "old.txt").touch()
-    export(folder, model, tokenizer)
+    write()
     assert not (folder / "old.txt").exists()
-    assert torch.equal(logits(GPT2LMHeadModel.from_pretrained(folder)), exported[1])
+    assert torch.equal(logits(folder), logits(exported))
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     (folder / "mark.txt").touch()
-    with pytest.raises(SaveError, match=r"^--export .*model: cannot be written .*No space left"):
-        export(folder, model, tokenizer)
+    with pytest.raises(RunError, match=r"^--export .*model: cannot be written .*No space left"):
+        write()
     assert (folder / "mark.txt").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-@pytest.mark.parametrize("made", [Path.touch, lambda path: (path / "sub").mkdir(parents=True)])
-def test_an_export_refuses_what_is_something_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[Path], None]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    made(Path("mine"))
-    with pytest.raises(UserError) as error:
-        parse([*TINY, "--export", "mine"])
-    assert str(error.value) == (
-        "--export mine: something else is there; name a new folder, as --export mine_gpt2"
-    )
-    assert parse([*TINY, "--export", "a/new/mine_gpt2"]).export == Path("a/new/mine_gpt2")
+    assert names_in(tmp_path) == ["model"]
 
 
 # What --model refuses, before any process starts
@@ -131,12 +153,6 @@ def test_an_export_refuses_what_is_something_else(
 
 def _no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-
-
-def _larger_tokenizer(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens([f"word{i}" for i in range(40)])
-    tokenizer.save_pretrained(folder)
 
 
 def _truncated(folder: Path) -> None:
@@ -153,14 +169,9 @@ def _other_weights(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 301}))
 
 
-def _no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (_no_weights, "the folder holds no weights (*.safetensors); presets need none: "),
         (_truncated, "no GPT-2 weights come from this folder (model.safetensors: Error while "),
         (
             _other_weights,
@@ -176,24 +187,14 @@ def _no_weights(folder: Path) -> None:
             _broken_tokenizer,
             "no tokenizer that fits comes with it (it cannot be read: KeyError 'added_tokens'); ",
         ),
-        (
-            _larger_tokenizer,
-            "no tokenizer that fits comes with it (it has 340 tokens, and the embedding 300 rows)",
-        ),
     ],
 )
-def test_a_model_that_does_not_fit(
-    exported: tuple[Path, Tensor],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    spoil: Callable[[Path], None],
-    why: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(exported[0], "model")
-    check_model(parse(["--model=model", "--model_max_length=64"]))
+def test_a_model_that_does_not_fit(exported: Path, spoil: Callable[[Path], None], why: str) -> None:
+    shutil.copytree(exported, "model")
+    line = "run_data_parallel --model model --model_max_length 64"
+    check_model(parse(line))
     spoil(Path("model"))
     with pytest.raises(UserError) as error:
-        parse(["--model=model", "--model_max_length=64"])
+        parse(line)
     assert str(error.value).startswith(f"--model model: {why}")
     assert "\n" not in str(error.value)

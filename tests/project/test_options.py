@@ -1,176 +1,286 @@
-"""Command lines that cannot work: each is refused with its value and one that works."""
+"""The command lines of the three programs: values, defaults, aliases, files of options, help."""
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_type_hints
 
 import pytest
+import torch
 
-from project import run_pipeline
-from project.options import launch_settings, open_timeline
-from project.rules import check_model, check_warmup
-from project.run_data_parallel import parse
-from project.session import read_texts
+from project.options import (
+    ALIASES,
+    DataParallelOptions,
+    PipelineOptions,
+    TrainOptions,
+)
+from project.rules import check_model, check_warmup, choose_devices
+from project.utils import launch_settings, read_texts
+from tests.project.conftest import ROOT
+from tests.project.programs import FLOW, parse
 from training.data import train_tokenizer
-from training.launch import Settings, UserError, World
+from training.launch import Settings, UserError
 from training.model import build_model, gpt2_config
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default workdir is made in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+DP, PP, TRAIN = "run_data_parallel ", "run_pipeline ", "train ddp "
+OPTIONS: dict[str, type] = {DP: DataParallelOptions, PP: PipelineOptions, TRAIN: TrainOptions}
 
 
-# What argparse refuses by itself: the options, and what its line must contain.
-BAD_VALUES: list[tuple[str, list[str]]] = [
-    ("--world_size 0", ["--world_size", "0 must be a whole number, 1 or more"]),
-    ("--save_every 0", ["--save_every", "0 must be a whole number, 1 or more"]),
-    ("--keep -1", ["--keep", "-1 must be a whole number from 0 to"]),
-    ("--world_size -2", ["--world_size", "-2 must be a whole number, 1 or more"]),
-    ("--n_epochs two", ["--n_epochs", "two must be a whole number, 1 or more"]),
-    ("--batch_size 1.5", ["--batch_size", "1.5 must be a whole number, 1 or more"]),
-    ("--n_train 0", ["--n_train", "0 must be a whole number, 1 or more"]),
-    ("--n_test none", ["--n_test", "none must be a whole number, 1 or more"]),
-    ("--model_max_length 0", ["--model_max_length", "0 must be a whole number, 1 or more"]),
-    ("--n_layer 0", ["--n_layer", "0 must be a whole number, 1 or more"]),
-    ("--accumulation_steps 0", ["--accumulation_steps", "0 must be a whole number, 1 or more"]),
-    ("--cores_per_rank 0", ["--cores_per_rank", "0 must be a whole number, 1 or more"]),
-    ("--learning_rate 0", ["--learning_rate", "0 must be a positive, finite number, as 0.5"]),
-    ("--learning_rate nan", ["--learning_rate", "nan must be a positive, finite number"]),
-    ("--lr_scheduler step", ["--lr_scheduler", "'step'", "constant", "linear", "cosine"]),
-    ("--warmup_steps -1", ["--warmup_steps", "-1 must be a whole number from 0 to 4294967295"]),
-    ("--warmup_steps 0.1", ["--warmup_steps", "0.1 must be a whole number from 0 to 4294967295"]),
-    ("--max_grad_norm 0", ["--max_grad_norm", "0 must be a positive, finite number, as 0.5"]),
-    ("--max_grad_norm inf", ["--max_grad_norm", "inf must be a positive, finite number, as 0.5"]),
-    ("--on_nan ignore", ["--on_nan", "'ignore'", "stop", "skip"]),
-    ("--timeout inf", ["--timeout", "inf must be a positive, finite number, as 0.5"]),
-    ("--bucket_mb big", ["--bucket_mb", "big must be a positive, finite number, as 0.5"]),
-    ("--dropout 1", ["--dropout", "1 must be at least 0 and less than 1, as 0.1"]),
-    ("--dropout -0.1", ["--dropout", "-0.1 must be at least 0 and less than 1, as 0.1"]),
-    ("--dropout much", ["--dropout", "much must be at least 0 and less than 1, as 0.1"]),
-    ("--seed -1", ["--seed", "-1 must be a whole number from 0 to 4294967295"]),
-    ("--seed 4294967296", ["--seed", "4294967296 must be a whole number from 0 to 4294967295"]),
-    ("--pytest yes", ["--pytest", "yes is neither True nor False"]),
-    ("--padding shortest", ["--padding", "'shortest'", "longest", "max_length"]),
-    ("--precision fp8", ["--precision", "'fp8'", "fp32", "bf16"]),
-    ("--device tpu", ["--device", "'tpu'", "auto", "cpu", "cuda", "mps"]),
-    ("--gradient_sync ring", ["--gradient_sync", "'ring'", "per_parameter", "flat", "overlap"]),
-    ("--comm_dtype fp16", ["--comm_dtype", "'fp16'", "fp32", "bf16"]),
-    ("--master_port http", ["--master_port", "http must be a port from 0 (any free one) to 65535"]),
-    ("--n_layers 3", ["unrecognized arguments: --n_layers 3"]),
-    ("--world 2", ["unrecognized arguments: --world 2"]),
-]
-
-
-@pytest.mark.parametrize(("line", "words"), BAD_VALUES, ids=[line for line, _ in BAD_VALUES])
-def test_bad_values(line: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The line that the parser says, less its end."""
     with pytest.raises(SystemExit) as end:
-        parse(line.split())
-    assert end.value.code == 2
-    said = capsys.readouterr().err.rstrip().split("\n")[-1]
-    assert [word for word in words if word not in said] == [], said
+        parse(line)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert said.endswith("; --help explains all\n")
+    return said.partition(": error: ")[2].removesuffix("; --help explains all\n")
 
 
-# What does not fit together: the options, how the line begins, and how it ends.
-BAD_COMBINATIONS: list[tuple[str, str, str]] = [
-    ("--batch_size 3", "--batch_size 3: batch size 3 on 2 ranks: ", "for example 2"),
-    ("--batch_size 1", "--batch_size 1: batch size 1 on 2 ranks: ", "for example 2"),
-    (
-        "--batch_size 30 --world_size 4",
-        "--batch_size 30: batch size 30 on 4 ranks: ",
-        "for example 28",
-    ),
-    (
-        "--n_train 3 --world_size 4",
-        "--world_size 4 --n_train 3: ",
-        "--world_size 3 or less works",
-    ),
-    (
-        "--comm_dtype bf16 --gradient_sync flat",
-        "--comm_dtype bf16 --gradient_sync flat: ",
-        "--gradient_sync overlap travel in another type",
-    ),
-    ("--n_head 3", "--n_layer 4 --n_embd 256 --n_head 3: ", "--n_embd 256 --n_head 4"),
-    ("--model gpt2 --n_embd 770", "--n_layer 12 --n_embd 770 --n_head 12: ", "--n_head 4"),
-    ("--vocab_size 258", "--vocab_size 258: ", "at least 259 tokens; --vocab_size 2048 works"),
-    ("--model . --n_layer 2", "--n_layer with --model .: ", "gpt2-large, gpt2-xl)"),
-    ("--model . --vocab_size 400", "--vocab_size with --model .: ", "gpt2-large, gpt2-xl)"),
-    ("--model .", "--model .: the folder holds no weights", "gpt2-large, gpt2-xl"),
-    ("--model gpt-2", "--model gpt-2: no GPT-2 weights come from this name", "gpt2-large, gpt2-xl"),
-    ("--save_every 9 --keep 0", "--save_every 9 --keep 0: no checkpoint", "--keep 1 works"),
-    ("--export file", "--export file: something else is there", "--export file_gpt2"),
-    ("--export file/sub", "--export file/sub: nothing can be", "--export exported"),
-    ("--workdir file", "--workdir file: nothing can be written there", "--workdir workdir"),
-    ("--workdir file/sub", "--workdir file/sub: nothing can be", "--workdir workdir"),
-]
+# ------------------------------------------------------------------ values that no option can have
+
+COUNT = (["0", "-1", "1.5", "many"], "a whole number, 1 or more")
+RULES: dict[str, tuple[list[str], str]] = {
+    "Count": COUNT,
+    "Whole": (["-1", "0.5", str(2**32)], f"a whole number from 0 to {2**32 - 1}"),
+    "Port": (["-1", "65536", "http"], "a port from 0 (any free one) to 65535"),
+    "Positive": (["0", "-1", "nan", "inf", "big"], "a positive, finite number, as 0.5"),
+    "Fraction": (["1", "-0.1", "nan"], "at least 0 and less than 1, as 0.1"),
+    "Seconds": (["0", "inf", "1e9"], "a positive number of seconds, at most 2592000 (a month)"),
+    "bool": (["perhaps", "2"], "true or false"),
+    "Literal": (["0", "other"], "one of "),
+}
+
+
+def test_every_option_refuses_what_it_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line, with the value and the rule; str and Path alone may be anything."""
+    tried: dict[str, str] = {}  # by option, the rule
+    for program, kind in OPTIONS.items():
+        for name, hint in get_type_hints(kind).items():
+            words = [word for word in RULES if word in str(hint)]
+            if not words:
+                assert "str" in str(hint) or "Path" in str(hint), name
+            if not words or name == "strategy" or name in tried:
+                continue
+            values, rule = RULES[words[0]]
+            for value in values[:1] if words[0] in tried.values() else values:
+                said = refused(f"{program}--{name} {value}", capsys)
+                assert said.startswith(f"--{name} {value}: it must be ") and rule in said, said
+            tried[name] = words[0]
+    assert set(tried.values()) == set(RULES) and len(tried) > 40
 
 
 @pytest.mark.parametrize(
-    ("line", "begin", "end"), BAD_COMBINATIONS, ids=[line for line, _, _ in BAD_COMBINATIONS]
+    ("line", "said"),
+    [
+        (DP + "--n_layers 3", "unrecognized arguments: --n_layers 3"),
+        (DP + "--world 2", "unrecognized arguments: --world 2"),  # no abbreviations
+        (DP + "twice", "unrecognized arguments: twice"),
+        (PP + "--world_size 2", "unrecognized arguments: --world_size 2"),
+        (DP + "--batch_size", "argument --batch_size: expected one argument"),
+        (DP + "--n_chunk 0", "--num_microbatches 0: it must be a whole number, 1 or more"),
+        (DP + "--n_test none", "--n_test none: it must be a whole number, 1 or more or all"),
+        (PP + "--schedule zero", "--schedule zero: it must be one of gpipe, 1f1b, zb"),
+        ("train ", "the following arguments are required: strategy"),
+        ("train ddpp", "--strategy ddpp: it must be one of single, ddp, fsdp, pipeline, model"),
+        (DP + "--config none.yaml", "--config: File does not exist: '{}/none.yaml'"),
+        (DP + "--config wrong.yaml", "--batch_size many: it must be a whole number, 1 or more"),
+        (DP + "--config other.yaml", "Option 'batchsize' is not accepted"),
+    ],
 )
-def test_bad_combinations(line: str, begin: str, end: str) -> None:
-    Path("file").touch()
-    with pytest.raises(UserError) as error:
-        parse(line.split())
-    said = str(error.value)
-    assert (said[: len(begin)], said[-len(end) :]) == (begin, end)
-    assert "\n" not in said
+def test_one_line_for_what_is_mistyped(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("wrong.yaml").write_text("batch_size: many\n")
+    Path("other.yaml").write_text("batchsize: 8\n")
+    assert refused(line, capsys) == said.format(Path.cwd())
+
+
+# -------------------------------------------------------------------------------- what is accepted
+
+
+def test_flags_and_values() -> None:
+    for flag in ("--resume", "--resume true", "--resume=True", "--keep 3 --resume"):
+        assert parse(f"{DP} {flag}").resume is True
+    assert parse(DP + "--resume --keep 3").keep == 3
+    for flag in ("", "--resume false", "--resume --resume=False"):
+        assert parse(f"{DP} {flag}").resume is False
+    args = parse(DP + "--n_train all --pytest True --learning_rate 3e-4 --n_test 5")
+    assert (args.n_train, args.pytest, args.learning_rate, args.n_test) == (None, True, 3e-4, 5)
+    assert parse("train --zero 2 fsdp --check_weights").check_weights is True
+
+
+def test_every_alias_is_its_option() -> None:
+    for alias, name in ALIASES.items():
+        for equals in (" ", "="):
+            args = parse(f"{DP}--{alias}{equals}1")
+            assert getattr(args, name) == 1 and not hasattr(args, alias)
+
+
+def test_options_come_from_a_file_and_the_line_goes_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What --print_config prints is such a file."""
+    Path("run.yaml").write_text("batch_size: 8\nn_epochs: 3\nresume: true\n")
+    args = parse(DP + "--config run.yaml --n_epochs 4")
+    assert (args.batch_size, args.n_epochs, args.resume) == (8, 4, True)
+    with pytest.raises(SystemExit) as end:
+        parse(TRAIN + "--num_workers 3 --zero 2 --balance uniform --print_config")
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    names = [line.partition(":")[0] for line in printed.splitlines()]
+    assert sorted(names) == sorted(field.name for field in fields(TrainOptions))
+    Path("printed.yaml").write_text(printed.replace("balance: uniform", "balance: null"))
+    args = parse("train --config printed.yaml fsdp --zero 1")
+    assert (args.world_size, args.zero, args.n_epochs) == (3, 1, 1)
+
+
+HELP = """
+import sys
+for program in ("run_data_parallel", "run_pipeline", "train"):
+    sys.argv = [program + ".py", "--help"]
+    sys.modules.pop("__main__", None)
+    try:
+        import runpy
+        runpy.run_path(f"project/{program}.py", run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, end.code
+    print("=====")
+print(*(name for name in ("torch", "transformers", "matplotlib") if name in sys.modules))
+"""
+
+
+def test_help_is_short_complete_and_answered_without_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    *pages, imported = done.stdout.split("=====\n")
+    assert imported.split() == []
+    for page, kind in zip(pages, OPTIONS.values(), strict=True):
+        assert 40 < page.count("\n") < 100
+        assert max(map(len, page.splitlines())) <= 118
+        named = {field.name for field in fields(kind)} - {"strategy"}
+        assert [name for name in named if f"--{name}" not in page] == []
+        assert "(also --num_workers)" in page or kind is PipelineOptions
+
+
+def test_what_is_not_given_is_chosen() -> None:
+    args = parse(DP)
+    assert (args.world_size, args.model, args.learning_rate) == (2, "gpt2-mini", 1e-3)
+    assert (args.workdir, args.bucket_mb, args.n_train) == (Path("workdir"), 4.0, 5000)
+    args = parse("train pipeline")
+    assert (args.world_size, args.workdir, args.model) == (2, Path("workdir/pipeline2"), "vgg16")
+    assert (args.schedule, args.balance, args.dropout, args.n_epochs) == ("1f1b", "auto", 0.0, 1)
+    assert (args.batch_size, args.cores_per_rank, args.learning_rate) == (32, 1, 3e-4)
+    assert parse("train single").workdir == Path("workdir/single1")
+    assert parse("train fsdp --num_workers 3 --optimizer sgd").learning_rate == 30 * 3e-4
+    assert parse("train fsdp").zero == 3
+    rates = {"gpt2-mini": 1e-3, "gpt2": 1e-4, "gpt2 --n_embd 384": 1e-3}
+    assert {m: parse(f"{DP}--model {m}").learning_rate for m in rates} == rates
+
+
+MODEL = "--model_parallel_mode model_parallel "
+# What is not said: the options of run_pipeline.py, and what they mean.
+SETTLED: list[tuple[str, tuple[int, str, str, int]]] = [
+    ("", (1, "uniform", "sequential", 4)),
+    ("--num_devices 1 --n_chunk 2", (1, "uniform", "sequential", 2)),
+    ("--pipeline blocks", (1, "uniform", "sequential", 1)),
+    (f"{MODEL} --num_devices 3 --balance 1,1,2 --n_chunk 8", (3, "1,1,2", "sequential", 8)),
+    (f"{MODEL} --pipeline blocks", (2, "auto", "sequential", 1)),
+    (FLOW, (2, "auto", "1f1b", 4)),
+    (f"{FLOW} --pipeline blocks --schedule gpipe --n_chunk 8", (2, "auto", "gpipe", 8)),
+]
+
+
+@pytest.mark.parametrize(("line", "settled"), SETTLED, ids=[line for line, _ in SETTLED])
+def test_stages_that_are_not_given(line: str, settled: tuple[int, str, str, int]) -> None:
+    args = parse(f"{PP} --device cpu {line}")
+    found = (args.num_devices, args.balance, args.schedule, args.num_microbatches)
+    assert found == settled
+    assert choose_devices(args) == [torch.device("cpu", i) for i in range(settled[0])]
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "--batch_size 2",
-        "--batch_size 28 --world_size 4",
-        "--n_train 3 --world_size 3 --batch_size 3",
-        "--n_train all --n_validation all --n_test all",
-        "--comm_dtype bf16 --gradient_sync overlap",
-        "--n_layer 4 --n_embd 256 --n_head 4",
-        "--vocab_size 259",
-        "--vocab_size 2048",
-        "--dropout 0",
-        "--seed 4294967295",
-        "--pytest True",
-        "--workdir a/new/folder",
-        "--keep 0",
-        "--save_every 9 --keep 1",
+        DP + "--n_train 3 --world_size 3 --batch_size 3",
+        DP + "--batch_size 30 --world_size 4",  # parts of 8, 8, 7 and 7
+        DP + "--n_train all --n_validation all --n_test all --seed 4294967295 --dropout 0",
+        DP + "--vocab_size 259 --workdir a/new/folder --export b/new/model --save_every 9 --keep 1",
+        PP + FLOW + "--n_chunk 64",
+        PP + FLOW + "--num_devices 10",
+        PP + FLOW + "--num_devices 4 --pipeline blocks",
+        PP + FLOW + "--pipeline blocks --balance 3,1",
+        "train pipeline --num_workers 16",
+        "train model --num_workers 6 --model gpt2-mini --n_layer 2",
+        "train ddp --batch_size 17 --num_microbatches 9",
+        "train ddp --model gpt2-mini --dropout 0.1",
     ],
 )
 def test_what_messages_propose_works(line: str) -> None:
-    args = parse(line.split())
-    assert list(args.workdir.iterdir()) == []
+    assert list(parse(line).workdir.iterdir()) == []
 
 
-def test_what_is_not_given() -> None:
-    args = parse([])
-    assert vars(args) == {
-        "dataset": "builtin", "src": "de", "tgt": "en",
-        "n_train": 5000, "n_validation": 1000, "n_test": 100,
-        "padding": "longest", "model_max_length": 128,
-        "model": "auto", "n_layer": None, "n_embd": None, "n_head": None,
-        "vocab_size": None, "dropout": 0.1,
-        "n_epochs": 8, "batch_size": 64, "learning_rate": None, "precision": "fp32",
-        "lr_scheduler": "constant", "warmup_steps": 0, "max_grad_norm": None, "on_nan": "stop",
-        "seed": 0, "workdir": Path("workdir"), "device": "auto", "timeout": 300.0,
-        "world_size": 2, "gradient_sync": "overlap", "bucket_mb": 4.0, "comm_dtype": "fp32",
-        "accumulation_steps": None, "cores_per_rank": None, "master_port": None, "pytest": False,
-        "timeline": None, "save_every": None, "keep": 2, "resume": False, "export": None,
-    }  # fmt: skip
+def test_launch_settings_are_those_of_the_options() -> None:
+    line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 1"
+    assert launch_settings(parse(DP + line)) == Settings(4, "cpu", 1234, 5.0, 1)
 
 
-@pytest.mark.parametrize("program", [parse, run_pipeline.parse])
-def test_a_timeline_of_no_steps_is_none(program: Any) -> None:
-    """Of train.py, which records some where nothing is said, see test_train.py."""
-    assert not open_timeline(program(["--timeline", "0"]), World()).recording
-    assert open_timeline(program(["--timeline", "1"]), World()).recording
+def test_torchrun_decides_the_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for program in (DP, TRAIN):
+        assert parse(program).world_size == parse(program + "--num_workers 4").world_size == 4
+        with pytest.raises(UserError) as error:
+            parse(program + "--world_size 2")
+        assert str(error.value) == "--world_size 2: torchrun started 4 ranks; leave it out"
+        with pytest.raises(UserError, match=r"^--master_port 99: torchrun decides where "):
+            parse(program + "--master_port 99")
+    with pytest.raises(UserError) as error:
+        parse(PP)
+    assert str(error.value) == (
+        "torchrun started 4 ranks: run_pipeline.py is one process; start it without torchrun, or "
+        "take project/train.py pipeline, whose stages are ranks"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert parse(PP).world_size == 1
+
+
+def test_ranks_that_hand_each_other_tensors_need_a_gpu_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or none; whole models may share one."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for strategy in ("fsdp", "pipeline", "model"):
+        with pytest.raises(UserError) as error:
+            parse(f"train {strategy}")
+        assert str(error.value) == (
+            f"{strategy} --world_size 2 --device auto: 1 GPU is visible, and every rank needs one; "
+            "--world_size 1, or --device cpu, works"
+        )
+        for works in ("--world_size 1", "--device cpu"):
+            assert parse(f"train {strategy} {works}").strategy == strategy
+    assert parse("train ddp --device cuda").world_size == 2
+    with pytest.raises(UserError, match=r": 1 GPU is visible; --num_devices 1, or --device cpu, "):
+        choose_devices(parse(f"{PP} {FLOW} --device cuda"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    with pytest.raises(UserError, match=r": 3 GPUs are visible, .*; --world_size 3, or"):
+        parse("train fsdp --world_size 4")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # on each of four machines
+    assert parse("train fsdp").world_size == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="; --nproc-per-node 3, or --device cpu, works"):
+        parse("train fsdp")
+
+
+# ---------------------------------------------------------------------------- what data must allow
 
 
 @pytest.mark.parametrize(
@@ -178,85 +288,55 @@ def test_a_timeline_of_no_steps_is_none(program: Any) -> None:
     [
         ("--n_epochs 2 --warmup_steps 10", 10, 1),  # 33 pairs in batches of 8: 5 steps an epoch
         ("--n_epochs 1 --warmup_steps 100", 5, 0),
-        ("--n_epochs 8 --warmup_steps 40", 40, 4),
+        ("--n_epochs 1 --warmup_steps 6 --num_batches 1", 1, 0),
     ],
 )
 def test_a_warm_up_that_does_not_end(line: str, steps: int, works: int) -> None:
-    args = parse([*line.split(), "--batch_size", "8"])
+    args = parse(f"{DP} {line} --batch_size 8 --n_train 33")
     with pytest.raises(UserError) as error:
-        check_warmup(args, 33)
+        read_texts(args)
     assert str(error.value) == (
         f"--warmup_steps {args.warmup_steps}: the run has {steps} steps, and the warm-up must end "
         f"before the last; --warmup_steps {works} works"
     )
-    for good in (works, steps - 1):
-        args.warmup_steps = good
-        check_warmup(args, 33)
-
-
-def test_the_warm_up_is_checked_with_the_texts() -> None:
-    args = parse(["--n_train", "33", "--n_epochs", "1", "--batch_size", "8", "--warmup_steps", "5"])
-    with pytest.raises(UserError, match=r"^--warmup_steps 5: the run has 5 steps"):
-        read_texts(args, 2)
-
-
-def test_values_are_what_is_meant() -> None:
-    args = parse(
-        ["--n_train", "all", "--pytest", "True", "--learning_rate", "3e-4", "--n_test", "5"]
-    )
-    assert (args.n_train, args.pytest, args.learning_rate, args.n_test) == (None, True, 3e-4, 5)
-    assert parse(["--pytest", "false"]).pytest is False
-
-
-def test_launch_settings_are_those_of_the_options() -> None:
-    line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 1"
-    assert launch_settings(parse(line.split())) == Settings(4, "cpu", 1234, 5.0, 1)
-
-
-def test_torchrun_decides_the_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert parse([]).world_size == 4
-    with pytest.raises(
-        UserError, match=r"^--world_size 2: torchrun started 4 ranks; leave it out$"
-    ):
-        parse(["--world_size", "2"])
-
-
-def options(**changes: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(parse([])), **changes})
+    args.warmup_steps = steps - 1
+    check_warmup(args, 33)
 
 
 def test_a_folder_with_weights_is_a_model(tmp_path: Path) -> None:
-    folder = tmp_path / "weights"
-    model = build_model(gpt2_config("gpt2-mini", 300, 32, n_layer=1, n_embd=32, n_head=2), 0)
-    model.save_pretrained(folder)
-    train_tokenizer([{"de": "ja", "en": "yes"}], 259, "de", "en").save_pretrained(folder)
-    check_model(options(model=str(folder), model_max_length=32))
+    """It says how many layers and positions there are."""
+    model = build_model(gpt2_config("gpt2-mini", 300, 32, n_layer=2, n_embd=32, n_head=2), 0)
+    model.save_pretrained(tmp_path / "weights")
+    tokenizer = train_tokenizer([{"de": "ja", "en": "yes"}], 259, "de", "en")
+    tokenizer.save_pretrained(tmp_path / "weights")
+
+    def options(**changes: Any) -> Any:
+        return SimpleNamespace(**vars(parse(DP)) | {"model": str(tmp_path / "weights")} | changes)
+
+    check_model(options(model_max_length=32))
     with pytest.raises(UserError, match=r"^--model_max_length 33 .* --model_max_length 32 works$"):
-        check_model(options(model=str(folder), model_max_length=33))
+        check_model(options(model_max_length=33))
     with pytest.raises(UserError, match=r"^--n_head with --model "):
-        check_model(options(model=str(folder), n_head=4))
-
-
-def test_auto_is_checked_as_the_smallest_preset() -> None:
-    check_model(options(model="auto", n_head=8))
-    with pytest.raises(UserError, match="--n_head 12"):
-        check_model(options(model="auto", n_head=12))
+        check_model(options(n_head=4))
+    line = f"train pipeline --model {tmp_path}/weights --model_max_length 32 --num_workers"
+    assert parse(f"{line} 6").world_size == 6
+    with pytest.raises(UserError, match=r"has 6 layers and every rank needs one"):
+        parse(f"{line} 7")
 
 
 IMPORTS = """
 import sys
+from project.rules import parse_data_parallel, parse_pipeline, parse_train
 from project import run_data_parallel, run_pipeline, train
 from training.launch import UserError
 
 for parse, options in (
-    (run_data_parallel.parse, ["--world_size", "65"]),
-    (run_pipeline.parse, ["--n_chunk", "65"]),
-    (train.parse, ["model", "--model", "gpt2-mini", "--num_microbatches", "2"]),
+    (parse_data_parallel, ["--world_size", "65"]),
+    (parse_pipeline, ["--n_chunk", "65"]),
+    (parse_train, ["model", "--model", "gpt2-mini", "--num_microbatches", "2"]),
 ):
     try:
-        parse(options)
+        parse("", options)
     except UserError:
         continue
     raise AssertionError(f"{options} is accepted")
@@ -267,8 +347,7 @@ print(*(name for name in late if name in sys.modules))
 
 def test_what_only_ranks_need_is_imported_by_ranks() -> None:
     """It takes seconds, which everybody would wait for who has mistyped an option."""
-    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTS], cwd=root, capture_output=True, text=True, check=True
+        [sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == []

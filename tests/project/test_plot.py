@@ -5,58 +5,45 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from project import figure_runs, plot
-from project.comparison import mean_and_std
-from project.figure_runs import Run, make_runs
-from project.figures import Bar, draw_bars, readable, with_spread
-from project.timeline import draw_clock_table
-from training.launch import UserError
-from training.timeline import Timeline
+from project import plot
+from project.plot_timeline import ideal_of
+from tests.project.made_up import (
+    DDP1,
+    DDP2,
+    PIPELINE,
+    RANKS,
+    SINGLE,
+    TOKENS,
+    write_epochs,
+    write_run,
+    write_timelines,
+)
+from training.curves import plot_training, readable
+from training.errors import UserError
+from training.timeline import Event
 
 ROOT = Path(__file__).resolve().parents[2]
-# Seconds of epochs 0, 1, 2. Epoch 0 is far off: where it is not left out, every number is wrong.
-SINGLE = [90.0, 19.0, 21.0]
-RANKS = ([70.0, 9.0, 11.0], [60.0, 10.0, 12.0])
-TOKENS = 4200.0  # real tokens of an epoch
-
-
-def write(workdir: Path, prefix: str, times: list[float], tokens: float = TOKENS) -> Path:
-    """Result files as a run leaves them; 2 positions per real token."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    for epoch, seconds in enumerate(times):
-        result = {
-            "training_loss": 4.0 - epoch,
-            "validation_loss": 4.5 - epoch,
-            "bleu": 10.0 * epoch,
-            "training_time": seconds,
-            "tokens_per_sec": 2 * tokens / seconds,
-            "real_tokens_per_sec": tokens / seconds,
-        }
-        path = workdir / f"{prefix}_epoch{epoch}.json"
-        path.write_text(json.dumps(result), encoding="utf-8")
-    return workdir
+RUNS = [folder for folder in plot.RUNS if folder[:-1] in plot.STRATEGIES]  # train.py's
 
 
 @pytest.fixture
 def single(tmp_path: Path) -> Path:
-    return write(tmp_path / "one", "rank0_results", SINGLE)
+    return write_epochs(tmp_path / "one", "rank0_results", SINGLE)
 
 
 @pytest.fixture
 def multiple(tmp_path: Path) -> Path:
     for rank, times in enumerate(RANKS):
-        write(tmp_path / "two", f"rank{rank}_results", times, TOKENS / 2)
+        write_epochs(tmp_path / "two", f"rank{rank}_results", times, TOKENS / 2)
     return tmp_path / "two"
 
 
@@ -74,10 +61,13 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     return figures
 
 
-def bars(ax: Axes) -> list[Rectangle]:
-    """The bars of a bar chart, left to right."""
-    (container,) = [c for c in ax.containers if isinstance(c, BarContainer)]
-    return [bar for bar in container if isinstance(bar, Rectangle)]
+def boxes(ax: Axes) -> list[Rectangle]:
+    """Bars, or their parts, in the order in which they were drawn."""
+    return [patch for patch in ax.patches if isinstance(patch, Rectangle)]
+
+
+def heights(ax: Axes) -> list[float]:
+    return [box.get_height() for box in boxes(ax)]
 
 
 def error_bars(ax: Axes) -> list[tuple[float, float]]:
@@ -86,22 +76,28 @@ def error_bars(ax: Axes) -> list[tuple[float, float]]:
     return [(float(s[0][1]), float(s[1][1])) for s in segments]
 
 
-def curves(ax: Axes) -> list[list[float]]:
-    return [np.asarray(line.get_ydata()).tolist() for line in ax.lines]
-
-
 def labels(ax: Axes) -> list[str]:
-    return [label.get_text() for label in ax.get_xticklabels()]
+    return [label.get_text().replace("\n", " ") for label in ax.get_xticklabels()]
 
 
-def texts(fig: Figure) -> list[str]:
-    """All that is written in the picture, but for the axes' labels."""
-    written = [text.get_text() for text in fig.texts]
-    return written + [text.get_text() for ax in fig.axes for text in ax.texts]
+def title(fig: Figure) -> str:
+    return fig.texts[0].get_text().replace("\n", " ")
 
 
-def heights(ax: Axes) -> list[float]:
-    return [bar.get_height() for bar in bars(ax)]
+def subtitle(fig: Figure) -> str:
+    return fig.texts[1].get_text().replace("\n", " ")
+
+
+def inside(ax: Axes) -> list[str]:
+    """What is written into bars, and above them."""
+    return [text.get_text() for text in ax.texts]
+
+
+def legend(fig: Figure) -> list[str]:
+    return [text.get_text() for text in fig.legends[0].get_texts()]
+
+
+# The course's functions
 
 
 def test_plot_draws_a_bar_with_its_error_per_label(
@@ -114,12 +110,9 @@ def test_plot_draws_a_bar_with_its_error_per_label(
     assert heights(ax) == [3.0, 1.5]
     assert error_bars(ax) == [(2.75, 3.25), (1.0, 2.0)]
     assert labels(ax) == ["Single GPU", "Data Parallel - GPU0"]
-    assert texts(drawn["times.png"])[-2:] == ["3.00 ± 0.25", "1.50 ± 0.50"]
-
-
-def test_plot_refuses_lists_of_unequal_lengths(tmp_path: Path) -> None:
+    assert inside(ax) == ["3.00 ± 0.25", "1.50 ± 0.5"]
     with pytest.raises(ValueError, match="zip"):
-        plot.plot([1.0, 2.0], [0.1], ["a", "b"], tmp_path / "x.png")
+        plot.plot([1.0, 2.0], [0.1], ["a", "b"], path)
 
 
 def test_plot_results_summarises_a_metric_of_each_run(
@@ -130,150 +123,126 @@ def test_plot_results_summarises_a_metric_of_each_run(
     assert plot.plot_results(data, "bleu") == Path("submit_figures/bleu.png")
     (ax,) = drawn["bleu.png"].axes
     assert (labels(ax), heights(ax)) == (["a", "b"], [2.0, 5.0])
-    assert error_bars(ax) == [pytest.approx((2 - 2**0.5, 2 + 2**0.5))]  # one value has no spread
+    assert error_bars(ax) == [pytest.approx((2 - 2**0.5, 2 + 2**0.5))]  # of a sample: / (n - 1)
 
 
-def test_mean_and_standard_deviation_are_those_of_a_sample() -> None:
-    assert mean_and_std([2.0, 4.0, 9.0]) == pytest.approx((5.0, 13.0**0.5))  # (9 + 1 + 16) / 2
-    assert mean_and_std([7.0]) == (7.0, 0.0)
+# Runs of the course's programs
 
 
-def test_data_parallel_times(
+def test_data_parallel(
     single: Path, multiple: Path, tmp_path: Path, drawn: dict[str, Figure]
 ) -> None:
-    paths = plot.plot_data_parallel(single, multiple, tmp_path)
     names = ["data_parallel_training_time.png", "data_parallel_throughput.png"]
+    paths = plot.plot_data_parallel(single, multiple, tmp_path)
     assert paths == [tmp_path / name for name in names]
-    fig = drawn["data_parallel_training_time.png"]
-    (ax,) = fig.axes
+    time, throughput = (drawn[name] for name in names)
+    (ax,) = time.axes
     assert labels(ax) == ["1 process", "rank 0", "rank 1", "ideal"]
     assert heights(ax) == [20.0, 10.0, 11.0, 10.0]
     spread = 2**0.5  # of 19 and 21, of 9 and 11, of 10 and 12
-    assert error_bars(ax) == [
-        pytest.approx((mean - spread, mean + spread)) for mean in (20, 10, 11)
-    ]
-    written = texts(fig)
-    assert written[0] == "2 processes: 1.82x as fast as one (ideal 2x)"  # 20 s to the slowest's 11
-    assert [text for text in written[2:] if text.endswith("x")] == ["2.00x", "1.82x", "2x"]
-    assert "epochs 1 to 2" in written[1]
-    assert [bool(bar.get_hatch()) for bar in bars(ax)] == [False, False, False, True]
+    assert error_bars(ax) == [pytest.approx((m - spread, m + spread)) for m in (20, 10, 11)]
+    assert title(time) == "2 processes: 1.82x as fast as one (ideal 2x)"  # 20 s to the slowest's 11
+    assert [text for text in inside(ax) if text.endswith("x")] == ["2.00x", "1.82x", "2x"]
+    assert subtitle(time) == "mean and standard deviation of epochs 1 to 2"
+    assert [bool(bar.get_hatch()) for bar in boxes(ax)] == [False, False, False, True]
 
-
-def test_data_parallel_throughput(
-    single: Path, multiple: Path, tmp_path: Path, drawn: dict[str, Figure]
-) -> None:
-    plot.plot_data_parallel(single, multiple, tmp_path)
-    fig = drawn["data_parallel_throughput.png"]
-    (ax,) = fig.axes
+    (ax,) = throughput.axes
     one = (8400 / 19 + 8400 / 21) / 2
     two = (4200 / 9 + 4200 / 10 + 4200 / 11 + 4200 / 12) / 2  # summed over ranks, mean over epochs
     assert labels(ax) == ["1 process", "2 processes", "ideal"]
     assert heights(ax) == pytest.approx([one, two, 2 * one])
     low, high = error_bars(ax)[1]
     assert (high - low) / 2 == pytest.approx((886.6667 - 731.8182) / 2**0.5, rel=1e-4)
-    assert texts(fig)[0] == "2 processes: 1.92x the tokens/s of one (ideal 2x)"
-    assert ax.get_title(loc="left") == "tokens per second, padding included, all ranks together"
-
-
-def test_runs_that_were_disturbed_are_pointed_out(
-    single: Path, multiple: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plot.plot_data_parallel(single, multiple, tmp_path)  # slowest ranks: 10 s and 12 s
-    assert capsys.readouterr().out.startswith("Epochs of one run differ by 13%: was this computer")
-    write(multiple, "rank1_results", [60.0, 11.0, 12.0], TOKENS / 2)  # 6 %
-    plot.plot_data_parallel(single, multiple, tmp_path)
-    assert capsys.readouterr().out == ""
+    assert title(throughput) == "2 processes: 1.92x the tokens/s of one (ideal 2x)"
 
 
 def test_many_ranks_share_a_bar(single: Path, tmp_path: Path, drawn: dict[str, Figure]) -> None:
     for rank in range(12):  # rank 10 sorts before rank 2 as text
-        write(tmp_path / "12", f"rank{rank}_results", [9.0, 2.0 + rank / 10], TOKENS / 12)
+        write_epochs(tmp_path / "12", f"rank{rank}_results", [9.0, 2.0 + rank / 10], TOKENS / 12)
     plot.plot_data_parallel(single, tmp_path / "12", tmp_path)
     (ax,) = drawn["data_parallel_training_time.png"].axes
     assert labels(ax) == ["1 process", "12 processes", "ideal"]
     assert heights(ax) == pytest.approx([20.0, 3.1, 20 / 12])
 
 
-def test_the_subtitle_tells_the_model_and_the_batch(
-    single: Path, multiple: Path, tmp_path: Path, drawn: dict[str, Figure]
-) -> None:
-    config = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 4096}
-    (multiple / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (multiple / "options.json").write_text(
-        json.dumps({"batch_size": 128, "cores": 1, "device": "cpu"}), encoding="utf-8"
-    )
-    plot.plot_data_parallel(single, multiple, tmp_path)
-    assert texts(drawn["data_parallel_throughput.png"])[1].replace("\n", " ") == (
-        "GPT-2 with 4 blocks of width 256, vocabulary 4,096; batches of 128 pairs; "
-        "1 core per process; epochs 1 to 2, mean and standard deviation"
-    )
-    config["n_layer"] = 12
-    (single / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(UserError, match="same model"):
-        plot.plot_data_parallel(single, multiple, tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("given", "ideal", "title"),
+    ("command", "options", "ideal", "about"),
     [
-        ({}, 1.6, "Pipeline: 1.50x as fast as model parallelism (ideal 1.6x)"),  # 2 * 4 / 5
+        ("", {}, 1.6, ""),  # 2 * 4 / 5
+        ("--n_chunk 6 --stages 3", {"num_microbatches": 8, "num_devices": 2}, 2.25, ""),
         (
-            {"n_chunk": 6, "stages": 3},
-            2.25,  # 3 * 6 / 8
-            "Pipeline: 1.50x as fast as model parallelism (ideal 2.25x)",
+            "",
+            {"num_microbatches": 8, "num_devices": 3, "schedule": "zb", "batch_size": 64,
+             "model": "gpt2"},
+            2.4,  # 3 * 8 / 10
+            "GPT2; batches of 64; 3 stages, zb, 8 micro-batches; ",
         ),
     ],
-)
+)  # fmt: skip
 def test_pipeline(
-    tmp_path: Path, drawn: dict[str, Figure], given: dict[str, int], ideal: float, title: str
+    tmp_path: Path,
+    drawn: dict[str, Figure],
+    command: str,
+    options: dict[str, Any],
+    ideal: float,
+    about: str,
 ) -> None:
-    model = write(tmp_path / "mp", "eval_results", [50.0, 36.0, 36.0])
-    pipe = write(tmp_path / "pp", "eval_results", [40.0, 23.0, 25.0])
-    plot.plot_pipeline(model, pipe, tmp_path, **given)
+    model = write_epochs(tmp_path / "mp", "eval_results", [50.0, 36.0, 36.0])
+    pipe = write_epochs(tmp_path / "pp", "eval_results", [40.0, 23.0, 25.0], **options)
+    line = f"pipeline --model_parallel {model} --pipeline_parallel {pipe} {command}"
+    plot.draw_figure(plot.parse(line.split()), tmp_path)
     fig = drawn["pipeline_training_time.png"]
     (ax,) = fig.axes
-    assert labels(ax) == ["model parallel", "pipeline parallel", "ideal"]
+    assert labels(ax) == ["model parallel", "pipeline", "ideal"]
     assert heights(ax) == pytest.approx([36.0, 24.0, 36 / ideal])
-    assert texts(fig)[0] == title
+    assert title(fig) == f"pipeline: 1.50x as fast as model parallel (ideal {ideal}x)"
+    assert subtitle(fig) == f"{about}mean and standard deviation of epochs 1 to 2"
     (ax,) = drawn["pipeline_throughput.png"].axes
     assert heights(ax) == pytest.approx([8400 / 36, (8400 / 23 + 8400 / 25) / 2, 8400 / 36 * ideal])
 
 
-def test_training_draws_losses_and_bleu(single: Path, drawn: dict[str, Figure]) -> None:
-    assert plot.plot_training(single) == single / "training.png"
+def test_training_draws_losses_and_score(single: Path, drawn: dict[str, Figure]) -> None:
+    config = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 4096}
+    (single / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (single / "summary.json").write_text('{"batch_size": 128, "cores": 1}', encoding="utf-8")
+    assert plot_training(single) == single / "training.png"
     fig = drawn["training.png"]
-    loss, bleu = fig.axes
-    assert curves(loss) == [[4.0, 3.0, 2.0], [4.5, 3.5, 2.5]]
-    assert curves(bleu) == [[0.0, 10.0, 20.0]]
-    assert [text.get_text() for text in loss.texts] == ["training\n2.00", "validation\n2.50"]
-    assert texts(fig)[0] == "BLEU 20.0, validation loss 2.50 after 3 epochs"
+    curves = [[np.asarray(line.get_ydata()).tolist() for line in ax.lines] for ax in fig.axes]
+    assert curves == [[[4.0, 3.0, 2.0], [4.5, 3.5, 2.5]], [[0.0, 10.0, 20.0]]]
+    named = [[line.get_label() for line in ax.lines] for ax in fig.axes]
+    assert named == [["training 2.00", "validation 2.50"], ["BLEU 20.0"]]
+    assert title(fig) == "BLEU 20.0, validation loss 2.50 after 3 epochs"
+    assert subtitle(fig) == (
+        "GPT-2 with 4 blocks of width 256, vocabulary 4,096; batches of 128; 1 core per process"
+    )
 
 
-def test_training_of_a_pipeline_run_that_diverged(tmp_path: Path) -> None:
-    run = write(tmp_path / "pp", "eval_results", [1.0])
-    result = json.loads((run / "eval_results_epoch0.json").read_text(encoding="utf-8"))
-    result |= {"validation_loss": None, "training_loss": None, "bleu": 0.0}
-    (run / "eval_results_epoch0.json").write_text(json.dumps(result), encoding="utf-8")
-    assert plot.plot_training(run, tmp_path / "x.png").exists()
-
-
-def test_one_epoch_whose_losses_are_close(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    """No label runs into the name of its panel."""
-    plot.plot_training(write(tmp_path / "short", "eval_results", [1.0]))
-    fig = drawn["training.png"]
-    fig.draw_without_rendering()
-    for ax in fig.axes:
-        top = ax.get_window_extent().y1
-        assert all(text.get_window_extent().y1 <= top for text in ax.texts)
-    assert texts(fig)[0] == "BLEU 0.0, validation loss 4.50 after 1 epoch"
+@pytest.mark.parametrize(
+    ("result", "panels", "expected"),
+    [
+        ({"accuracy": 50.0}, 2, "accuracy 50.0, validation loss 4.50 after 1 epoch"),
+        ({"bleu": None}, 1, "validation loss 4.50 after 1 epoch"),  # too few steps for a score
+        ({"training_loss": None, "validation_loss": None}, 1, "validation loss nan after 1 epoch"),
+    ],
+)  # fmt: skip
+def test_training_of_pictures_and_of_runs_without_a_score_or_a_loss(
+    tmp_path: Path, drawn: dict[str, Figure], result: dict[str, Any], panels: int, expected: str
+) -> None:
+    path = write_epochs(tmp_path, "eval_results", [1.0]) / "eval_results_epoch0.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    del written["bleu"]
+    path.write_text(json.dumps(written | result), encoding="utf-8")
+    plot_training(tmp_path)
+    assert len(drawn["training.png"].axes) == panels
+    assert title(drawn["training.png"]) == expected
 
 
 def test_a_schedule_is_printed_and_drawn_from_the_same_table(
     tmp_path: Path, drawn: dict[str, Figure], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--schedule=1f1b", "--num_devices=3", "--n_chunk=4"]
     path = tmp_path / "1f1b.png"
-    assert plot.draw(plot.parse(["schedule", *options, f"--output={path}"])) == [path]
+    line = f"schedule --schedule=1f1b --num_devices=3 --n_chunk=4 --output={path}"
+    assert plot.draw_figure(plot.parse(line.split())) == [path]
     printed = capsys.readouterr().out.splitlines()
     assert printed == [
         "stage 0: F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3",
@@ -282,129 +251,265 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
     ]
     fig = drawn["1f1b.png"]
     (ax,) = fig.axes
-    _, *containers = [c for c in ax.containers if isinstance(c, BarContainer)]
-    forward = containers[0][0].get_facecolor()
+    actions = [box for box in boxes(ax) if box.get_width() == 1]  # the others are the rows
+    forward = actions[0].get_facecolor()
     cells = [["."] * 12 for _ in range(3)]
-    for (box,), number in zip(containers, ax.texts, strict=True):
+    for box, number in zip(actions, inside(ax), strict=True):
         kind = "F" if box.get_facecolor() == forward else "B"
-        cells[round(box.get_y() + box.get_height() / 2)][round(box.get_x())] = (
-            kind + number.get_text()
-        )
+        cells[round(box.get_y() + box.get_height() / 2)][round(box.get_x())] = kind + number
     assert [line.split()[2:] for line in printed] == cells
-    assert texts(fig)[:2] == [
-        "1f1b: 3 stages, 4 micro-batches, 12 clocks, 33% idle",
-        "a box is a micro-batch; the stages hold the activations of at most 3, 2, 1",
-    ]
+    assert title(fig) == "1f1b: 3 stages, 4 micro-batches, 12 clocks, 33% idle"
+    assert subtitle(fig).endswith("activations of at most 3, 2, 1 of them")
+    assert legend(fig) == ["forward", "backward", "idle"]
+    assert labels(ax) == [str(k) for k in range(12)]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["stage 0", "stage 1", "stage 2"]
 
 
-def write_summary(folder: Path, name: str) -> None:
-    """What train.py leaves, of the run of that name in the table; nothing for other programs."""
-    if name not in figure_runs.TRAINED:
-        return
-    options = figure_runs.TRAINED[name].options
-    workers = int(options["num_workers"])
-    summary = {
-        **options, "strategy": name[:-1], "step_seconds": [1.0] * int(options["num_batches"]),
-        "peak_rss_bytes": [2] * workers, "state_bytes": [1] * workers,
-    }  # fmt: skip
-    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+# Runs of train.py
 
 
-def test_figures_draws_every_picture_of_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From runs that are there; their options are those of the table."""
-    monkeypatch.chdir(tmp_path)
-    for name, run in figure_runs.RUNS.items():
-        for prefix in run.results:
-            write(figure_runs.WORKDIRS / name, prefix, SINGLE + [19.0] * 2, TOKENS)
-        folder = figure_runs.WORKDIRS / name
-        folder.mkdir(parents=True, exist_ok=True)
-        options = {**run.options, "device": "cpu"}
-        (folder / "options.json").write_text(json.dumps(options), encoding="utf-8")
-        write_summary(folder, name)
-    for rank in range(2):
-        write(figure_runs.WORKDIRS / "dp2", f"rank{rank}_results", SINGLE + [19.0] * 2, TOKENS / 2)
-    for name in figure_runs.RUNS:
-        for rank in range(workers := 2 if name.endswith("2") else 1):
-            timeline = Timeline(rank)
-            timeline.world_size = workers
-            timeline("F", 0, 0, 1.0, 2.0)
-            timeline.write(figure_runs.WORKDIRS / name)
-    plot.make_figures(tmp_path / "pictures")
-    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == [
-        "data_parallel_throughput.png",
-        "data_parallel_training_time.png",
-        "memory.png",
-        "pipeline_throughput.png",
-        "pipeline_training_time.png",
-        "schedule_1f1b.png",
-        "schedule_gpipe.png",
-        "split_time.png",
-        "throughput.png",
-        "timeline_dp2.png",
-        "timeline_fsdp2.png",
-        "timeline_pipeline2.png",
-        "timeline_pp.png",
-    ]
+def picture(root: Path, drawn: dict[str, Figure], *command: str) -> Figure:
+    args = plot.parse([*command, "--workdir", str(root), "--output", str(root / "p.png")])
+    assert plot.draw_figure(args) == [root / "p.png"]
+    return drawn["p.png"]
 
 
-def test_the_pipelines_ideal_is_that_of_the_runs_options(
-    tmp_path: Path, drawn: dict[str, Figure]
-) -> None:
-    model = write(tmp_path / "mp", "eval_results", [50.0, 36.0, 36.0])
-    pipe = write(tmp_path / "pp", "eval_results", [40.0, 23.0, 25.0])
-    options = {
-        "n_chunk": 8, "num_devices": 3, "batch_size": 64, "cores": 2, "device": "cpu",
-    }  # fmt: skip
-    (pipe / "options.json").write_text(json.dumps(options), encoding="utf-8")
-    plot.plot_pipeline(model, pipe, tmp_path)
-    title, subtitle = texts(drawn["pipeline_training_time.png"])[:2]
-    assert title == "Pipeline: 1.50x as fast as model parallelism (ideal 2.4x)"  # 3 * 8 / 10
-    assert subtitle.replace("\n", " ") == (
-        "3 stages, 8 micro-batches; batches of 64 pairs; 2 cores; "
-        "epochs 1 to 2, mean and standard deviation"
+def test_split_time(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    write_run(tmp_path, "ddp1", DDP1)
+    write_run(tmp_path, "ddp2", DDP2)
+    fig = picture(tmp_path, drawn, "split_time", "ddp=1,ddp=2")
+    (ax,) = fig.axes
+    found = [(b.get_x() + b.get_width() / 2, b.get_y(), b.get_height()) for b in boxes(ax)]
+    assert found == [
+        pytest.approx(box)
+        for box in [
+            (0, 0, 6), (0, 6, 10), (0, 16, 4),
+            (1, 0, 2.5), (1, 2.5, 4.5), (1, 7, 1), (1, 8, 1.5), (1, 9.5, 0.5),
+        ]
+    ]  # fmt: skip
+    assert labels(ax) == ["ddp 1 worker", "ddp 2 workers"]
+    assert title(fig) == "ddp, 2 workers: communication 15% of a step, idle 5%"
+    shares = ["30%", "50%", "20%", "20.0", "25%", "45%", "15%", "10.0"]  # where there is room
+    assert inside(ax) == shares
+    assert legend(fig) == ["forward", "backward", "optimizer", "communication", "idle"]
+
+
+def test_throughput(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    """12 examples in 2 and 4 s are 6 and 3 per second; the ideal is relative to the fewest workers
+    of a strategy."""
+    write_run(tmp_path, "ddp1")
+    write_run(tmp_path, "ddp4", step_seconds=[9.0, 1.0, 1.0])
+    write_run(tmp_path, "fsdp2", step_seconds=[3.0], cores=2)  # one step is all there is
+    fig = picture(tmp_path, drawn, "throughput", "ddp=4,ddp=1,fsdp=2")
+    (ax,) = fig.axes
+    assert labels(ax) == ["ddp 4 workers", "ideal", "ddp 1 worker", "fsdp 2 workers"]
+    assert heights(ax) == [12.0, 18.0, 4.5, 4.0]
+    assert error_bars(ax) == [pytest.approx((4.5 - 4.5**0.5, 4.5 + 4.5**0.5))]
+    assert title(fig) == "ddp, 4 workers: 2.67x the examples/s of one (ideal 4x)"
+    assert subtitle(fig).startswith("VGG16; batches of 12; mean and")  # what all have in common
+    assert len({bar.get_facecolor() for bar in boxes(ax)}) == 3  # baseline, measured, ideal
+    assert title(picture(tmp_path, drawn, "throughput", "fsdp=2")) == (
+        "fsdp, 2 workers: 4.00 examples per second"
     )
 
 
-class Kind(str, Enum):
-    FORWARD = "F"
-
-
-def test_clock_table(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    rows = [
-        [(Kind.FORWARD, 0, 0, 1), (Kind.FORWARD, 1, 1, 2), ("B", 0, 4, 6)],
-        [("F", 0, 1, 2), ("send", 0, 2, 3), ("B", 7, 2, 4)],
-    ]
-    assert draw_clock_table(rows, tmp_path / "t.png") == tmp_path / "t.png"
-    fig = drawn["t.png"]
+def test_memory(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    write_run(tmp_path, "ddp1")
+    state = {"parameters": [40e6, 40e6], "gradients": [40e6, 20e6], "optimizer": [0, 0]}
+    write_run(tmp_path, "fsdp2", state_bytes=state)
+    fig = picture(tmp_path, drawn, "memory", "ddp=1,fsdp=2")
     (ax,) = fig.axes
-    _, *containers = [c for c in ax.containers if isinstance(c, BarContainer)]  # less the rows
-    boxes = [(b.get_x(), b.get_x() + b.get_width(), b.get_facecolor()) for (b,) in containers]
-    assert [box[:2] for box in boxes] == [(0, 1), (1, 2), (1, 2), (4, 6), (2, 4), (2, 3)]
-    assert len({colour for *_, colour in boxes[:3]}) == 1  # forward, all of one colour
-    assert len({colour for *_, colour in boxes}) == 3  # and another for backward, and send
-    assert [text.get_text() for text in ax.texts] == ["0", "1", "0", "0", "7"]
-    legend = ax.get_legend()
-    assert legend is not None
-    assert [t.get_text() for t in legend.get_texts()] == ["forward", "backward", "send", "idle"]
-    assert texts(fig)[0] == "2 stages, 3 micro-batches: 6 clocks, 42% idle"  # 7 of 12 are work
-    assert labels(ax) == ["0", "1", "2", "3", "4", "5"]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["stage 0", "stage 1"]
-    assert ax.yaxis_inverted()
+    assert heights(ax) == pytest.approx(
+        [40, 40, 80, 700, 40, 40, 0, 700, 40, 20, 0, 700.000001]
+    )  # fmt: skip
+    ranks = ["ddp 1 worker rank 0", "fsdp 2 workers rank 0", "fsdp 2 workers rank 1"]
+    assert labels(ax) == [label for rank in ranks for label in (rank, "peak")]
+    assert title(fig) == "fsdp, 2 workers: 50% of the state per rank of ddp, 1 worker"
+    assert legend(fig) == ["parameters", "gradients", "optimizer", "peak resident"]
 
 
-def test_a_measured_timeline_begins_at_0_in_a_handy_unit(
+def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    """Measured: 6 of 9.5 busy on both stages. Ideal: 6 of 9, (n-1)/(m+n-1) = 1/3 idle."""
+    write_run(tmp_path, "pipeline2", PIPELINE, schedule="gpipe", num_microbatches=2)
+    fig = picture(tmp_path, drawn, "timeline", "pipeline=2")
+    measured, ideal = fig.axes
+    assert subtitle(fig).endswith("; numbers: micro-batches")
+    assert title(fig) == "pipeline, gpipe, 2 stages: 36.8% idle, ideal 33.3%"
+    assert "2 stages, gpipe, 2 micro-batches; 1 core per process; step 1; " in subtitle(fig)
+    assert measured.get_title(loc="left") == "measured: 9.50 s, 37% idle"
+    assert ideal.get_title(loc="left") == "ideal: 9.00 s, 33% idle"
+    rows = [label.get_text() for label in measured.get_yticklabels()]
+    assert rows == ["rank 0\n37% idle", "rank 1\n37% idle"]
+    assert legend(fig) == ["forward", "backward", "optimizer", "send", "receive", "idle"]
+    assert inside(ideal) == ["0", "1", "0", "1"] * 2
+    spans = [(b.get_x(), b.get_x() + b.get_width()) for b in boxes(ideal)]
+    assert spans == [
+        pytest.approx(span)
+        for span in [
+            (0, 9), (0, 1), (1, 2), (5, 7), (7, 9), (0, 9), (1, 2), (2, 3), (3, 5), (5, 7)
+        ]
+    ]  # fmt: skip
+    by_folder = picture(tmp_path, drawn, "timeline", str(tmp_path / "pipeline2"))
+    assert title(by_folder) == title(fig)
+    zero = picture(tmp_path, drawn, "timeline", "pipeline=2", "--step", "0")
+    assert "; step 0; " in subtitle(zero)
+
+
+def test_a_timeline_without_a_schedule_has_no_ideal(
     tmp_path: Path, drawn: dict[str, Figure]
 ) -> None:
-    rows = [[("F", 0, 100.0, 100.010), ("optimizer", 0, 100.030, 100.040)]]
-    draw_clock_table(rows, tmp_path / "t.png", unit="s")
-    (ax,) = drawn["t.png"].axes
-    _, *containers = [c for c in ax.containers if isinstance(c, BarContainer)]
-    spans = [(b.get_x(), b.get_width()) for (b,) in containers]
-    assert spans == [pytest.approx((0.0, 10.0), abs=1e-6), pytest.approx((30.0, 10.0), abs=1e-6)]
-    assert ax.get_xlabel() == "time (ms)"
-    assert texts(drawn["t.png"])[0] == "1 stages, 1 micro-batches: 40.0 ms, 50% idle"
+    write_run(tmp_path, "ddp2", DDP2)
+    fig = picture(tmp_path, drawn, "timeline", "ddp=2")
+    assert len(fig.axes) == 1
+    assert title(fig) == "ddp, 2 workers: communication 15%, idle 5%"
+    work = [b for b in boxes(fig.axes[0]) if b.get_y() > 0.55 and b.get_height() < 0.2]
+    assert len({b.get_y() for b in work}) == 2  # all-reduces that overlap
+
+
+def test_the_ideal_counts_recomputation_and_both_halves_as_backward() -> None:
+    def rows(*kinds: tuple[str, float, float]) -> dict[str, list[Event]]:
+        return {
+            f"rank {s}": [Event(kind, s, 0, a + 9 * s, b + 9 * s) for kind, a, b in kinds]
+            for s in range(2)
+        }
+
+    for backward in (
+        [("R", 1, 2), ("B", 2, 4)], [("R", 1, 2), ("B", 1, 4)], [("I", 1, 3), ("W", 3, 4)]
+    ):  # fmt: skip
+        ideal = ideal_of(rows(("F", 0, 1), *backward), "1f1b")
+        assert ideal is not None
+        assert [(e.kind, e.start, e.end) for e in ideal["rank 0"]] == [("F", 0, 1), ("B", 5, 8)]
+    assert ideal_of(rows(("F", 0, 1), ("B", 1, 2)), "interleaved") is None
+    assert ideal_of(rows(("F", 0, 1)), "1f1b") is None  # no backward was measured
+
+
+# Mistakes
+
+
+def test_files_that_do_not_compare_name_the_command_that_helps(
+    single: Path, multiple: Path, tmp_path: Path
+) -> None:
+    def message(one: Path, two: Path) -> str:
+        with pytest.raises(UserError) as caught:
+            plot.plot_data_parallel(one, two, tmp_path / "figures")
+        assert "\n" not in str(caught.value)
+        assert "python project/run_data_parallel.py --n_epochs 5 --world_size" in str(caught.value)
+        return str(caught.value)
+
+    nothing = tmp_path / "nothing"
+    assert "nothing/rank0_results_epoch0.json is missing" in message(nothing, multiple)
+    assert message(single, nothing).endswith(f"--world_size 2 --workdir {nothing}")
+    assert "2 rank(s)" in message(multiple, multiple)
+    other = write_epochs(tmp_path / "other", "rank0_results", SINGLE, tokens=2 * TOKENS)
+    assert "other trained on 8,400 tokens per epoch" in message(other, multiple)
+    short = write_epochs(tmp_path / "short", "rank0_results", SINGLE[:1])
+    assert "short has [1] epochs per rank" in message(short, multiple)
+    (multiple / "rank1_results_epoch2.json").unlink()
+    assert "two [3, 2]; at least 2" in message(single, multiple)
+    broken = multiple / "rank1_results_epoch0.json"
+    broken.unlink()
+    assert "rank1_results_epoch0.json is missing" in message(single, multiple)
+    for text, reason in (("{", "cannot be read"), ("{}", "has no training_time")):
+        broken.write_text(text, encoding="utf-8")
+        assert reason in message(single, multiple)
+    assert not (tmp_path / "figures").exists()
+
+
+def message(root: Path, *command: str) -> str:
+    with pytest.raises(UserError) as caught:
+        plot.draw_figure(plot.parse([*command, "--workdir", str(root)]))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_missing_runs_name_the_commands_that_make_them(tmp_path: Path) -> None:
+    """To be like those that are there."""
+    folder = write_run(tmp_path, "ddp2", DDP2, precision="bf16", vgg_width=8)
+    program = "python project/train.py ddp --world_size"
+    like = "--precision bf16 --vgg_width 8 --timeline 10 --workdir"
+    assert message(tmp_path, "throughput", "ddp=1,ddp=2,ddp=4,ddp=1") == (
+        f"no finished run in {tmp_path}/ddp1, {tmp_path}/ddp4; make it with: "
+        f"{program} 1 {like} {tmp_path}/ddp1 && {program} 4 {like} {tmp_path}/ddp4"
+    )
+    again = f"make it with: {program} 2 {like} {folder}"
+    (folder / "timeline_rank1.json").unlink()
+    assert message(tmp_path, "split_time", "ddp=2") == (
+        f"{folder}/timeline_rank1.json is missing; {again}"
+    )
+    (folder / "timeline_rank0.json").write_text("{}")
+    assert "timeline_rank0.json is not a timeline" in message(tmp_path, "timeline", "ddp=2")
+    write_run(tmp_path, "ddp2", step_seconds=[], precision="bf16", vgg_width=8)
+    assert message(tmp_path, "throughput", "ddp=2") == f"no finished run in {folder}; {again}"
+    (folder / "summary.json").write_text("{")
+    assert "summary.json cannot be read" in message(tmp_path, "memory", "ddp=2")
+
+
+@pytest.mark.parametrize(
+    ("options", "program"),
+    [
+        ({}, "run_data_parallel.py"),
+        ({"strategy": "ddp", "world_size": 2, "gradient_sync": "flat", "n_layer": 2},
+         "run_data_parallel.py --n_layer 2"),
+        ({"model_parallel_mode": "pipeline_parallel", "strategy": "pipeline_parallel"},
+         "run_pipeline.py --model_parallel_mode pipeline_parallel"),
+        ({"strategy": "fsdp", "world_size": 3, "model": "vgg16"}, "train.py fsdp --world_size 3"),
+    ],
+)  # fmt: skip
+def test_a_run_without_a_timeline_is_made_again_by_its_own_program(
+    tmp_path: Path, options: dict[str, Any], program: str
+) -> None:
+    """As its options say, which a run that was interrupted has left."""
+    (tmp_path / "options.json").write_text(json.dumps(options))
+    with pytest.raises(UserError) as caught:
+        plot.timeline_of(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}/timeline_rank0.json is missing; make it with: python project/{program} "
+        f"--timeline 10 --workdir {tmp_path}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("model", "vgg16", "gpt2-mini"), ("precision", "fp32", "bf16"), ("n_layer", 4, 8)],
+)
+def test_runs_that_differ_do_not_compare(
+    tmp_path: Path, name: str, first: Any, second: Any
+) -> None:
+    write_run(tmp_path, "ddp1", **{name: first})
+    write_run(tmp_path, "ddp2", **{name: second})
+    assert message(tmp_path, "throughput", "ddp=1,ddp=2,fsdp=1") == (
+        f"only runs of the same {name} compare, and these differ: {tmp_path}/ddp1 {first}, "
+        f"{tmp_path}/ddp2 {second}"
+    )
+
+
+def test_a_step_that_was_not_recorded(tmp_path: Path) -> None:
+    write_run(tmp_path, "fsdp1", DDP1)
+    assert message(tmp_path, "timeline", "fsdp=1", "--step", "7") == (
+        "--step 7: it was not recorded; take one up to 1"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "ddp", "ddp=0", "dp=2", "ddp=2,", "ddp=2;fsdp=2", "ddp=-1"])
+def test_bad_names_of_runs(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["throughput", text], ["timeline", "pipeline=2,pipeline=3"]):
+        with pytest.raises(SystemExit) as end:
+            plot.parse(command)
+        assert end.value.code == 2
+        assert "e.g. " in capsys.readouterr().err
+    assert plot.run_names("ddp=1, fsdp=16") == [("ddp", 1), ("fsdp", 16)]
+
+
+def test_the_program_prints_an_error_in_one_line_and_ends_with_2(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, ROOT / "project" / "plot.py", "training", tmp_path / "nothing"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("plot.py: error: ") and run.stderr.count("\n") == 1
+
+
+# What is written
 
 
 @pytest.mark.parametrize(
@@ -418,110 +523,80 @@ def test_readable(value: float, text: str) -> None:
     assert readable(value) == text
 
 
-def test_with_spread() -> None:
-    assert with_spread(22.13, 0.314) == "22.1 ± 0.31"
-    assert with_spread(10183.0, 122.4) == "10,183 ± 122"
-    assert with_spread(1.5e6, 3e4) == "1.50 ± 0.030 M"
-    assert with_spread(4.0, 0.0) == "4.00"
-
-
-def test_numbers_in_the_picture_do_not_overlap() -> None:
-    """Six bars with long numbers and labels: the most that a comparison draws."""
-    fig = draw_bars(
-        [Bar(f"rank {i} of some machine", 4e5 + i, 12345.6, inside="3.75x") for i in range(6)],
-        ylabel="seconds",
-    )
+def overlaps(fig: Figure) -> list[tuple[str, str]]:
+    """Pairs of texts that lie over each other, or beyond the page."""
     fig.draw_without_rendering()
-    (ax,) = fig.axes
-    for things in (ax.texts, ax.get_xticklabels()):
-        boxes = [t.get_window_extent() for t in things if "x" not in t.get_text()]
-        assert len(boxes) == 6
-        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[i + 1 :])
-
-
-def test_the_longest_title_stays_on_the_page() -> None:
-    title = "Pipeline: 1.50x the tokens/s of model parallelism (ideal 2.25x)"
-    fig = draw_bars([Bar("a", 1.0)], title=title, subtitle="batches of words " * 20)
-    fig.draw_without_rendering()
+    written = [text for text in fig.texts if text.get_text()]
+    for ax in fig.axes:
+        written += [*ax.texts, *ax.get_xticklabels(), *ax.get_yticklabels(), ax._left_title]  # type: ignore[attr-defined]
+    for box in fig.legends:
+        written += box.get_texts()
+    found = [(t.get_text(), t.get_window_extent()) for t in written if t.get_text()]
     page = fig.get_window_extent()
-    assert fig.texts[0].get_text() == title
-    assert all(text.get_window_extent().x1 < page.x1 for text in fig.texts)
+    outside = [(name, "page") for name, b in found if b.x1 > page.x1 or b.x0 < 0 or b.y0 < 0]
+    return outside + [
+        (a, b)
+        for i, (a, first) in enumerate(found)
+        for b, second in found[i + 1 :]
+        if first.overlaps(second)
+    ]
 
 
-def test_errors_name_the_command_that_helps(single: Path, multiple: Path, tmp_path: Path) -> None:
-    def message(one: Path, two: Path) -> str:
-        with pytest.raises(UserError) as caught:
-            plot.plot_data_parallel(one, two, tmp_path / "figures")
-        assert "\n" not in str(caught.value)
-        assert "python project/run_data_parallel.py --world_size" in str(caught.value)
-        return str(caught.value)
-
-    nothing = tmp_path / "nothing"
-    assert "nothing/rank0_results_epoch0.json is not there" in message(nothing, multiple)
-    assert f"--world_size 2 --n_epochs 5 --workdir {nothing}" in message(single, nothing)
-    assert "2 rank(s)" in message(multiple, multiple)
-    other = write(tmp_path / "other", "rank0_results", SINGLE, tokens=2 * TOKENS)
-    assert "8,400 tokens per epoch, 2 processes on 4,200" in message(other, multiple)
-    short = write(tmp_path / "short", "rank0_results", SINGLE[:1])
-    assert "only one epoch" in message(short, multiple)
-    (multiple / "rank1_results_epoch2.json").unlink()
-    assert "3, 2 epochs" in message(single, multiple)
-    (multiple / "rank1_results_epoch0.json").unlink()
-    assert "rank1_results_epoch0.json is not there" in message(single, multiple)
-    (multiple / "rank1_results_epoch0.json").write_text("{", encoding="utf-8")
-    assert "cannot be read" in message(single, multiple)
-    (multiple / "rank1_results_epoch0.json").write_text("{}", encoding="utf-8")
-    assert "has no training_time" in message(single, multiple)
-    assert not (tmp_path / "figures").exists()
+def test_nothing_overlaps(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    """The most that these pictures hold."""
+    names = ["ddp1", "ddp2", "ddp4", "fsdp1", "fsdp2", "fsdp4"]
+    for name in names:
+        write_run(tmp_path, name, [*DDP2, *DDP2], step_seconds=[1, 1e-3, 2e-3])
+    runs = ",".join(f"{name[:-1]}={name[-1]}" for name in names)
+    write_run(tmp_path, "pipeline2", PIPELINE, schedule="gpipe")
+    for command in (
+        ("split_time", runs), ("throughput", runs), ("memory", "ddp=4,fsdp=4"),
+        ("timeline", "pipeline=2"), ("timeline", "ddp=4"),
+    ):  # fmt: skip
+        assert overlaps(picture(tmp_path, drawn, *command)) == [], command
 
 
-def test_the_program_prints_an_error_in_one_line_and_ends_with_2(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, ROOT / "project" / "plot.py", "training", tmp_path / "nothing"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith("plot.py: error: ") and run.stderr.count("\n") == 1
+# All figures
 
 
-PROGRAM = """
-import json, sys
-from pathlib import Path
-options = dict(a[2:].split("=", 1) for a in sys.argv[1:])
-folder = Path(options["workdir"])
-folder.mkdir(parents=True, exist_ok=True)
-(folder / "options.json").write_text(
-    json.dumps({k: int(v) if v.isdecimal() else v for k, v in options.items()})
-)
-with (folder / "calls").open("a") as calls:
-    calls.write(options["device"] + options["seed"])
-for epoch in range(int(options["n_epochs"])):
-    (folder / f"rank0_results_epoch{epoch}.json").write_text(json.dumps({}))
-sys.exit(int(options["seed"]) > 8)
-"""
-
-
-def test_runs_are_made_once_and_again_when_their_options_change(
+def test_figures_makes_what_is_missing_and_draws_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM, encoding="utf-8")
+    """A run is made once, and again when its options change, when it failed, or when asked to."""
     monkeypatch.chdir(tmp_path)
+    made: list[str] = []
+    status = 0
 
-    def make(seed: int, device: str = "cpu", again: bool = False, n_epochs: int = 2) -> str:
-        run = Run("a run", str(program), {"n_epochs": n_epochs, "seed": seed}, ("rank0_results",))
-        monkeypatch.setattr(figure_runs, "RUNS", {"a": run})
-        make_runs(device, again)
-        return (tmp_path / "workdir_figures/a/calls").read_text(encoding="utf-8")
+    def program(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        folder = Path(command[command.index("--workdir") + 1])
+        made.append(folder.name)
+        write_run(folder.parent, folder.name if folder.name in RUNS else f"{folder.name}/ddp1")
+        ranks = 2 if folder.name == "dp2" else 1
+        for rank in range(ranks):
+            prefix = "eval_results" if "run_pipeline.py" in command[1] else f"rank{rank}_results"
+            write_epochs(folder, prefix, SINGLE, TOKENS / ranks)
+        write_timelines(folder, DDP2)
+        return subprocess.CompletedProcess(command, status)
 
-    assert make(1) == "cpu1"
-    assert make(1) == "cpu1"
-    assert make(2) == "cpu1cpu2"
-    assert make(2, "cuda") == "cpu1cpu2cuda2"
-    assert make(2, "cuda", again=True) == "cpu1cpu2cuda2cuda2"
-    (tmp_path / "workdir_figures/a/rank0_results_epoch1.json").unlink()  # not complete
-    assert make(2, "cuda") == "cpu1cpu2cuda2cuda2cuda2"
-    with pytest.raises(UserError, match=r"status 1 from: python .*--seed=9"):
-        make(9)
-    with pytest.raises(UserError):  # what a failed run left counts for nothing
-        make(9)
+    monkeypatch.setattr(subprocess, "run", program)
+    every = list(plot.RUNS)
+    drawn = plot.draw_figure(plot.parse(["figures", "--output", "pictures"]))
+    assert made == every
+    assert sorted(path.name for path in Path("pictures").iterdir()) == [
+        "data_parallel_throughput.png", "data_parallel_training_time.png", "memory.png",
+        "pipeline_throughput.png", "pipeline_training_time.png", "schedule_1f1b.png",
+        "schedule_gpipe.png", "split_time.png", "throughput.png", "timeline_dp2.png",
+        "timeline_fsdp2.png", "timeline_pipeline2.png", "timeline_pp.png",
+    ]  # fmt: skip
+    assert len(drawn) == 13
+    monkeypatch.setattr(plot, "FIGURES", ())
+    plot.make_figures()
+    assert made == every
+    plot.make_figures(again=True)
+    assert made == every * 2
+    monkeypatch.setitem(plot.RUNS, "mp", "run_pipeline.py --seed 9")
+    status = 1
+    for _ in range(2):  # what a failed run left counts for nothing
+        with pytest.raises(UserError, match=r"status 1 from: python project/run_pip.*--seed 9"):
+            plot.make_figures()
+    assert made == [*every * 2, "mp", "mp"]

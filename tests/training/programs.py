@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from training.ending import refuse
+from training.errors import refuse, signals_end
 from training.launch import Settings, UserError, World, launch, torchrun_world_size
 
 
@@ -104,10 +104,6 @@ def misfortunes(world: World, folder: Path) -> None:
     elif attempt == 1:
         killed_on_one(world)
     elif attempt == 2:
-        dist.barrier()
-        if world.rank == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)  # when rank 1 has nothing more to do
-    elif attempt == 3:
         user_error(world)
     else:
         meet(world, folder)
@@ -116,10 +112,9 @@ def misfortunes(world: World, folder: Path) -> None:
 if __name__ == "__main__":
     name, *folders = sys.argv[1:]
     port = None if name == "meet" else 0
-    # What waits for the time-out: a run in which a rank is stopped.
-    short = name == "meet" or os.environ.get("TORCHELASTIC_RESTART_COUNT") == "2"
-    settings = Settings(torchrun_world_size() or 2, "cpu", port, timeout=5 if short else 60)
-    try:
-        launch(globals()[name], settings, *map(Path, folders))
-    except UserError as error:
-        refuse(f"{error}\n")
+    settings = Settings(torchrun_world_size() or 2, "cpu", port, timeout=60)
+    with signals_end():
+        try:
+            launch(globals()[name], settings, *map(Path, folders))
+        except UserError as error:
+            refuse(f"{error}\n")

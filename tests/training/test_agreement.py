@@ -21,7 +21,7 @@ def same(rank: int, world_size: int, per_rank: list[dict[str, bytes]]) -> str | 
 
 
 ADVICE = (
-    "; every host needs the same options, data, model, tokenizer and checkpoint: remove what "
+    "; every host needs the same options, data, model and tokenizer: remove what "
     "earlier runs left in --workdir there"
 )
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from data_parallel.dataset import partition_dataset
-from training.data import (
-    Encoded,
-    GlobalBatches,
-    RankLoader,
-    Step,
-    encode,
-    eos,
-    load_tokenizer,
-    to_batch,
-    train_tokenizer,
-)
-from training.seeds import stream
+from training.data import Encoded, collate_batch, encode, load_tokenizer, train_tokenizer
+from training.launch import UserError, World
+from training.task import Step
+from training.text import Texts
+from training.translation import TranslationTask
 
-PAIRS = [{"de": "Der Hund schläft.", "en": "The dog sleeps."}] * 3
+PAIRS = [
+    {"de": "Der Hund schläft.", "en": "The dog sleeps."},
+    {"de": "Die Katze sieht den großen Hund im Garten.", "en": "The cat sees the big dog."},
+    {"de": "Ja.", "en": "Yes, it does so every day in the garden of the neighbours."},
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,220 +27,157 @@ def tokenizer() -> Any:
     return train_tokenizer(PAIRS, 300, "de", "en")
 
 
-def lists(batch: dict[str, Any]) -> dict[str, list[Any]]:
-    return {key: value.tolist() for key, value in batch.items()}
-
-
-# ------------------------------------------------------------------------------------- tokens
-
-
-def test_the_tokenizer_has_its_special_tokens_first_and_all_bytes(tokenizer: Any) -> None:
-    names = ["<pad>", "<eos_de>", "<eos_en>"]
-    assert tokenizer.convert_tokens_to_ids(names) == [0, 1, 2]
-    assert tokenizer.pad_token_id == 0
-    assert 259 < len(tokenizer) <= 300
-    other = "Ünbekannt: 漢字 🙂\t\u2028\n zwei  Leerzeichen"
-    ids = tokenizer(other)["input_ids"]
-    assert min(ids) > 2
-    assert tokenizer.decode(ids) == other
-
-
-def test_a_saved_tokenizer_is_the_same(tokenizer: Any, tmp_path: Any) -> None:
+def test_the_tokenizer_has_its_special_tokens_first_and_all_bytes(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """And is the same when it is read again."""
     tokenizer.save_pretrained(tmp_path)
-    again = load_tokenizer(tmp_path)
-    text = "Der Hund schläft." + eos("de") + "The dog"
-    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert (len(again), again.pad_token_id) == (len(tokenizer), 0)
+    again = load_tokenizer({path.name: path.read_bytes() for path in tmp_path.iterdir()})
+    other = "Ünbekannt: 漢字 🙂\t\u2028\n zwei  Leerzeichen"
+    for each in (tokenizer, again):
+        assert each.convert_tokens_to_ids(["<pad>", "<eos_de>", "<eos_en>"]) == [0, 1, 2]
+        assert each.pad_token_id == 0
+        assert 259 < len(each) == len(tokenizer) <= 300
+        ids = each(other)["input_ids"]
+        assert min(ids) > 2
+        assert each.decode(ids) == other
 
 
-def test_a_pair_is_source_end_target_end(tokenizer: Any) -> None:
-    source = tokenizer("Der Hund schläft.")["input_ids"]
-    target = tokenizer("The dog sleeps.")["input_ids"]
-    assert encode(PAIRS[:1], tokenizer, "de", "en", 128) == [
-        Encoded([*source, 1, *target, 2], len(source) + 1)
-    ]
-    # The other direction ends with the other tokens.
-    assert encode(PAIRS[:1], tokenizer, "en", "de", 128) == [
-        Encoded([*target, 2, *source, 1], len(target) + 1)
-    ]
+def test_a_pair_is_source_end_target_end_and_is_cut(tokenizer: Any) -> None:
+    """To one more than the length, for inputs and labels."""
+    source = [*tokenizer("Der Hund schläft.")["input_ids"], 1]
+    target = [*tokenizer("The dog sleeps.")["input_ids"], 2]
+    whole, n = source + target, len(source)
+    for length in (128, n + 1, n, n - 1, n - 2):
+        (found,) = encode(PAIRS[:1], tokenizer, "de", "en", length)
+        assert found == Encoded(whole[: length + 1], min(n, length + 1))
+        assert found.num_targets == max(0, min(len(whole), length + 1) - n)
+    (other,) = encode(PAIRS[:1], tokenizer, "en", "de", 128)
+    assert other == Encoded([*target[:-1], 2, *source[:-1], 1], len(target))
     assert encode([], tokenizer, "de", "en", 128) == []
 
 
-def test_pairs_are_cut_to_one_more_than_the_length(tokenizer: Any) -> None:
-    (whole,) = encode(PAIRS[:1], tokenizer, "de", "en", 128)
-    n = whole.num_source
-    assert whole.num_targets == len(whole.ids) - n
-    cut = [encode(PAIRS[:1], tokenizer, "de", "en", k)[0] for k in (n + 1, n, n - 1, n - 2)]
-    assert cut == [
-        Encoded(whole.ids[: n + 2], n),
-        Encoded(whole.ids[: n + 1], n),
-        Encoded(whole.ids[:n], n),
-        Encoded(whole.ids[: n - 1], n - 1),
-    ]
-    assert [example.num_targets for example in cut] == [2, 1, 0, 0]
+def test_collate_batch_makes_a_rectangle_with_weights_on_targets(tokenizer: Any) -> None:
+    """Of pairs as of what is encoded."""
+    for examples in (PAIRS, encode(PAIRS, tokenizer, "de", "en", 40)):
+        for padding in ("max_length", "longest"):
+            batch = collate_batch(examples, "de", "en", tokenizer, 40, "cpu", padding=padding)
+            rows = [
+                ([*tokenizer(p["de"])["input_ids"], 1], [*tokenizer(p["en"])["input_ids"], 2])
+                for p in PAIRS
+            ]
+            T = 40 if padding == "max_length" else min(40, max(len(s + t) for s, t in rows) - 1)
+            for i, (source, target) in enumerate(rows):
+                ids = (source + target + [0] * 41)[: T + 1]
+                assert batch["input_ids"][i].tolist() == ids[:-1]
+                assert batch["labels"][i].tolist() == ids[1:]
+                weights = [0] * (len(source) - 1) + [1] * len(target) + [0] * 40
+                assert batch["label_token_weights"][i].tolist() == weights[:T]
 
 
-# ------------------------------------------------------------------------------------ batches
+# ------------------------------------------------------------------------------------ steps
 
 
-def test_a_batch_is_a_rectangle_with_weights_on_targets() -> None:
-    examples = [Encoded([5, 6, 7, 8, 9], 2), Encoded([3, 4, 2], 2), Encoded([3, 4], 2)]
-    assert lists(to_batch(examples, 0, "cpu")) == {
-        "input_ids": [[5, 6, 7, 8], [3, 4, 2, 0], [3, 4, 0, 0]],
-        "labels": [[6, 7, 8, 9], [4, 2, 0, 0], [4, 0, 0, 0]],
-        "label_token_weights": [[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]],
-        "target_index": [1, 2, 3, 5],
-    }
-
-
-def test_a_batch_may_be_longer_than_its_examples() -> None:
-    assert lists(to_batch([Encoded([3, 4, 2], 1)], 9, "cpu", 4)) == {
-        "input_ids": [[3, 4, 2, 9]],
-        "labels": [[4, 2, 9, 9]],
-        "label_token_weights": [[1, 1, 0, 0]],
-        "target_index": [0, 1],
-    }
-
-
-SIZES = [(1, 1), (1, 8), (7, 2), (8, 4), (9, 4), (100, 32), (64, 64), (65, 64)]
-
-
-@pytest.mark.parametrize(("n", "batch_size"), SIZES)
-def test_every_example_is_used_once_per_epoch(n: int, batch_size: int) -> None:
-    batches = GlobalBatches(n, batch_size, 3)
-    full, rest = divmod(n, batch_size)
-    for epoch in (0, 1):
-        order = batches.epoch(epoch)
-        assert sorted(i for batch in order for i in batch) == list(range(n))
-        sizes = sorted(map(len, order), reverse=True)
-        assert sizes == [batch_size] * full + [rest] * (rest > 0)
-        assert len(batches) == len(order)
-
-
-def test_the_order_depends_on_seed_and_epoch_alone() -> None:
-    one, same, other = (GlobalBatches(40, 8, seed) for seed in (1, 1, 2))
-    assert [one.epoch(e) for e in (2, 0, 1)] == [same.epoch(e) for e in (2, 0, 1)]
-    assert one.epoch(0) != one.epoch(1)
-    assert one.epoch(0) != other.epoch(0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize(("n", "batch_size"), [(64, 8), (61, 8), (3, 4), (13, 12)])
-def test_an_epochs_order_is_one_that_the_partitioner_deals(
-    n: int, batch_size: int, world_size: int
-) -> None:
-    order = GlobalBatches(n, batch_size, 7).epoch(0)
-    for rank in range(world_size):
-        dealt = partition_dataset(
-            rank,
-            world_size,
-            list(range(n)),
-            batch_size,
-            collate_fn=list,
-            seed=stream(7, "data order", 0),
-        )
-        parts = [batch[rank::world_size] for batch in order]
-        assert list(dealt) == [part for part in parts if part]
-
-
-# -------------------------------------------------------------------------------- rank loader
-
-
-def numbered(n: int) -> list[Encoded]:
+class Numbered(TranslationTask):
     """Example i begins with token i; lengths go from 3 to 7, of which 1 to 5 are the target's."""
-    return [Encoded([i, 100] + [101] * (1 + i % 5), 2) for i in range(n)]
 
-
-def steps(n: int, batch_size: int, rank: int, world_size: int, **options: Any) -> list[Step]:
-    examples = numbered(n)
-    batches = GlobalBatches(len(examples), batch_size, 5)
-    loader = RankLoader(
-        examples, batches, rank=rank, world_size=world_size, pad_id=0, device="cpu", **options
-    )
-    found = list(loader.steps(1))
-    assert len(loader) == len(found)
-    return found
+    def __init__(self, n: int, batch_size: int, padding: str = "longest") -> None:
+        tokenizer: Any = SimpleNamespace(pad_token="", convert_tokens_to_ids=lambda _: 0)
+        self.args = SimpleNamespace(
+            batch_size=batch_size, seed=5, src="", tgt="", model_max_length=10, padding=padding
+        )
+        self.tokenizer, self.device = tokenizer, torch.device("cpu")
+        examples = [Encoded([i, 100] + [101] * (1 + i % 5), 2) for i in range(n)]
+        self.examples = {"train": examples}
+        self.num_targets = [example.num_targets for example in examples]
+        self.length = 10 if padding == "max_length" else None
 
 
 def numbers(step: Step) -> list[list[int]]:
     """The examples of each micro-batch."""
-    return [batch["input_ids"][:, 0].tolist() for batch in step.micro_batches]
+    return [ids[:, 0].tolist() for ids, _ in step.inputs]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("num_microbatches", [None, 1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("n", [48, 45])
-def test_the_ranks_parts_are_the_global_batch(n: int, world_size: int, accumulation: int) -> None:
-    examples = numbered(n)
-    expected = GlobalBatches(len(examples), 8, 5).epoch(1)
-    ranks = [steps(n, 8, rank, world_size, accumulation=accumulation) for rank in range(world_size)]
-    parts = [[i for step in of_ranks for part in numbers(step) for i in part]
-             for of_ranks in zip(*ranks, strict=True)]  # fmt: skip
-    assert [sorted(part) for part in parts] == [sorted(batch) for batch in expected]
-    targets = [sum(examples[i].num_targets for i in batch) for batch in expected]
-    assert [[step.target_tokens for step in rank] for rank in ranks] == [targets] * world_size
-    in_batches = [
-        sum(len(b["target_index"]) for step in of_ranks for b in step.micro_batches)
-        for of_ranks in zip(*ranks, strict=True)
-    ]
-    assert in_batches == targets
-    tokens = [sum(len(examples[i].ids) - 1 for i in batch) for batch in expected]
-    assert [sum(s.tokens for s in of_ranks) for of_ranks in zip(*ranks, strict=True)] == tokens
+def test_the_ranks_parts_are_a_global_batch_that_the_seed_and_its_number_fix(
+    n: int, world_size: int, num_microbatches: int | None
+) -> None:
+    """Each example once per epoch, in another order in the next; one can start later."""
+    task = Numbered(n, 8)
+    alone = [[sorted(numbers(s)[0]) for s in task.steps(e, 0, 1, 1)] for e in (0, 1)]
+    assert [sorted(i for batch in epoch for i in batch) for epoch in alone] == [list(range(n))] * 2
+    assert alone[0] != alone[1]
+    for start in (0, 2):
+        ranks = [
+            list(task.steps(1, r, world_size, num_microbatches, start)) for r in range(world_size)
+        ]
+        for k, of_ranks in enumerate(zip(*ranks, strict=True), start):
+            mine = [i for step in of_ranks for part in numbers(step) for i in part]
+            assert sorted(mine) == alone[1][k]
+            examples = [task.examples["train"][i] for i in mine]
+            count = sum(e.num_targets for e in examples)
+            assert {step.count for step in of_ranks} == {count}
+            assert sum(int(w.sum()) for s in of_ranks for _, w in s.targets) == count
+            assert sum(s.tokens for s in of_ranks) == sum(len(e.ids) - 1 for e in examples)
+            assert [s.examples for s in of_ranks] == [sum(map(len, numbers(s))) for s in of_ranks]
 
 
 def test_a_rank_without_an_example_has_a_step_all_the_same() -> None:
-    ranks = [steps(1, 4, rank, 4) for rank in range(4)]
+    ranks = [list(Numbered(1, 4).steps(0, rank, 4, None)) for rank in range(4)]
     assert [[numbers(step) for step in rank] for rank in ranks] == [[[[0]]], [[]], [[]], [[]]]
-    assert [(s.target_tokens, s.positions, s.tokens) for (s,) in ranks] == [
-        (1, 2, 2), (1, 0, 0), (1, 0, 0), (1, 0, 0),
-    ]  # fmt: skip
+    assert [(s.count, s.positions, s.tokens) for (s,) in ranks] == [(1, 2, 2)] + [(1, 0, 0)] * 3
 
 
 @pytest.mark.parametrize(
-    ("n", "accumulation", "expected"),
-    [
-        (5, 1, [5]), (5, 2, [3, 2]), (5, 4, [2, 1, 1, 1]), (3, 8, [1, 1, 1]), (6, 3, [2, 2, 2]),
-        (8, 5, [2, 2, 2, 1, 1]),
-    ],
-)  # fmt: skip
-def test_accumulation_cuts_a_ranks_part(n: int, accumulation: int, expected: list[int]) -> None:
-    (step,) = steps(n, 8, 0, 1, accumulation=accumulation)
-    assert [len(part) for part in numbers(step)] == expected
-
-
-@pytest.mark.parametrize(
-    ("max_positions", "lengths"),
+    ("most", "lengths"),
     # ten examples with 2, 2, 3, 3, 4, 4, 5, 5, 6, 6 inputs
     [
         (1, [[2], [2], [3], [3], [4], [4], [5], [5], [6], [6]]),
         (12, [[2, 2, 3, 3], [4, 4], [5, 5], [6, 6]]),
-        (17, [[2, 2, 3, 3, 4][:4], [4, 4, 5], [5, 6], [6]]),
+        (17, [[2, 2, 3, 3], [4, 4, 5], [5, 6], [6]]),
         (60, [[2, 2, 3, 3, 4, 4, 5, 5, 6, 6]]),
     ],
 )
-def test_micro_batches_of_like_lengths(max_positions: int, lengths: list[list[int]]) -> None:
-    examples = numbered(10)
-    (step,) = steps(10, 10, 0, 1, max_positions=max_positions)
-    assert [[len(examples[i].ids) - 1 for i in part] for part in numbers(step)] == lengths
+def test_micro_batches_of_like_lengths_on_a_cpu(
+    most: int, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.translation.CPU_POSITIONS", most)
+    monkeypatch.setattr(Numbered, "cpu_positions", most, raising=False)
+    task = Numbered(10, 10)
+    (step,) = task.steps(0, 0, 1, None)
+    found = [[len(task.examples["train"][i].ids) - 1 for i in part] for part in numbers(step)]
+    assert found == lengths
     assert step.positions == sum(len(part) * part[-1] for part in lengths)
 
 
-def test_ranks_have_like_lengths() -> None:
-    examples = numbered(20)
-    ranks = [steps(20, 20, rank, 2)[0] for rank in range(2)]
-    lengths = [[len(examples[i].ids) for part in numbers(step) for i in part] for step in ranks]
+def test_ranks_have_like_lengths_and_positions_count_padding() -> None:
+    task = Numbered(20, 20)
+    ranks = [next(task.steps(0, rank, 2, 1)) for rank in range(2)]
+    lengths = [[len(task.examples["train"][i].ids) for i in numbers(s)[0]] for s in ranks]
     assert lengths == [[3, 3, 4, 4, 5, 5, 6, 6, 7, 7]] * 2
-
-
-def test_positions_count_padding_and_tokens_do_not() -> None:
-    (step,) = steps(3, 4, 0, 1)  # lengths 3, 4, 5: 2, 3, 4 inputs
-    assert (step.positions, step.tokens, step.target_tokens) == (3 * 4, 2 + 3 + 4, 1 + 2 + 3)
-    (step,) = steps(3, 4, 0, 1, length=10)
+    assert [(s.positions, s.tokens) for s in ranks] == [(10 * 6, 40)] * 2
+    (step,) = Numbered(3, 4, "max_length").steps(0, 0, 1, None)
     assert (step.positions, step.tokens) == (3 * 10, 2 + 3 + 4)
 
 
-def test_an_epoch_can_start_later() -> None:
-    examples = numbered(20)
-    batches = GlobalBatches(len(examples), 4, 5)
-    loader = RankLoader(examples, batches, rank=0, world_size=2, pad_id=0, device="cpu")
-    assert [numbers(s) for s in loader.steps(2, 3)] == [numbers(s) for s in loader.steps(2)][3:]
+def options(**changes: Any) -> SimpleNamespace:
+    """What a task looks at."""
+    args = {
+        "model": "gpt2-mini", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 300,
+        "dropout": 0.0, "src": "de", "tgt": "en", "model_max_length": 64, "padding": "longest",
+        "seed": 0, "batch_size": 2,
+    }  # fmt: skip
+    return SimpleNamespace(**args | changes)
+
+
+def test_a_source_that_fills_the_length_leaves_nothing_to_learn(tmp_path: Path) -> None:
+    texts = Texts(dict.fromkeys(("train", "validation", "test"), PAIRS))
+    assert TranslationTask(options(workdir=tmp_path), World(), texts).steps_per_epoch == 2
+    with pytest.raises(UserError) as error:
+        TranslationTask(options(workdir=tmp_path, model_max_length=3), World(), texts)
+    assert str(error.value) == (
+        "--model_max_length 3: every source sentence fills it, and no target is left to learn; "
+        "--model_max_length 128 works"
+    )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,20 +22,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeline.parcels import PeerError
+from runtime.cores import core_slice
 from tests.ranks import Ranks
 from tests.training import programs
 from tests.training.conftest import Described
 from training import launch as launcher
 from training.launch import (
+    Failure,
     RunError,
     Settings,
     UserError,
     World,
     choose_device,
-    core_slice,
+    is_consequence,
     launch,
     listen,
     on_main,
+    stay_on_interface_to,
+    watch,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,47 +93,34 @@ def test_a_taken_default_port_is_replaced_in_one_line(described: Described) -> N
 # -------------------------------------------------------------------- ranks that end too early
 
 
-def test_a_rank_that_raises_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def failed(capfd: pytest.CaptureFixture[str], work: Callable[[World], None], ranks: int) -> str:
+    """What is read of a run that fails. It leaves no process."""
     before = children()
     with pytest.raises(SystemExit) as end:
-        launch(programs.raise_on_one, Settings(2, device="cpu", master_port=0, timeout=60))
-    assert end.value.code == 1
-    printed = capsys.readouterr().err
+        launch(work, Settings(ranks, device="cpu", master_port=0, timeout=60))
+    assert (end.value.code, children()) == (1, before)
+    return capfd.readouterr().err
+
+
+def test_a_rank_that_raises_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    printed = failed(capfd, programs.raise_on_one, 2)
     assert printed.startswith("\nrank 1 failed; the run has been ended.\nTraceback ")
     assert printed.endswith("\nValueError: the bug of rank 1\n")
     assert [printed.count(word) for word in ("Traceback", "rank 0", "programs.py")] == [1, 0, 1]
-    assert children() == before
 
 
-def test_a_killed_rank_is_the_cause_of_what_others_report(
-    capfd: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("work", "ranks", "words"),
+    [
+        (programs.killed_on_one, 2, "It was ended by SIGKILL"),
+        (programs.leave_silently, 1, "It exited with status 0 before it was done"),
+    ],
+)
+def test_a_rank_that_says_nothing_has_failed(
+    work: Callable[[World], None], ranks: int, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before, start = children(), time.monotonic()
-    with pytest.raises(SystemExit) as end:
-        launch(programs.killed_on_one, Settings(2, device="cpu", master_port=0, timeout=60))
-    assert end.value.code == 1
-    expected = "\nrank 1 failed; the run has been ended.\nIt was ended by SIGKILL.\n"
-    assert capfd.readouterr().err == expected
-    assert time.monotonic() - start < 60
-    assert children() == before
-
-
-def test_a_rank_that_leaves_silently_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        launch(programs.leave_silently, Settings(1, device="cpu", master_port=0))
-    assert end.value.code == 1
-    assert capsys.readouterr().err == (
-        "\nrank 0 failed; the run has been ended.\nIt exited with status 0 before it was done.\n"
-    )
-
-
-def test_a_rank_that_exits_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        launch(programs.leave, Settings(1, device="cpu", master_port=0))
-    assert end.value.code == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith("\nrank 0 failed; the run has been ended.\nTraceback ")
-    assert printed.endswith("\nSystemExit: 0\n")
+    said = f"\nrank {ranks - 1} failed; the run has been ended.\n{words}.\n"
+    assert failed(capfd, work, ranks) == said
 
 
 def test_a_users_mistake_that_a_rank_finds_stays_one(capfd: pytest.CaptureFixture[str]) -> None:
@@ -134,12 +130,98 @@ def test_a_users_mistake_that_a_rank_finds_stays_one(capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == ""
 
 
-def test_work_that_cannot_be_sent_is_said_before_any_rank_starts(
+# ------------------------------------------------------------------ which of several is the cause
+
+
+class FakeRanks:
+    """What a parent has of its ranks: pipes to talk into, processes that are none."""
+
+    def __init__(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(launcher, "GRACE", 0.2)
+        self.ours, self.theirs = zip(*(Pipe() for _ in range(number)), strict=True)
+        self.processes: list[Any] = [
+            SimpleNamespace(exitcode=None, join=lambda *_: None, pid=os.getpid())
+            for _ in range(number)
+        ]
+
+    def watch(self) -> Failure | None:
+        """What the parent makes of it."""
+        return watch(self.processes, self.ours, timeout=0.2)
+
+
+def test_a_death_is_the_cause_of_a_connection_that_was_lost_before_it_was_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torch.multiprocessing.get_context", None)
-    with pytest.raises(AttributeError, match="<lambda>"):
-        launch(lambda _: None, Settings(1, device="cpu", master_port=0))
+    ranks = FakeRanks(3, monkeypatch)
+    ranks.theirs[0].send(Failure(0, "lost", is_consequence=True))
+    ranks.theirs[2].send(Failure(2, "lost", is_consequence=True))
+    os.write(ranks.theirs[1].fileno(), struct.pack("!i", 100) + b"half of a report")
+    ranks.theirs[1].close()
+    ranks.processes[1].exitcode = -signal.SIGKILL
+    assert ranks.watch() == Failure(1, "It was ended by SIGKILL.\n")
+
+
+@pytest.mark.parametrize("done", [None, Failure(0, "lost", is_consequence=True)])
+def test_a_rank_that_is_stopped_is_why_others_have_waited(
+    monkeypatch: pytest.MonkeyPatch, done: Failure | None
+) -> None:
+    ranks = FakeRanks(2, monkeypatch)
+    ranks.theirs[0].send(done)
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        ranks.processes[1].pid = sleeper.pid
+        sleeper.send_signal(signal.SIGSTOP)
+        assert ranks.watch() == Failure(1, "It is stopped (by SIGSTOP) and does not answer.\n")
+        sleeper.send_signal(signal.SIGCONT)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_of_consequences_alone_the_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = FakeRanks(2, monkeypatch)
+    ranks.theirs[1].send(Failure(1, "lost", is_consequence=True))
+    assert ranks.watch() == Failure(1, "lost", is_consequence=True)
+
+
+def test_all_are_done_or_one_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = FakeRanks(2, monkeypatch)
+    ranks.theirs[0].send(None)
+    assert ranks.watch() == Failure(1, "It does not end, and the others have.\n")
+    for pipe in ranks.theirs:
+        pipe.send(None)
+    assert ranks.watch() is None
+
+
+GLOO = RuntimeError(
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "expected"),
+    [
+        (GLOO, None, True),
+        (dist.DistNetworkError("recv failed"), None, True),
+        (PeerError("stage 0 waited for gradients of stage 1: it has ended"), None, True),
+        (ValueError("the bug"), None, False),
+        (GLOO, ValueError("no result"), True),
+        (ValueError("the bug"), GLOO, False),
+    ],
+    ids=repr,
+)
+def test_what_began_an_error_says_whether_it_is_a_consequence(
+    first: Exception, then: Exception | None, expected: bool
+) -> None:
+    try:
+        try:
+            raise first
+        except Exception as error:
+            if then is not None:
+                raise then from error
+            raise
+    except Exception as error:
+        assert is_consequence(error) is expected
 
 
 # ------------------------------------------------------------------------ rank 0 works alone
@@ -226,30 +308,15 @@ def test_a_parent_that_is_asked_to_end_takes_its_ranks_along(number: int, status
         assert process.communicate() == ("", "")
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not Linux")
 def test_ctrl_c_while_ranks_import_their_libraries_prints_nothing() -> None:
     with program("wait_forever") as process:
         until(lambda: len(children(process.pid)) == 2)
         ranks = children(process.pid)
-        until(lambda: all(is_importing_torch(rank) for rank in ranks))
-        assert [is_deaf_to(rank, signal.SIGINT) for rank in ranks] == [True, True]
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(SOON) == 130
         assert process.communicate() == ("", "")
         _, alive = psutil.wait_procs(ranks, SOON)
         assert alive == []
-
-
-def is_importing_torch(process: psutil.Process) -> bool:
-    """Whether it has begun to, which takes a second."""
-    return any("libtorch" in mapped.path for mapped in process.memory_maps())
-
-
-def is_deaf_to(process: psutil.Process, number: int) -> bool:
-    """Whether a signal does nothing to it: is ignored, or blocked for now."""
-    status = Path(f"/proc/{process.pid}/status").read_text().split()
-    masks = [int(status[status.index(name) + 1], 16) for name in ("SigIgn:", "SigBlk:")]
-    return bool((masks[0] | masks[1]) >> (number - 1) & 1)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -260,7 +327,20 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-# ------------------------------------------------------------------------ ports, cores, devices
+# ----------------------------------------------------------- interfaces, ports, cores, devices
+
+
+def test_ranks_of_one_machine_stay_on_loopback_and_those_of_several_where_they_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    stay_on_interface_to("localhost")
+    chosen = [os.environ[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL")]
+    assert chosen == ["eth7", loopback]
+    stay_on_interface_to("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
 
 
 def test_the_default_port_is_used_where_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

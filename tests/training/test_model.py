@@ -7,22 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import BertConfig, BertModel, GPT2LMHeadModel
 
-from training.data import Encoded, to_batch, train_tokenizer
+from training.data import train_tokenizer
 from training.launch import UserError
 from training.model import (
     build_model,
     gpt2_config,
+    gpt2_layers,
+    loss_of_targets,
     round_vocab,
-    target_loss,
+    sizes_of_blocks,
+    split_by,
 )
-from training.pretrained import (
-    check_pretrained,
-    load_pretrained,
-    pretrained_config,
-    pretrained_initializer,
-)
+from training.pretrained import check_pretrained, pretrained_config, pretrained_initializer
 
 
 def tiny(seed: int = 0, n_layer: int = 2, **sizes: Any) -> GPT2LMHeadModel:
@@ -53,25 +52,20 @@ def test_a_preset_can_be_changed() -> None:
     assert (config.attn_pdrop, config.embd_pdrop, config.resid_pdrop) == (0.2, 0.2, 0.2)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "words"),
-    [
-        ("gpt3", {}, ["--model gpt3", "gpt2-mini"]),
-        ("gpt2-mini", {"n_head": 3}, ["--n_head 3", "n_head must divide n_embd", "--n_head 4"]),
-        ("gpt2-mini", {"n_layer": 0}, ["--n_layer 0", "must be positive", "--n_layer 4"]),
-    ],
-)
-def test_sizes_that_make_no_model(name: str, sizes: dict[str, int], words: list[str]) -> None:
-    with pytest.raises(UserError) as error:
-        gpt2_config(name, 64, 128, **sizes)
-    assert [word for word in words if word not in str(error.value)] == []
-
-
 def test_vocabularies_are_rounded_up() -> None:
     assert [round_vocab(n) for n in (1, 64, 65, 4096, 4097)] == [64, 64, 128, 4096, 4160]
 
 
-# ---------------------------------------------------------------------------- initial weights
+def test_sizes_of_stages() -> None:
+    """Of 5 blocks: 12 layers."""
+    assert sizes_of_blocks("auto", 5, 2) is None
+    assert sizes_of_blocks("uniform", 5, 2) == [7, 5]
+    assert sizes_of_blocks("1,3,1", 5, 3) == [3, 6, 3]
+    for wrong in ("3,3", "5", "5,0", "6,-1", "2;3", "even", ""):
+        with pytest.raises(
+            ValueError, match="2 positive numbers that add up to the 5 blocks, as 3,2"
+        ):
+            split_by(wrong, 5, 2, "blocks")
 
 
 def test_weights_depend_on_seed_and_name_alone() -> None:
@@ -94,7 +88,9 @@ def test_weights_are_those_of_earlier_versions() -> None:
 
 
 def test_weights_are_distributed_as_in_gpt2() -> None:
-    parameters = dict(tiny(n_layer=2, n_embd=128).named_parameters())
+    model = tiny(n_layer=2, n_embd=128)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    parameters = dict(model.named_parameters())
     zero = [n for n, p in parameters.items() if not p.count_nonzero()]
     one = [n for n, p in parameters.items() if torch.equal(p, torch.ones_like(p))]
     assert zero == [n for n in parameters if n.endswith("bias")]
@@ -108,31 +104,28 @@ def test_weights_are_distributed_as_in_gpt2() -> None:
             assert abs(p.mean().item()) < 6 * std / p.numel() ** 0.5, name
 
 
-def test_the_head_is_tied_to_the_embedding() -> None:
-    model = tiny()
-    assert model.lm_head.weight is model.transformer.wte.weight
+IDS = torch.tensor([[5, 6, 7, 8], [3, 4, 2, 0], [3, 4, 0, 0]])
+WEIGHTS = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]])
 
 
-# ----------------------------------------------------------------------------------- the loss
-
-
-def test_target_loss_is_the_masked_cross_entropy_over_all_logits() -> None:
+def test_the_loss_of_the_layers_is_the_masked_cross_entropy_of_the_model() -> None:
+    """The layers compute logits at targets alone."""
     model = tiny().double()
-    batch = to_batch(
-        [Encoded([5, 6, 7, 8, 9], 2), Encoded([3, 4, 2], 2), Encoded([3, 4], 2)], 0, "cpu"
-    )
-    loss = target_loss(model, batch)
-    log_p = model(input_ids=batch["input_ids"]).logits.log_softmax(-1)
-    nll = -log_p.gather(-1, batch["labels"].unsqueeze(-1)).squeeze(-1)
-    expected = (nll * batch["label_token_weights"]).sum()
-    # fp64: some hundred roundings of 1e-16 each
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-    assert 4 * 5 < loss.item() < 4 * 6.5  # four targets; an untrained one costs about ln(320)
+    labels = IDS.roll(-1, 1)
+    logits = nn.Sequential(*gpt2_layers(model))((IDS, WEIGHTS))
+    assert logits.shape == (4, 320)
+    loss = loss_of_targets(logits, (labels, WEIGHTS))
+    log_p = model(input_ids=IDS).logits.log_softmax(-1)
+    nll = -log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(loss, (nll * WEIGHTS).sum(), rtol=1e-12, atol=0)
+    assert 4 * 5 < loss.item() < 4 * 6.5  # an untrained target costs about ln(320)
+    half = loss_of_targets(logits.bfloat16(), (labels, WEIGHTS))
+    assert half.dtype == torch.float32 and half.item() == pytest.approx(loss.item(), rel=1e-2)
 
 
 def test_a_batch_without_targets_costs_nothing() -> None:
-    model = tiny()
-    loss = target_loss(model, to_batch([Encoded([3, 4], 2)], 0, "cpu"))
+    model, none = tiny(), torch.zeros_like(WEIGHTS)
+    loss = loss_of_targets(nn.Sequential(*gpt2_layers(model))((IDS, none)), (IDS, none))
     loss.backward()
     assert loss.item() == 0
     assert [n for n, p in model.named_parameters() if p.grad is None or p.grad.any()] == []
@@ -141,39 +134,10 @@ def test_a_batch_without_targets_costs_nothing() -> None:
 # --------------------------------------------------------------------------------- pretrained
 
 
-@pytest.mark.parametrize("part", ["whole", "transformer"])
-def test_pretrained_weights_are_taken_as_they_are(part: str, tmp_path: Path) -> None:
-    """The published GPT-2 has its names without the prefix `transformer.`, and no head."""
-    model = tiny(seed=3)
-    (model if part == "whole" else model.transformer).save_pretrained(tmp_path)
-    train_tokenizer([{"de": "Ja.", "en": "Yes."}], 300, "de", "en").save_pretrained(tmp_path)
-    check_pretrained(str(tmp_path), 16)
-    loaded = load_pretrained(str(tmp_path), 300, 0.25, 0)
-    expected = dict(model.named_parameters())
-    found = dict(loaded.named_parameters())
-    assert list(found) == list(expected)
-    assert [n for n in found if not torch.equal(found[n], expected[n])] == []
-    assert loaded.config.resid_pdrop == 0.25
-
-
-def test_pretrained_embeddings_grow_with_the_vocabulary(tmp_path: Path) -> None:
-    model = tiny(seed=3)
-    model.save_pretrained(tmp_path)
-    loaded = load_pretrained(str(tmp_path), 330, 0.0, 5)
-    assert loaded.transformer.wte.weight.shape == (330, 32)
-    assert torch.equal(loaded.transformer.wte.weight[:320], model.transformer.wte.weight)
-    assert loaded.lm_head.weight is loaded.transformer.wte.weight
-    new = [
-        load_pretrained(str(tmp_path), 330, 0.0, seed).transformer.wte.weight[320:]
-        for seed in (5, 6)
-    ]
-    assert torch.equal(new[0], loaded.transformer.wte.weight[320:])  # the seed's, and not torch's
-    assert not torch.equal(new[0], new[1])
-
-
 @pytest.mark.parametrize("part", ["whole", "transformer", "pickled", "in bfloat16"])
-def test_weights_are_the_same_read_one_by_one(part: str, tmp_path: Path) -> None:
-    """What no process may hold whole is read by name; with rows for tokens that are new."""
+def test_weights_are_read_by_name_and_grow_with_the_vocabulary(part: str, tmp_path: Path) -> None:
+    """The published GPT-2 has its names without the prefix `transformer.`, and no head; its weights
+    may be in several files. No process need hold them all."""
     model = tiny(seed=3)
     if part == "in bfloat16":
         model.bfloat16()
@@ -184,15 +148,19 @@ def test_weights_are_the_same_read_one_by_one(part: str, tmp_path: Path) -> None
         saved = model.transformer if part == "transformer" else model
         saved.save_pretrained(tmp_path, max_shard_size="40KB")
         assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    expected = dict(load_pretrained(str(tmp_path), 330, 0.1, 5).named_parameters())
-    config = pretrained_config(str(tmp_path), 330, 0.1)
-    assert (config.vocab_size, config.resid_pdrop) == (330, 0.1)
-    fill = pretrained_initializer(str(tmp_path), config, 5)
-    for name, p in expected.items():
-        filled = torch.empty_like(p)
-        fill(name, filled)
-        assert torch.equal(filled, p), name
-        assert p.dtype == torch.float32  # the optimizer's small steps would be lost in less
+    train_tokenizer([{"a": "Ja."}], 300, "a", "a").save_pretrained(tmp_path)
+    if part != "pickled":
+        check_pretrained(str(tmp_path), 16)
+    config = pretrained_config(str(tmp_path), 330, 0.25)
+    assert (config.vocab_size, config.resid_pdrop) == (330, 0.25)
+    for name, p in model.named_parameters():
+        rows = (330, 32) if "wte" in name else p.shape
+        filled = [torch.empty(rows) for _ in range(3)]  # in fp32: small steps would be lost in less
+        for t, seed in zip(filled, (5, 5, 6), strict=True):
+            pretrained_initializer(str(tmp_path), config, seed)(name, t)
+        assert torch.equal(filled[0][: len(p)], p.float()), name
+        assert torch.equal(filled[0], filled[1])
+        assert torch.equal(filled[0], filled[2]) == ("wte" not in name)  # new rows are the seed's
 
 
 def test_a_weight_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -200,12 +168,8 @@ def test_a_weight_that_is_missing_is_named(tmp_path: Path) -> None:
     state = {n: p for n, p in model.state_dict().items() if n != "transformer.h.1.ln_2.bias"}
     model.save_pretrained(tmp_path, state_dict=state)
     config = pretrained_config(str(tmp_path), 320, 0.0)
-    for refused in (
-        lambda: load_pretrained(str(tmp_path), 320, 0.0, 0),
-        lambda: pretrained_initializer(str(tmp_path), config, 0),
-    ):
-        with pytest.raises(UserError, match=r"\(transformer.h.1.ln_2.bias is missing\)"):
-            refused()
+    with pytest.raises(UserError, match=r"\(transformer.h.1.ln_2.bias is missing\)"):
+        pretrained_initializer(str(tmp_path), config, 0)
 
 
 def test_folders_that_hold_no_gpt2_are_refused(tmp_path: Path) -> None:
@@ -214,16 +178,6 @@ def test_folders_that_hold_no_gpt2_are_refused(tmp_path: Path) -> None:
         vocab_size=300,
     )  # fmt: skip
     BertModel(bert).save_pretrained(tmp_path)
-    for refused in (
-        lambda: check_pretrained(str(tmp_path), 16),
-        lambda: load_pretrained(str(tmp_path), 300, 0.0, 0),
-        lambda: check_pretrained(str(tmp_path / "none"), 16),
-    ):
+    for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(UserError, match=r"no GPT-2 weights come from .*presets need none"):
-            refused()
-
-
-def test_pretrained_positions_must_suffice(tmp_path: Path) -> None:
-    tiny().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"^--model_max_length 17 .* --model_max_length 16 works$"):
-        check_pretrained(str(tmp_path), 17)
+            check_pretrained(str(folder), 16)

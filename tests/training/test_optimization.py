@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -19,28 +17,20 @@ from training.optimization import MOST_IN_A_ROW, Optimizers, Recipe, clip_factor
 INF, NAN = math.inf, math.nan
 
 
-# ------------------------------------------------------------------------------------ schedule
-
-
 @pytest.mark.parametrize(
     ("lr_scheduler", "warmup", "rates"),
     [
-        ("constant", 0, [8.0] * 8),
-        ("constant", 4, [2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 8.0]),
-        ("linear", 0, [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]),
-        ("linear", 4, [2.0, 4.0, 6.0, 8.0, 8.0, 6.0, 4.0, 2.0]),
-        ("linear", 1, [8.0, 8.0, *(8 - 8 * k / 7 for k in range(1, 7))]),
-        (
-            "cosine",
-            4,
-            [2.0, 4.0, 6.0, 8.0, 8.0, 4 + 4 * math.sqrt(0.5), 4.0, 4 - 4 * math.sqrt(0.5)],
-        ),
+        ("constant", 4, [2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0]),
+        ("linear", 0, [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]),
+        ("linear", 4, [2.0, 4.0, 6.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0]),
+        ("cosine", 6, [*(8 * k / 6 for k in range(1, 7)), 8.0, 4.0, 0.0]),
     ],
 )
 def test_learning_rates(lr_scheduler: str, warmup: int, rates: list[float]) -> None:
-    """Two epochs of four steps. No step is lost to a rate of 0."""
-    recipe = Recipe(8.0, 4, 2, lr_scheduler, warmup)
-    assert [recipe.learning_rate_at(k) for k in range(8)] == pytest.approx(rates, rel=1e-15)
+    """Eight steps, and what stays after them. No step is lost to a rate of 0."""
+    recipe = Recipe(8.0, 4, 8, lr_scheduler, warmup)
+    found = [recipe.learning_rate_at(k) for k in (*range(9), 1000)]
+    assert found == pytest.approx([*rates, rates[-1]], rel=1e-15, abs=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +41,7 @@ def test_after_the_warm_up_rates_are_those_of_transformers(lr_scheduler: str, th
     """(Theirs begins with a step at rate 0, which teaches nothing.)"""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
     scheduler = theirs(optimizer, 10, 50)
-    recipe = Recipe(0.3, 10, 5, lr_scheduler, 10)
+    recipe = Recipe(0.3, 10, 50, lr_scheduler, 10)
     rates = []
     for _ in range(50):
         rates += scheduler.get_last_lr()
@@ -62,27 +52,13 @@ def test_after_the_warm_up_rates_are_those_of_transformers(lr_scheduler: str, th
     assert ours[:10] == pytest.approx(rates[1:11], rel=1e-13)
 
 
-def test_beyond_the_last_step_the_rate_stays() -> None:
-    ends = {name: Recipe(8.0, 4, 2, name, 2) for name in ("constant", "linear", "cosine")}
-    for step in (8, 9, 1000):
-        assert {n: r.learning_rate_at(step) for n, r in ends.items()} == {
-            "constant": 8.0, "linear": 0.0, "cosine": 0.0,
-        }  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------ clipping
-
-
-def test_squares_of_norms_add_up() -> None:
+def test_norms_and_the_clip_factor() -> None:
     parts = [torch.tensor([[3.0], [4.0]]), torch.tensor([12.0]), torch.tensor(84.0)]
     assert squared_norms(parts) == [5.0**2, 12.0**2, 84.0**2]
     assert squared_norms([]) == []
-    # In float32 the square would be infinite, and would vanish.
+    # In float32 the square would be infinite, or would vanish.
     assert squared_norms([torch.tensor([1e19])]) == pytest.approx([1e38])
     assert squared_norms([torch.tensor([1e-30])]) == pytest.approx([1e-60])
-
-
-def test_clip_factor() -> None:
     assert [clip_factor(norm, 2.0) for norm in (0.0, 1.0, 2.0 - 1e-6)] == [1.0] * 3
     assert clip_factor(8.0, 2.0) == pytest.approx(0.25, rel=1e-6)
     assert clip_factor(8.0, None) == 1.0
@@ -100,56 +76,36 @@ def feed(parameters: list[nn.Parameter], value: float) -> None:
         p.grad = torch.full_like(p, value)
 
 
-def test_several_optimizers_clip_as_one() -> None:
-    """And one without a gradient is left alone. 9 elements of 1: a norm of 3."""
-    parameters, optimizers = make(Recipe(1.0, 4, max_grad_norm=0.3), 5, 4, 2)
+def test_several_optimizers_clip_as_one_where_their_parameters_are() -> None:
+    """One without a gradient is left alone. 9 elements of 1: a norm of 3."""
+    asked: list[int] = []
+
+    def run(work: Any) -> list[Any]:
+        asked.append(3)
+        return [work(i) for i in range(3)]
+
+    parameters, optimizers = make(Recipe(1.0, 4, 4, max_grad_norm=0.3), 5, 4, 2, run=run)
     feed(parameters[:2], 1.0)
-    expected = [nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (5, 4, 2)]
-    feed(expected[:2], 1.0)
-    assert nn.utils.clip_grad_norm_(expected, 0.3) == 3.0
     assert optimizers.step(torch.tensor(1.0), 1) is None
-    for p, q in zip(parameters[:2], expected[:2], strict=True):
-        assert p.grad is not None and q.grad is not None
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-15, atol=0)
-        torch.testing.assert_close(p.detach(), 1 - q.grad, rtol=1e-15, atol=0)
+    for p in parameters[:2]:
+        assert p.tolist() == pytest.approx([1 - 0.3 / 3] * len(p), rel=1e-6)
     assert parameters[2].grad is None and parameters[2].tolist() == [1.0, 1.0]
+    assert asked == [3, 3]  # the norms, and the updates
 
 
 def test_what_is_not_counted_is_clipped_all_the_same() -> None:
-    parameters, _ = make(Recipe(1.0, 4), 5, 4)
+    """4 of the 9 elements make the norm, 2."""
+    parameters, _ = make(Recipe(1.0, 4, 4), 5, 4)
     sgd = torch.optim.SGD(parameters, lr=1.0)
-    optimizers = Optimizers([sgd], Recipe(1.0, 4, max_grad_norm=1.0), counted=parameters[1:])
+    optimizers = Optimizers([sgd], Recipe(1.0, 4, 4, max_grad_norm=1.0), counted=parameters[1:])
     feed(parameters, 1.0)
     assert optimizers.step(torch.tensor(1.0), 1) is None
-    assert [p.tolist() for p in parameters] == [
-        pytest.approx([0.5] * n, rel=1e-6)
-        for n in (5, 4)  # 1 / sqrt(4)
-    ]
+    assert parameters[0].tolist() == pytest.approx([0.5] * 5, rel=1e-6)
 
 
-def test_work_is_done_where_the_optimizers_are() -> None:
-    calls = []
-
-    def run(function: Any) -> list[Any]:
-        calls.append("run")
-        return [function(i) for i in (0, 1)]
-
-    parameters, optimizers = make(Recipe(1.0, 4, max_grad_norm=0.3), 5, 4, run=run)
-    feed(parameters, 1.0)
-    optimizers.step(torch.tensor(1.0), 1)
-    assert calls == ["run", "run"]  # the norm; clipping and stepping
-    assert parameters[0].tolist() == pytest.approx([0.9] * 5)
-
-
-# ------------------------------------------------------------------------- what is not finite
-
-
-def test_stop_changes_nothing_and_says_all() -> None:
-    recipe = Recipe(0.5, 4, 2, "linear", warmup_steps=0, max_grad_norm=None)
-    parameters, optimizers = make(recipe, 2)
-    for _ in range(5):
-        feed(parameters, 0.0)
-        assert optimizers.step(torch.tensor(1.0), 1) is None
+def test_a_loss_that_is_not_finite_ends_the_run_with_advice() -> None:
+    parameters, optimizers = make(Recipe(0.5, 4, 8), 2)
+    optimizers.load_state_dict({"steps": 5, "left_out": 0, "in_a_row": 0})
     feed(parameters, 1.0)
     with pytest.raises(RunError) as error:
         optimizers.step(torch.tensor(NAN), 1)
@@ -161,21 +117,24 @@ def test_stop_changes_nothing_and_says_all() -> None:
     assert optimizers.state_dict() == {"steps": 5, "left_out": 0, "in_a_row": 0}
 
 
-@pytest.mark.parametrize("loss", [1.0, INF, NAN])
-@pytest.mark.parametrize("gradient", [1.0, INF, -INF, NAN])
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
-def test_all_that_is_not_finite_is_seen(loss: float, gradient: float, on_nan: str) -> None:
-    parameters, optimizers = make(Recipe(0.5, 4, max_grad_norm=1.0, on_nan=on_nan), 3, 3)
+@pytest.mark.parametrize(
+    ("loss", "gradient", "what"),
+    [
+        (INF, 1.0, "the loss is inf"),
+        (NAN, NAN, "the loss is nan"),
+        (1.0, INF, "the norm of the gradient is inf, though the loss is finite"),
+        (1.0, -INF, "the norm of the gradient is inf, though the loss is finite"),
+        (1.0, NAN, "the norm of the gradient is nan, though the loss is finite"),
+    ],
+)
+def test_whatever_is_not_finite_is_seen(
+    loss: float, gradient: float, what: str, on_nan: str
+) -> None:
+    parameters, optimizers = make(Recipe(0.5, 4, 4, max_grad_norm=1.0, on_nan=on_nan), 3, 3)
     feed(parameters, 0.0)
     assert parameters[1].grad is not None
     parameters[1].grad[2] = gradient
-    what = "the loss is " + str(loss)
-    if math.isfinite(loss):
-        norm = "nan" if math.isnan(gradient) else "inf"
-        what = f"the norm of the gradient is {norm}, though the loss is finite"
-    if math.isfinite(loss) and math.isfinite(gradient):
-        assert optimizers.step(torch.tensor(loss), 1) is None
-        return
     if on_nan == "stop":
         with pytest.raises(RunError, match=f"^epoch 0, step 1 of 4: {what}; try "):
             optimizers.step(torch.tensor(loss), 1)
@@ -186,27 +145,27 @@ def test_all_that_is_not_finite_is_seen(loss: float, gradient: float, on_nan: st
 
 
 def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
-    """Momentum and weights know nothing of it; the schedule goes on."""
-    recipe = Recipe(1.0, 4, 1, "linear", on_nan="skip")
+    """Momentum and weights know nothing of it; the schedule goes on, also after a resume."""
+    recipe = Recipe(1.0, 4, 4, "linear", on_nan="skip")
     parameters, optimizers = make(recipe, 1)
     plain = nn.Parameter(torch.ones(1, dtype=torch.float64))
     sgd = torch.optim.SGD([plain], lr=1.0, momentum=0.5)
-    with warnings.catch_warnings(record=True) as said:
-        for value, rate in ((1.0, 1.0), (NAN, None), (3.0, 0.5), (5.0, 0.25)):
-            feed(parameters, value)
-            assert (optimizers.step(torch.tensor(value), 1) is None) == (rate is not None)
-            if rate is not None:
-                plain.grad = torch.tensor([value], dtype=torch.float64)
-                sgd.param_groups[0]["lr"] = rate
-                sgd.step()
-            assert parameters[0].tolist() == plain.tolist()
-    assert said == []
+    for value, rate in ((1.0, 1.0), (NAN, None), (3.0, 0.5), (5.0, 0.25)):
+        feed(parameters, value)
+        assert (optimizers.step(torch.tensor(value), 1) is None) == (rate is not None)
+        if rate is not None:
+            plain.grad = torch.tensor([value], dtype=torch.float64)
+            sgd.param_groups[0]["lr"] = rate
+            sgd.step()
+        assert parameters[0].tolist() == plain.tolist()
+        state, optimizers = optimizers.state_dict(), Optimizers(optimizers.optimizers, recipe)
+        optimizers.load_state_dict(state)
     assert optimizers.state_dict() == {"steps": 4, "left_out": 1, "in_a_row": 0}
 
 
 def test_without_a_target_there_is_nothing_to_learn() -> None:
     """Nor does momentum go on. It is no failure, whatever --on_nan says."""
-    parameters, optimizers = make(Recipe(1.0, 4), 1)
+    parameters, optimizers = make(Recipe(1.0, 4, 4), 1)
     feed(parameters, 1.0)
     assert optimizers.step(torch.tensor(1.0), 7) is None
     feed(parameters, 0.0)
@@ -218,7 +177,7 @@ def test_without_a_target_there_is_nothing_to_learn() -> None:
 
 
 def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
-    parameters, optimizers = make(Recipe(1.0, 100, on_nan="skip", max_grad_norm=1.0), 1)
+    parameters, optimizers = make(Recipe(1.0, 100, 100, on_nan="skip", max_grad_norm=1.0), 1)
     for k in range(2 * MOST_IN_A_ROW - 1):
         value = 1.0 if k == MOST_IN_A_ROW - 1 else INF  # a good one in between starts anew
         feed(parameters, value)
@@ -232,32 +191,9 @@ def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
     )
 
 
-def test_it_goes_on_where_it_was() -> None:
-    recipe = Recipe(1.0, 4, 2, "cosine", 2, on_nan="skip")
-    values = [1.0, 2.0, NAN, 4.0, 5.0, NAN, 7.0, 8.0]
-    (parameter,), optimizers = make(recipe, 1)
-    (other,), resumed = make(recipe, 1)
-    for k, value in enumerate(values):
-        feed([parameter], value)
-        optimizers.step(torch.tensor(value), 1)
-        if k == 2:
-            resumed.load_state_dict(optimizers.state_dict())
-            state = copy.deepcopy(optimizers.optimizers[0].state_dict())
-            resumed.optimizers[0].load_state_dict(state)
-            other.data.copy_(parameter.data)
-        if k > 2:
-            feed([other], value)
-            resumed.step(torch.tensor(value), 1)
-    assert other.tolist() == parameter.tolist()
-    assert resumed.state_dict() == optimizers.state_dict()
-
-
-# -------------------------------------------------------------------------------------- ranks
-
-
 def _rank(rank: int, world_size: int, on_nan: str, rows: list[Any], counted: bool) -> list[Any]:
-    """Steps with a loss and a gradient per rank; what was said, and the weights after each."""
-    recipe = Recipe(0.5, 4, max_grad_norm=1.0, on_nan=on_nan)
+    """Steps with a loss and a gradient per rank; what was said, and the weights at the end."""
+    recipe = Recipe(0.5, 4, 4, max_grad_norm=1.0, on_nan=on_nan)
     parameters = [nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (2, 2)]
     optimizers = Optimizers(
         [torch.optim.SGD(parameters, lr=0.5)], recipe, World(rank, world_size),
@@ -276,7 +212,6 @@ def _rank(rank: int, world_size: int, on_nan: str, rows: list[Any], counted: boo
 ROWS = [
     ((1.0, 1.0), (1.0, 1.0)),
     ((1.0, NAN), (1.0, 1.0)),
-    ((-INF, 1.0), (1.0, 1.0)),
     ((1.0, 1.0), (INF, 1.0)),
     ((NAN, INF), (NAN, 1.0)),
     ((1.0, 1.0), (1.0, 1.0)),
@@ -292,7 +227,6 @@ def test_ranks_leave_out_the_same_steps(ranks: Ranks) -> None:
     assert said == [
         None,
         "the loss of rank 1 is nan",
-        "the loss of rank 0 is -inf",
         "the norm of the gradient is inf, though every rank's loss is finite",
         "the loss of rank 0 and 1 more is nan",
         None,
@@ -309,8 +243,5 @@ def test_ranks_that_have_all_count_a_part_each(ranks: Ranks) -> None:
 def test_all_ranks_stop(ranks: Ranks) -> None:
     found = ranks.run(_rank, "stop", ROWS, False)
     assert found[0] == found[1]
-    assert found[0] == [
-        None,
-        "RunError epoch 0, step 2 of 4: the loss of rank 1 is nan; try --learning_rate 0.25, "
-        "--warmup_steps 100 or --on_nan skip, which leaves such steps out",
-    ]
+    assert found[0][0] is None
+    assert found[0][1].startswith("RunError epoch 0, step 2 of 4: the loss of rank 1 is nan; try ")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import torch
 
 from training.drawing import CLASSES, draw
 from training.launch import UserError
-from training.pictures import CIFAR10_CLASSES, Pictures, load_pictures, to_inputs
+from training.pictures import Pictures, load_pictures, to_inputs
 
 RECORD = 3072
 
@@ -31,11 +28,6 @@ def test_drawn_pictures_are_the_same_every_time_and_however_many() -> None:
 
 def test_classes_are_equally_many() -> None:
     assert np.bincount(draw(100, 0)[1]).tolist() == [10] * len(CLASSES)
-
-
-def test_no_two_pictures_are_alike() -> None:
-    images = draw(300, 0)[0].reshape(300, -1)
-    assert len({image.tobytes() for image in images}) == 300
 
 
 def right(train: Any, test: Any) -> float:
@@ -79,165 +71,46 @@ def test_inputs_are_from_minus_two_to_two() -> None:
     assert to_inputs(images, torch.float64).dtype == torch.float64
 
 
-def rows(file: int, n: int = 3) -> tuple[Any, list[int]]:
-    """Pictures of which every byte is known, and their labels."""
-    images = (np.arange(n * RECORD).reshape(n, RECORD) * (file + 1) % 251).astype(np.uint8)
-    return images, [(file + i) % 10 for i in range(n)]
-
-
-def write_python(folder: Path, protocol: int = 2) -> Path:
-    """As the archive has them; keys are bytes there, since Python 2 wrote it."""
-    folder.mkdir(parents=True)
-    for file, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
-        images, labels = rows(file)
-        content = {b"batch_label": b"x", b"labels": labels, b"data": images, b"filenames": [b"a"]}
-        (folder / name).write_bytes(pickle.dumps(content, protocol=protocol))
+def write_folder(folder: Path, splits: tuple[str, ...] = ("train", "test")) -> Path:
+    """Two pictures of each of two classes in every split; those of a class have one colour."""
+    image = pytest.importorskip("PIL.Image")
+    for split in splits:
+        for k, name in enumerate(("cat", "dog")):
+            (folder / split / name).mkdir(parents=True)
+            for i in range(2):
+                picture = image.fromarray(np.full((40, 40, 3), 100 * k + 50, np.uint8))
+                picture.save(folder / split / name / f"{i}.png")
     return folder
 
 
-def write_binary(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    for file, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
-        images, labels = rows(file)
-        content = np.concatenate([np.array(labels, np.uint8)[:, None], images], 1)
-        (folder / f"{name}.bin").write_bytes(content.tobytes())
-    return folder
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        write_binary,
-        write_python,
-        lambda folder: write_python(folder, protocol=4),
-        lambda folder: write_python(folder / "cifar-10-batches-py").parent,
-        lambda folder: write_binary(folder / "cifar-10-batches-bin").parent,
-    ],
-    ids=["binary", "python", "protocol 4", "folder of python", "folder of binary"],
-)
-def test_cifar10_is_read(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    sets = load_pictures(str(write(tmp_path / "cifar")), 11, None, seed=0)
-    assert (len(sets.train), len(sets.test), sets.classes) == (11, 3, CIFAR10_CLASSES)
-    images, labels = zip(*(rows(file) for file in range(6)), strict=True)
-    train = torch.from_numpy(np.concatenate(images[:5])).view(-1, 3, 32, 32)
-    assert torch.equal(sets.train.images, train[:11])
-    assert sets.train.labels.tolist() == [*labels[0], *labels[1], *labels[2], *labels[3]][:11]
-    assert torch.equal(sets.test.images, torch.from_numpy(images[5]).view(-1, 3, 32, 32))
-    assert sets.test.labels.tolist() == labels[5]
+def test_a_folder_of_pictures_is_read(tmp_path: Path) -> None:
+    sets = load_pictures(str(write_folder(tmp_path / "pictures")), None, 3, 0)
+    assert sets.classes == ("cat", "dog")
+    assert (len(sets.train), len(sets.test)) == (4, 3)
+    for image, label in zip(sets.train.images, sets.train.labels, strict=True):
+        assert image.shape == (3, 32, 32)
+        assert image.unique().tolist() == [100 * int(label) + 50]
 
 
-def test_what_python_2_wrote_is_read(tmp_path: Path) -> None:
-    """Text of Python 2, as the keys of the published files are, and numpy under its old name."""
-    folder = write_python(tmp_path / "cifar")
-    images, labels = rows(5)
-    content = pickle.dumps({b"data": images, b"labels": labels}, protocol=2)
-    assert b"_core.multiarray" in content or b"core.multiarray" in content
-    old = content.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
-    (folder / "test_batch").write_bytes(old)
-    assert load_pictures(str(folder), None, None, seed=0).test.labels.tolist() == labels
-
-
-class Evil:
-    """Runs a command where it is unpickled as usual."""
-
-    def __init__(self, where: Path) -> None:
-        self.where = where
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.where),)
-
-
-def broken(path: Path, content: bytes) -> str:
-    path.write_bytes(content)
-    with pytest.raises(UserError) as error:
-        load_pictures(str(path.parent), None, None, seed=0)
-    said = str(error.value)
-    assert said.startswith(str(path)) and "--dataset builtin needs neither" in said
-    assert "\n" not in said
-    return said
-
-
-def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
-    folder = write_python(tmp_path / "cifar")
-    trap = tmp_path / "trap"
-    images, labels = rows(0)
-    for content in (Evil(trap), {b"data": images, b"labels": labels, b"more": Evil(trap)}):
-        said = broken(folder / "data_batch_1", pickle.dumps(content))
-        assert "it asks for posix.mkdir, which is no picture" in said
-    assert not trap.exists()
-    pickle.loads(pickle.dumps(Evil(trap)))  # the trap works
-    assert trap.exists()
-
-
-@pytest.mark.parametrize("name", ["builtins.eval", "numpy.load", "os.system", "pickle.loads"])
-def test_other_names_are_not_even_looked_up(name: str, tmp_path: Path) -> None:
-    module, _, function = name.rpartition(".")
-    folder = write_python(tmp_path / "cifar")
-    content = f"c{module}\n{function}\n(S'x'\ntR.".encode()
-    assert f"it asks for {name}," in broken(folder / "test_batch", content)
-
-
-BROKEN_PYTHON: list[tuple[str, Callable[[], bytes], str]] = [
-    ("truncated", lambda: pickle.dumps({b"data": rows(0)[0]})[:-900], "truncated"),
-    ("empty", lambda: b"", "EOFError"),
-    ("no pickle", lambda: b"<html>404</html>", "UnpicklingError"),
-    ("no labels", lambda: pickle.dumps({b"data": rows(0)[0]}), "KeyError: b'labels'"),
-    ("a list", lambda: pickle.dumps([1, 2]), "TypeError"),
-    (
-        "labels of others",
-        lambda: pickle.dumps({b"data": rows(0)[0], b"labels": [1, 2]}),
-        "3 pictures have labels [2]",
-    ),
-    (
-        "floats",
-        lambda: pickle.dumps({b"data": rows(0)[0].astype(np.float32), b"labels": [1, 2, 3]}),
-        "pictures are float32 [3, 3072]",
-    ),
-    (
-        "28 pixels",
-        lambda: pickle.dumps({b"data": rows(0)[0][:, :784], b"labels": [1, 2, 3]}),
-        "pictures are uint8 [3, 784]",
-    ),
-    (
-        "100 classes",
-        lambda: pickle.dumps({b"data": rows(0)[0], b"labels": [1, 99, 3]}),
-        "there are labels from 1 to 99",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("make", "word"), [case[1:] for case in BROKEN_PYTHON], ids=[case[0] for case in BROKEN_PYTHON]
-)
-def test_a_broken_pickle_is_named(make: Callable[[], bytes], word: str, tmp_path: Path) -> None:
-    said = broken(write_python(tmp_path / "cifar") / "data_batch_3", make())
-    assert word in said, said
-
-
-@pytest.mark.parametrize(
-    ("content", "word"),
-    [
-        (b"", "0 bytes are not a multiple of 3073"),
-        (bytes(3072), "3072 bytes are not a multiple of 3073"),
-        (b"\x0a" + bytes(3072), "there are labels from 10 to 10"),
-    ],
-)
-def test_a_broken_binary_file_is_named(content: bytes, word: str, tmp_path: Path) -> None:
-    assert word in broken(write_binary(tmp_path / "cifar") / "data_batch_2.bin", content)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    folder = write_binary(tmp_path / "cifar")
-    (folder / "data_batch_4.bin").unlink()
-    with pytest.raises(UserError, match=r"data_batch_4\.bin: cannot be read \(No such file"):
-        load_pictures(str(folder), None, None, seed=0)
+def test_a_folder_without_a_test_split_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "pictures", ("train",))
+    with pytest.raises(UserError, match=f"^--dataset {folder}: it has train, and train and test"):
+        load_pictures(str(folder), None, None, 0)
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"CIFAR-10's files are not there; .* --dataset builtin"):
-        load_pictures(str(tmp_path), None, None, seed=0)
-    with pytest.raises(UserError, match="there is no such folder"):
-        load_pictures(str(tmp_path / "none"), None, None, seed=0)
+    with pytest.raises(UserError, match=f"^--dataset {tmp_path}/nothing: there is no such folder"):
+        load_pictures(f"{tmp_path}/nothing", None, None, 0)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        UserError, match=r"it holds nothing that can be read .*builtin needs neither"
+    ):
+        load_pictures(f"{tmp_path}/empty", None, None, 0)
 
 
 class Features(dict[str, Any]):
@@ -265,7 +138,7 @@ def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     colour = image.fromarray(np.full((32, 32, 3), (1, 2, 3), np.uint8))
     split = Split({"img": [grey, colour, grey], "label": [1, 0, 1]}, ["cat", "dog"])
     found = {"train": split, "test": split}
-    monkeypatch.setattr("training.pictures.load_from_hub", lambda _: found)
+    monkeypatch.setattr("training.pictures.load_splits", lambda _: found)
     sets = load_pictures("pets", 2, None, seed=0)
     assert sets.classes == ("cat", "dog")
     assert isinstance(sets.train, Pictures) and sets.train.labels.tolist() == [1, 0]
@@ -281,6 +154,6 @@ def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
             "pets: test has labels from -1 to 1, and 2 ",
         ),
     ):
-        monkeypatch.setattr("training.pictures.load_from_hub", lambda _, found=wrong: found)
+        monkeypatch.setattr("training.pictures.load_splits", lambda _, found=wrong: found)
         with pytest.raises(UserError, match=word):
             load_pictures("pets", None, None, seed=0)

@@ -1,0 +1,105 @@
+"""Bring the gradients that the stages summed to the parameters, once per step, through autograd.
+
+Stages add gradients up by themselves (see stage.py). Writing the sums to ``.grad`` directly would
+pass by the hooks on which others build: a post-accumulate hook that starts an all-reduce, a
+gradient hook that clips. So the sums are handed out by autograd functions, and autograd does the
+rest; it takes a gradient over without a copy where ``.grad`` is still None.
+
+A parameter on several stages (tied weights) gets one sum, in the order of the stages. Where its
+stages are on different GPUs each has a copy; ``replicas`` maps a copy to the parameter it copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.graph import Gradients
+
+from .stage import Stage
+
+Replicas = Mapping[nn.Parameter, nn.Parameter]  # copy -> the parameter
+
+
+def trained_parameters(stages: Sequence[Stage], replicas: Replicas) -> list[nn.Parameter]:
+    """All parameters that want a gradient, each once, in the order of the stages."""
+    every = (replicas.get(p, p) for stage in stages for p in stage.parameters)
+    return list(dict.fromkeys(every))
+
+
+def gradients_by_stage(
+    stages: Sequence[Stage], replicas: Replicas
+) -> tuple[list[Gradients], Gradients]:
+    """Take the sums from the stages: per stage those of its own parameters, and the tied ones'."""
+    taken = [
+        [(replicas.get(p, p), gradient) for p, gradient in stage.take_gradients()]
+        for stage in stages
+    ]
+    stages_of = Counter(p for pairs in taken for p, _ in pairs)
+    own: list[Gradients] = [{} for _ in stages]
+    tied: Gradients = {}
+    for s, pairs in enumerate(taken):
+        for p, gradient in pairs:
+            if gradient is None:
+                continue
+            gradient = gradient.to(p.device)
+            if stages_of[p] == 1:
+                own[s][p] = gradient
+            else:
+                tied[p] = tied[p] + gradient if p in tied else gradient
+    return own, tied
+
+
+def deliver(gradients: Gradients) -> None:
+    """Add the gradients to ``.grad`` as a backward would; the dictionary is emptied."""
+    if gradients:
+        parameters = list(gradients)
+        values = list(gradients.values())
+        gradients.clear()
+        with torch.enable_grad():
+            token = _Deliver.apply(values, *parameters)
+        del parameters
+        token.backward()
+
+
+def has_hooks(p: nn.Parameter) -> bool:
+    """Whether code of the user's runs when a gradient of ``p`` arrives."""
+    return bool(p._backward_hooks) or bool(getattr(p, "_post_accumulate_grad_hooks", None))
+
+
+@contextlib.contextmanager
+def hooks_held(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Keep gradient hooks from seeing the parts: inside, `Tensor.register_hook` hooks are silent.
+
+    `torch.autograd.grad` runs the hooks of what it differentiates by, here once per micro-batch
+    and stage. They are meant for the sum, and run when it is delivered.
+    """
+    hooked = [p._backward_hooks for p in parameters if p._backward_hooks]
+    saved = [dict(hooks) for hooks in hooked]
+    try:
+        for hooks in hooked:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, entries in zip(hooked, saved, strict=True):
+            hooks.update(entries)
+
+
+class _Deliver(torch.autograd.Function):
+    """A scalar that depends on the parameters, with given gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: list[Tensor], *parameters: nn.Parameter) -> Tensor:
+        ctx.values = values
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        values = tuple(ctx.values)
+        ctx.values.clear()  # autograd copies a gradient that someone else still holds
+        return (None, *values)

@@ -1,0 +1,243 @@
+"""Where the time of a step went: the numbers, and the picture of a timeline beside its ideal.
+
+The ideal runs the same schedule with the mean times that were measured, but every stage takes as
+long for every micro-batch, and transfers take no time. What it idles is the schedule's own; what is
+measured beyond that comes from the cut, the batches and the machine. (Processes send gradients of
+inputs before they compute those of weights, and so may idle less than a schedule of whole backwards
+says.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from pipeline.schedule import SCHEDULES, bubble, clock_table, draw, find, peak_alive
+from planning.simulate import simulate
+from training.curves import COLOURS, FAINT, INK, legend, on, picture, readable
+from training.errors import UserError
+from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event, without_crossings
+
+ACTIONS = ("F", "B", "I", "W", "R")  # what a schedule is made of, and recomputation
+Workers = Mapping[str, Sequence[Event]]  # the events of each worker, by its name
+
+
+def steps_of(workers: Workers) -> list[int]:
+    """The recorded steps but the first, which is slower; the first, if it is the only one."""
+    steps = sorted({event.step for events in workers.values() for event in events})
+    return steps[1:] or steps
+
+
+def in_step(workers: Workers, step: int) -> dict[str, list[Event]]:
+    """What each worker did in one step."""
+    return {name: [e for e in events if e.step == step] for name, events in workers.items()}
+
+
+def actions_of(workers: Workers) -> dict[str, list[Event]]:
+    """What a schedule speaks of: forwards, backwards and recomputation."""
+    return {name: [e for e in events if e.kind in ACTIONS] for name, events in workers.items()}
+
+
+def duration(workers: Workers) -> float:
+    """Seconds from the first start to the last end."""
+    events = [event for row in workers.values() for event in row]
+    return max((e.end for e in events), default=0.0) - min((e.start for e in events), default=0.0)
+
+
+def spent(events: Iterable[Event]) -> float:
+    """Seconds in which at least one of the events went on."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted((event.start, event.end) for event in events):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def bubbles(workers: Workers) -> dict[str, float]:
+    """Per worker, the share of a step's actions (F, B, I, W, R) in which it is not busy with one:
+    it may wait, send or receive. The step lasts from the first action of any worker to the last.
+    An ideal schedule's share is (n-1)/(m+n-1) for n stages, m micro-batches."""
+    actions = actions_of(workers)
+    total = duration(actions) or 1.0
+    return {name: 1 - spent(events) / total for name, events in actions.items()}
+
+
+def shares(workers: Workers) -> dict[str, float]:
+    """Seconds of one step by category, the mean over the workers; they add up to its duration.
+
+    Where two things went on at once the earlier category counts, so `communication` is what no
+    computation hides. `other` is computation of an unknown kind.
+    """
+    total, rows = duration(workers), []
+    for events in workers.values():
+        row, before = {}, 0.0
+        claimed: list[Event] = []
+        for category, kinds in {
+            "recompute": "R", "forward": "F", "backward": "BIW", "optimizer": ["optimizer"],
+            "other": [e.kind for e in events if e.lane == COMPUTE], "communication": KINDS,
+        }.items():  # fmt: skip
+            claimed += [event for event in events if event.kind in kinds]
+            row[category], before = spent(claimed) - before, spent(claimed)
+        rows.append(row | {"idle": total - before})
+    return {category: fmean(row[category] for row in rows) for category in rows[0]}
+
+
+# The pictures
+
+
+def plot_schedule(name: str, num_stages: int, num_microbatches: int, path: Path) -> Path:
+    """Prints the clock table of a schedule and draws it; every action takes one clock."""
+    schedule = find(name)(num_stages, num_microbatches)
+    print(draw(schedule))
+    table = clock_table(schedule)
+    workers: dict[str, list[Event]] = {f"stage {s}": [] for s in range(num_stages)}
+    for k, clock in enumerate(table):
+        for action in filter(None, clock):
+            kind, s, i = action
+            workers[f"stage {s}"].append(Event(kind.value, s, i, k, k + 1))
+    return draw_timeline(
+        path, {"": workers}, "clock",
+        title=f"{name}: {num_stages} stages, {num_microbatches} micro-batches, {len(table)} "
+        f"clocks, {float(bubble(schedule)):.0%} idle",
+        subtitle="numbers: micro-batches; the stages hold the activations of at most "
+        f"{', '.join(map(str, peak_alive(schedule)))} of them",
+    )  # fmt: skip
+
+
+def draw_step(
+    path: Path, workers: Workers, about: Mapping[str, Any], run: str, step: int | None = None
+) -> Path:
+    """Draws one step, by default one of median duration, and below it the ideal of its schedule.
+
+    Args:
+        workers, about: as `training.timeline.read_timelines` returns them.
+        run: what was run, for the line under the title.
+
+    Raises:
+        UserError: the step was not recorded.
+    """
+    steps = sorted(steps_of(workers), key=lambda k: duration(in_step(workers, k)))
+    step = steps[(len(steps) - 1) // 2] if step is None else step
+    measured = in_step(workers, step)
+    if not any(measured.values()):
+        raise UserError(f"--step {step}: it was not recorded; take one up to {max(steps)}")
+    ideal, n = ideal_of(measured, about.get("schedule")), len(measured)
+    panels: dict[str, Workers] = {"": measured}
+    title = str(about.get("strategy", "run")).replace("_", " ")
+    if ideal:
+        panels = {"measured": measured, "ideal": ideal}
+        idle = [fmean(bubbles(panel).values()) for panel in panels.values()]
+        title += f", {about['schedule']}, {n} stages: {idle[0]:.1%} idle, ideal {idle[1]:.1%}"
+        meaning = "ideal: equal stages and micro-batches, transfers take no time"
+    else:
+        times, total = shares(measured), duration(measured)
+        sent, idling = times["communication"] / total, times["idle"] / total
+        title += f", {n} worker{'s' * (n > 1)}: communication {sent:.0%}, idle {idling:.0%}"
+        meaning = "communication: the part that no computation hides"
+    numbers = "layers" if any(map(by_layer, measured.values())) else "micro-batches"
+    about_run = [run, f"step {step}", meaning, f"numbers: {numbers}"]
+    subtitle = "; ".join(filter(None, about_run))
+    return draw_timeline(path, panels, "time", title=title, subtitle=subtitle)
+
+
+def ideal_of(workers: Workers, schedule: str | None) -> dict[str, list[Event]] | None:
+    """The same step by the same schedule, if every stage took the mean time for every micro-batch
+    and transfers took none; None where the schedule is not known."""
+    rows = list(actions_of(workers).values())
+    actions = [event for row in rows for event in row]
+    stages = sorted({event.stage for event in actions})
+    if schedule not in SCHEDULES or stages != list(range(len(workers))) or len(stages) < 2:
+        return None
+    table = SCHEDULES[schedule](len(stages), len({event.microbatch for event in actions}))
+    seconds = {}
+    # Per action, which events are counted, and whose time is its own: a backward includes its
+    # recomputation and, where the schedule has it whole, both of its halves.
+    for kind, (counted, own) in {
+        "F": ("F", "F"), "B": ("BI", "BIWR"), "I": ("I", "IR"), "W": ("W", "W")
+    }.items():  # fmt: skip
+        total = sum(spent(event for event in row if event.kind in own) for row in rows)
+        seconds[kind] = total / max(1, sum(event.kind in counted for event in actions))
+    if not all(seconds[action.kind.value] for row in table for action in row):
+        return None
+    timed = simulate(table, lambda action: seconds[action.kind.value])
+    return {
+        name: [Event(t.action.kind.value, *t.action[1:], t.start, t.end) for t in row]
+        for name, row in zip(workers, timed, strict=True)
+    }
+
+
+def draw_timeline(
+    path: Path, panels: Mapping[str, Workers], unit: str, *, title: str, subtitle: str
+) -> Path:
+    """Panels by their headings, one below the other, with one scale, and in each a row per worker.
+    The `unit` is `time` for seconds, or `clock`."""
+    total = max(map(duration, panels.values())) or 1.0
+    factor, name = handy(total) if unit == "time" else (1.0, "")
+    size = (13.33, 2.3 + sum(0.65 * len(panel) + 0.4 for panel in panels.values()))
+    found = {"idle"}
+    with picture(path, title, subtitle, size, nrows=len(panels), sharex=True) as (fig, axes):
+        for ax, (heading, workers) in zip(axes, panels.items(), strict=True):
+            labels, idle = list(workers), bubbles(workers)
+            if heading:
+                labels = [f"{worker}\n{idle[worker]:.0%} idle" for worker in workers]
+                seconds = readable(duration(actions_of(workers)) * factor)
+                heading += f": {seconds} {name}, {fmean(idle.values()):.0%} idle"
+            begin = min(event.start for events in workers.values() for event in events)
+            for y, events in enumerate(workers.values()):
+                ax.barh(y, duration(workers) * factor, 0.86, color=FAINT)
+                draw_row(ax, y, events, begin, factor, points=72 * 11.5 / total)
+                found |= {KINDS.get(event.kind, ("other",))[0] for event in events}
+            ax.grid(visible=False)
+            ax.spines["bottom"].set_visible(ax is axes[-1])
+            ax.set_title(heading, size=13, weight="bold")
+            ax.set_yticks(range(len(workers)), labels, color=INK)
+            ax.set(ylim=(len(workers) - 0.5, -0.5), xlim=(0, total * factor))
+        if unit == "clock":  # a clock is a span, not a moment: its number is in its middle
+            clocks = range(0, round(total), -(-round(total) // 32))
+            axes[-1].set_xticks([k + 0.5 for k in clocks], [str(k) for k in clocks])
+        axes[-1].set_xlabel(f"{unit} ({name})" if name else unit)
+        legend(fig, found)
+    return path
+
+
+def by_layer(events: Sequence[Event]) -> bool:
+    """Whether a worker's actions are told apart by their layers, of which it has several."""
+    return len({event.stage for event in events if event.kind in ACTIONS}) > 1
+
+
+def draw_row(
+    ax: Axes, y: float, events: Sequence[Event], begin: float, factor: float, points: float
+) -> None:
+    """A box per event, with the number of its micro-batch, or of its layer where a worker has
+    several, if it is legible at `points` of the page per second. Transfers are thinner, at the
+    foot of the row, one below the other where they overlap."""
+    layers = by_layer(events)
+    strips = without_crossings([event for event in events if event.lane == COMMUNICATION])
+    work = [event for event in events if event.lane != COMMUNICATION]
+    height, thin = 0.62 if strips else 0.86, 0.22 / max(1, len(strips))
+    boxes = [(event, y - 0.43, height) for event in sorted(work, key=lambda e: e.kind == "R")]
+    boxes += [(event, y + 0.21 + k * thin, thin) for k, row in enumerate(strips) for event in row]
+    for event, top, high in boxes:
+        left, width = (event.start - begin) * factor, event.end - event.start
+        colour = COLOURS[KINDS.get(event.kind, ("other",))[0]]
+        ax.barh(
+            top, width * factor, high, left, align="edge", color=colour, edgecolor="white",
+            linewidth=min(1.2, width * points / 8),
+        )  # fmt: skip
+        number = str(event.stage if layers else event.microbatch)
+        size = min(14, 1.2 * width * points / max(2, len(number)))
+        if event.kind in ACTIONS and size >= 6:
+            ax.text(
+                left + width * factor / 2, top + high / 2, number, size=size, color=on(colour),
+                ha="center", va="center_baseline",
+            )  # fmt: skip
+
+
+def handy(span: float) -> tuple[float, str]:
+    """How many of a handy unit make a second, for a time in seconds, and the unit."""
+    return (1.0, "s") if span >= 1 else (1e3, "ms") if span >= 1e-3 else (1e6, "µs")

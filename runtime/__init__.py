@@ -1,0 +1,1 @@
+"""What the parallel strategies stand on. Imports torch alone, and none of them."""

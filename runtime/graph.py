@@ -1,0 +1,126 @@
+"""A piece of a model's graph, cut off at both ends: its forward, and its backward by hand.
+
+    x ──detach──▸ layers ──▸ y ──detach──▸        `record` runs this, and keeps x and y
+    ◂── dx ────── grad of y by x and parameters ◂── dy        `differentiate`
+
+Whoever records several pieces one after the other joins them: the y of one, detached, is the x of
+the next, and the dx of one is the dy of the one before. So the stages of a pipeline are joined, on
+threads or in processes, the layers of a stage, and sharded layers, whose parameters are there only
+while they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+
+Gradients = dict[nn.Parameter, Tensor]
+Initialize = Callable[[str, Tensor], object]
+"""Called with (name, tensor): writes the initial value of that parameter, or buffer. It must depend
+on the name and on nothing else, for each rank asks only for what it holds a part of."""
+
+
+class Graph:
+    """One piece, its tensors in ``memory``."""
+
+    def __init__(self, memory: torch.device) -> None:
+        self._memory = memory
+        # Positions count the leaves of x and of y.
+        self.inputs: list[Tensor] = []
+        self._input_positions: list[int] = []
+        self._num_inputs = 0
+        self._outputs: list[Tensor] = []
+        self._output_positions: list[int] = []
+
+    def record(self, value: Any, run: Callable[[Any], Any], is_first: bool) -> Any:
+        """``run(value)``, detached; ``requires_grad`` says which leaves are part of the graph.
+
+        Where the graph is not the model's first, ``run`` may write to the tensors of ``value``:
+        only it will read them. A tensor that is there twice stays one, and its gradient is that of
+        its first place.
+        """
+        leaves, spec = pytree.tree_flatten(value)
+        self._num_inputs = len(leaves)
+        entered: dict[int, Tensor] = {}
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and id(leaf) not in entered:
+                wanted = leaf.requires_grad and torch.is_grad_enabled()
+                inner = move(leaf.detach(), self._memory)
+                if wanted:
+                    self.inputs.append(inner.requires_grad_())
+                    self._input_positions.append(k)
+                    inner = inner if is_first else _Alias.apply(inner)
+                entered[id(leaf)] = inner
+        leaves = [entered.get(id(leaf), leaf) for leaf in leaves]
+        results, spec = pytree.tree_flatten(run(pytree.tree_unflatten(leaves, spec)))
+        left: dict[int, Tensor] = {}
+        for k, result in enumerate(results):
+            if isinstance(result, Tensor):
+                if result.requires_grad and torch.is_grad_enabled():
+                    self._outputs.append(result)
+                    self._output_positions.append(k)
+                if id(result) not in left:
+                    left[id(result)] = result.detach().requires_grad_(result.requires_grad)
+        return pytree.tree_unflatten([left.get(id(leaf), leaf) for leaf in results], spec)
+
+    def differentiate(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+        retain_graph: bool = False,
+    ) -> tuple[list[Tensor | None], Gradients, list[Tensor | None]]:
+        """From those of y the gradients of x; of the parameters; and what may share their memory.
+
+        ``gradients`` has one entry per leaf of y, and the first result one per leaf of x: None
+        where nothing depends on it.
+        """
+        pairs = []
+        for output, position in zip(self._outputs, self._output_positions, strict=True):
+            gradient = gradients[position]
+            if gradient is not None:
+                pairs.append((output, move(gradient, self._memory)))
+        result: list[Tensor | None] = [None] * self._num_inputs
+        if not pairs or not (self.inputs or parameters):
+            return result, {}, []
+        incoming = [dy for _, dy in pairs]
+        # torch.autograd.grad itself, but for its checks: those leave a TorchFunctionMode behind.
+        found = Variable._execution_engine.run_backward(
+            tuple(y for y, _ in pairs),
+            tuple(incoming),
+            retain_graph,
+            False,  # create_graph
+            (*self.inputs, *parameters),
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+        of_inputs: list[Tensor | None] = list(found[: len(self.inputs)])
+        of_parameters = zip(parameters, found[len(self.inputs) :], strict=True)
+        for position, dx in zip(self._input_positions, of_inputs, strict=True):
+            result[position] = dx
+        return result, {p: g for p, g in of_parameters if g is not None}, [*incoming, *of_inputs]
+
+    def release(self) -> None:
+        """Let go of x and y; of the products they hold their own."""
+        self.inputs, self._outputs = [], []
+
+
+def move(tensor: Tensor, memory: torch.device) -> Tensor:
+    """To another memory. The CPU does not wait by itself for a copy that comes later."""
+    return tensor.to(memory, non_blocking=memory.type == "cuda")
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory, but no leaf and no view: an in-place first layer is allowed."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient

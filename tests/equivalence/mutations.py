@@ -1,0 +1,226 @@
+"""Ways to break training that the table must show. Each is a context: inside, the code is broken.
+
+They are patched in where the work is done, so a test enters them on the rank. What they break is
+what goes wrong in practice: a collective that is left out, a mean over ranks where one over tokens
+is meant, a scale that is forgotten, gradients of the wrong micro-batch or of the last alone, a tied
+weight's second gradient, a norm of a part, gradients of the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data_parallel import exchange, gradients
+from data_parallel.fsdp import FullyShardedDataParallel
+from pipeline import autograd, dataflow, pipe
+from pipeline.delivery import gradients_by_stage
+from pipeline.neighbours import Neighbours
+from tests.equivalence import problems
+from training import optimization
+from training.model import loss_of_targets
+from training.replicated import Replicated
+from training.task import Step
+
+MUTATIONS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+
+
+def mutation(function: Callable[[], Iterator[None]]) -> None:
+    """Enters a mutation under its name."""
+    MUTATIONS[function.__name__] = contextmanager(function)
+
+
+@mutation
+def nothing() -> Iterator[None]:
+    """The code as it is."""
+    yield
+
+
+@mutation
+def a_bucket_is_not_reduced() -> Iterator[None]:
+    """The first all-reduce of gradients, and where they are summed in shared memory the first sum,
+    is left out on every rank."""
+    all_reduce, average = dist.all_reduce, gradients._average_in_place
+    left_out: list[Any] = []
+
+    def reduce_but_one(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.is_floating_point() and tensor.numel() > 16 and not left_out:
+            left_out.append(tensor)
+            return Mock()  # its wait() returns at once
+        return all_reduce(tensor, *args, **kwargs)
+
+    def average_but_one(parts: list[Tensor], rank: int) -> None:
+        if left_out:
+            average(parts, rank)
+        left_out.append(parts)
+
+    with (
+        patch.object(dist, "all_reduce", reduce_but_one),
+        patch.object(gradients, "_average_in_place", average_but_one),
+    ):
+        yield
+
+
+@mutation
+def a_mean_over_ranks() -> Iterator[None]:
+    """Each rank divides by its own target tokens: the mean of the ranks' means."""
+    backward = Replicated.backward
+
+    def wrong(self: Replicated, step: Step) -> Tensor:
+        mine = sum(int((weights != 0).sum()) for _, weights in step.targets)
+        return backward(self, replace(step, count=mine * self.parts))
+
+    with patch.object(Replicated, "backward", wrong):
+        yield
+
+
+@mutation
+def a_micro_batch_is_not_scaled() -> Iterator[None]:
+    """The gradient of the second micro-batch of the first step is too large. Its loss is right."""
+    calls: list[int] = []
+
+    def louder(output: Tensor, target: Any) -> Tensor:
+        loss = loss_of_targets(output, target)
+        calls.append(1)
+        return loss.detach() + 20 * (loss - loss.detach()) if len(calls) == 2 else loss
+
+    with patch.object(problems, "loss_of_targets", louder):
+        yield
+
+
+@mutation
+def two_micro_batches_are_swapped() -> Iterator[None]:
+    """A stage gets for micro-batch 0 the gradient of its output for 1, and the reverse."""
+    make, split = dataflow.Dataflow.__init__, autograd._Call.split
+
+    class Swapping(dataflow.Channel):
+        def put(self, i: int, value: Any) -> None:
+            super().put({0: 1, 1: 0}.get(i, i), value)
+
+    def swapping(self: dataflow.Dataflow, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if self._losses is not None:  # the gradients of pipe(x) are swapped below
+            self.down = {s: Swapping() for s in self.down}
+
+    def split_wrongly(self: autograd._Call, gradients: Any) -> Any:
+        pieces = split(self, gradients)
+        pieces[:2] = pieces[1::-1]
+        return pieces
+
+    with (
+        patch.object(dataflow.Dataflow, "__init__", swapping),
+        patch.object(autograd._Call, "split", split_wrongly),
+    ):
+        yield
+
+
+@mutation
+def a_tied_weight_loses_a_gradient() -> Iterator[None]:
+    """Of the embedding's two uses, on the first stage and on the last, only the first counts."""
+
+    def first_only(stages: Any, replicas: Any) -> Any:
+        own, tied = gradients_by_stage(stages[:-1], replicas)
+        last, _ = gradients_by_stage(stages[-1:], replicas)
+        last[0] = {p: g for p, g in last[0].items() if not any(p in found for found in own)}
+        return [*own, *last], tied
+
+    with patch.object(pipe, "gradients_by_stage", first_only):
+        yield
+
+
+@mutation
+def a_rank_keeps_its_part_of_a_tied_gradient() -> Iterator[None]:
+    """Of the embedding's two uses, on the first rank and on the last, each counts its own."""
+
+    def own(_: Neighbours, parameters: Any, parts: Any) -> Any:
+        return {parameters[name]: part for name, part in parts.items() if part is not None}
+
+    with patch.object(Neighbours, "sum_tied", own):
+        yield
+
+
+@mutation
+def a_rank_is_left_out_of_the_sum() -> Iterator[None]:
+    """Each rank sums its shard's gradients over all ranks but the last."""
+    sum_into = exchange._sum_into
+
+    def all_but_one(target: Tensor, parts: list[Tensor], accumulate: bool) -> None:
+        sum_into(target, parts[:-1], accumulate)
+
+    with patch.object(exchange, "_sum_into", all_but_one):
+        yield
+
+
+@mutation
+def micro_batches_replace() -> Iterator[None]:
+    """The gradients of a micro-batch take the place of those before it."""
+    forward, backward = nn.Sequential.forward, FullyShardedDataParallel.backward
+
+    def forgetful(self: nn.Sequential, x: Any) -> Any:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.zero_()
+        return forward(self, x)
+
+    def replacing(self: FullyShardedDataParallel, loss: Tensor | None, last: bool = True) -> None:
+        for unit in self.units:
+            unit.has_gradient = False
+        backward(self, loss, last)
+
+    with (
+        patch.object(nn.Sequential, "forward", forgetful),
+        patch.object(FullyShardedDataParallel, "backward", replacing),
+    ):
+        yield
+
+
+@mutation
+def the_norm_is_of_a_part() -> Iterator[None]:
+    """Gradients are clipped by the norm of half of the parameters."""
+    norms = optimization.squared_norms
+    with patch.object(optimization, "squared_norms", lambda tensors: norms(tensors[::2])):
+        yield
+
+
+@mutation
+def gradients_are_kept() -> Iterator[None]:
+    """The optimizer forgets no gradient before a step."""
+    with patch.object(torch.optim.Optimizer, "zero_grad", lambda *_, **__: None):
+        yield
+
+
+@mutation
+def dropout_is_not_seeded() -> Iterator[None]:
+    """Every run goes on with the random numbers that the last one left."""
+    with patch.object(torch, "manual_seed", lambda _: None):
+        yield
+
+
+@mutation
+def random_states_are_not_restored() -> Iterator[None]:
+    """A resumed run draws other dropout masks."""
+    with patch.object(torch, "set_rng_state", lambda _: None):
+        yield
+
+
+@mutation
+def a_piece_is_not_held() -> Iterator[None]:
+    """No rank says that it holds the first rows of the embedding."""
+    from tests.equivalence import compare
+
+    rectangles = compare.rectangles
+
+    def fewer(*args: Any) -> compare.Rectangles:
+        found = rectangles(*args)
+        first = [k for k in found if k[0] == "transformer.wte.weight" and not any(k[1])]
+        return {k: v for k, v in found.items() if k not in first}
+
+    with patch.object(compare, "rectangles", fewer):
+        yield

@@ -1,0 +1,98 @@
+"""The reference: one process, plain PyTorch.
+
+transformers' GPT-2 or a VGG16, the whole batch in one rectangle, all logits, the mean over the
+batch's targets, `clip_grad_norm_`, `LambdaLR`, AdamW. Of the product it has the order of the
+examples and the initial weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2LMHeadModel
+
+from tests.equivalence.problems import (
+    DECAY,
+    EPS,
+    LEARNING_RATE,
+    WARMUP,
+    Noise,
+    Problem,
+    Sentences,
+)
+from training.launch import World
+from training.vgg import vgg16
+
+
+@dataclass
+class Reference:
+    """A run of so many steps. A step that must be left out has loss NaN and gradients None.
+
+    Attributes:
+        losses: of each global batch before its step, in nats per target.
+        gradients: at each step, by parameter name, before they are clipped.
+        weights: after all steps.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor] | None] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def plain(problem: Problem, n_steps: int, dtype: torch.dtype) -> Reference:
+    """What every row must equal."""
+    task = problem.task(World(), dtype)
+    model: Any = vgg16(width=4)
+    if isinstance(problem, Sentences):
+        model = GPT2LMHeadModel(problem.config())
+    model = model.to(dtype)
+    for name, p in model.named_parameters():
+        task.initialize(name, p)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    found = Reference()
+    batches = (batch for epoch in count() for batch in problem.batches(epoch))
+    for batch in islice(batches, n_steps):
+        loss = mean_loss(problem, model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norm = nn.utils.clip_grad_norm_(model.parameters(), problem.max_grad_norm or math.inf)
+        if fine := bool(loss.isfinite() and norm.isfinite()):
+            optimizer.step()
+        scheduler.step()
+        found.losses.append(loss.item() if fine else math.nan)
+        found.gradients.append(gradients if fine else None)
+    found.weights = {name: p.detach() for name, p in model.named_parameters()}
+    return found
+
+
+def rate(step: int) -> float:
+    """As a part of the highest."""
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    return math.cos(math.pi / 2 * (step - WARMUP) / (DECAY - WARMUP)) ** 2
+
+
+def mean_loss(problem: Problem, model: Any, batch: list[int]) -> Tensor:
+    """The mean loss of the examples with these numbers; NaN where they have no target."""
+    if isinstance(problem, Noise):
+        pictures = problem.examples()
+        x = pictures.images[batch].to(next(model.parameters()).dtype) / 63.75 - 2
+        return F.cross_entropy(model(x), pictures.labels[batch])
+    assert isinstance(problem, Sentences)
+    examples = [problem.examples()[i] for i in batch]
+    ids = torch.zeros(len(batch), max(len(example.ids) for example in examples), dtype=torch.long)
+    weights = torch.zeros(ids.shape, dtype=model.dtype)
+    for row, example in enumerate(examples):
+        ids[row, : len(example.ids)] = torch.tensor(example.ids)
+        weights[row, example.num_source : len(example.ids)] = 1
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return losses[weights[:, 1:].flatten() != 0].mean()

@@ -1,0 +1,195 @@
+"""What is trained: a tiny GPT-2 on random sentences, a narrow VGG16 on noise.
+
+A problem is a frozen dataclass, so that equal ones share a reference. Its `task` is the product's
+own `TranslationTask` or `PictureTask`: order of the data, micro-batches, layers and loss are what
+the programs run. Only the examples and the initial weights are given.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config
+
+from data_parallel.dataset import shuffled_indices
+from training.data import PAD, Encoded
+from training.launch import World
+from training.model import generator_for, gpt2_config, initializer, loss_of_targets
+from training.optimization import Recipe
+from training.pictures import Pictures, PictureSets
+from training.seeds import stream
+from training.translation import CPU_POSITIONS, TranslationTask
+from training.vgg import PictureTask, initialize_vgg_parameter
+
+LEARNING_RATE, WARMUP, DECAY = 1e-3, 3, 20  # the rate rises for 3 steps, then falls to 0 at step 20
+# AdamW divides by |gradient| + eps. With the usual 1e-8 a gradient that is zero but for rounding
+# (of the keys' biases, on which attention does not depend) moves its weight by a learning rate in
+# a direction of chance; with 1e-4 rounding moves weights by as little as gradients.
+EPS = 1e-4
+SEED = 0
+POSITIONS = 32  # of the model
+LONG = 25  # the first position of `odd` problems whose embedding is infinite
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Examples in global batches, and how the weights are updated."""
+
+    num_examples: int = 16
+    batch_size: int = 8
+    max_grad_norm: float | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_examples // self.batch_size)
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(
+            LEARNING_RATE, self.steps_per_epoch, DECAY, "cosine", WARMUP, self.max_grad_norm,
+            on_nan="skip",
+        )  # fmt: skip
+
+    @property
+    def reference(self) -> Problem:
+        """What one plain process trains."""
+        return self
+
+    def batches(self, epoch: int) -> list[list[int]]:
+        """Which examples form each global batch of an epoch."""
+        order = shuffled_indices(self.num_examples, stream(SEED, "data order", epoch))
+        return [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+
+    def task(self, world: World, dtype: torch.dtype) -> Any:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Sentences(Problem):
+    """A GPT-2 of width 16, vocabulary 64, on sentences of 3 to 21 tokens.
+
+    Attributes:
+        tied: the head is the embedding.
+        same_length: micro-batches have equal shapes, and can be mistaken for each other.
+        some_without_target: every second example is a source sentence alone.
+        odd: of the first epoch, batch 1 has no target at all, and an example of batch 2 is so long
+            that it meets a position whose embedding is infinite.
+        positions: of a micro-batch at most, where their number is not given.
+    """
+
+    n_layer: int = 2
+    tied: bool = True
+    same_length: bool = False
+    some_without_target: bool = False
+    odd: bool = False
+    dropout: float = 0.0
+    positions: int = CPU_POSITIONS
+
+    @property
+    def reference(self) -> Sentences:
+        """The same; dropout draws as no plain process does, and micro-batches change nothing."""
+        return replace(self, dropout=0.0, positions=CPU_POSITIONS)
+
+    def config(self) -> GPT2Config:
+        """The model's sizes."""
+        config = gpt2_config(
+            "gpt2-mini", 64, POSITIONS, dropout=self.dropout, n_layer=self.n_layer, n_embd=16,
+            n_head=2,
+        )  # fmt: skip
+        config.tie_word_embeddings = self.tied
+        return config
+
+    def examples(self) -> list[Encoded]:
+        """Sentences of tokens 1 to 63; 0 pads."""
+        rng, examples = random.Random(3), []
+        no_target, too_long = self.batches(0)[1:3] if self.odd else ([], [-1])
+        for i in range(self.num_examples):
+            source, target = rng.randint(2, 9), rng.randint(1, 12)
+            if self.same_length:
+                target = 14 - source
+            if i in no_target or (self.some_without_target and i % 2):
+                source, target = source + target, 0
+            if i == too_long[0]:
+                source, target = LONG, 5
+            ids = [rng.randrange(1, 64) for _ in range(source + target)]
+            examples.append(Encoded(ids, source))
+        return examples
+
+    def task(self, world: World, dtype: torch.dtype) -> SentenceTask:  # noqa: ARG002
+        """The product's task on these sentences."""
+        return SentenceTask(self, world)
+
+
+class SentenceTask(TranslationTask):
+    """Steps, micro-batches, layers and loss are `TranslationTask`'s own; no text is read."""
+
+    def __init__(self, problem: Sentences, world: World) -> None:
+        self.args = SimpleNamespace(
+            batch_size=problem.batch_size, seed=SEED, src="", tgt="", model_max_length=POSITIONS,
+            padding="longest",
+        )  # fmt: skip
+        self.problem, self.device, self.files, self.length = problem, world.device, {}, None
+        tokenizer: Any = SimpleNamespace(pad_token=PAD, convert_tokens_to_ids=lambda _: 0)
+        self.tokenizer = tokenizer
+        self.examples = {"train": problem.examples()}
+        self.num_targets = [example.num_targets for example in self.examples["train"]]
+        self.steps_per_epoch = problem.steps_per_epoch
+        self.cpu_positions = problem.positions
+        self.config, self.loss = problem.config(), loss_of_targets
+        self._initialize = initializer(self.config, SEED)
+
+    def initialize(self, name: str, p: Tensor) -> None:
+        """Nothing is 0, and norms are not 1, so that every gradient matters."""
+        super().initialize(name, p)
+        add_noise(name, p)
+        if self.problem.odd and name == "transformer.wpe.weight":
+            with torch.no_grad():
+                p[LONG:] = math.inf
+
+    def fingerprints(self) -> dict[str, str]:
+        """Two of one problem have the same sentences."""
+        return {"train": repr(self.problem)}
+
+
+@dataclass(frozen=True)
+class Noise(Problem):
+    """A VGG16 of a sixteenth of its width, on pictures of noise."""
+
+    def examples(self) -> Pictures:
+        """Their bytes and classes."""
+        generator = torch.Generator().manual_seed(3)
+        n = self.num_examples
+        images = torch.randint(256, (n, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        return Pictures(images, torch.randint(10, (n,), generator=generator))
+
+    def task(self, world: World, dtype: torch.dtype) -> NoiseTask:
+        """The product's task on these pictures."""
+        precision = "fp64" if dtype == torch.float64 else "fp32"
+        args = SimpleNamespace(
+            batch_size=self.batch_size, seed=SEED, vgg_width=4, precision=precision
+        )
+        classes = tuple("0123456789")
+        return NoiseTask(args, world, PictureSets(self.examples(), self.examples(), classes))
+
+
+class NoiseTask(PictureTask):
+    """`PictureTask`, its initial weights apart."""
+
+    def initialize(self, name: str, p: Tensor) -> None:
+        """No bias is 0."""
+        initialize_vgg_parameter(name, p, SEED)
+        if name.endswith("bias"):
+            add_noise(name, p)
+
+
+@torch.no_grad()
+def add_noise(name: str, p: Tensor) -> None:
+    """Adds to a parameter a tenth of what its name gives."""
+    noise = torch.empty(p.shape).normal_(0, 0.1, generator=generator_for(1, name))
+    p.add_(noise.to(p))

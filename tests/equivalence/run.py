@@ -1,0 +1,115 @@
+"""Checks many rows, each on the ranks that it needs.
+
+A process needs seconds to import its libraries, so ranks are started once per world size and given
+all rows of that size, one after the other. A row that ends its ranks is a failure; the rows after
+it get new ones. The rows of one process are checked in a thread beside the others: ranks that wait
+for each other leave the cores idle for a third of the time.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from tests.equivalence.compare import Result, check
+from tests.equivalence.plain import Reference, plain
+from tests.equivalence.problems import Problem
+from tests.equivalence.table import Row, find
+from training.launch import RunError, Settings, World, choose_device, launch
+
+TIMEOUT = 60.0  # seconds that a rank may wait for another
+Show = Callable[[Result], None]
+
+
+class Run:
+    """What all rows of a run have in common, on every rank.
+
+    Args:
+        show: is called with each result as soon as it is there, by the process that has it.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], n_steps: int, dtype: torch.dtype, device: str, show: Show
+    ) -> None:
+        self.n_steps, self.dtype, self.device, self.show = n_steps, dtype, device, show
+        problems = dict.fromkeys(row.problem.reference for row in rows)
+        self.references: Mapping[Problem, Reference] = {
+            problem: plain(problem, n_steps, dtype) for problem in problems
+        }
+
+    def check(self, row: Row, world: World) -> Result:
+        """All ranks call it together."""
+        reference = self.references[row.problem.reference]
+        result = check(row, reference, world, self.n_steps, self.dtype)
+        if world.is_main:
+            self.show(result)
+        return result
+
+    def failed(self, name: str, why: str) -> Result:
+        """The result of a row that was not checked to its end."""
+        result = Result(name, self.n_steps, failure=why)
+        self.show(result)
+        return result
+
+
+def check_all(
+    rows: Sequence[Row], n_steps: int, dtype: torch.dtype, device: str, show: Show
+) -> list[Result]:
+    """The results of the rows, those of one process first."""
+    # In matrices as small as these, threads would wait for each other.
+    torch.set_num_threads(1)
+    run = Run(rows, n_steps, dtype, device, show)
+    here: list[Result] = []
+    alone = [row for row in rows if row.ranks == 1]
+    beside = threading.Thread(target=_check_here, args=(run, alone, here), daemon=True)
+    beside.start()
+    on_ranks: list[Result] = []
+    for W in sorted({row.ranks for row in rows} - {1}):
+        on_ranks += _check_on_ranks(run, W, [row.name for row in rows if row.ranks == W])
+    beside.join()
+    return here + on_ranks
+
+
+def _check_here(run: Run, rows: Sequence[Row], results: list[Result]) -> None:
+    torch.set_num_threads(1)  # each thread has its own number
+    for row in rows:
+        try:
+            results.append(run.check(row, World(device=choose_device(run.device, 0, 1))))
+        except BaseException as error:
+            traceback.print_exc()
+            results.append(run.failed(row.name, f"{type(error).__name__}: {error}"))
+
+
+def _check_on_ranks(run: Run, world_size: int, names: list[str]) -> list[Result]:
+    settings = Settings(world_size, run.device, master_port=0, timeout=TIMEOUT)
+    results: list[Result] = []
+    with TemporaryDirectory(prefix="verify-") as folder:
+        while rest := names[len(results) :]:
+            failure = ""
+            try:
+                launch(_rank, settings, run, rest, Path(folder))
+            except RunError as error:
+                failure = str(error)
+            except SystemExit as end:
+                if end.code != 1:  # not a rank's failure: somebody wants this process to end
+                    raise
+                failure = "a rank ended, see above"
+            paths = [Path(folder) / name for name in rest]
+            results += [pickle.loads(path.read_bytes()) for path in paths if path.is_file()]
+            if failure:
+                results.append(run.failed(names[len(results)], failure))
+    return results
+
+
+def _rank(world: World, run: Run, names: list[str], folder: Path) -> None:
+    torch.set_num_threads(1)
+    for name in names:
+        result = run.check(find(name), world)
+        if world.is_main:
+            (folder / name).write_bytes(pickle.dumps(result))

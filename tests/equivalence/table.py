@@ -1,0 +1,247 @@
+"""The rows: every layout, and what goes wrong in it.
+
+A new one joins by one line: its name, how many ranks it needs, what lays the model out, and what
+it trains.
+
+    Row("fsdp3-zero2-even", 3, sharded(2), Sentences(12, 6))
+
+Names begin with the layout and the number of its ranks or stages:
+
+    single     one process                    threads    stages in threads
+    ddp        the whole model on each rank   module     a Pipe as a plain nn.Module
+    fsdp       shards                         blocks     the course's GPT2LMHeadModelParallel
+    pipeline   stages, one on each rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tests.equivalence.problems import Noise, Problem, Sentences
+from training.launch import World
+from training.layout import LaidOutModel, Plan
+from training.parallel import Sharded, Staged
+from training.replicated import Replicated
+from training.staged import BlocksInThreads, StagesInThreads
+from training.task import Step, Task
+
+Build = Callable[[Task, World, Plan], LaidOutModel]
+Cut = tuple[int, ...]  # layers per stage
+
+SCHEDULES = ("gpipe", "1f1b", "zb")
+EQUAL: tuple[Cut, ...] = ((8,), (3, 5), (3, 2, 3))  # of the eight layers of three blocks
+VGG: tuple[Cut, ...] = ((16,), (7, 9), (4, 5, 7))
+BUCKET = 8 << 10  # bytes: several buckets even of these models
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        num_microbatches: of a rank's part of a batch; None: as many as fit `Sentences.positions`.
+        beside: what it must equal: one process up to rounding; or, bit for bit, which is for
+            dropout, a second run of itself, or one that was interrupted.
+    """
+
+    name: str
+    ranks: int
+    build: Build
+    problem: Problem
+    num_microbatches: int | None = None
+    beside: Literal["one process", "second run", "resumed run"] = "one process"
+
+
+# What lays a model out
+
+
+def replicated(sync: str = "overlap", **how: Any) -> Build:
+    """Gradients averaged in this way."""
+    return partial(Replicated, gradient_sync=sync, bucket_bytes=BUCKET, **how)
+
+
+def sharded(zero: int = 3, **how: Any) -> Build:
+    """ZeRO 1, 2, 3."""
+    return partial(Sharded, zero=zero, **how)
+
+
+def staged(cut: Cut, schedule: str, m: int, **how: Any) -> Build:
+    """A rank per stage, m micro-batches."""
+    return partial(Staged, schedule=schedule, num_microbatches=m, cut=cut, **how)
+
+
+def threads(cut: Cut | int, schedule: str, m: int) -> Build:
+    """A thread per stage, m micro-batches. A number of stages is cut by the time that layers
+    take."""
+    n, given = (cut, None) if isinstance(cut, int) else (len(cut), cut)
+
+    def build(task: Task, world: World, plan: Plan) -> LaidOutModel:
+        return StagesInThreads(task, world, plan, devices(world, n), schedule, m, cut=given)
+
+    return build
+
+
+def module(cut: Cut, split_size: int) -> Build:
+    """A `Pipe` in a plain loop."""
+
+    def build(task: Task, world: World, plan: Plan) -> LaidOutModel:
+        return PlainModule(task, world, plan, devices(world, len(cut)), cut, split_size)
+
+    return build
+
+
+def blocks(n: int, split_size: int | None) -> Build:
+    """The blocks in n stages; None: one stage at a time."""
+
+    def build(task: Task, world: World, plan: Plan) -> LaidOutModel:
+        return BlocksInThreads(task, world, plan, devices(world, n), "uniform", split_size)
+
+    return build
+
+
+def devices(world: World, num_stages: int) -> list[torch.device]:
+    """Of the stages of one process: GPUs, if there are enough, or slices of the cores."""
+    on_gpu = world.device.type == "cuda" and torch.cuda.device_count() >= num_stages
+    return [torch.device("cuda" if on_gpu else "cpu", s) for s in range(num_stages)]
+
+
+class PlainModule(StagesInThreads):
+    """Calls `Pipe` as any other module: its forward, a loss, backward()."""
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        plan: Plan,
+        where: Sequence[torch.device],
+        cut: Cut,
+        split_size: int,
+    ) -> None:
+        super().__init__(task, world, plan, where, num_microbatches=1, cut=cut)
+        self.pipe.split_size = split_size
+
+    def backward(self, step: Step) -> Tensor:
+        """The batch is one piece to the caller."""
+        (x,), (target,) = step.inputs, step.targets
+        loss = self.task.loss(self.pipe(x), target)
+        (loss / max(1, step.count)).backward()
+        return loss.detach()
+
+
+# The rows
+
+
+def _parts(W: int) -> dict[str, tuple[Sentences, int | None]]:
+    """What goes wrong where a batch is dealt out to W ranks, and the number of micro-batches. Every
+    second batch is the odd one."""
+    B = {2: 8, 3: 6}[W]
+    parts: dict[str, tuple[Sentences, int | None]] = {
+        "one_more": (Sentences(B + W + 1, B, positions=30), None),  # for rank 0
+        "none_left": (Sentences(B + 1, B), 100),  # for all ranks but 0; a micro-batch per example
+        "m2": (Sentences(B + W, B), 2),
+    }
+    if W == 2:  # what three ranks would do no other way
+        parts["even"] = Sentences(2 * B, B), 1
+        parts["no_target"] = Sentences(6 * W, 2 * W, some_without_target=True), 1  # on some rank
+        parts["clipped"] = Sentences(2 * B, B, max_grad_norm=0.1), 1
+        parts["odd"] = ODD, 2
+    return parts
+
+
+ODD = Sentences(31, 6, max_grad_norm=1.0, n_layer=3, odd=True)
+
+
+def _whole_models() -> Iterator[Row]:
+    yield Row("single-one_more", 1, replicated(), *_parts(2)["one_more"])
+    yield Row("single-odd", 1, replicated(), ODD, 2)
+    for W in (2, 3):
+        for what, trained in _parts(W).items():
+            for sync in ("per_parameter", "flat", "overlap") if W == 2 else ("overlap",):
+                yield Row(f"ddp{W}-{sync}-{what}", W, replicated(sync), *trained)
+            if W == 2 or what == "none_left":
+                gloo = replicated(share_memory=False)
+                yield Row(f"ddp{W}-gloo-{what}", W, gloo, *trained)
+        yield Row(f"ddp{W}-overlap-vgg16", W, replicated(), Noise(10, 8), 2)
+    yield Row("ddp2-gloo-vgg16", 2, replicated(share_memory=False), Noise(9, 8), 1)
+
+
+def _shards() -> Iterator[Row]:
+    for zero in (1, 2, 3):
+        for what, trained in _parts(2).items():
+            yield Row(f"fsdp2-zero{zero}-{what}", 2, sharded(zero), *trained)
+        yield Row(f"fsdp3-zero{zero}-none_left", 3, sharded(zero), *_parts(3)["none_left"])
+        for W in (2, 3) if zero == 3 else (2,):
+            gloo = sharded(zero, share_memory=False)
+            yield Row(f"fsdp{W}-zero{zero}-gloo", W, gloo, *_parts(W)["m2"])
+            yield Row(f"fsdp{W}-zero{zero}-vgg16", W, sharded(zero), Noise(10, 8), 1)
+
+
+def _stages() -> Iterator[Row]:
+    """Every second batch has 3 examples, fewer than 8 micro-batches; of 8 examples in 3
+    micro-batches the last has fewer."""
+    problem = Sentences(11, n_layer=3)
+    special = {
+        "untied": Sentences(11, n_layer=3, tied=False),
+        "same_length": Sentences(16, n_layer=3, same_length=True),
+        "clipped": Sentences(16, n_layer=3, max_grad_norm=0.1),
+        "odd": ODD,
+    }
+    for schedule in SCHEDULES:
+        for n, cut in enumerate(EQUAL, 1):
+            if n == 1 and schedule != "1f1b":  # one stage does the same in any order
+                continue
+            for m in {1: (3,), 2: (1, 3, 8), 3: (3, 8)}[n]:
+                yield Row(f"threads{n}-{schedule}-m{m}", 1, threads(cut, schedule, m), problem)
+                if n < 3 or m == 8:
+                    yield Row(f"pipeline{n}-{schedule}-m{m}", n, staged(cut, schedule, m), problem)
+        for cut in ((4, 4), (1, 7), (6, 1, 1)):  # in a block; an embedding or a head alone
+            name = f"threads{len(cut)}-{schedule}-cut_{'_'.join(map(str, cut))}"
+            yield Row(name, 1, threads(cut, schedule, 4), problem)
+        for what, trained in special.items():
+            yield Row(f"threads2-{schedule}-{what}", 1, threads((3, 5), schedule, 4), trained)
+            yield Row(f"pipeline2-{schedule}-{what}", 2, staged((3, 5), schedule, 4), trained)
+        gloo = staged((1, 6, 1), schedule, 4, share_memory=False)
+        yield Row(f"pipeline3-{schedule}-gloo", 3, gloo, problem)
+        for n in (2, 3) if schedule == "zb" else (2,):
+            build = staged(VGG[n - 1], schedule, 4)
+            yield Row(f"pipeline{n}-{schedule}-vgg16", n, build, Noise(11, 8))
+    yield Row("threads2-sequential-m4", 1, threads((3, 5), "sequential", 4), problem)
+    yield Row("threads2-1f1b-auto", 1, threads(2, "1f1b", 4), problem)
+    for n, cut in enumerate(EQUAL, 1):
+        yield Row(f"module{n}-gpt2", 1, module(cut, 3), problem)
+        yield Row(f"module{n}-vgg16", 1, module(VGG[n - 1], 3), Noise(11, 8))
+        yield Row(f"blocks{n}-split_size3", 1, blocks(n, 3), problem)
+    yield Row("blocks2-one_by_one", 1, blocks(2, None), problem)
+    yield Row("blocks2-odd", 1, blocks(2, 3), ODD)
+
+
+def _same_bits() -> Iterator[Row]:
+    """Dropout on: no race of threads or ranks may show, and no interruption."""
+    problem = Sentences(11, n_layer=3, dropout=0.1)
+    builds: dict[str, tuple[int, Build]] = {
+        "single": (1, replicated()),
+        **{f"ddp2-{sync}": (2, replicated(sync)) for sync in ("per_parameter", "flat", "overlap")},
+        "ddp2-gloo": (2, replicated(share_memory=False)),
+        **{f"fsdp2-zero{zero}": (2, sharded(zero)) for zero in (1, 3)},
+        **{f"pipeline2-{s}": (2, staged((3, 5), s, 4)) for s in ("1f1b", "zb")},
+        **{f"threads3-{s}": (1, threads((3, 2, 3), s, 4)) for s in SCHEDULES},
+        "module3": (1, module((3, 2, 3), 3)),
+        "blocks3": (1, blocks(3, 3)),
+    }
+    for name, (ranks, build) in builds.items():
+        yield Row(f"{name}-twice", ranks, build, problem, 2, "second run")
+        yield Row(f"{name}-resumed", ranks, build, problem, 2, "resumed run")
+
+
+TABLE: tuple[Row, ...] = (*_whole_models(), *_shards(), *_stages(), *_same_bits())
+
+
+def find(name: str) -> Row:
+    """The row of that name."""
+    return next(row for row in TABLE if row.name == name)

@@ -1,0 +1,161 @@
+"""The table in short; every mutation turns rows of it red; a row that crashes stops no other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.equivalence.compare import Result, check
+from tests.equivalence.mutations import MUTATIONS
+from tests.equivalence.plain import plain
+from tests.equivalence.run import check_all
+from tests.equivalence.table import ODD, TABLE, find
+from tests.ranks import Ranks
+from training.launch import World
+
+STEPS = 2  # the second is the odd one where a row says so
+reference = functools.cache(plain)
+
+
+def results(
+    rank: int, world_size: int, names: list[str], steps: int, mutation: str
+) -> list[Result]:
+    """Of some rows, with code that is broken, on a rank."""
+    found = []
+    for row in map(find, names):
+        expected = reference(row.problem.reference, steps, torch.float64)
+        with MUTATIONS[mutation]():
+            found.append(check(row, expected, World(rank, world_size), steps, torch.float64))
+    return found
+
+
+def failures(
+    ranks: Ranks | None, names: list[str], mutation: str = "nothing", steps: int = STEPS
+) -> list[str]:
+    """What is said of each row; all ranks say the same."""
+    if ranks is None:
+        return [result.failure for result in results(0, 1, names, steps, mutation)]
+    by_rank = ranks.run(results, names, steps, mutation)
+    said = [[result.failure for result in found] for found in by_rank]
+    assert said == [said[0]] * ranks.world_size
+    return said[0]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As in the program: matrices are tiny."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def of(ranks: int) -> list[str]:
+    """The names of the rows for so many ranks."""
+    return [row.name for row in TABLE if row.ranks == ranks]
+
+
+def test_names_are_unique() -> None:
+    names = [row.name for row in TABLE]
+    assert len(names) == len(set(names)) == len([*of(1), *of(2), *of(3)]) > 170
+
+
+# The short form: every third row, and few of three ranks, which are slow here. `make verify` runs
+# all there are.
+THREE = (
+    "ddp3-overlap-none_left",
+    "fsdp3-zero3-none_left",
+    "pipeline3-1f1b-m8",
+    "pipeline3-zb-gloo",
+)
+
+
+@pytest.mark.parametrize("name", of(1)[::3])
+def test_in_one_process(name: str) -> None:
+    assert failures(None, [name]) == [""]
+
+
+@pytest.mark.parametrize("name", of(2)[::3])
+def test_two_ranks(ranks: Ranks, name: str) -> None:
+    assert failures(ranks, [name]) == [""]
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_three_ranks(three_ranks: Ranks, name: str) -> None:
+    assert failures(three_ranks, [name]) == [""]
+
+
+ODD_ROWS = ["ddp2-overlap-odd", "fsdp2-zero3-odd", "pipeline2-1f1b-odd"]
+
+
+@pytest.mark.parametrize("names", [ODD_ROWS, ["single-odd", "threads2-zb-odd", "blocks2-odd"]])
+def test_steps_without_target_or_finite_loss_are_left_out(ranks: Ranks, names: list[str]) -> None:
+    """Also the last one of an epoch, which has one example: fewer than ranks."""
+    left_out = [gradients is None for gradients in reference(ODD, 7, torch.float64).gradients]
+    assert left_out == [False, True, True, False, False, False, False]
+    here = None if find(names[0]).ranks == 1 else ranks
+    assert failures(here, names, steps=7) == [""] * 3
+
+
+def test_a_rank_may_have_no_target_but_never_all() -> None:
+    row, targets = find("ddp2-flat-no_target"), []
+    for rank in range(2):
+        steps = row.problem.task(World(rank, 2), torch.float64).steps(0, rank, 2, 1)
+        targets.append([sum(int(w.sum()) for _, w in step.targets) for step in steps])
+    assert min(map(min, targets)) == 0
+    assert min(map(sum, zip(*targets, strict=True))) > 0
+
+
+# A mutation, and rows that it must turn red. (That they are green without is tested above, or by
+# the whole table.)
+GRADIENT, WEIGHT = "gradient of ", "weight of "
+ZEROS = [f"fsdp2-zero{zero}-m2" for zero in (1, 2, 3)]
+RED: list[tuple[str, list[str]]] = [
+    ("a_bucket_is_not_reduced", ["ddp2-per_parameter-even", "ddp2-flat-one_more"]),
+    ("a_bucket_is_not_reduced", ["ddp2-overlap-m2", "ddp2-gloo-even"]),
+    ("a_rank_is_left_out_of_the_sum", [*ZEROS, "fsdp2-zero3-gloo"]),
+    ("micro_batches_replace", ZEROS),
+    ("micro_batches_replace", ["ddp2-flat-m2", "ddp2-overlap-m2"]),
+    ("a_mean_over_ranks", ["ddp2-overlap-even", "ddp2-flat-m2", "ddp2-per_parameter-one_more"]),
+    ("a_micro_batch_is_not_scaled", ["ddp2-overlap-m2", "ddp2-gloo-m2", "pipeline2-zb-m8", *ZEROS]),
+    ("a_micro_batch_is_not_scaled", ["threads2-gpipe-m3", "threads2-1f1b-m8", "threads3-zb-m3"]),
+    ("two_micro_batches_are_swapped", [f"threads2-{s}-same_length" for s in ("gpipe", "zb")]),
+    ("two_micro_batches_are_swapped", ["blocks3-split_size3"]),
+    ("a_tied_weight_loses_a_gradient", ["threads2-1f1b-m3", "threads3-zb-m3"]),
+    ("a_rank_keeps_its_part_of_a_tied_gradient", ["pipeline2-1f1b-m3", "pipeline2-zb-m3"]),
+    ("gradients_are_kept", ["ddp2-flat-even", "ddp2-per_parameter-even"]),
+    ("gradients_are_kept", ["threads2-1f1b-m3", "blocks2-split_size3"]),
+    ("dropout_is_not_seeded", ["ddp2-overlap-twice"]),
+    ("dropout_is_not_seeded", ["threads3-1f1b-twice", "blocks3-twice"]),
+    ("random_states_are_not_restored", ["ddp2-flat-resumed", "fsdp2-zero3-resumed"]),
+    ("a_piece_is_not_held", ["ddp2-flat-even", "fsdp2-zero2-m2", "pipeline2-1f1b-m3"]),
+    ("a_piece_is_not_held", ["single-one_more"]),
+]
+
+
+@pytest.mark.parametrize(("mutation", "names"), RED, ids=[f"{m}-{n[0]}" for m, n in RED])
+def test_broken_code_is_red(ranks: Ranks, mutation: str, names: list[str]) -> None:
+    found = failures(ranks if find(names[0]).ranks == 2 else None, names, mutation)
+    assert [failure[: len(GRADIENT)] for failure in found] == [GRADIENT] * len(names), found
+
+
+CLIPPED = [f"{how}-clipped" for how in ("ddp2-overlap", "fsdp2-zero3", "pipeline2-1f1b")]
+
+
+@pytest.mark.parametrize("names", [CLIPPED, ["threads2-1f1b-clipped"]], ids=["ranks", "stages"])
+def test_a_norm_that_is_not_the_whole_models_is_red(ranks: Ranks, names: list[str]) -> None:
+    """The first step's gradients, which are compared before they are clipped, are right."""
+    found = failures(ranks if find(names[0]).ranks == 2 else None, names, "the_norm_is_of_a_part")
+    assert all(failure.startswith((GRADIENT, WEIGHT)) for failure in found), found
+
+
+def test_a_row_that_ends_its_ranks_is_a_failure_and_the_next_gets_new_ones() -> None:
+    crashing = replace(find("ddp2-flat-even"), name="not in the table")  # so ranks cannot find it
+    rows = [crashing, find("ddp2-flat-m2")]
+    found = check_all(rows, STEPS, torch.float64, "cpu", print)
+    said = [(result.name, result.failure) for result in found]
+    assert said == [(crashing.name, "a rank ended, see above"), (rows[1].name, "")]

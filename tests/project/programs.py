@@ -1,0 +1,117 @@
+"""The three programs, run on the ranks of a test, which import their libraries once, or here."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from project import run_data_parallel, run_pipeline, train
+from project.rules import choose_devices, parse_data_parallel, parse_pipeline, parse_train
+from project.utils import read_texts
+from tests.ranks import Ranks
+from training.launch import RunError, World
+from training.loop import Totals
+from training.saving import Saving, check_resume, find_resume
+
+PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
+    "run_data_parallel": (run_data_parallel, parse_data_parallel),
+    "run_pipeline": (run_pipeline, parse_pipeline),
+    "train": (train, parse_train),
+}
+# Batches of 6, 6, 6 and 2: of three ranks the last has no example of the fourth.
+SIZES = "--batch_size 6 --n_train 20 --n_validation 9 --device cpu --keep 9 "
+TINY = SIZES + (
+    "--model gpt2-mini --n_layer 2 --n_embd 16 --n_head 2 --vocab_size 300 --model_max_length 64 "
+    "--n_test 3 --learning_rate 1e-2 "
+)
+VGG = SIZES + "--vgg_width 4 --optimizer sgd --learning_rate 0.02 "
+ON_TWO = ("ddp", "fsdp", "pipeline", "model")  # train.py's strategies of several ranks
+FLOW = "--model_parallel_mode pipeline_parallel --num_devices 2 "
+
+Tamper = Callable[[int, pytest.MonkeyPatch], None]
+
+
+class _Stop(BaseException):
+    """In the middle of a run."""
+
+
+def parse(line: str) -> Any:
+    """The settled options of a command line, which begins with a program's name."""
+    program, *options = line.split()
+    return PROGRAMS[program][1](None, options)
+
+
+def on_rank(
+    rank: int, world_size: int, line: str, tamper: Tamper | None = None, stop_at: int | None = None
+) -> tuple[str, str | None]:
+    """What a rank prints, less pictures, and how it ends: the text of a RunError, or None. With
+    `stop_at` it ends after that step."""
+    program, printed, world = line.split()[0], io.StringIO(), World(rank, world_size, rank)
+    after_step = Saving.after_step
+
+    def stop(self: Saving, epoch: int, totals: Totals) -> None:
+        after_step(self, epoch, totals)
+        if self.steps_done == stop_at:
+            raise _Stop
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr("training.curves.plot_training", lambda workdir: workdir / "training.png")
+        patch.setattr(Saving, "after_step", stop)
+        if tamper is not None:
+            tamper(rank, patch)
+        args = parse(line)
+        try:
+            if program == "run_pipeline":
+                run_pipeline.run_pp(args, choose_devices(args))
+                return printed.getvalue(), None
+            data = train.read_data(args) if program == "train" else read_texts(args)
+            resume = find_resume(args)
+            size = len(data.splits["train"] if hasattr(data, "splits") else data.train)
+            check_resume(args, resume, size, data.fingerprint())
+            work = train.run_rank if program == "train" else run_data_parallel.run_dp
+            work(world, args, data, resume)  # type: ignore[arg-type]
+        except RunError as error:
+            return printed.getvalue(), str(error)
+        except _Stop:
+            pass
+    return printed.getvalue(), None
+
+
+def run(
+    line: str, ranks: Ranks | None = None, tamper: Tamper | None = None, stop_at: int | None = None
+) -> tuple[str, str | None]:
+    """What the program prints, on rank 0 alone, and how it ends. Its workdir is work/, unless the
+    line says otherwise."""
+    if "--workdir" not in line:
+        line += f" --workdir {Path('work').resolve()}"
+    if ranks is None:
+        return on_rank(0, 1, line, tamper, stop_at)
+    line += f" --world_size {ranks.world_size}"
+    (printed, error), *others = ranks.run(on_rank, line, tamper, stop_at)
+    assert [said for said, _ in others] == [""] * len(others)
+    return printed, error
+
+
+def read_json(path: str | Path) -> Any:
+    """JSON as it is defined: without NaN."""
+    return json.loads(
+        Path(path).read_text(encoding="utf-8"),
+        parse_constant=lambda word: pytest.fail(f"{word} in {path}"),
+    )
+
+
+def summary(workdir: str | Path = "work") -> Any:
+    """Of a run."""
+    return read_json(Path(workdir) / "summary.json")
+
+
+def names_in(folder: str | Path) -> list[str]:
+    """In their order."""
+    return sorted(path.name for path in Path(folder).iterdir())

@@ -1,0 +1,157 @@
+"""The trained model translates where it was trained, in its shards and stages, with a cache, as one
+process does without one. No rank needs the whole model for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from project.rules import choose_devices
+from project.utils import plan_of, read_texts
+from tests.project.programs import FLOW, TINY, parse, run
+from tests.ranks import Ranks
+from training.generation import evaluate_bleu, translate
+from training.launch import RunError, World
+from training.parallel import Sharded, Staged, lay_out
+from training.staged import BlocksInThreads, StagesInThreads
+from training.task import materialize
+from training.translation import TranslationTask
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+LENGTH = 64
+
+
+def refuse_the_whole(_: int, patches: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RunError("the whole model is asked for")
+
+    for layout in (Sharded, Staged):
+        patches.setattr(layout, "weights", refuse)
+    for module in ("task", "replicated", "staged"):
+        patches.setattr(f"training.{module}.materialize", refuse)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", "fsdp --precision bf16"])
+def test_no_rank_needs_the_whole_model_unless_it_is_exported(ranks: Ranks, strategy: str) -> None:
+    line = f"train {strategy} {TINY} --num_batches 4 "
+    printed, error = run(line, ranks, refuse_the_whole)
+    assert error is None, printed
+    assert "  this model  " in printed  # a few translations
+    for used in (f"--export {Path('exported').resolve()}", "--dropout 0 --check_weights"):
+        _, error = run(line + used, ranks, refuse_the_whole)
+        assert error == "the whole model is asked for"
+
+
+def line_of(how: str, num_sentences: int) -> str:
+    """In fp64: a cache sums in another order, and the largest logit should not depend on it."""
+    sizes = f"--n_test {num_sentences} --precision fp64 --workdir {Path('work').resolve()}"
+    return f"{how} {TINY} {sizes}"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_sentences"),
+    [("ddp", 7), ("fsdp --zero 1", 7), ("fsdp", 7), ("fsdp", 2), ("pipeline", 7)],
+)
+def test_two_ranks_translate_as_one_process(
+    ranks: Ranks, strategy: str, num_sentences: int
+) -> None:
+    compare(ranks.run(translations, line_of(f"train {strategy}", num_sentences)))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_three_ranks_translate_as_one_process(three_ranks: Ranks, strategy: str) -> None:
+    compare(three_ranks.run(translations, line_of(f"train {strategy}", 7)))
+
+
+@pytest.mark.parametrize("how", [FLOW, FLOW + "--pipeline blocks"])
+def test_threads_translate_as_one_process(how: str) -> None:
+    compare([translations(0, 1, line_of(f"run_pipeline {how}", 7))])
+
+
+def compare(found: list[tuple[list[str], list[tuple[str, int]], int]]) -> None:
+    """Each part of the data has its own sentences."""
+    plain = found[0][1]
+    expected = [sentence for sentence, _ in plain]
+    parts = found[0][2]
+    for rank, (got, _, _) in enumerate(found):
+        assert got == (expected[rank::parts] if parts > 1 else expected)
+    if len(plain) > 2:  # the examples are to show what can happen
+        lengths = [length for _, length in plain]
+        assert len(set(lengths)) > 2, lengths
+        assert min(lengths) < LENGTH == max(lengths), lengths
+
+
+@torch.no_grad()
+def large_weights(name: str, p: Tensor) -> None:
+    """So large that what the model writes varies."""
+    if ".ln_" in name:
+        p.fill_(name.endswith("weight"))
+        return
+    p.normal_(0, 0.5, generator=torch.Generator().manual_seed(sum(name.encode())))
+    if "wte" in name:
+        p[2] *= 5  # the end of a sentence: it comes soon in some, and late in others
+
+
+def translations(
+    rank: int, world_size: int, line: str
+) -> tuple[list[str], list[tuple[str, int]], int]:
+    """By the layout; by one process without a cache, a sentence at a time, with the length of
+    source and translation in tokens; and the parts of the data."""
+    more = "" if line.startswith("run_pipeline") else f" --world_size {world_size}"
+    args, world = parse(line + more), World(rank, world_size, rank)
+    task = TranslationTask(args, world, read_texts(args))
+    task._initialize = large_weights
+    plan = plan_of(args, world)
+    if line.startswith("train"):
+        model = lay_out(args, task, world, plan)
+    elif args.pipeline == "blocks":
+        model = BlocksInThreads(task, world, plan, choose_devices(args), split_size=2)
+    else:
+        model = StagesInThreads(task, world, plan, choose_devices(args))
+    test = [pair["de"] for pair in task.texts.splits["test"]]
+    mine = test[model.part :: model.parts]
+    found = [
+        translate(model, mine, "de", "en", task.tokenizer, LENGTH, "cpu", batch_size)
+        for batch_size in (3, 128)
+    ]
+    parts = model.parts
+    model.close()
+    assert found[0] == found[1]
+    one = materialize(task, torch.device("cpu"), torch.float64).eval()
+    return found[0], [recomputed(one, source, task.tokenizer) for source in test], parts
+
+
+@torch.no_grad()
+def recomputed(model: Any, source: str, tokenizer: Any) -> tuple[str, int]:
+    prompt = [*tokenizer(source)["input_ids"], 1]
+    ids = list(prompt)
+    while len(ids) < LENGTH:
+        token = int(model(input_ids=torch.tensor([ids])).logits[0, -1, : len(tokenizer)].argmax())
+        if token == 2:
+            break
+        ids.append(token)
+    return tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip(), len(ids)
+
+
+def test_nothing_to_translate() -> None:
+    decoder: Any = SimpleNamespace(end=lambda: None)
+    tokenizer: Any = SimpleNamespace(convert_tokens_to_ids=lambda _: 2)
+    assert translate(decoder, [], "de", "en", tokenizer, 16, "cpu") == []
+
+
+def test_bleu_is_of_the_corpus() -> None:
+    pairs = [{"en": "the cat sat on the mat today ."}, {"en": "a dog runs ."}]
+    same = [pair["en"] for pair in pairs]
+    assert evaluate_bleu(pairs, same, "en") == {"bleu": pytest.approx(100)}
+    # 'the cat sat on the mat .' lacks one of 8 words: n-gram precisions 11/11, 8/9, 6/7, 4/5 with
+    # the second sentence, brevity exp(1 - 12/11).
+    found = evaluate_bleu(pairs, ["the cat sat on the mat .", same[1]], "en")["bleu"]
+    precisions = 1 * (8 / 9) * (6 / 7) * (4 / 5)
+    assert found == pytest.approx(100 * 2.718281828459045 ** (1 - 12 / 11) * precisions**0.25)
+    assert evaluate_bleu(pairs, ["x y z", "u v w"], "en")["bleu"] < 10

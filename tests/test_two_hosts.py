@@ -1,0 +1,93 @@
+"""Two hosts that share no folder, and whose own names say nothing to each other.
+
+Two network namespaces with one link between them, and torchrun on each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.programs import TINY
+
+ROOT = Path(__file__).resolve().parents[1]
+MEET = "10.213.7.1"  # of the first; the other is 10.213.7.2
+LIMIT = 150.0  # seconds
+PROGRAM = [
+    str(ROOT / "project" / "run_data_parallel.py"), *TINY, "--n_epochs", "1", "--timeout", "60",
+]  # fmt: skip
+
+
+def ip(*words: str) -> None:
+    """One command of `ip`."""
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """The names of two namespaces, whose hosts reach each other and nothing else."""
+    names = [f"host{i}-{os.getpid()}" for i in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("-n", names[0], "link", "add", "link0", "type", "veth", "peer", "link1",
+           "netns", names[1])  # fmt: skip
+        for i, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.213.7.{i + 1}/30", "dev", f"link{i}")
+            ip("-n", name, "link", "set", f"link{i}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", None) or error
+        pytest.skip(f"NOT TESTED: no network namespaces here; it takes root and `ip` ({why})")
+    else:
+        yield names
+    finally:
+        for name in names:
+            with suppress(OSError, subprocess.CalledProcessError):
+                ip("netns", "del", name)
+
+
+def losses(workdir: Path, rank: int) -> list[float]:
+    """What a rank has written down of the only epoch."""
+    result: dict[str, Any] = json.loads((workdir / f"rank{rank}_results_epoch0.json").read_text())
+    return [result["training_loss"], result["validation_loss"]]
+
+
+def test_two_hosts_train_as_two_ranks_of_one(hosts: list[str], tmp_path: Path) -> None:
+    folders, processes = [tmp_path / name for name in hosts], []
+    try:
+        for i, (host, folder) in enumerate(zip(hosts, folders, strict=True)):
+            folder.mkdir()
+            torchrun = [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+                "--nproc-per-node", "1", "--node-rank", str(i), "--rdzv-endpoint", f"{MEET}:29400",
+            ]  # fmt: skip
+            command = ["ip", "netns", "exec", host, *torchrun, *PROGRAM, "--workdir", f"work{i}"]
+            with (folder / "said").open("w") as said:
+                processes.append(
+                    subprocess.Popen(
+                        command, cwd=folder, stdout=said, stderr=said,
+                        env={**os.environ, "TMPDIR": str(folder)},  # torchrun leaves a folder there
+                    )
+                )  # fmt: skip
+        statuses = [process.wait(LIMIT) for process in processes]
+    finally:
+        for process in processes:  # torchrun ends its ranks
+            process.terminate()
+            process.wait()
+    assert statuses == [0, 0], "\n".join((folder / "said").read_text() for folder in folders)
+    alone = [sys.executable, *PROGRAM, "--world_size", "2", "--workdir", "work"]
+    subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT)
+    for i, folder in enumerate(folders):
+        # Sums over a network are taken in another order than those in shared memory.
+        expected = pytest.approx(losses(tmp_path / "work", i), rel=1e-6)
+        assert losses(folder / f"work{i}", i) == expected
+    assert (folders[0] / "work0" / "summary.json").exists()

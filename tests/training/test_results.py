@@ -1,0 +1,109 @@
+"""The files and the table of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from training.launch import World
+from training.loop import Totals
+from training.results import Results, clear_results, read_results, spread, write_json
+from training.task import Score
+
+PAIRS = [{"de": "Bär", "en": "bear"}, {"de": "a", "en": "b"}]
+TOTALS = Totals(loss_sum=3.0, count=2, positions=25_000, tokens=20_000, seconds=12.5)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    """Of a translation run on one rank."""
+    task: Any = SimpleNamespace(score_name="BLEU", tested=lambda: PAIRS)
+    model: Any = SimpleNamespace(schedule=None, parts=1)
+    return Results(World(), SimpleNamespace(workdir=tmp_path), task, model)
+
+
+@pytest.mark.parametrize(
+    ("rank", "schedule", "prefixes"),
+    [
+        (0, None, ["rank0_gen", "rank0_results"]),
+        (1, None, ["rank1_gen", "rank1_results"]),
+        (0, "1f1b", ["eval_results", "gen"]),
+        (1, "1f1b", []),  # rank 0 writes for all stages
+    ],
+)
+def test_an_epoch_is_written_under_the_names_of_its_layout(
+    results: Results, tmp_path: Path, rank: int, schedule: str | None, prefixes: list[str]
+) -> None:
+    results.world, results.model.schedule = World(rank, 1), schedule
+    results.end_epoch(3, TOTALS, 2.25, Score(33.125, ["Bäh", "b"]))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"{p}_epoch3.json" for p in prefixes]
+    for path in tmp_path.glob("*results*"):
+        assert json.loads(path.read_text()) == {
+            "training_loss": 1.5, "validation_loss": 2.25, "bleu": 33.125, "training_time": 12.5,
+            "tokens_per_sec": 2000.0, "real_tokens_per_sec": 1600.0, "skipped_steps": 0,
+        }  # fmt: skip
+    for path in tmp_path.glob("*gen*"):
+        text = path.read_text(encoding="utf-8")
+        assert "Bäh" in text
+        assert json.loads(text) == [
+            {"example": PAIRS[0], "gen": "Bäh"}, {"example": PAIRS[1], "gen": "b"}
+        ]  # fmt: skip
+
+
+def test_rows_stand_under_their_header(
+    results: Results, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.say_start(7.25, Score(0.5))
+    results.end_epoch(9, TOTALS, 2.25, Score(33.125))
+    results.end_epoch(10, Totals(), 2.25, None)  # too few steps to be scored
+    assert capsys.readouterr().out.split("\n")[:-1] == [
+        # epoch   train loss   valid. loss      BLEU    time   positions/s   real tokens/s
+        "start                      7.250       0.5",
+        "    9        1.500         2.250      33.1     12s         2,000           1,600",
+        "   10          nan         2.250         -      0s             0               0",
+    ]
+    assert [spread(s, "s") for s in ([5.0], [4.0, 6.0], [400.0])] == [
+        "5.0 s",
+        "5.0 ± 1.4 s",
+        "400 s",
+    ]
+
+
+def test_results_are_read_in_the_order_of_epochs(tmp_path: Path) -> None:
+    for epoch in (10, 9, 2):
+        write_json(tmp_path / f"rank0_results_epoch{epoch}.json", {"bleu": epoch})
+    write_json(tmp_path / "rank1_results_epoch0.json", {"bleu": 0})
+    assert read_results(tmp_path, "rank0_results") == [{"bleu": 2}, {"bleu": 9}, {"bleu": 10}]
+    assert read_results(tmp_path, "eval_results") == []
+
+
+def test_json_has_null_where_there_is_no_number(tmp_path: Path) -> None:
+    """Readers of other languages refuse NaN and Infinity."""
+    path = tmp_path / "rank0_results_epoch0.json"
+    write_json(path, {"a": math.nan, "b": [1.5, math.inf, (-math.inf, 2)], "c": None})
+    assert json.loads(path.read_text()) == {"a": None, "b": [1.5, None, [None, 2]], "c": None}
+    assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
+    (found,) = read_results(tmp_path, "rank0_results")
+    assert math.isnan(found["a"])
+
+
+def test_results_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    """A run that is resumed in epoch 2 keeps those of the epochs before."""
+    before = ["rank0_results_epoch1.json", "gen_epoch0.json"]
+    stale = [
+        "rank0_results_epoch2.json", "rank11_gen_epoch12.json", "eval_results_epoch10.json",
+        "options.json", "options.json.part", "training.png", "summary.json", "trace.json",
+        "timeline_rank5.json",
+    ]  # fmt: skip
+    kept = ["config.json", "my_rank0_results_epoch0.json", "notes.json", "rank0_results_epoch2"]
+    for name in before + stale + kept:
+        (tmp_path / name).touch()
+    clear_results(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept + before)
+    clear_results(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept)

@@ -1,0 +1,99 @@
+"""The workdir of a run is its own while it runs, and holds nothing half written after it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+
+import pytest
+
+from training.errors import Interrupted
+from training.export import check_export, clean_export
+from training.launch import UserError
+from training.workdir import alone_in_workdir
+
+HALF = ("work/checkpoints/.000002-epoch1.part/state.json", "work/summary.json.part",
+        ".exported.part/model.safetensors")  # fmt: skip
+WHOLE = ("work/checkpoints/000001-epoch0/state.json", "work/summary.json", "work/mine.part",
+         "exported/model.safetensors")  # fmt: skip
+
+
+@pytest.fixture
+def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """Options, and what a run with them has written when it is ended."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for file in (*HALF, *WHOLE):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    return argparse.Namespace(workdir=Path("work"), export=Path("exported"))
+
+
+def files() -> list[str]:
+    return sorted(str(path) for path in Path().rglob("*") if path.is_file())
+
+
+def test_nothing_half_written_stays(args: argparse.Namespace) -> None:
+    with pytest.raises(Interrupted), alone_in_workdir(args):
+        raise Interrupted(128 + signal.SIGTERM)
+    assert files() == sorted(WHOLE)
+    assert sorted(path.name for path in Path().iterdir()) == ["exported", "work"]
+
+
+def test_torchruns_ranks_leave_it_to_those_that_come_next(
+    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may be writing."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with alone_in_workdir(args), alone_in_workdir(args):  # and the first alone takes the lock
+        pass
+    assert files() == sorted((*HALF, *WHOLE))
+    monkeypatch.setenv("RANK", "0")
+    with alone_in_workdir(args), pytest.raises(UserError), alone_in_workdir(args):
+        pass
+
+
+def test_no_two_runs_at_once(args: argparse.Namespace) -> None:
+    for _ in range(2):  # the lock is gone with the run
+        with alone_in_workdir(args):
+            with pytest.raises(UserError) as error, alone_in_workdir(args):
+                pass
+            assert files() == sorted((*HALF, *WHOLE))  # the other run's
+        for file in HALF:
+            Path(file).parent.mkdir(exist_ok=True)
+            Path(file).touch()
+    said = str(error.value)
+    assert said == "--workdir work: another run is writing there; --workdir work_2 works"
+
+
+def test_an_export_that_was_killed_between_two_renames_is_put_back(
+    args: argparse.Namespace,
+) -> None:
+    args.export.rename(".exported.old")
+    clean_export(args.export)
+    assert Path("exported/model.safetensors").exists()
+    Path(".exported.old").mkdir()
+    clean_export(args.export)
+    assert not Path(".exported.old").exists()
+
+
+def test_an_export_replaces_no_workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for export, workdir in (("work", "work"), ("out", "out/deep/work"), (".", "work")):
+        with pytest.raises(UserError, match=f"--export {export}: it would replace --workdir"):
+            check_export(Path(export), Path(workdir))
+    Path("earlier/checkpoints").mkdir(parents=True)
+    Path("earlier/config.json").touch()  # every workdir has one
+    Path("exported").mkdir()
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        Path("exported", file).touch()
+    with pytest.raises(UserError, match="--export earlier: something else is there"):
+        check_export(Path("earlier"), Path("work"))
+    for fine in ("exported", "work/exported", "new"):
+        check_export(Path(fine), Path("work"))
+    Path("exported/checkpoints").mkdir()
+    with pytest.raises(UserError, match="something else is there"):
+        check_export(Path("exported"), Path("work"))

@@ -1,0 +1,131 @@
+"""How a program ends: by a user's mistake, a failure or a signal; each is said once.
+
+Problem: under torchrun every rank runs the whole program, so all find the same mistake, and a rank
+that fails makes others fail a moment later. Nobody of ours watches them all.
+
+Idea: torchrun ends all ranks as soon as one has ended. So a rank that says what another says as
+well, or knows better, waits GRACE seconds to be ended, and speaks only if it is not.
+
+This module does not import torch: a mistyped option is answered at once. It and `launch` are the
+only ones that read or write the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+GRACE = 5.0  # seconds: for the rank that knows better to speak, for a process to end as it wants
+ASKED = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
+
+
+class UserError(Exception):
+    """A mistake of the user's: programs print it as one line and end with status 2. The text
+    gives the value, the rule, and a setting that works."""
+
+
+class RunError(Exception):
+    """The run cannot go on, and the text says all there is to say, as of a loss that is not a
+    number: programs print it as one line, without traceback, and end with status 1."""
+
+
+class Interrupted(SystemExit):
+    """This process was asked to end, by a signal: its status is 128 + the signal."""
+
+
+def torchrun(name: str, otherwise: T) -> int | T:
+    """A number that torchrun has given its ranks, as WORLD_SIZE or LOCAL_RANK; `otherwise` where
+    torchrun has not started this process."""
+    return int(os.environ[name]) if "TORCHELASTIC_RUN_ID" in os.environ else otherwise
+
+
+def torchrun_world_size() -> int | None:
+    """The number of ranks that torchrun started, or None where it started none."""
+    return torchrun("WORLD_SIZE", None)
+
+
+def say(text: str) -> None:
+    """Prints in one piece: ranks may share a terminal."""
+    with suppress(OSError):  # a terminal that is closed
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def format_error(error: BaseException) -> str:
+    """The traceback, with the notes that Python 3.10 would leave out."""
+    text = "".join(traceback.format_exception(error))
+    notes: list[str] = getattr(error, "__notes__", []) if sys.version_info < (3, 11) else []
+    return text + "".join(f"{note}\n" for note in notes)
+
+
+def refuse(message: str, status: int = 2) -> NoReturn:
+    """Prints a user's mistake and ends the program, which on each host rank 0 there does."""
+    if torchrun_world_size() is None:
+        say(message)
+        raise SystemExit(status)
+    if torchrun("LOCAL_RANK", 0):
+        time.sleep(GRACE)
+    leave(message, status)
+
+
+def leave(message: str, status: int) -> NoReturn:
+    """Ends a rank at once: destructors of process groups may wait for ranks that never come."""
+    sys.stdout.flush()
+    say(message)
+    os._exit(status)
+
+
+def run_here(main: Callable[..., None], *args: Any) -> None:
+    """Runs main(*args) in this process, for a run without ranks. It fails as a rank does:
+
+    Raises:
+        UserError, RunError, Interrupted: as they are.
+        SystemExit: with status 1, whatever main raised, a SystemExit(0) of a layer among others;
+            the traceback has been printed.
+    """
+    try:
+        main(*args)
+    except (UserError, RunError, Interrupted):
+        raise
+    except BaseException as error:
+        say(f"\nThe run failed.\n{format_error(error)}")
+        raise SystemExit(1) from None
+
+
+@contextmanager
+def signals_end() -> Iterator[None]:
+    """Within it Ctrl-C, SIGTERM and the end of the terminal raise Interrupted, so that nothing half
+    written stays, and no traceback is printed, which would only say where it was. A signal that is
+    ignored, as under nohup, stays so. To ranks of torchrun's nothing is done: they end at once."""
+    before: dict[int, Any] = {}
+    late: list[threading.Timer] = []
+
+    def end(number: int, _: object) -> NoReturn:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)  # a second one must not interrupt the ending
+        # An exception may come to nothing: in a destructor or callback Python only prints it.
+        late.append(threading.Timer(GRACE, os._exit, (128 + number,)))
+        late[0].daemon = True
+        late[0].start()
+        raise Interrupted(128 + number)
+
+    if torchrun_world_size() is None and threading.current_thread() is threading.main_thread():
+        for number in ASKED:
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if late:  # and not what writing to a closed terminal may have raised since
+            late[0].cancel()
+            raise Interrupted(*late[0].args) from None

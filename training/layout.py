@@ -1,0 +1,163 @@
+"""A model laid out over the ranks, as the training loop sees it.
+
+Problem: the model may be whole on every rank, cut into shards, or cut into stages, and the loop
+must not care; nor should a program that only needs one of these import the others.
+
+Idea: whoever lays a model out hands the loop a `LaidOutModel`. It runs a step's micro-batches,
+leaves the gradients of the *global* batch in what this rank holds, and says which slices of which
+parameters those are. Everything after that (clip, step, save, compare) is the same for all layouts.
+
+    training/replicated.py      one process, or the whole model on every rank    Replicated
+    training/parallel.py        shards (ZeRO), stages in processes               Sharded, Staged
+    project/run_pipeline.py     stages in threads                                StagesInThreads
+
+A layout is dp x pp x tp, data, pipeline and tensor parallel. `part` of `parts` is the rank's place
+on the data-parallel axis: which part of each global batch it gets.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.checkpoint import Piece, whole
+from training.generation import Prefix, likeliest, newest_alone
+from training.optimization import Run
+from training.task import Step
+from training.timeline import OFF, Timeline
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the options ask of a layout."""
+
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    precision: str = "fp32"  # fp32, bf16 or fp64
+    num_microbatches: int | None = None  # None: as suits the device
+    timeline: Timeline = OFF
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, gradients and optimizer state."""
+        return torch.float64 if self.precision == "fp64" else torch.float32
+
+    @property
+    def recorder(self) -> Timeline | None:
+        """Who is told what happened when, if anybody."""
+        return self.timeline if self.timeline.recording else None
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        if self.precision != "bf16":
+            return nullcontext()
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+
+    def notes(self, device: torch.device) -> list[str]:
+        """What a user should know of the precision on this machine: nothing, or one line."""
+        if self.precision != "bf16" or device.type != "cpu":
+            return []
+        cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        if cpu.get("architecture") != "x86_64" or cpu.get("avx512_bf16") or cpu.get("amx_bf16"):
+            return []
+        return [
+            "--precision bf16: this CPU has no instructions for it (avx512_bf16 or amx_bf16) and "
+            "computes it several times slower than fp32"
+        ]
+
+
+class LaidOutModel(ABC):
+    """A model on the ranks of a run. All ranks call the same methods in the same order.
+
+    Attributes:
+        part, parts: this rank's part of each global batch.
+        description: how the model lies on the ranks, for a person.
+        notes: what a user should know of it: lines.
+        module: what holds this rank's parameters; None where no single module does.
+        num_microbatches: into how many a rank's part is cut; None: as suits the device.
+        schedule: the name of the order in which stages work; None: there are no stages.
+        compute_dtype: the type to which weights are cast for a forward; None: autocast does that.
+        optimizers: of what this rank holds; each parameter is in one of them.
+        counted: the parameters whose gradients this rank adds to the norm of the whole gradient,
+            each of which exactly one rank must add; None: all of its own.
+        run: where the work of optimizer i is done; None: here.
+        devices: those that this rank computes on.
+        cut: layers per stage, which a checkpoint remembers; None: nothing was measured.
+    """
+
+    part = 0
+    parts = 1
+    description = ""
+    notes: Sequence[str] = ()
+    module: nn.Module | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    compute_dtype: torch.dtype | None = None
+    devices: Sequence[torch.device]
+    optimizers: Sequence[torch.optim.Optimizer]
+    counted: Sequence[nn.Parameter] | None = None
+    run: Run | None = None
+    cut: Sequence[int] | None = None
+
+    @abstractmethod
+    def backward(self, step: Step) -> Tensor:
+        """Forward and backward of this rank's micro-batches.
+
+        Returns:
+            This rank's part of the summed loss of the global batch; over all ranks they add up.
+        """
+
+    @abstractmethod
+    def outputs(self, x: Any) -> Tensor | None:
+        """The model's outputs in evaluation mode, for one micro-batch. `x` is None on a rank that
+        has run out of data; the result is None on ranks that do not see the outputs."""
+
+    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+        """The next token of each sentence; see `training.generation.Decoder`."""
+        logits = self.outputs((ids, newest_alone(ids), prefix))
+        assert logits is not None
+        return likeliest(logits, num_tokens)
+
+    def end(self) -> None:  # noqa: B027 (most layouts wait for nobody)
+        """This rank has no sentences left to translate; returns when no rank has."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """On rank 0 every parameter and its name, in the CPU's memory, one at a time; on other
+        ranks nothing. All ranks must go through all of it together."""
+        if self.part == 0:
+            for name, p in self.whole_parameters().items():
+                yield name, p.detach().cpu()
+
+    def held(self) -> Iterable[Tensor]:
+        """The tensors in which this rank keeps parameters, or slices of them."""
+        return self.whole_parameters().values()
+
+    def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
+        """Which slices of which parameters `t` holds, as views of it; `t` is shaped like `p`, one
+        of `held`."""
+        return [whole(self._names[p], t)]
+
+    @cached_property
+    def _names(self) -> dict[Tensor, str]:
+        return {p: name for name, p in self.whole_parameters().items()}
+
+    def loaded(self) -> None:  # noqa: B027 (most layouts need do nothing)
+        """New values have been written into the tensors that are `held`."""
+
+    @abstractmethod
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """The parameters that this rank holds whole, by their names in the model. Those that
+        several ranks hold must stay the same on all of them."""
+
+    @abstractmethod
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of `parameters`, `gradients` and `optimizer` state that this rank holds."""
+
+    def close(self) -> None:  # noqa: B027 (most layouts have nothing to end)
+        """Ends threads, removes hooks."""

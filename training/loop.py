@@ -1,0 +1,226 @@
+"""The training loop: the only one, for every model and every layout.
+
+    for every epoch:
+        for every step:         each rank has its part of the global batch, in micro-batches
+            backward            forward and backward of the micro-batches    layout.py
+            average_gradients   over the ranks that hold the same weights    replicated.py
+            optimizer.step      check, clip, schedule, update                optimization.py
+            save, now and then                                               saving.py
+        compare the replicas; validate, score, write the results             results.py
+
+The loss of a step is the mean over all target tokens of the global batch. The loop knows no layout:
+a `LaidOutModel` runs the micro-batches and leaves the gradients of the global batch in what its
+rank holds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from tqdm import tqdm
+
+from training.agreement import check_replicas, check_same, run_things
+from training.launch import World
+from training.layout import LaidOutModel, Plan
+from training.optimization import Optimizers, Recipe
+from training.results import Results
+from training.saving import NO_RESUME, Resume, Saving
+from training.seeds import stream
+from training.shared_cores import core_notes
+from training.task import Score, Step, Task
+
+# Progress bars of one process need a lock among its threads. The default is one among processes, a
+# named semaphore of the system's, which a run that is killed would leave in /dev/shm.
+tqdm.set_lock(threading.RLock())
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What one rank has done in an epoch so far. Losses are in nats, seconds are of wall clock;
+    loss_sum and count leave out the steps that were skipped."""
+
+    loss_sum: float = 0.0  # of the global batches
+    count: int = 0  # target tokens, or images, of the global batches
+    examples: int = 0
+    positions: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    steps: int = 0
+
+
+NOTHING_YET = Totals()
+
+
+def train(
+    model: LaidOutModel,
+    optimizer: Optimizers,
+    steps: Iterable[Step],
+    desc: str,
+    rank: int = 0,
+    average_gradients_fn: Callable[[nn.Module], None] | None = None,
+    n_steps: int | None = None,
+    before: Totals = NOTHING_YET,
+    after_step: Callable[[Totals, float], None] | None = None,
+) -> Totals:
+    """An epoch, or what is left of it.
+
+    Args:
+        average_gradients_fn: called after backward: makes the gradients those of all ranks.
+        before: of the steps of this epoch that an earlier run has done; `steps` are the others.
+        after_step: called with the totals so far and the step's seconds, as to save; its own time
+            is not counted.
+
+    The gradients of the last step are left in place.
+
+    Raises:
+        RunError: a loss or gradient is not finite; see `Optimizers.step`.
+    """
+    totals = before
+    bar = tqdm(
+        steps, desc, n_steps, initial=before.steps, leave=False, disable=None if rank == 0 else True
+    )
+    start = time.perf_counter()
+    for step in bar:
+        optimizer.zero_grad()
+        loss = model.backward(step)
+        if average_gradients_fn is not None:
+            average_gradients_fn(cast(nn.Module, model.module))
+        skipped = optimizer.step(loss.cpu(), step.count)
+        if skipped is not None and rank == 0:
+            bar.write(skipped)
+        seconds = time.perf_counter() - start
+        totals = _add(totals, step, optimizer.loss_sum, seconds, skipped is not None)
+        bar.set_postfix(
+            loss=f"{optimizer.loss_sum / max(1, step.count):.3f}",
+            tokens_per_sec=f"{totals.positions / totals.seconds:,.0f}",
+            refresh=False,
+        )
+        if after_step is not None:
+            after_step(totals, seconds)
+        start = time.perf_counter()
+    return totals
+
+
+def _add(totals: Totals, step: Step, loss_sum: float, seconds: float, skipped: bool) -> Totals:
+    """The totals with those of one more step."""
+    return Totals(
+        loss_sum=totals.loss_sum + (0.0 if skipped else loss_sum),
+        count=totals.count + (0 if skipped else step.count),
+        examples=totals.examples + step.examples,
+        positions=totals.positions + step.positions,
+        tokens=totals.tokens + step.tokens,
+        seconds=totals.seconds + seconds,
+        skipped=totals.skipped + skipped,
+        steps=totals.steps + 1,
+    )
+
+
+@torch.no_grad()
+def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float, float]:
+    """The mean loss over all targets of the validation data, and the share of right answers; the
+    same on all ranks."""
+    totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, answers
+    batches: list[Any] = task.validation_batches(model.part, model.parts)
+    most = torch.tensor(len(batches), device=world.device)
+    if world.world_size > 1:  # a rank that has no batch left still takes part in collectives
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    batches += [(None, None)] * (int(most) - len(batches))
+    for x, target in tqdm(
+        batches, "Validating", leave=False, disable=None if world.is_main else True
+    ):
+        output = model.outputs(x)
+        if output is not None:
+            totals += task.measure(output, target)
+    if world.world_size > 1:
+        total = totals.to(world.device, torch.float32 if world.device.type == "mps" else None)
+        dist.all_reduce(total)
+        totals = total.cpu()
+    loss, right, answers = totals.tolist()
+    return loss / max(1.0, answers), right / max(1.0, answers)
+
+
+def num_steps(args: Any, task: Task) -> int:
+    """Steps of the whole run."""
+    return args.num_batches or args.n_epochs * task.steps_per_epoch
+
+
+def recipe_of(args: Any, task: Task) -> Recipe:
+    """How the options say that weights are updated."""
+    return Recipe(
+        learning_rate=args.learning_rate,
+        steps_per_epoch=task.steps_per_epoch,
+        num_steps=num_steps(args, task),
+        lr_scheduler=args.lr_scheduler,
+        warmup_steps=args.warmup_steps,
+        max_grad_norm=args.max_grad_norm,
+        on_nan=args.on_nan,
+    )
+
+
+def run(
+    world: World,
+    args: Any,
+    task: Task,
+    model: LaidOutModel,
+    plan: Plan,
+    average_gradients_fn: Callable[[nn.Module], None] | None = None,
+    resume: Resume = NO_RESUME,
+) -> Results:
+    """Trains from the beginning, or from where a checkpoint ends; evaluates after every epoch."""
+    # Ranks that get different examples drop different activations, and only those.
+    torch.manual_seed(stream(args.seed, "dropout", model.part, 0))
+    check_same(world, run_things(vars(args), task.fingerprints()))
+    optimizer = Optimizers(
+        model.optimizers, recipe_of(args, task), world, counted=model.counted, run=model.run
+    )
+    results = Results(world, args, task, model)
+    saving = Saving(world, args, task, model, optimizer, results)
+    before = saving.restore(resume) or NOTHING_YET
+    check_replicas(world, model.whole_parameters(), "at the start")
+    notes = [*plan.notes(world.device), *model.notes, *core_notes(world), *resume.notes]
+    total, per_epoch = num_steps(args, task), task.steps_per_epoch
+    # A checkpoint at the end of an epoch is from before its evaluation, which is done (again).
+    first = max(0, saving.steps_done - 1) // per_epoch
+    results.begin(first, notes)
+    whole_epochs = args.num_batches is None
+    if whole_epochs and saving.steps_done == 0:
+        results.say_start(*_evaluate(world, task, model))
+    for epoch in range(first, -(-total // per_epoch)):
+        length = min(per_epoch, total - epoch * per_epoch)
+        steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
+        steps = plan.timeline.over(islice(steps, length - before.steps))
+
+        def after_step(totals: Totals, seconds: float, epoch: int = epoch) -> None:
+            results.add_step(optimizer.loss, seconds)
+            saving.after_step(epoch, totals)
+
+        totals = train(
+            model, optimizer, steps, f"Epoch {epoch}", world.rank, average_gradients_fn, length,
+            before, after_step,
+        )  # fmt: skip
+        saving.end_epoch(epoch, totals)
+        check_replicas(world, model.whole_parameters(), f"in epoch {epoch}")
+        few = not whole_epochs and total < per_epoch  # too few steps to learn to translate
+        results.end_epoch(epoch, totals, *_evaluate(world, task, model, score=not few))
+        before = NOTHING_YET
+    saving.close()
+    if args.timeline:
+        plan.timeline.save(args.workdir)
+    results.summarize()
+    return results
+
+
+def _evaluate(
+    world: World, task: Task, model: LaidOutModel, score: bool = True
+) -> tuple[float, Score | None]:
+    loss, accuracy = evaluate_loss(world, task, model)
+    return loss, task.score(world, model, accuracy) if score else None

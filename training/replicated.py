@@ -1,0 +1,107 @@
+"""The whole model on every rank: one process, or data parallelism.
+
+Each rank computes the gradients of its part of the global batch; then they are averaged over the
+ranks. --gradient_sync says how (data_parallel/gradients.py): an all-reduce per parameter, one for
+all of them, or in buckets, each as soon as it is full, while backward still runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data_parallel.ddp import DistributedDataParallel
+from data_parallel.gradients import average_gradients, average_gradients_flat
+from training.launch import World
+from training.layout import LaidOutModel, Plan
+from training.memory import state_bytes
+from training.task import Step, Task, materialize
+
+
+class Replicated(LaidOutModel):
+    """See `LaidOutModel`.
+
+    Args:
+        gradient_sync: per_parameter, flat or overlap.
+        bucket_bytes, comm_dtype, share_memory: of the buckets of `overlap`.
+
+    `average_gradients` is what the loop calls after `backward`; None in one process.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        plan: Plan,
+        gradient_sync: str = "overlap",
+        bucket_bytes: int = 4 << 20,
+        comm_dtype: torch.dtype | None = None,
+        share_memory: bool = True,
+    ) -> None:
+        self.task, self.plan, self.devices = task, plan, [world.device]
+        self.part, self.parts = world.rank, world.world_size
+        self.num_microbatches = plan.num_microbatches
+        self.module = materialize(task, world.device, plan.dtype)
+        self.net: nn.Module = nn.Sequential(*task.layers(self.module))
+        parameters = list(self.module.parameters())
+        self.optimizers = [plan.make_optimizer(parameters)]
+        plan.timeline.watch(self.optimizers[0])
+        # Every rank has the whole gradient when it steps: each counts a part of its norm.
+        self.counted = parameters[world.rank :: world.world_size]
+        self.average_gradients: Callable[[nn.Module], None] | None = None
+        self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.close: Callable[[], None] = lambda: None
+        if world.world_size == 1:
+            return
+        if gradient_sync == "overlap":
+            ddp = DistributedDataParallel(
+                self.net, bucket_bytes=bucket_bytes, comm_dtype=comm_dtype,
+                share_memory=share_memory, recorder=plan.recorder,
+            )  # fmt: skip
+            self.net, self._no_sync, self.close = ddp, ddp.no_sync, ddp.close
+            self.average_gradients = lambda _: ddp.average_gradients()
+        else:
+            by_hand = {"per_parameter": average_gradients, "flat": average_gradients_flat}
+            self.average_gradients = plan.timeline.span("all_reduce")(by_hand[gradient_sync])
+
+    def backward(self, step: Step) -> Tensor:
+        """Gradients are averaged over the ranks, so each rank's summed loss is divided by the mean
+        number of targets *per rank*, which all know, and not by its own number: the average then
+        is the gradient of the mean over all targets of the global batch."""
+        scale = self.parts / max(1, step.count)
+        last, timeline = len(step.inputs) - 1, self.plan.timeline
+        total = torch.zeros((), dtype=self.plan.dtype, device=self.devices[0])
+        for i, (x, target) in enumerate(zip(step.inputs, step.targets, strict=True)):
+            # Only the backward of the last micro-batch starts the exchange.
+            with nullcontext() if i == last else self._no_sync():
+                with self.plan.autocast(self.devices[0]), timeline.span("F", microbatch=i):
+                    loss = self.task.loss(self.net(x), target)
+                with timeline.span("B", microbatch=i):
+                    (loss * scale).backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def outputs(self, x: Any) -> Tensor | None:
+        """Every rank has its own."""
+        if x is None:
+            return None
+        self.net.eval()
+        with self.plan.autocast(self.devices[0]):
+            output = self.net(x)
+        self.net.train()
+        return output
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """All of them."""
+        return dict(self.module.named_parameters())
+
+    def state_bytes(self) -> dict[str, int]:
+        """Everything, on every rank."""
+        return state_bytes(self.module.parameters(), self.optimizers)

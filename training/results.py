@@ -1,0 +1,274 @@
+"""What a run leaves behind: result files, and the table that a person reads.
+
+A run writes under its workdir, once per epoch e, for every rank r of a data-parallel layout, and
+once for all ranks of a pipeline:
+
+    rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json     an EpochResult
+    rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json              [{"example": ..., "gen": ...}]
+
+and at the end summary.json: speed, memory and the loss of every step. options.json has the options
+of the run, config.json and tokenizer.json the model's. Figures are drawn from these files, never
+from numbers typed in.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # figures are drawn without torch
+    from training.launch import World
+    from training.layout import LaidOutModel
+    from training.loop import Totals
+    from training.task import Score, Task
+
+_RESULT_FILE = re.compile(
+    r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch(?P<epoch>\d+)\.json"
+)
+_OTHER_FILES = re.compile(r"timeline_rank\d+\.json|trace\.json|summary\.json|training\.png")
+OPTIONS, SUMMARY, PICTURE = "options.json", "summary.json", "training.png"
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """One epoch as one rank saw it.
+
+    training_time is in seconds, without evaluation. tokens_per_sec counts every position of this
+    rank's batches, padding included, as the course does; real_tokens_per_sec only the tokens.
+    Losses are nats per target, over all ranks; `bleu` (0 to 100) or `accuracy` (percent) is in
+    `score`. Skipped steps changed nothing, and training_loss leaves them out.
+    """
+
+    training_loss: float
+    validation_loss: float
+    training_time: float
+    tokens_per_sec: float
+    real_tokens_per_sec: float
+    skipped_steps: int = 0
+
+
+class Results:
+    """The table and the files of one run. All ranks call its methods together."""
+
+    def __init__(self, world: World, args: Any, task: Task, model: LaidOutModel) -> None:
+        self.world, self.args, self.task, self.model = world, args, task, model
+        self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
+        self.losses: list[float] = []  # of every step; NaN: skipped
+        self.seconds: list[float] = []  # of every step
+        self.generated: list[str] = []  # the last translations
+        self.validation_loss, self.score = math.nan, math.nan
+        self.summary: dict[str, Any] = {}
+
+    def say(self, text: str) -> None:
+        """Prints, on rank 0 alone."""
+        if self.world.is_main:
+            print(text, flush=True)
+
+    def begin(self, first: int, notes: Sequence[str]) -> None:
+        """Removes the results of an earlier run, from epoch `first` on, and says what will be
+        trained."""
+        args, task = self.args, self.task
+        if self.world.is_main:
+            clear_results(args.workdir, first)
+            write_json(args.workdir / OPTIONS, options_of(args))
+            for name, content in task.files.items():
+                with writing(args.workdir / name):
+                    (args.workdir / name).write_bytes(content)
+        self.say("\n".join([task.describe(), *filter(None, [self.model.description]), *notes]))
+        score = f"{task.score_name:>10}"
+        self.say(f"epoch   train loss   valid. loss{score}    time   positions/s   real tokens/s")
+
+    def say_start(self, validation_loss: float, score: Score | None) -> None:
+        """The row of a model that is not trained yet."""
+        value = score.value if score else math.nan
+        self.say(f"{'start':>5}   {'':>10}   {validation_loss:>11.3f}{value:>10.1f}")
+
+    def add_step(self, loss: float, seconds: float) -> None:
+        """A step has been made; its mean loss, or NaN if it was skipped."""
+        self.losses.append(loss)
+        self.seconds.append(seconds)
+
+    def end_epoch(
+        self, epoch: int, totals: Totals, validation_loss: float, score: Score | None
+    ) -> None:
+        """Writes the result files of this rank, and says a line."""
+        seconds = max(1e-9, totals.seconds)
+        result = EpochResult(
+            training_loss=totals.loss_sum / totals.count if totals.count else math.nan,
+            validation_loss=validation_loss,
+            training_time=totals.seconds,
+            tokens_per_sec=totals.positions / seconds,
+            real_tokens_per_sec=totals.tokens / seconds,
+            skipped_steps=totals.skipped,
+        )
+        self.validation_loss, self.score = validation_loss, score.value if score else math.nan
+        self.generated = score.generated if score else []
+        self._write_epoch(epoch, result)
+        positions, tokens = self.over_ranks(result.tokens_per_sec, result.real_tokens_per_sec)
+        self.history.append((totals.seconds, positions))
+        shown = f"{self.score:>10.1f}" if score else f"{'-':>10}"
+        self.say(
+            f"{epoch:>5}   {result.training_loss:>10.3f}   {validation_loss:>11.3f}{shown}   "
+            f"{result.training_time:>4.0f}s   {positions:>11,.0f}   {tokens:>13,.0f}"
+        )
+
+    def over_ranks(self, *values: float) -> list[float]:
+        """Sums of what the data-parallel ranks have; stages of one pipeline count once."""
+        from training.launch import sum_over_ranks
+
+        copies = self.world.world_size / self.model.parts
+        return [value / copies for value in sum_over_ranks(values, self.world)]
+
+    def _write_epoch(self, epoch: int, result: EpochResult) -> None:
+        rank, workdir = self.world.rank, self.args.workdir
+        if self.model.schedule is None:
+            results, gen = f"rank{rank}_results", f"rank{rank}_gen"
+        elif self.world.is_main:
+            results, gen = "eval_results", "gen"
+        else:
+            return
+        named = {**asdict(result), self.task.score_name.lower(): self.score}
+        write_json(workdir / f"{results}_epoch{epoch}.json", named)
+        if self.generated:
+            pairs = zip(self.task.tested(), self.generated, strict=True)
+            content = [{"example": example, "gen": sentence} for example, sentence in pairs]
+            write_json(workdir / f"{gen}_epoch{epoch}.json", content)
+
+    def summarize(self) -> None:
+        """Writes summary.json, from which runs are compared; bytes are of each rank."""
+        from runtime.cores import core_slice
+        from training.launch import gather_over_ranks
+        from training.memory import peak_bytes
+
+        world, args, model = self.world, self.args, self.model
+        mine = (peak_bytes(world.device), model.state_bytes())
+        memory = gather_over_ranks(mine, world)
+        later = self.seconds[1:] or self.seconds  # the first step is slower
+        mean = statistics.fmean(later) if later else math.nan
+        positions = statistics.fmean(speed for _, speed in self.history) if self.history else 0.0
+        summary = {
+            **options_of(args),
+            "layout": model.description,
+            "cores": len(core_slice(0, 1)) if world.device.type == "cpu" else None,  # a process'
+            "schedule": model.schedule,
+            "num_microbatches": model.num_microbatches,
+            "step_seconds": self.seconds,
+            "examples_per_sec": args.batch_size / mean,
+            "positions_per_sec": positions,
+            "peak_rss_bytes": [peak for peak, _ in memory],
+            "state_bytes": {kind: [state[kind] for _, state in memory] for kind in mine[1]},
+            "loss": self.losses,
+            "validation_loss": self.validation_loss,
+            self.task.score_name.lower(): self.score,
+        }
+        if world.is_main:
+            write_json(args.workdir / SUMMARY, summary)
+        self.summary = summary
+
+    def close(self) -> None:
+        """Shows a few outputs, draws the curves, says where everything is. On rank 0 alone."""
+        if self.history:
+            seconds, speeds = zip(*(self.history[1:] or self.history), strict=True)
+            which = "an epoch, the first left out" if len(self.history) > 1 else "the epoch"
+            self.say(f"{which}: {spread(seconds, 's')}, {spread(speeds, 'positions/s')}\n")
+        if self.generated:
+            self.say(self.task.examples_to_show(self.generated))
+
+
+def options_of(args: Any) -> dict[str, Any]:
+    """The options of a run as JSON has them."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+
+
+def clear_results(workdir: Path, first: int = 0) -> None:
+    """Removes the result files of an earlier run, so that no figure mixes two runs; a run that is
+    resumed keeps those of epochs before `first`. Also what a killed run left half written."""
+    for path in workdir.iterdir():
+        found = _RESULT_FILE.fullmatch(path.name)
+        stale = int(found["epoch"]) >= first if found else path.name.endswith(".json.part")
+        if stale or _OTHER_FILES.fullmatch(path.name) or path.name == OPTIONS:
+            with writing(path):
+                path.unlink()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What is done within it writes, or removes, a file or a folder's files.
+
+    Raises:
+        RunError: it cannot, as on a full disk.
+    """
+    try:
+        yield
+    except Exception as error:
+        # Libraries in Rust raise plain exceptions: No space left on device (os error 28).
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise
+        from training.errors import RunError  # here: figures are drawn without torch
+
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"{path}: cannot be written ({reason}); make room there, or name another folder"
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, aside and renamed: a reader never sees half of it.
+
+    Raises:
+        RunError: it cannot be written; what was there before still is.
+    """
+    aside = path.with_name(path.name + ".part")
+    try:
+        with writing(path):
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(path)
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes readable JSON, umlauts as they are, see `json_text` and `write_text`."""
+    write_text(path, json_text(content, indent=2))
+
+
+def json_text(content: Any, indent: int) -> str:
+    """As JSON, which has neither NaN nor infinities: null stands for them."""
+    return json.dumps(_finite(content), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return content
+
+
+def read_results(workdir: Path, prefix: str) -> list[dict[str, float]]:
+    """The results of all epochs, in order, of `prefix`: `rank0_results` or `eval_results`."""
+    found = {
+        int(path.stem.rpartition("epoch")[2]): json.loads(path.read_text(encoding="utf-8"))
+        for path in workdir.glob(f"{prefix}_epoch*.json")
+    }
+    return [
+        {key: math.nan if value is None else value for key, value in found[epoch].items()}
+        for epoch in sorted(found)
+    ]
+
+
+def spread(values: Sequence[float], unit: str) -> str:
+    """Mean and deviation of the sample, if it has one, as a closing line says them."""
+    digits = 1 if statistics.mean(values) < 100 else 0
+    deviation = f" ± {statistics.stdev(values):,.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):,.{digits}f}{deviation} {unit}"

@@ -1,0 +1,292 @@
+"""Where a run is: what it saves while it trains, and how a later run resumes it.
+
+A checkpoint (training/checkpoint.py) is written at the end of every epoch, before it is evaluated,
+and every --save_every steps. Beside weights, optimizer state and random states it holds the number
+of steps done, the totals of the epoch, the results so far, and the options. The global batch and
+the learning rate of a step are functions of the seed and the step's number: the position is all
+there is to know.
+
+Any program resumes what any other has saved of the same model. With the same layout it computes the
+bits of a run that was never interrupted. With another one it sees the same global batches; sums are
+taken in another order, and dropout draws other masks.
+
+Cost: nothing per step; per checkpoint, three numbers per parameter to the disk, each rank writing
+its share (gpt2-mini: 46 MB in all). The time is in none of the results.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from training.checkpoint import (
+    Checkpoint,
+    Saver,
+    clean,
+    load_training,
+    newest,
+    set_aside,
+    training_pieces,
+)
+from training.errors import torchrun
+from training.launch import UserError, World, gather_over_ranks
+from training.layout import LaidOutModel
+from training.optimization import Optimizers
+from training.results import Results, options_of
+from training.seeds import stream
+from training.task import Task
+
+if TYPE_CHECKING:
+    from training.loop import Totals
+
+CHECKPOINTS = "checkpoints"  # their folder in the workdir
+
+# Options that decide *what* is computed: a resumed run must have the same. All others say how long
+# to train, where to write, and which devices compute the same thing in which order.
+DECIDE = {
+    "dataset", "src", "tgt", "n_train", "n_validation", "n_test", "padding", "model_max_length",
+    "model", "n_layer", "n_embd", "n_head", "vocab_size", "vgg_width", "dropout", "batch_size",
+    "optimizer", "momentum", "learning_rate", "lr_scheduler", "warmup_steps", "max_grad_norm",
+    "precision", "comm_dtype", "seed",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What --resume found: an intact checkpoint or None, the names of damaged ones, and what there
+    is to say about it."""
+
+    checkpoint: Checkpoint | None
+    refused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cut(self) -> list[int] | None:
+        """The layers per stage that were measured, if it was a pipeline that was saved."""
+        return self.checkpoint.state["cut"] if self.checkpoint else None
+
+    def of_main(self, world: World) -> Resume:
+        """What rank 0 has found, on every rank: other hosts may have other folders."""
+        return gather_over_ranks(self if world.is_main else None, world)[0] or NO_RESUME
+
+    def files(self, names: Sequence[str]) -> dict[str, bytes] | None:
+        """Small files of the checkpoint."""
+        return {n: self.checkpoint.read(n) for n in names} if self.checkpoint else None
+
+
+NO_RESUME = Resume(None)
+
+
+def find_resume(args: Any) -> Resume:
+    """The newest intact checkpoint that --resume can continue. Of torchrun's ranks only the first
+    looks; see `Resume.of_main`.
+
+    Raises:
+        UserError: there are checkpoints and all are damaged, or the options are not those of the
+            run that saved it.
+    """
+    if not args.resume or torchrun("RANK", 0) != 0:
+        return NO_RESUME
+    folder = args.workdir / CHECKPOINTS
+    checkpoint, refused = newest(folder)
+    if checkpoint is None and refused:
+        raise UserError(
+            f"--resume: every checkpoint in {folder} is damaged ({'; '.join(refused.values())}); "
+            "without --resume the run starts from scratch"
+        )
+    notes = [f"Skipped a damaged checkpoint: {line}" for line in refused.values()]
+    if checkpoint is None:
+        return Resume(None, (), (f"--resume: {folder} has no checkpoint; starting from scratch.",))
+    _check_options(args, checkpoint)
+    notes.append(f"Resumed from {checkpoint.folder}: {checkpoint.state['steps']} steps done.")
+    return Resume(checkpoint, tuple(refused), tuple(notes))
+
+
+def _check_options(args: Any, checkpoint: Checkpoint) -> None:
+    name, was = checkpoint.folder.name, checkpoint.state["options"]
+    for option, value in options_of(args).items():
+        if option in DECIDE and option in was and value != was[option]:
+            now, then = _spelt(option, value), _spelt(option, was[option])
+            raise UserError(
+                f"{now} with --resume: {name} was saved with {then}; use {then}, or another "
+                "--workdir to start a new run"
+            )
+    changed = [o for o in ("n_epochs", "num_batches") if getattr(args, o) != was[o]]
+    if changed and args.lr_scheduler != "constant":
+        now, then = (_spelt(changed[0], of[changed[0]]) for of in (vars(args), was))
+        raise UserError(
+            f"{now} with --resume: {name} has a learning rate that decays over {then}; use that"
+        )
+
+
+def _spelt(option: str, value: Any) -> str:
+    """An option as a person gives it."""
+    if value is None and not option.startswith("n_"):
+        return f"no --{option}"
+    return f"--{option} {'all' if value is None else value}"
+
+
+def check_resume(args: Any, resume: Resume, num_examples: int, fingerprint: str) -> None:
+    """Raises UserError where the training data is no longer the checkpoint's, or where it has done
+    more steps than the run is to have."""
+    if resume.checkpoint is None:
+        return
+    name, state = resume.checkpoint.folder.name, resume.checkpoint.state
+    if state["data"] != fingerprint:
+        raise UserError(
+            f"--resume: {name} was trained on other data of the same name; use another --workdir "
+            "to start a new run"
+        )
+    done, per_epoch = state["steps"], -(-num_examples // args.batch_size)
+    option, given, least = "n_epochs", args.n_epochs, -(-done // per_epoch)
+    if args.num_batches is not None:
+        option, given, least = "num_batches", args.num_batches, done
+    if given < least:
+        raise UserError(
+            f"--{option} {given} with --resume: {name} has done {done} steps; --{option} {least} "
+            "or more works"
+        )
+
+
+class Saving:
+    """The checkpoints of a run. All ranks call its methods together."""
+
+    def __init__(
+        self,
+        world: World,
+        args: Any,
+        task: Task,
+        model: LaidOutModel,
+        optimizer: Optimizers,
+        results: Results,
+    ) -> None:
+        self.world, self.args, self.task, self.model = world, args, task, model
+        self.optimizer, self.results = optimizer, results
+        self.fingerprint = task.fingerprints()["train"]
+        self.saver: Saver | None = None
+        self.saved = 0  # the step after which there was one last
+
+    @property
+    def steps_done(self) -> int:
+        """Of the whole run, over all epochs."""
+        return self.optimizer.steps
+
+    def restore(self, resume: Resume) -> Totals | None:
+        """Puts weights, optimizer, random states and results back; returns the totals of the epoch
+        that was saved, None where there is no checkpoint."""
+        world, args, model = self.world, self.args, self.model
+        self.saver = Saver(
+            args.workdir / CHECKPOINTS, args.keep, world, resume.refused,
+            getattr(args, "timeout", 300.0), args.async_save,
+        )  # fmt: skip
+        if world.is_main:
+            clean(self.saver.folder)  # of what a killed run has left half written
+            if resume.checkpoint is None and not args.resume:
+                set_aside(self.saver.folder)
+        if resume.checkpoint is None:
+            return None
+        state = resume.checkpoint.state
+        load_training(self.saver, resume.checkpoint, model)
+        same = state["layout"] == self._layout()
+        random = state["random"][world.rank] if same else {}
+        if random.keys() == random_states(model.devices).keys():
+            set_random_states(random)
+        else:  # masks that the run before has not drawn
+            torch.manual_seed(stream(args.seed, "dropout", model.part, state["steps"]))
+        self.optimizer.load_state_dict(state)
+        self.saved = state["steps"]
+        results = self.results
+        results.losses, results.seconds = list(state["losses"]), list(state["seconds"])
+        results.history = [(seconds, speed) for seconds, speed in state["history"]]
+        return share_out(state["totals"], world, model.parts)
+
+    def after_step(self, epoch: int, totals: Totals) -> None:
+        """Saves every --save_every steps."""
+        self._prune()  # that the step was finite speaks for the checkpoint before it
+        every = self.args.save_every
+        if every and self.optimizer.steps % every == 0:
+            self._save(epoch, totals)
+
+    def end_epoch(self, epoch: int, totals: Totals) -> None:
+        """Saves."""
+        self._save(epoch, totals)
+
+    def close(self) -> None:
+        """The run has come to its end."""
+        if self.saver:
+            self.saver.wait()
+        self._prune()
+
+    def _prune(self) -> None:
+        if self.args.keep and self.saver and not self.optimizer.in_a_row:
+            self.saver.prune()
+
+    def _layout(self) -> list[Any]:
+        return [self.world.world_size, self.model.parts, self.model.schedule]
+
+    def _save(self, epoch: int, totals: Totals) -> None:
+        world, model, steps = self.world, self.model, self.optimizer.steps
+        if not self.args.keep or steps <= self.saved or self.saver is None:
+            return
+        results = self.results
+        state = {
+            "position": {"epoch": epoch, "step": totals.steps},
+            **self.optimizer.state_dict(),
+            "random": gather_over_ranks(random_states(model.devices), world),
+            "totals": gather_over_ranks(asdict(totals), world),
+            "losses": results.losses,
+            "seconds": results.seconds,
+            "history": results.history,
+            "options": options_of(self.args),
+            "data": self.fingerprint,
+            "layout": self._layout(),
+            "cut": model.cut,
+            "versions": versions(),
+        }
+        files = self.task.files if world.is_main else {}
+        self.saver.save(f"epoch{epoch}-step{totals.steps}", training_pieces(model), state, files)
+        self.saved = steps
+
+
+def random_states(devices: Sequence[torch.device]) -> dict[str, str]:
+    """The states of the generators that training draws from, which are torch's, in hexadecimal."""
+    states = {"cpu": torch.get_rng_state()}
+    states |= {str(d): torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
+    return {device: state.numpy().tobytes().hex() for device, state in states.items()}
+
+
+def set_random_states(states: Mapping[str, str]) -> None:
+    """Puts them back."""
+    for device, text in states.items():
+        state = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
+
+
+def share_out(totals: Sequence[Mapping[str, Any]], world: World, parts: int) -> Totals:
+    """A rank's totals: its own, or an equal share of all where the layout has changed."""
+    from training.loop import Totals
+
+    own = totals[world.rank % len(totals)]
+    if len(totals) == world.world_size:
+        return Totals(**own)
+    mine = {
+        name: sum(t[name] for t in totals) // parts for name in ("examples", "positions", "tokens")
+    }
+    rest = {f.name: own[f.name] for f in fields(Totals) if f.name not in mine}
+    return Totals(**rest, **mine)
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of the libraries that wrote a checkpoint."""
+    libraries = ("torch", "transformers", "tokenizers", "safetensors")
+    return {"python": platform.python_version(), **{name: version(name) for name in libraries}}

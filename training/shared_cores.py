@@ -1,0 +1,45 @@
+"""Says when ranks share CPU cores. That is allowed, as for trying more ranks than there are cores,
+but then speeds are not those of ranks with cores of their own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from runtime.cores import core_slice
+from training.launch import World
+
+
+def core_notes(world: World) -> list[str]:
+    """The notes of `sharing` about the ranks of a run, which call it together, each bound to its
+    cores already. On GPUs there is nothing to say."""
+    if world.device.type != "cpu" or world.world_size == 1:
+        return []
+    every: list[Any] = [None] * world.world_size
+    dist.all_gather_object(every, (socket.gethostname(), core_slice(0, 1)))
+    return sharing(every)
+
+
+def sharing(cores: Iterable[tuple[str, Sequence[int]]], who: str = "ranks") -> list[str]:
+    """A line for every host on which workers share cores.
+
+    Args:
+        cores: the host of each worker, and the cores to which it is bound there.
+        who: what the workers are, in the plural.
+    """
+    hosts: dict[str, list[Sequence[int]]] = {}
+    for host, mine in cores:
+        hosts.setdefault(host, []).append(mine)
+    lines = []
+    for host, workers in hosts.items():
+        wanted, there = sum(map(len, workers)), len(set().union(*workers))
+        if wanted > there:
+            where = f" on {host}" if len(hosts) > 1 else ""
+            lines.append(
+                f"{len(workers)} {who}{where} want {wanted} CPU cores and share {there}: they take "
+                "turns, and steps take longer."
+            )
+    return lines

@@ -1,0 +1,195 @@
+"""A model in stages on the devices of one process, a worker thread per device.
+
+`StagesInThreads` cuts the whole model: the embedding is on the first stage, the head and the loss
+on the last. `BlocksInThreads` is the course's form: only the blocks are in stages; embedding and
+head run on the first device while all others wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.microbatch import MicroBatches
+from pipeline.partition import balance as balanced
+from pipeline.partition import measure_costs, place
+from pipeline.pipe import Pipe
+from runtime.cores import core_slice
+from training.generation import Prefix, likeliest, newest_alone
+from training.launch import World
+from training.layout import LaidOutModel, Plan
+from training.memory import state_bytes
+from training.model import split_by
+from training.shared_cores import sharing
+from training.task import Step, Task, materialize
+
+
+class _InOneProcess(LaidOutModel):
+    """What both forms have in common: every parameter is in this process."""
+
+    module: nn.Module
+    layers: Sequence[nn.Module]
+    plan: Plan
+
+    @torch.no_grad()
+    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+        """Layer by layer, wherever each of them is: one position is too little to pipeline."""
+        self.module.eval()
+        value: Any = (ids, newest_alone(ids), prefix)
+        with self.plan.autocast(self.devices[0]):
+            for layer in self.layers:
+                device = next(layer.parameters()).device
+                value = layer(tuple(v.to(device) if isinstance(v, Tensor) else v for v in value))
+        self.module.train()
+        return likeliest(value, num_tokens)
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """All of them."""
+        return dict(self.module.named_parameters())
+
+    def state_bytes(self) -> dict[str, int]:
+        """Of all stages."""
+        return state_bytes(self.module.parameters(), self.optimizers)
+
+
+class StagesInThreads(_InOneProcess):
+    """The whole model in stages.
+
+    Args:
+        devices: of the stages; cpu:0, cpu:1 are slices of the cores.
+        cut: the layers per stage of a checkpoint, so that nothing is measured again.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        plan: Plan,
+        devices: Sequence[torch.device],
+        schedule: str = "1f1b",
+        num_microbatches: int = 4,
+        balance: str = "auto",
+        cut: Sequence[int] | None = None,
+    ) -> None:
+        self.task, self.plan, self.devices = task, plan, devices
+        self.schedule, self.num_microbatches = schedule, num_microbatches
+        self.module = materialize(task, world.device, plan.dtype)
+        self.layers = layers = task.layers(self.module)
+        if balance != "auto" or cut is None or len(cut) != len(devices):
+            cut = task.sizes(balance, len(devices))
+        if cut is None:  # layers are measured where the first stage is
+            step = next(task.steps(0, 0, 1, num_microbatches))
+            x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
+            with plan.autocast(world.device):
+                costs = measure_costs(layers, x, lambda output: task.loss(output, target))
+            cut = balanced(costs, len(devices))
+        self.cut = list(cut)
+        module, replicas = place(layers, self.cut, devices)
+        self.pipe = Pipe(module, recorder=plan.recorder, replicas=replicas)
+        where = ", ".join(map(str, devices))
+        self.description = f"layers per stage: {' | '.join(map(str, self.cut))} on {where}"
+        if schedule != "sequential":
+            cores = [("", core_slice(s, len(devices))) for s in range(len(devices))]
+            self.notes = sharing(cores, "stages")
+        # An optimizer per stage, on the stage's worker; a tied weight is in the first one's.
+        self.optimizers = [plan.make_optimizer(ps) for ps in self.pipe.stage_parameters()]
+        for stage, optimizer in enumerate(self.optimizers):
+            plan.timeline.watch(optimizer, stage)
+        self.run = self.pipe.run_on_stages
+
+    def backward(self, step: Step) -> Tensor:
+        """All micro-batches flow through the stages and back, as the schedule says."""
+        count = max(1, step.count)
+        with self.plan.autocast(self.devices[0]):
+            loss = self.pipe.train_step(
+                MicroBatches(step.inputs), MicroBatches(step.targets), self.task.loss,
+                self.schedule or "gpipe", scale=1 / count,
+            )  # fmt: skip
+        return loss.detach() * count
+
+    @torch.no_grad()
+    def outputs(self, x: Any) -> Tensor | None:
+        """Of the whole batch, cut into as many micro-batches as in training."""
+        examples = len(x[0] if isinstance(x, tuple) else x)
+        self.pipe.split_size = max(1, -(-examples // (self.num_microbatches or 1)))
+        self.pipe.eval()
+        with self.plan.autocast(self.devices[0]):
+            output = self.pipe(x)
+        self.pipe.train()
+        return output
+
+    def close(self) -> None:
+        """Ends the worker threads."""
+        self.pipe.close()
+
+
+class BlocksInThreads(_InOneProcess):
+    """GPT-2 with its blocks in stages.
+
+    Args:
+        split_size: examples per micro-batch; None: the stages work one after the other.
+    """
+
+    schedule, num_microbatches = "gpipe", 1
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        plan: Plan,
+        devices: Sequence[torch.device],
+        balance: str = "auto",
+        split_size: int | None = None,
+    ) -> None:
+        from pipeline.model_parallel import GPT2LMHeadModelParallel  # with transformers' models
+
+        self.task, self.plan, self.devices = task, plan, devices
+        plain: Any = materialize(task, world.device, plan.dtype)
+        self.module: Any = GPT2LMHeadModelParallel(plain.config).to(plan.dtype)
+        self.module.load_state_dict(plain.state_dict())
+        self.layers = task.layers(self.module)
+        blocks = range(plain.config.n_layer)
+        sizes = split_by(
+            "uniform" if balance == "auto" else balance, len(blocks), len(devices), "blocks"
+        )
+        edges = pairwise([0, *accumulate(sizes)])
+        self.module.parallelize(
+            {str(d): list(blocks[a:b]) for d, (a, b) in zip(devices, edges, strict=True)}
+        )
+        if split_size is not None:
+            self.module._prepare_pipeline_parallel(split_size)
+        self.module.transformer.h_pp.recorder = plan.recorder
+        where = ", ".join(map(str, devices))
+        self.description = f"blocks per stage: {' | '.join(map(str, sizes))} on {where}"
+        self.optimizers = [plan.make_optimizer(self.module.parameters())]
+        plan.timeline.watch(self.optimizers[0], 0)
+
+    def _logits(self, x: Any) -> Tensor:
+        ids, weights = x
+        hidden = self.module.transformer(input_ids=ids, use_cache=False)[0]  # B T C
+        return self.module.lm_head(hidden[weights.to(hidden.device) != 0])  # N V
+
+    def backward(self, step: Step) -> Tensor:
+        """The batch is one piece to the embedding and the head; `h_pp` cuts it for the blocks."""
+        (x,), (target,) = step.inputs, step.targets
+        with self.plan.autocast(self.devices[0]):
+            loss = self.task.loss(self._logits(x), target)
+        (loss / max(1, step.count)).backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def outputs(self, x: Any) -> Tensor | None:
+        """Of the whole batch."""
+        self.module.eval()
+        with self.plan.autocast(self.devices[0]):
+            output = self._logits(x)
+        self.module.train()
+        return output
+
+    def close(self) -> None:
+        """Ends the worker threads."""
+        self.module._finalize_pipeline_parallel()

@@ -1,0 +1,105 @@
+"""What is trained, in one form for every layout: GPT-2 on translations, VGG16 on images.
+
+A task is a model that no rank has to hold whole (a skeleton without memory, a function that fills
+one parameter by its name, and the layers one after the other), the steps that train it, and how
+good its outputs are. Layouts see layers, inputs and targets, never what they are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from training.launch import World
+    from training.layout import LaidOutModel
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank computes in one step: its part of a global batch, in micro-batches."""
+
+    inputs: list[Any]  # one per micro-batch; none where the global batch has too few examples
+    targets: list[Any]
+    count: int  # what the loss is the mean over: target tokens, or images, of the *global* batch
+    examples: int  # of this part
+    positions: int  # of this part, padding included
+    tokens: int  # of this part, padding not included
+
+
+@dataclass(frozen=True)
+class Score:
+    """How good a model is: BLEU from 0 to 100, or accuracy in percent."""
+
+    value: float
+    generated: list[str] = field(default_factory=list)  # the translations that were scored
+
+
+class Task(Protocol):
+    """See the head of this file. `part` of `parts` is a place on the data-parallel axis; 0 of 1 is
+    the whole batch."""
+
+    unit: str  # what an example is called, in the plural
+    score_name: str  # "BLEU" or "accuracy"
+    steps_per_epoch: int
+    files: dict[str, bytes]  # small files that every checkpoint and export needs, by name
+
+    def skeleton(self) -> nn.Module:
+        """The whole model on the meta device: shapes and names, no memory."""
+
+    def initialize(self, name: str, p: Tensor) -> None:
+        """Writes the initial values of the parameter `name` into `p`."""
+
+    def layers(self, model: Any) -> list[nn.Module]:
+        """The model as layers that follow each other. They share its parameters."""
+
+    def sizes(self, balance: str, num_stages: int) -> list[int] | None:
+        """Layers per stage, as --balance asks; None for `auto`. Raises ValueError."""
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        """The summed loss of a micro-batch, from the last layer's output."""
+
+    def steps(
+        self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
+    ) -> Iterator[Step]:
+        """The steps of an epoch from `start` on; None: as many micro-batches as suit the device."""
+
+    def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
+        """Inputs and targets that are not trained on."""
+
+    def measure(self, output: Tensor, target: Any) -> Tensor:
+        """[summed loss, right answers, number of answers] of a validation batch, in float64."""
+
+    def score(self, world: World, model: LaidOutModel, accuracy: float) -> Score:
+        """How good the model is; all ranks call it. `accuracy` is the share of right answers."""
+
+    def describe(self) -> str:
+        """What is trained on what, for a person: a line or two."""
+
+    def tested(self) -> list[Any]:
+        """The examples whose outputs are scored, as JSON has them."""
+
+    def examples_to_show(self, generated: list[str]) -> str:
+        """A few outputs of the trained model, for a person; empty where there are none."""
+
+    def export(self, world: World, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> str:
+        """Writes the trained model from `LaidOutModel.weights`; returns what was written, for a
+        person. All ranks call it together."""
+
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of each split's examples, in their order."""
+
+
+def materialize(task: Task, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The whole model with its initial weights."""
+    model: Any = task.skeleton().to(dtype).to_empty(device=device)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()  # to_empty has given each use of a tied parameter memory of its own
+    for name, p in model.named_parameters():
+        task.initialize(name, p)
+    return model

@@ -1,0 +1,120 @@
+"""Chapter 1: one process trains a small GPT-2. The later chapters compute the same in parallel.
+
+    python tutorial/1_one_process.py
+
+The text is lines "German = English": to predict their next word is to translate. Later chapters
+cut the batch, the layers or the parameters in two; their losses are these, to 1e-14 in float64.
+
+It grows into training/model.py (GPT-2), training/text.py (words) and training/loop.py (the loop).
+"""
+
+import os
+import re
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+B, T, C, H = 8, 32, 64, 4  # rows of a batch, words in a row, width of the model, heads
+BLOCKS, STEPS, LEARNING_RATE = 2, int(os.environ.get("STEPS", "64")), 7e-3
+CORPUS = Path(__file__).resolve().parents[1] / "training" / "corpus"
+
+
+def read_text() -> tuple[Tensor, int]:
+    """The text as one long row of word numbers, and V, the number of different words."""
+    files = [(CORPUS / name).read_text("utf-8").splitlines() for name in ("train.de", "train.en")]
+    text = "".join(f"{german} = {english}\n" for german, english in zip(*files, strict=True))
+    words = re.findall(r"\w+|[^\w ]", text)  # words, punctuation marks and ends of lines
+    number = {word: i for i, word in enumerate(sorted(set(words)))}
+    return torch.tensor([number[word] for word in words]), len(number)
+
+
+def get_batch(text: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs (B, T) and targets (B, T), the words one further on. Depends on the step alone."""
+    starts = torch.randint(len(text) - T, (B, 1), generator=torch.Generator().manual_seed(step))
+    rows = text[starts + torch.arange(T + 1)]  # (B, T + 1)
+    return rows[:, :-1], rows[:, 1:]
+
+
+class Embedding(nn.Module):
+    """Which word, plus which position: (B, T) -> (B, T, C)."""
+
+    def __init__(self, V: int) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(V, C), nn.Embedding(T, C)
+        nn.init.normal_(self.wte.weight, std=C**-0.5)  # the head's too: its logits are about 1
+        nn.init.normal_(self.wpe.weight, std=C**-0.5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.wte(words) + self.wpe(torch.arange(T))
+
+
+class Block(nn.Module):
+    """Attention, in which a word sees those before it, then an MLP: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(C), nn.LayerNorm(C)
+        self.c_attn, self.c_proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU("tanh"), nn.Linear(4 * C, C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.c_attn(self.ln_1(x)).view(-1, T, 3, H, C // H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, C/H)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(a.transpose(1, 2).reshape(x.shape))  # (B, T, C): heads side by side
+        return x + self.mlp(self.ln_2(x))
+
+
+class Head(nn.Module):
+    """Logits of the next word: (B, T, C) -> (B, T, V), by the embedding's own matrix (tied)."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self.ln_f, self.weight = nn.LayerNorm(C), embedding.wte.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.ln_f(x), self.weight)
+
+
+def build_model(V: int) -> nn.Sequential:
+    """The layers in a row, for later chapters to cut. The seed makes all processes' equal."""
+    torch.manual_seed(0)
+    embedding = Embedding(V)
+    return nn.Sequential(embedding, *[Block() for _ in range(BLOCKS)], Head(embedding)).double()
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Logits (B, T, V), targets (B, T) -> (), the mean over all words; ln V = 7.3 by guessing."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train() -> list[float]:
+    """The loss of every step."""
+    torch.set_num_threads(1)  # a core per process, here as in the later chapters
+    text, V = read_text()
+    model = build_model(V)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), LEARNING_RATE), []
+    for step in range(STEPS):
+        inputs, targets = get_batch(text, step)
+        loss = loss_of(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def compare(**parallel: list[float]) -> None:
+    """Trains in one process too, and prints all losses side by side."""
+    runs = {"one_process": train(), **parallel}
+    print("step", *(f"{name:>16}" for name in runs))
+    for step in range(0, STEPS, 9):
+        print(f"{step:4}", *(f"{losses[step]:16.6f}" for losses in runs.values()))
+    apart = max(max(row) - min(row) for row in zip(*runs.values(), strict=True))
+    print(f"largest difference between the columns, over all steps: {apart:.1e}")
+
+
+if __name__ == "__main__":
+    compare()

@@ -1,0 +1,108 @@
+"""Chapter 2: data parallelism. Two processes, the whole model in each, half of the batch for each.
+
+    python tutorial/2_data_parallel.py
+
+What differs from chapter 1: a rank takes its rows of the batch, and between backward and the
+optimizer the ranks average their gradients. They start from equal weights and make equal steps, so
+the weights stay equal, and are never sent.
+
+    rank 0   rows  0 to  7   forward  backward \\             / optimizer
+                                                 all-reduce
+    rank 1   rows  8 to 15   forward  backward /             \\ optimizer
+
+There are two ways: after backward, a parameter at a time; or while backward still runs. A batch
+that W does not divide is left out: the mean of the ranks' means would not be the mean of all.
+
+It grows into data_parallel/gradients.py (few large buckets instead of many parameters),
+data_parallel/dataset.py (which rows are whose) and training/launch.py (ranks that fail).
+"""
+
+import importlib
+import os
+import socket
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+one = importlib.import_module("1_one_process")  # a name that begins with a digit needs this
+W = 2  # world size: how many ranks
+
+
+def launch(main: Callable[[int], None]) -> None:
+    """Runs main(rank) in W new processes. The store is where they find each other's addresses."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # 0: a free port
+    mp.spawn(run_rank, args=(main, store.port), nprocs=W)
+
+
+def run_rank(rank: int, main: Callable[[int], None], port: int) -> None:
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback  # messages stay on this machine
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=W)
+    torch.set_num_threads(1)  # a core per process
+    main(rank)
+    dist.barrier()  # nobody hangs up while another is still talking
+    dist.destroy_process_group()
+
+
+def average_gradients(model: nn.Module) -> None:
+    """After backward: each gradient becomes its mean over the ranks."""
+    for p in model.parameters():
+        p.grad /= W
+        dist.all_reduce(p.grad)  # sums, in place
+
+
+def average_during_backward(model: nn.Module) -> list[dist.Work]:
+    """Called once: from now on each all-reduce starts when backward has finished that gradient.
+
+    Backward goes on with the layers below while the gradients travel. What has been started is
+    added to the list that is returned; the optimizer must wait for it. Collectives are matched by
+    their order, and all ranks run the same backward, so they start them in the same order.
+    """
+    started = []
+
+    def start(p: nn.Parameter) -> None:
+        p.grad /= W
+        started.append(dist.all_reduce(p.grad, async_op=True))
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(start)
+    return started
+
+
+def train(rank: int, overlap: bool) -> list[float]:
+    """The loss of every step, over the whole batch."""
+    text, V = one.read_text()
+    model = one.build_model(V)  # the same seed everywhere; else broadcast rank 0's
+    optimizer = torch.optim.AdamW(model.parameters(), one.LEARNING_RATE)
+    started = average_during_backward(model) if overlap else []
+    losses = []
+    for step in range(one.STEPS):
+        inputs, targets = (x.chunk(W)[rank] for x in one.get_batch(text, step))  # (B/W, T) each
+        loss = one.loss_of(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        if overlap:
+            while started:
+                started.pop().wait()
+        else:
+            average_gradients(model)
+        optimizer.step()
+
+        mean = loss.detach() / W
+        dist.all_reduce(mean)  # only to print it
+        losses.append(mean.item())
+    return losses
+
+
+def main(rank: int) -> None:
+    after, during = train(rank, overlap=False), train(rank, overlap=True)
+    if rank == 0:
+        one.compare(after_backward=after, during_backward=during)
+
+
+if __name__ == "__main__":
+    launch(main)

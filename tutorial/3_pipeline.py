@@ -1,0 +1,112 @@
+"""Chapter 3: a pipeline. Two processes, half of the layers in each, the batch in micro-batches.
+
+    python tutorial/3_pipeline.py
+
+What differs from chapter 2: the ranks do not divide the rows but the layers. Stage s sends its
+output to stage s+1, and gets back the gradient of that output: to autograd it is what `loss` is
+elsewhere, the place where backward begins. With one batch a stage would wait while the other
+works; with M micro-batches both work. In which order? F2 is the forward of micro-batch 2:
+
+    GPipe     stage 0   F0 F1 F2 F3 .  .  B0 B1 B2 B3
+              stage 1   .  F0 F1 F2 F3 B0 B1 B2 B3 .
+
+    1F1B      stage 0   F0 F1 .  B0 F2 B1 F3 B2 .  B3
+              stage 1   .  F0 B0 F1 B1 F2 B2 F3 B3 .
+
+Both take equally long, but GPipe holds the activations of M micro-batches, 1F1B of at most W.
+Layers that W does not divide, and stages of unequal cost, are left out.
+
+It grows into pipeline/schedule.py (the orders), pipeline/stage.py (a stage's graphs) and
+pipeline/process.py (a rank per stage).
+"""
+
+import importlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+one = importlib.import_module("1_one_process")
+two = importlib.import_module("2_data_parallel")
+W, M = two.W, 4  # stages, micro-batches
+Schedule = list[list[tuple[str, int]]]  # per stage what it does, in order: ("F", 0), ("F", 1), ...
+
+
+def gpipe() -> Schedule:
+    """All forwards, then all backwards; the same on every stage."""
+    return [[("F", i) for i in range(M)] + [("B", i) for i in range(M)] for _ in range(W)]
+
+
+def one_f_one_b() -> Schedule:
+    """As many forwards ahead as there are stages behind; then a backward after each forward."""
+    schedule = []
+    for stage in range(W):
+        ahead = min(M, W - 1 - stage)
+        actions = [("F", i) for i in range(ahead)]
+        for i in range(ahead, M):
+            actions += [("F", i), ("B", i - ahead)]
+        schedule.append(actions + [("B", i) for i in range(M - ahead, M)])
+    return schedule
+
+
+def receive(source: int) -> Tensor:
+    """Activations or their gradients: one micro-batch, (B/M, T, C)."""
+    x = torch.empty(one.B // M, one.T, one.C, dtype=torch.float64)
+    dist.recv(x, source)
+    return x
+
+
+def run_step(
+    layers: nn.Module, rank: int, schedule: Schedule, inputs: Tensor, targets: Tensor
+) -> Tensor:
+    """Leaves gradients in this stage's parameters; returns the loss, if it is the last stage."""
+    first, last = rank == 0, rank == W - 1
+    graphs = {}  # per micro-batch between its F and its B: where its graph begins and ends
+    sent = []  # isend, not send: two stages that both wait to be heard would wait for ever
+    total = torch.zeros((), dtype=torch.float64)
+    for kind, i in schedule[rank]:
+        if kind == "F":
+            x = inputs.chunk(M)[i] if first else receive(rank - 1).requires_grad_()
+            y = layers(x)
+            if last:
+                y = one.loss_of(y, targets.chunk(M)[i]) / M  # the M parts add up to the mean
+                total += y.detach()
+            else:
+                sent.append(dist.isend(y.detach(), rank + 1))
+            graphs[i] = x, y
+        else:
+            x, y = graphs.pop(i)  # with it go the activations
+            y.backward(None if last else receive(rank + 1))
+            if not first:
+                sent.append(dist.isend(x.grad, rank - 1))
+    for work in sent:
+        work.wait()
+    return total
+
+
+def train(rank: int, schedule: Schedule) -> list[float]:
+    """The loss of every step; zeros where the stage is not the last."""
+    text, V = one.read_text()
+    model = one.build_model(V)
+    tied = model[0].wte.weight  # used by the first and the last stage
+    size = len(model) // W
+    layers = model[rank * size : (rank + 1) * size]  # the others are dropped
+    optimizer = torch.optim.AdamW(layers.parameters(), one.LEARNING_RATE)
+    losses = []
+    for step in range(one.STEPS):
+        optimizer.zero_grad()
+        inputs, targets = one.get_batch(text, step)
+        losses.append(run_step(layers, rank, schedule, inputs, targets).item())
+        dist.all_reduce(tied.grad)  # each stage has one summand (more stages: a group of two)
+        optimizer.step()
+    return losses
+
+
+def main(rank: int) -> None:
+    runs = {order.__name__: train(rank, order()) for order in (gpipe, one_f_one_b)}
+    if rank == W - 1:
+        one.compare(**runs)
+
+
+if __name__ == "__main__":
+    two.launch(main)

@@ -1,0 +1,116 @@
+"""Chapter 4: sharded data parallelism (ZeRO-3, FSDP): half of every parameter in each process.
+
+    python tutorial/4_sharded.py
+
+What differs from chapter 2: a rank keeps only 1/W of every parameter, of its gradient and of
+AdamW's two moments. A parameter is whole only while its layer computes: the ranks gather it before
+and free it after. So the layers run one by one, each with a graph of its own, as a stage has in
+chapter 3:
+
+    forward    gather 0 | layer 0 | free 0    gather 1 | layer 1 | free 1    ...
+    backward   gather 3 | layer 3 | free 3, reduce-scatter 3    gather 2 | layer 2 | ...
+
+Reduce-scatter is an all-reduce of which each rank keeps its part only. With that part of the
+gradient a rank updates its part of the parameter: AdamW goes number by number, and needs no more.
+
+Left out: parameters that W does not divide (they would be padded), and a gather of the next layer
+while one computes.
+
+It grows into data_parallel/fsdp.py (the step), data_parallel/sharding.py (what is whose: all
+parameters of a layer in one row) and data_parallel/exchange.py (the two collectives).
+"""
+
+import importlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+one = importlib.import_module("1_one_process")
+two = importlib.import_module("2_data_parallel")
+W = two.W
+
+
+class Sharded:
+    """A parameter of n numbers. `shard` (n/W,) is kept; `whole` (n,) has memory while gathered."""
+
+    def __init__(self, p: nn.Parameter, rank: int) -> None:
+        assert p.numel() % W == 0, f"{W} ranks cannot have equal shares of {p.numel()} numbers"
+        self.p, self.rank = p, rank
+        self.whole = p.data.flatten()
+        self.shard = nn.Parameter(self.whole.chunk(W)[rank].clone())  # what the optimizer updates
+        p.data = self.whole.view(p.shape)  # the layer computes with p, which lies in `whole`
+        self.free()
+
+    def gather(self) -> None:
+        """Every rank sends its shard to all others."""
+        self.whole.untyped_storage().resize_(self.whole.nbytes)
+        dist.all_gather(list(self.whole.chunk(W)), self.shard.detach())
+
+    def free(self) -> None:
+        """Gives back the memory but keeps the tensors: what autograd has noted of p in forward
+        finds the numbers again when they are gathered for backward."""
+        self.whole.untyped_storage().resize_(0)
+
+    def reduce_scatter(self) -> None:
+        """Replaces the whole gradient by this rank's part of its mean over the ranks."""
+        dist.all_reduce(self.p.grad)  # in gloo no less; NCCL's reduce_scatter_tensor sends half
+        part = self.p.grad.flatten().chunk(W)[self.rank] / W
+        # The tied matrix comes twice, from the head and from the embedding: a sum.
+        self.shard.grad = part if self.shard.grad is None else self.shard.grad + part
+        self.p.grad = None
+
+
+def run_step(layers: dict[nn.Module, list[Sharded]], inputs: Tensor, targets: Tensor) -> Tensor:
+    """Leaves gradients in the shards; returns the loss of this rank's rows."""
+    graphs = []  # per layer: its parameters, and where its graph begins and ends
+    y = inputs
+    for layer, parameters in layers.items():
+        x = y.detach().requires_grad_(y.is_floating_point())  # the words have no gradient
+        for s in parameters:
+            s.gather()
+        y = layer(x)
+        for s in parameters:
+            s.free()
+        graphs.append((parameters, x, y))
+
+    logits = y.detach().requires_grad_()
+    loss = one.loss_of(logits, targets)
+    loss.backward()
+    gradient = logits.grad
+    for parameters, x, y in reversed(graphs):
+        for s in parameters:
+            s.gather()
+        y.backward(gradient)
+        for s in parameters:
+            s.free()
+            s.reduce_scatter()
+        gradient = x.grad
+    return loss.detach()
+
+
+def main(rank: int) -> None:
+    text, V = one.read_text()
+    model = one.build_model(V)  # whole for a moment; a large one never would be
+    sharded = {p: Sharded(p, rank) for p in model.parameters()}  # a tied parameter once
+    layers = {layer: [sharded[p] for p in layer.parameters()] for layer in model}
+    shards = [s.shard for s in sharded.values()]
+    optimizer = torch.optim.AdamW(shards, one.LEARNING_RATE)
+    if rank == 0:
+        kept, whole = (sum(p.numel() for p in ps) for ps in (shards, model.parameters()))
+        print(f"{W} ranks, each keeps {kept:,} of {whole:,} parameters")
+    losses = []
+    for step in range(one.STEPS):
+        inputs, targets = (x.chunk(W)[rank] for x in one.get_batch(text, step))  # (B/W, T) each
+        optimizer.zero_grad()
+        mean = run_step(layers, inputs, targets) / W
+        optimizer.step()
+
+        dist.all_reduce(mean)  # only to print it
+        losses.append(mean.item())
+    if rank == 0:
+        one.compare(sharded=losses)
+
+
+if __name__ == "__main__":
+    two.launch(main)
