@@ -204,8 +204,8 @@ class TranslationTask:
         sizes = " / ".join(f"{len(self.texts.splits[split]):,}" for split in SPLITS)
         parameters = sum(p.numel() for p in self.skeleton().parameters())
         return (
-            f"{args.model}: {config.n_layer} blocks of width {config.n_embd}, vocabulary "
-            f"{config.vocab_size:,}, {parameters / 1e6:.1f} M parameters\n"
+            f"{args.model}: {config.n_layer} block{'s' * (config.n_layer > 1)} of width {config.n_embd}, "
+            f"vocabulary {config.vocab_size:,}, {parameters / 1e6:.1f} M parameters\n"
             f"{args.dataset}: {sizes} pairs to train / validate / test, {args.src} to {args.tgt}; "
             f"batches of {args.batch_size}, {args.precision}, {self.device.type}"
             + "".join(f"\n{note}" for note in self.texts.notes)
