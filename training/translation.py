@@ -203,8 +203,9 @@ class TranslationTask:
         args, config = self.args, self.config
         sizes = " / ".join(f"{len(self.texts.splits[split]):,}" for split in SPLITS)
         parameters = sum(p.numel() for p in self.skeleton().parameters())
+        blocks = f"{config.n_layer} block{'s' * (config.n_layer > 1)}"
         return (
-            f"{args.model}: {config.n_layer} block{'s' * (config.n_layer > 1)} of width {config.n_embd}, "
+            f"{args.model}: {blocks} of width {config.n_embd}, "
             f"vocabulary {config.vocab_size:,}, {parameters / 1e6:.1f} M parameters\n"
             f"{args.dataset}: {sizes} pairs to train / validate / test, {args.src} to {args.tgt}; "
             f"batches of {args.batch_size}, {args.precision}, {self.device.type}"
