@@ -19,16 +19,12 @@ from runtime.graph import Initialize
 
 
 class Ownership:
-    """The parameters of the ``own`` one of the ``partitions`` of a model, by name.
+    """The parameters of the ``own`` one of the ``partitions`` of a model, by the model's names.
 
-    ``stages``: for every parameter of the model, the stages that use it, in order. ``model`` says
-    the names; by default they are those of a Sequential of all layers.
+    ``stages``: for every parameter of the model, the stages that use it, in order.
     """
 
-    def __init__(
-        self, partitions: Sequence[nn.Sequential], own: int, model: nn.Module | None = None
-    ) -> None:
-        model = model or nn.Sequential(*(layer for part in partitions for layer in part))
+    def __init__(self, partitions: Sequence[nn.Sequential], own: int, model: nn.Module) -> None:
         self._own = own
         self._module = partitions[own]
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.dev
     with the layer before it (at the very beginning: with the one after it). What `WithDevice`
     places on a GPU is moved there.
     """
-    layers = list(_flatten(modules, None))
+    layers = [(layer, _placed(layer, device)) for layer, device in flatten(modules)]
     if not layers:
         raise ValueError("the module is empty: give an nn.Sequential of at least one layer")
     current = next((device for _, device in layers if device is not None), torch.device("cpu"))
@@ -74,9 +74,13 @@ def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.dev
     return nn.ModuleList(nn.Sequential(*layers) for layers in partitions), devices
 
 
-def _flatten(
-    modules: nn.Sequential, inherited: torch.device | None
+def flatten(
+    modules: nn.Sequential, inherited: torch.device | None = None
 ) -> Iterator[tuple[nn.Module, torch.device | None]]:
+    """The layers, nested Sequentials taken apart, and what `WithDevice` says of each.
+
+    Every runtime counts these: the number of a layer seeds its dropout.
+    """
     if not isinstance(modules, nn.Sequential):
         raise TypeError(
             f"a pipeline is cut from an nn.Sequential, not from {type(modules).__name__}: "
@@ -87,16 +91,26 @@ def _flatten(
         while isinstance(layer, WithDevice):
             device = device or layer.device
             layer = layer.module
-        if type(layer) is nn.Sequential:  # a subclass may have a forward of its own
-            yield from _flatten(layer, device)
-            continue
-        if device is not None and device.type != "cpu":
-            layer.to(device)
-        yield layer, device or _retrieve_device(layer)
+        if _is_nested(layer):
+            yield from flatten(layer, device)
+        else:
+            yield layer, device
+
+
+def _is_nested(layer: nn.Module) -> TypeGuard[nn.Sequential]:
+    """A subclass may have a forward of its own; an empty one is a layer, the identity."""
+    return type(layer) is nn.Sequential and len(layer) > 0
+
+
+def _placed(layer: nn.Module, device: torch.device | None) -> torch.device | None:
+    """The device of a layer, moved where `WithDevice` says a GPU."""
+    if device is not None and device.type != "cpu":
+        layer.to(device)
+    return device or _retrieve_device(layer)
 
 
 def containers(modules: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """What `_split_module` takes apart, by name: the Sequentials, and the `WithDevice` of layers.
+    """What `flatten` takes apart, by name: the Sequentials, and the `WithDevice` of layers.
 
     Nobody calls these any more.
     """
@@ -106,7 +120,7 @@ def containers(modules: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn
         while isinstance(layer, WithDevice):
             yield name, layer
             layer, name = layer.module, f"{name}._module"
-        if type(layer) is nn.Sequential:
+        if _is_nested(layer):
             yield from containers(layer, name)
 
 

@@ -65,6 +65,7 @@ from .links import One
 from .neighbours import Neighbours
 from .ownership import Ownership
 from .parcels import PeerError
+from .partition import containers, flatten
 from .schedule import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -89,7 +90,7 @@ class ProcessPipe:
     Args:
         layers: all of them, on every rank; those of other stages are best on the meta device, and
             must never be needed for more than their shapes.
-        sizes: layers per stage; as many as there are ranks.
+        sizes: layers per stage, a nested Sequential counting as one; as many as there are ranks.
         device: of this rank.
         group: the ranks; by default all.
         model: whose names the parameters have; by default those of ``layers``.
@@ -130,13 +131,15 @@ class ProcessPipe:
         self.layers = layers
         self.peak_alive = 0
         ends = [sum(sizes[: s + 1]) for s in range(self.num_stages)]
-        parts = [
+        cut = [
             nn.Sequential(*list(layers)[end - n : end]) for n, end in zip(sizes, ends, strict=True)
         ]
+        parts = [nn.Sequential(*(layer for layer, _ in flatten(part))) for part in cut]
         self.module = parts[self.rank]
-        self._first_layer = ends[self.rank] - sizes[self.rank]
+        self._first_layer = sum(len(part) for part in parts[: self.rank])
+        self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
         self._by_layer, self._early = by_layer, early_gradients
-        self._ownership = Ownership(parts, self.rank, model)
+        self._ownership = Ownership(parts, self.rank, layers if model is None else model)
         self._ownership.materialize(self.device, initialize)
         known = parts[: min(self.rank + 1, self.num_stages - 1)]
         self._analysis = Analysis(known, self.device, generalize_shapes)
@@ -280,7 +283,7 @@ class ProcessPipe:
         num_microbatches: int,
         scale: float | Tensor,
     ) -> Tensor:
-        refuse_hooks([("layers", self.layers), ("module", self.module)])
+        refuse_hooks(self._uncalled)
         sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         inputs, targets = microbatch.cut(x, target, sizes)
         plan = self._plan(schedule, len(inputs))

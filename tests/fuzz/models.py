@@ -289,7 +289,7 @@ def _layers(rng: Random, plan: Plan) -> list[nn.Module]:
     if plan.number is not None:
         detached = plan.number == "detached"
         layers.append(
-            Call(lambda h: {"y": h, "number": (h.detach() if detached else h).sin().sum()})
+            Call(lambda h: {"y": h, "number": (h.detach() if detached else h).tanh().sum()})
         )
     return layers
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -498,12 +499,22 @@ def test_parametrizations(step: Step) -> None:
     assert_trains_as_plain(nn.Sequential(*layers).double(), (2, 2), step)
 
 
+HOLDERS = {
+    "layers": "Sequential",
+    "layers.0": "WithDevice",
+    "layers.0._module": "Sequential",
+    "layers.0._module.1": "Sequential",
+    "layers.1": "WithDevice",
+    "module": "Sequential",
+}
+
+
 def _hooked(_: int, __: int) -> dict[str, Any]:
     """The refusals, and the gradients of this rank with hooks on layers."""
     errors, x_y = [], sequences()
-    for where in ("layers", "module"):
+    for holder in HOLDERS:
         with ProcessPipe(nested()[0], [1, 1], timeout=30) as pipe:
-            getattr(pipe, where).register_forward_hook(_change)
+            attrgetter(holder)(pipe).register_forward_hook(_change)
             try:
                 pipe.train_step(*x_y, square_error)
             except ValueError as error:
@@ -515,13 +526,13 @@ def _hooked(_: int, __: int) -> dict[str, Any]:
 
 
 def hooked() -> nn.Sequential:
-    model, containers = nested()
-    for name in ("0", "0._module", "0._module.1", "1"):
-        containers[name].register_forward_hook(_double)
+    model, _ = nested()
+    for name in ("0._module.0", "0._module.1.0", "0._module.1.1", "1._module"):
+        model.get_submodule(name).register_forward_hook(_double)
     return model
 
 
-def test_between_processes_hooks_inside_layers_run_and_those_above_are_refused(
+def test_between_processes_hooks_on_layers_run_and_those_above_are_refused(
     ranks: Ranks,
 ) -> None:
     x, y = sequences()
@@ -532,7 +543,7 @@ def test_between_processes_hooks_inside_layers_run_and_those_above_are_refused(
     answers = ranks.run(_hooked)
     for answer in answers:
         assert answer["errors"] == [
-            f"{name} (Sequential) has a hook that would never run" for name in ("layers", "module")
+            f"{name} ({kind}) has a hook that would never run" for name, kind in HOLDERS.items()
         ]
     found = answers[0]["found"] | answers[1]["found"]
     assert_close({name: found[name] for name in expected}, expected)

@@ -460,6 +460,39 @@ def test_most_random_schedules_are_none_of_the_known_ones() -> None:
     assert sum(order != sorted(order) for order in orders) >= 5
 
 
+def _nested() -> nn.Sequential:
+    """Layers that draw, before, inside and after others in Sequentials."""
+    torch.manual_seed(1)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Sequential(nn.Dropout(0.3)))
+    layers = (nn.Dropout(0.3), inner, nn.Sequential(), nn.Dropout(0.3), nn.Linear(4, 3))
+    return nn.Sequential(*layers, nn.Sequential(nn.Dropout(0.3))).double()
+
+
+def _nested_layers(_: int, __: int, sizes: Sequence[int], by_layer: bool) -> dict[Any, Found]:
+    x, y = batch(8)
+    with ProcessPipe(_nested(), sizes, by_layer=by_layer, timeout=20) as pipe:
+        torch.manual_seed(5)
+        loss = pipe.train_step(x, y, square_error, "1f1b", 4)
+        return {"all": _of(pipe) | {"loss": loss}}
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("sizes", [[2, 4], [1, 1, 4], [2, 1, 3]])
+def test_layers_inside_sequentials_draw_as_under_threads(
+    ranks: Ranks, three_ranks: Ranks, sizes: list[int], by_layer: bool
+) -> None:
+    """The number of a layer seeds what it draws, so both count the layers alike. A stage may be an
+    empty Sequential."""
+    world = ranks if len(sizes) == 2 else three_ranks
+    found = _merge(world.run(_nested_layers, sizes, by_layer))["all"]
+    model = _nested()
+    with Pipe(cut(model, (2, 4))) as pipe:
+        torch.manual_seed(5)
+        loss = pipe.train_step(*batch(8), square_error, "1f1b", 4)
+    expected = gradients(model) | {"loss": loss}
+    assert_same_bits(_in_order(found, list(expected)), expected)
+
+
 def _kinds_of_layers() -> nn.Sequential:
     """In place, without parameters, with buffers."""
     torch.manual_seed(1)

@@ -94,7 +94,8 @@ def test_a_parameter_of_three_ranks_has_one_sum_in_the_order_of_the_stages(
 def test_buffers_keep_their_names_where_moving_makes_new_ones() -> None:
     """As moving to a GPU does."""
     norm = nn.BatchNorm1d(3)
-    own = Ownership([nn.Sequential(norm, norm), nn.Sequential(nn.Linear(3, 3))], 0)
+    parts = [nn.Sequential(norm, norm), nn.Sequential(nn.Linear(3, 3))]
+    own = Ownership(parts, 0, nn.Sequential(*parts[0], *parts[1]))
     own.materialize(torch.device("meta"), None)
     assert list(own.buffers()) == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
     assert all(buffer.is_meta for buffer in own.buffers().values())
