@@ -344,7 +344,11 @@ class FullyShardedDataParallel(ShardedState):
         """Of the leaves of the last layer's output, as they are handed to its backward."""
         output, self._output = self._output, []
         gradients: list[Tensor | None] = [None] * len(output)
-        where = [k for k, y in enumerate(output) if isinstance(y, Tensor) and y.requires_grad]
+        first: dict[int, int] = {}  # a tensor at several positions is one
+        for k, y in enumerate(output):
+            if isinstance(y, Tensor) and y.requires_grad:
+                first.setdefault(id(y), k)
+        where = list(first.values())
         wanted = [output[k] for k in where]
         if loss is not None:
             Strangers(wanted).refuse(loss, f"the loss after {self.layers[-1].name}")

@@ -35,7 +35,8 @@ from torch.utils import _pytree as pytree
 
 from data_parallel.sharding import Place, Unit
 from runtime.graph import Graph
-from runtime.unseen import Strangers
+from runtime.sharing import Watch
+from runtime.unseen import Strangers, tensors_in
 
 
 class Gathered:
@@ -105,12 +106,16 @@ class ShardedLayer:
         Raises:
             RuntimeError: the output depends on a tensor that requires a gradient and was not handed
                 to the layer as one of the leaves of `value`.
+            ValueError: the layer writes to one of two tensors that share memory, or hands on a
+                parameter in what `pytree` does not know.
         """
         parameters = self._parameters()
         graph = LayerGraph(self.device)
         graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
 
         def run(entered: Any) -> Any:
+            leaves, watch = pytree.tree_leaves(entered), Watch()
+            watch.add(leaves[k] for k in graph.shared)
             self._put(parameters)
             try:
                 pack = _pack(self.units, self.wanted, regathered)
@@ -118,9 +123,18 @@ class ShardedLayer:
                     output = self.module(entered)
             finally:
                 self._take_back()
+            watch.check(self.name)
+            results = pytree.tree_leaves(output)
             if torch.is_grad_enabled():
                 trained = [p for ps in graph.leaves.values() for p in ps]
-                Strangers([*graph.inputs, *trained]).refuse(pytree.tree_leaves(output), self.name)
+                Strangers([*graph.inputs, *trained]).refuse(results, self.name, entered)
+            for y in results:
+                if not isinstance(y, Tensor) and any(map(self._inside, tensors_in(y))):
+                    raise ValueError(
+                        f"{self.name} hands on a parameter inside {type(y).__name__}, and its "
+                        "memory is about to be used again: return it in a tuple, list or dict, or "
+                        "a copy"
+                    )
             return pytree.tree_map_only(Tensor, self._own, output)
 
         return graph.record(value, run, is_first=False), graph
@@ -157,8 +171,10 @@ class ShardedLayer:
 
     def _own(self, output: Tensor) -> Tensor:
         """A layer that returns a parameter itself must hand on a copy: the buffer is reused."""
-        inside = any(gathered.position_of(output) is not None for gathered in self.units)
-        return output.clone() if inside else output
+        return output.clone() if self._inside(output) else output
+
+    def _inside(self, tensor: Tensor) -> bool:
+        return any(gathered.position_of(tensor) is not None for gathered in self.units)
 
 
 def _pack(units: list[Gathered], wanted: set[int], regathered: set[int] | None) -> Any:

@@ -38,6 +38,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from runtime.sharing import overlapping
+
 from .stage import layer_name, refuse_hidden
 
 _PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)  # below what a model allows for, mostly
@@ -61,10 +63,14 @@ class Again:
 
 @dataclass(frozen=True)
 class Message:
-    """A value that passes from stage to stage: its leaves, a TensorKind for each tensor."""
+    """A value that passes from stage to stage: its leaves, a TensorKind for each tensor.
+
+    ``shared``: the positions of those that lie in the memory of another.
+    """
 
     leaves: tuple[Any, ...]
     tree: pytree.TreeSpec
+    shared: tuple[int, ...] = ()
 
     @property
     def tensors(self) -> list[TensorKind]:
@@ -84,7 +90,7 @@ class Message:
             else leaf
             for leaf in self.leaves
         ]
-        return Message(tuple(leaves), self.tree)
+        return Message(tuple(leaves), self.tree, self.shared)
 
 
 def describe(value: Any) -> Message:
@@ -97,7 +103,7 @@ def describe(value: Any) -> Message:
             position = first.setdefault(id(leaf), k)
             kind = TensorKind(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
             kinds[k] = kind if position == k else Again(position)
-    return Message(tuple(kinds), tree)
+    return Message(tuple(kinds), tree, overlapping(leaves))
 
 
 def assemble(message: Message, tensors: Iterable[Tensor]) -> Any:

@@ -51,7 +51,8 @@ class Activations:
         for kind, tensor in zip(self._message.tensors, tensors, strict=True):
             assert tensor is not None
             wanted = kind.requires_grad and torch.is_grad_enabled()
-            received.append(tensor.requires_grad_() if wanted else tensor)
+            # They lie in one message, but to write to one is not to write to all: hence `data`.
+            received.append(tensor.data.requires_grad_(wanted))
         return assemble(self._message, received)
 
 

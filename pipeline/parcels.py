@@ -24,14 +24,16 @@ Between CPU ranks of one machine shared_messages.py takes the place of the group
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from runtime.shared_memory import aligned
@@ -208,10 +210,7 @@ def open_group_channels(
     those to lower ones. All ranks of ``group`` must call it together."""
     rank = dist.get_rank(group)
     members = dist.get_process_group_ranks(group or dist.group.WORLD)
-    limit, alone = timedelta(seconds=timeout), len(members) < dist.get_world_size()
-    groups = [
-        dist.new_group(members, limit, use_local_synchronization=alone) for _ in ("up", "down")
-    ]
+    groups = _new_groups(members, group, device, timeout)
     senders: dict[Route, Sender] = {}
     receivers: dict[Route, Receiver] = {}
     for route in routes:
@@ -224,6 +223,32 @@ def open_group_channels(
             receivers[route] = GroupReceiver(one_way, members[begin], device)
             receivers[route].receive(0, Layout([]))
     return senders, receivers, partial(_hang_up, groups)
+
+
+def _new_groups(
+    members: list[int], group: dist.ProcessGroup | None, device: torch.device, timeout: float
+) -> list[dist.ProcessGroup]:
+    """Two groups of the members of ``group``, which call it together.
+
+    `dist.new_group` names a part's groups by how many this process has at the moment: one made
+    after another was closed meets what that has left in the store, and members of different numbers
+    of groups never meet. Here the first member gives the name. Unlike the rest of this file this
+    takes two functions that torch keeps to itself.
+    """
+    name: list[Any] = [os.urandom(8).hex()]
+    dist.broadcast_object_list(name, members[0], group, device)
+    world = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[world]
+    groups = []
+    for way in ("up", "down"):
+        new, _ = c10d._new_process_group_helper(
+            len(members), dist.get_rank(group), members, c10d.Backend(backend), store,
+            c10d.GroupName(f"pipeline {name[0]} {way}"), timeout=timedelta(seconds=timeout),
+            device_id=world.bound_device_id,
+        )  # fmt: skip
+        c10d._world.pg_group_ranks[new] = {member: k for k, member in enumerate(members)}
+        groups.append(new)
+    return groups
 
 
 def _hang_up(groups: list[dist.ProcessGroup]) -> None:

@@ -71,7 +71,7 @@ class Pipe(nn.Module):
     """An `nn.Sequential`, its partitions computing at the same time on different micro-batches.
 
     ``split_size``: examples per micro-batch of `forward`. ``recorder``: see runtime/recorder.py.
-    ``replicas``: copies of tied parameters on other devices (model.py makes them).
+    ``replicas``: copies of tied parameters on other devices (`partition.place` makes them).
     ``peak_alive``: after a step, the most micro-batches whose activations each stage held.
     """
 

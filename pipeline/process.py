@@ -287,7 +287,11 @@ class ProcessPipe:
         sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         inputs, targets = microbatch.cut(x, target, sizes)
         plan = self._plan(schedule, len(inputs))
-        self._neighbours.announce(plan, [self._analysis.messages(value) for value in inputs])
+        found = [self._analysis.messages(value) for value in inputs]
+        self._neighbours.announce(plan, found)
+        if self.rank > 0:
+            before = (messages[self.rank - 1] for messages in found)
+            stage.shared_before = {i: message.shared for i, message in enumerate(before)}
         losses = Losses(loss_fn, targets, scale, stage.memory)
         up = {**channels([0]), **self._neighbours.up}
         flow = Dataflow([stage], up, self._neighbours.down, losses, self.recorder)

@@ -31,7 +31,7 @@ Cost: between forward and backward (its second half) of a micro-batch, its activ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,9 +40,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, Graph
 from runtime.randomness import NoDraws, StageRandomness, StepSeed
+from runtime.sharing import Watch
 from runtime.unseen import Strangers, hidden_type, tensors_in
 
 from .zero_bubble import Product, WeightsLater, add_in_place, add_products, add_to
@@ -98,6 +100,8 @@ class Stage:
         self.memory = torch.device("cpu") if device.type == "cpu" else device
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.peak_alive = 0
+        # Per micro-batch, leaves of its input that lay in one memory where they come from.
+        self.shared_before: Mapping[int, Sequence[int]] = {}
         self._totals: Gradients = {}
         self._kept: dict[int, _Kept] = {}
         self._seed = seed or StepSeed()
@@ -124,7 +128,8 @@ class Stage:
         ``tail`` follows the layers and belongs to the last one's graph: the loss, on the last
         stage. Without grad mode nothing is kept.
         """
-        kept = _Kept()
+        kept, watch = _Kept(), Watch()
+        shared = self.shared_before.get(i, ())
         for part in self._parts:
             layers: list[Callable[[Any], Any]] = list(part.layers)
             if tail and part is self._parts[-1]:
@@ -132,8 +137,9 @@ class Stage:
             graph = _Graph(self.memory)
             is_first = self.index == 0 and not kept.graphs
             with self._later.into(graph.products) if torch.is_grad_enabled() else nullcontext():
-                run = partial(self._layers, i, layers, part, graph)
+                run = partial(self._layers, i, layers, part, graph, watch, shared)
                 value = graph.record(value, run, is_first)
+            shared = ()
             kept.graphs.append(graph)
         self._looked = True
         if torch.is_grad_enabled():
@@ -189,14 +195,24 @@ class Stage:
         return pairs
 
     def _layers(
-        self, i: int, layers: Sequence[Callable[[Any], Any]], part: _Part, graph: _Graph, value: Any
+        self,
+        i: int,
+        layers: Sequence[Callable[[Any], Any]],
+        part: _Part,
+        graph: _Graph,
+        watch: Watch,
+        shared: Sequence[int],
+        value: Any,
     ) -> Any:
+        leaves = pytree.tree_leaves(value)
+        watch.add(leaves[k] for k in (*graph.shared, *shared))
         strangers = Strangers([*graph.inputs, *part.parameters])
         name = ""
         for k, layer in enumerate(layers, part.first_layer):
             with self._randomness.of(self._seed, k, i):
                 value = layer(value)
             name = layer_name(k, layer)
+            watch.check(name)
             if not self._looked:
                 _refuse_strangers(value, strangers, name)
         refuse_hidden(value, name)

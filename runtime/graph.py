@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
+from runtime.sharing import overlapping
+
 Gradients = dict[nn.Parameter, Tensor]
 Initialize = Callable[[str, Tensor], object]
 """Called with (name, tensor): writes the initial value of that parameter, or buffer. It must depend
@@ -29,6 +31,7 @@ class Graph:
     """One piece, its tensors in ``memory``."""
 
     def __init__(self, memory: torch.device) -> None:
+        self.shared: tuple[int, ...] = ()  # leaves of x that lie in the memory of another
         self._memory = memory
         # Positions count the leaves of x and of y.
         self.inputs: list[Tensor] = []
@@ -40,21 +43,24 @@ class Graph:
     def record(self, value: Any, run: Callable[[Any], Any], is_first: bool) -> Any:
         """``run(value)``, detached; ``requires_grad`` says which leaves are part of the graph.
 
-        Where the graph is not the model's first, ``run`` may write to the tensors of ``value``:
-        only it will read them. A tensor that is there twice stays one, and its gradient is that of
+        ``run`` may write to the tensors of ``value``: only it will read them, and the model's first
+        graph gets copies, for a batch is the caller's, and its micro-batches lie in one memory. But
+        see ``shared``. A tensor that is there twice stays one, and its gradient is that of
         its first place.
         """
         leaves, spec = pytree.tree_flatten(value)
+        self.shared = overlapping(leaves) if torch.is_grad_enabled() else ()
         self._num_inputs = len(leaves)
         entered: dict[int, Tensor] = {}
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and id(leaf) not in entered:
                 wanted = leaf.requires_grad and torch.is_grad_enabled()
-                inner = move(leaf.detach(), self._memory)
+                copy = is_first and torch.is_grad_enabled()
+                inner = move(leaf.detach(), self._memory, copy)
                 if wanted:
                     self.inputs.append(inner.requires_grad_())
                     self._input_positions.append(k)
-                    inner = inner if is_first else _Alias.apply(inner)
+                    inner = _Alias.apply(inner)
                 entered[id(leaf)] = inner
         leaves = [entered.get(id(leaf), leaf) for leaf in leaves]
         results, spec = pytree.tree_flatten(run(pytree.tree_unflatten(leaves, spec)))
@@ -109,9 +115,9 @@ class Graph:
         self.inputs, self._outputs = [], []
 
 
-def move(tensor: Tensor, memory: torch.device) -> Tensor:
+def move(tensor: Tensor, memory: torch.device, copy: bool = False) -> Tensor:
     """To another memory. The CPU does not wait by itself for a copy that comes later."""
-    return tensor.to(memory, non_blocking=memory.type == "cuda")
+    return tensor.to(memory, non_blocking=memory.type == "cuda", copy=copy)
 
 
 class _Alias(torch.autograd.Function):

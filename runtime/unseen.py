@@ -63,9 +63,9 @@ class Strangers:
         self._known = {id(t) for t in known}
         self._seen: set[Node] = set()
 
-    def refuse(self, value: Any, who: str) -> None:
-        """RuntimeError if ``value``, which ``who`` computed, depends on one, by operators that no
-        earlier call has looked at.
+    def refuse(self, value: Any, who: str, given: Any = None) -> None:
+        """RuntimeError if ``value``, which ``who`` computed from what it was ``given``, depends on
+        one, by operators that no earlier call has looked at.
 
         A leaf that a layer makes for itself counts, too: it cannot be told from the caller's.
         """
@@ -77,11 +77,14 @@ class Strangers:
             self._seen.add(node)
             leaf = getattr(node, "variable", None)
             if leaf is not None and id(leaf) not in self._known:
+                kind = hidden_type(given)
+                inside = f" inside {kind}" if kind else ""
                 raise RuntimeError(
-                    f"{who} uses a tensor that requires grad and is neither part of its input nor "
-                    "one of its parameters: its gradient would be lost. Let the layers before hand "
-                    "it on, e.g. return (output, tensor), in tuples, lists, dicts or what is "
-                    "registered with torch.utils._pytree; or make it a parameter of the layer"
+                    f"{who} uses a tensor{inside} that requires grad and is neither part of its "
+                    "input nor one of its parameters: its gradient would be lost. Let the layers "
+                    "before hand it on, e.g. return (output, tensor), in tuples, lists, dicts or "
+                    "what is registered with torch.utils._pytree; or make it a parameter of the "
+                    "layer"
                 )
             nodes += [above for above, _ in node.next_functions if above is not None]
 

@@ -38,10 +38,11 @@ def _serve(
 
 
 class Ranks:
-    """`world_size` processes with a gloo process group among them."""
+    """`world_size` processes with a gloo process group among them; a function may take `limit`
+    seconds, the first with the start."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, limit: float = LIMIT) -> None:
+        self.world_size, self.limit = world_size, limit
         context = mp.get_context("spawn")
         listener = listen(0)
         port = listener.getsockname()[1]
@@ -70,8 +71,8 @@ class Ranks:
         results: dict[int, Any] = {}
         while len(results) < self.world_size:
             missing = [p for r, p in enumerate(self.pipes) if r not in results]
-            ready = wait(missing, LIMIT)
-            assert ready, f"no answer within {LIMIT} s; had {sorted(results)}"
+            ready = wait(missing, self.limit)
+            assert ready, f"no answer within {self.limit} s; had {sorted(results)}"
             for rank in [r for r, pipe in enumerate(self.pipes) if pipe in ready]:
                 fine, value = self.pipes[rank].recv()
                 assert fine, f"rank {rank} failed:\n{value}"

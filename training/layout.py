@@ -9,10 +9,10 @@ parameters those are. Everything after that (clip, step, save, compare) is the s
 
     training/replicated.py      one process, or the whole model on every rank    Replicated
     training/parallel.py        shards (ZeRO), stages in processes               Sharded, Staged
-    project/run_pipeline.py     stages in threads                                StagesInThreads
+    training/staged.py          stages in threads                                StagesInThreads
 
-A layout is dp x pp x tp, data, pipeline and tensor parallel. `part` of `parts` is the rank's place
-on the data-parallel axis: which part of each global batch it gets.
+A layout has a data-parallel and a pipeline-parallel axis. `part` of `parts` is the rank's place on
+the data-parallel one: which part of each global batch it gets.
 """
 
 from __future__ import annotations

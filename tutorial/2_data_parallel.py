@@ -6,9 +6,8 @@ What differs from chapter 1: a rank takes its rows of the batch, and between bac
 optimizer the ranks average their gradients. They start from equal weights and make equal steps, so
 the weights stay equal, and are never sent.
 
-    rank 0   rows  0 to  7   forward  backward \\             / optimizer
-                                                 all-reduce
-    rank 1   rows  8 to 15   forward  backward /             \\ optimizer
+    rank 0   rows 0 to 3   forward  backward   all-reduce   optimizer
+    rank 1   rows 4 to 7   forward  backward   all-reduce   optimizer
 
 There are two ways: after backward, a parameter at a time; or while backward still runs. A batch
 that W does not divide is left out: the mean of the ranks' means would not be the mean of all.

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.fsdp import FullyShardedDataParallel
 from tests.data_parallel.sharded_models import DTYPE, OPTIMIZERS, fill, same, whole
+from tests.pipeline.pipeline_models import Call
 from tests.ranks import Ranks
 
 WIDTH = 3
@@ -114,12 +115,27 @@ class Find(nn.Module):
         return output
 
 
+PAIRS: dict[str, Callable[[Tensor], Any]] = {
+    "one tensor twice": lambda h: (h, h),
+    "apart": lambda h: (h, h.clone()),
+    "a view": lambda h: (h, h[:]),
+}
+
+
+def _write(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    h, other = pair
+    h.mul_(2)
+    return h, other
+
+
 def _layers(kind: str) -> list[nn.Module]:
     first: nn.Module = nn.Linear(WIDTH, WIDTH)
     rest: list[nn.Module] = [Put(kind), Take()] if kind in BOXES else []
     if kind == "attribute":
         first = Leave()
         rest = [nn.Tanh(), Find(first.left)]
+    if kind in PAIRS:
+        rest = [Call(PAIRS[kind]), Call(_write), Call(torch.stack), nn.Linear(WIDTH, WIDTH)]
     if kind.startswith("last "):
         rest = [Put(kind.removeprefix("last "))]
     model = nn.Sequential(first, *rest).to(DTYPE)
@@ -141,7 +157,7 @@ def _fsdp(rank: int, _: int, kind: str) -> dict[str, Tensor] | str:
     fsdp = FullyShardedDataParallel(_layers(kind), OPTIMIZERS["sgd"])
     try:
         fsdp.backward(_sum(fsdp.forward(_input(rank))))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return whole(fsdp, "gradients")
 
@@ -170,7 +186,7 @@ def test_containers_that_torch_can_take_apart(ranks: Ranks, kind: str) -> None:
 
 
 LOST = (
-    "{} uses a tensor that requires grad and is neither part of its input nor one of its "
+    "{} uses a tensor{} that requires grad and is neither part of its input nor one of its "
     "parameters: its gradient would be lost. Let the layers before hand it on, e.g. return "
     "(output, tensor), in tuples, lists, dicts or what is registered with torch.utils._pytree; or "
     "make it a parameter of the layer"
@@ -180,12 +196,53 @@ LOST = (
 @pytest.mark.parametrize("kind", CLOSED)
 def test_a_container_that_it_cannot(ranks: Ranks, kind: str) -> None:
     """As the input of a layer, and as the output of the last."""
-    for prefix, who in (("", "layer 2 (Take)"), ("last ", "the loss after layer 1 (Put)")):
-        assert ranks.run(_fsdp, prefix + kind) == [LOST.format(who)] * 2
+    of_layer = LOST.format("layer 2 (Take)", f" inside {kind}")
+    assert ranks.run(_fsdp, kind) == [of_layer] * 2
+    of_loss = LOST.format("the loss after layer 1 (Put)", "")
+    assert ranks.run(_fsdp, f"last {kind}") == [of_loss] * 2
+
+
+class Frozen(nn.Module):
+    """Hands on a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skip = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(last_hidden_state=x, skip=self.skip)
+
+
+def _hidden_parameter(rank: int, _: int) -> str:
+    layers = [nn.Linear(WIDTH, WIDTH), Frozen(), Take()]
+    fsdp = FullyShardedDataParallel(nn.Sequential(*layers).to(DTYPE), OPTIMIZERS["sgd"])
+    with pytest.raises(ValueError) as error:
+        fsdp.forward(_input(rank).detach())
+    return str(error.value)
+
+
+def test_a_parameter_inside_one_is_named(ranks: Ranks) -> None:
+    """Its memory would hold another layer's by the time it is read."""
+    want = (
+        "layer 1 (Frozen) hands on a parameter inside SimpleNamespace, and its memory is about to "
+        "be used again: return it in a tuple, list or dict, or a copy"
+    )
+    assert ranks.run(_hidden_parameter) == [want] * 2
 
 
 def test_a_skip_through_an_attribute(ranks: Ranks) -> None:
-    assert ranks.run(_fsdp, "attribute") == [LOST.format("layer 2 (Find)")] * 2
+    assert ranks.run(_fsdp, "attribute") == [LOST.format("layer 2 (Find)", "")] * 2
+
+
+@pytest.mark.parametrize("kind", ["one tensor twice", "apart"])
+def test_a_layer_may_write_to_one_of_two(ranks: Ranks, kind: str) -> None:
+    first, _ = ranks.run(_fsdp, kind)
+    same(first, _one_process(kind), 1e-12)
+
+
+def test_a_layer_that_writes_to_a_view_is_named(ranks: Ranks) -> None:
+    for message in ranks.run(_fsdp, "a view"):
+        assert message.startswith("layer 2 (Call) changes a tensor in place that shares memory")
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -19,6 +19,7 @@ from functools import cache, partial
 from itertools import accumulate, count, pairwise
 from random import Random
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,8 @@ class Case:
         n: stages, or ranks.
         steps: per step, the examples of the batch and their length.
         hook: on the output of a layer or a partition, or on gradients; and on which.
-        may_refuse: words: a ValueError or TypeError that has one is right.
+        may_refuse: words: a ValueError or TypeError that has one is right, and so is a RuntimeError
+            that says where a gradient would be lost.
     """
 
     seed: int
@@ -87,7 +89,8 @@ class Case:
             model[k].register_forward_hook(louder)
         elif what == "gradient":
             for p in [p for p in model.parameters() if p.requires_grad][k::2]:
-                p.register_hook(lambda gradient: gradient * 0.5)
+                # `Pipe.forward` hands it None where nothing depends on p; plain PyTorch nothing.
+                p.register_hook(lambda g: None if g is None else g * 0.5)
         return model
 
     def batch(self, step: int) -> tuple[Any, Tensor]:
@@ -154,20 +157,24 @@ def _draw(seed: int, attempt: str) -> Case:
         "average": {"way": rng.choice(("per_parameter", "flat", "buckets"))},
     }
     options = own.get(kind, {}) | flags
-    if kind == "process":
-        # Torch names a part's groups by their number: a second pipe would meet the first's.
-        options["share_memory"] |= n == 2
-    steps = tuple((rng.choice((1, 2, *range(3, 10))), rng.choice((1, 3, 5))) for _ in range(3))
-    case = Case(
+    allowed = () if kind in ("average", "ddp") else tuple(_refusals(kind, plan, hook))
+    least = n if allowed else 1  # examples: see Case.shares
+    steps = tuple((max(least, rng.randint(1, 9)), rng.choice((1, 3, 5))) for _ in range(3))
+    return Case(
         seed, kind, plan, n, _sizes(rng, L, n), steps, rng.choice(tuple(OPTIMIZERS)),
-        rng.random() < 0.8, (hook, rng.randrange(hooks[hook])), options,
+        rng.random() < 0.8, (hook, rng.randrange(hooks[hook])), options, allowed,
     )  # fmt: skip
-    words = [plan.inputs, *(getattr(m, "kind", None) for m in plan.build("meta"))]
-    allowed = [word for word in words if word in OPAQUE]
-    allowed += ["number per micro-batch"] if plan.number and kind == "forward" else []
-    allowed += ["hook"] if hook in ("layer", "partition") else []
-    allowed += ["in-place", "in place"] if kind not in ("average", "ddp") else []
-    return replace(case, may_refuse=tuple(allowed))
+
+
+def _refusals(kind: str, plan: Plan, hook: str) -> list[str]:
+    """Words of the errors that are right: see Case.may_refuse."""
+    layers = plan.build("meta")
+    kinds = {plan.inputs, *(getattr(layer, "kind", None) for layer in layers)}
+    words = [word for word in OPAQUE if word in kinds]
+    words += ["number per micro-batch"] if plan.number and kind == "forward" else []
+    words += ["hook"] if hook in ("layer", "partition") and kind in PIPELINES else []
+    shared = any(getattr(layer, "what", "") in ("view", "detached") for layer in layers)
+    return words + ["changes a tensor in place that shares memory"] * shared
 
 
 FLAGS = {
@@ -263,7 +270,11 @@ def _threads(case: Case, *_: Any, **changed: Any) -> Found:
             return _backward(pipe(x), target, scale)
         return pipe.train_step(*_given(case, k, x, target), scale=scale)
 
-    with Pipe(cut(model, case.sizes, devices), case.options.get("split_size", 2)) as pipe:
+    set_threads = torch.set_num_threads
+    with (  # a process computes on one core, and so do workers: the order of sums depends on it
+        patch.object(torch, "set_num_threads", lambda _: set_threads(1)),
+        Pipe(cut(model, case.sizes, devices), case.options.get("split_size", 2)) as pipe,
+    ):
         if case.hook[0] == "partition":
             pipe.partitions[case.hook[1]].register_forward_hook(louder)
         found = _train(case, dict(model.named_parameters()), step)
@@ -392,8 +403,8 @@ def run(rank: int, _: int, seed: int) -> Verdict | None:
         return _compare(case, rank - (WORLD_SIZE - n), groups[n])
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        allowed = isinstance(error, ValueError | TypeError)
-        allowed = allowed and any(word in text for word in case.may_refuse)
+        named = isinstance(error, ValueError | TypeError) or "gradient would be lost" in text
+        allowed = named and any(word in text for word in case.may_refuse)
         allowed = allowed or isinstance(error, PeerError)  # the peer knows whether it is
         return Verdict({}, [], text, traceback.format_exc(), allowed)
 
@@ -447,11 +458,7 @@ def _difference(value: Tensor | None, expected: Tensor | None, kind: str) -> flo
 
 @cache
 def _groups() -> dict[int, Any]:
-    """The last n ranks of the world, made once. The first ones get a group too: ranks that are in
-    different numbers of groups cannot make another without the rest."""
-    limit = datetime.timedelta(seconds=TIMEOUT)
-    made: dict[int, Any] = {WORLD_SIZE: None}
-    for n in range(1, WORLD_SIZE):
-        dist.new_group(list(range(WORLD_SIZE - n)), limit)
-        made[n] = dist.new_group(list(range(WORLD_SIZE - n, WORLD_SIZE)), limit)
-    return made
+    """The last n ranks of the world, made once."""
+    limit, ranks = datetime.timedelta(seconds=TIMEOUT), range(WORLD_SIZE)
+    parts = {n: dist.new_group(ranks[-n:], limit) for n in ranks[1:]}
+    return {**parts, WORLD_SIZE: None}

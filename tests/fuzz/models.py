@@ -224,7 +224,8 @@ class Plan:
         shape = (batch, *shapes[self.domain])
         h = torch.randn(shape, dtype=DTYPE, generator=generator)
         h = h.abs().mul(3).long().clamp(max=WORDS - 1) if self.domain == "ids" else h
-        other = torch.randn(batch, *[1] * (h.dim() - 1), dtype=DTYPE, generator=generator)
+        ones = [1] * (2 if self.domain == "ids" else h.dim() - 1)  # broadcasts, once embedded
+        other = torch.randn(batch, *ones, dtype=DTYPE, generator=generator)
         return h if self.inputs is None else WRAP[self.inputs](h, other, 0.3)
 
 

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
+from pipeline.parcels import PeerError
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
@@ -143,6 +144,112 @@ def twice_in_place() -> nn.Sequential:
 @pytest.mark.parametrize("step", STEPS)
 def test_one_tensor_handed_on_twice_and_changed_in_place(step: Step) -> None:
     assert_trains_as_plain(twice_in_place(), (2, 2), step)
+
+
+# Two tensors in one memory
+
+
+def _scale_and_join(v: tuple[Tensor, Tensor]) -> Tensor:
+    h, other = v
+    h += 1
+    h.mul_(2)
+    return h.square().sum(-1, keepdim=True) + other.square()
+
+
+def sharing(other: Callable[[Tensor], Any], last: Callable[[Any], Tensor]) -> nn.Sequential:
+    torch.manual_seed(0)
+    pack = Call(lambda h: (h, other(h)))
+    layers = [nn.Linear(4, 4), nn.LayerNorm(4), pack, nn.Identity(), Call(last)]
+    return nn.Sequential(*layers).double()
+
+
+SHARED = "layer 4 (Call) changes a tensor in place that shares memory with another one handed on"
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("sizes", [(3, 2), (4, 1)])
+def test_a_layer_that_writes_to_memory_of_two_is_named(sizes: tuple[int, ...], step: Step) -> None:
+    """Also where both have come through another layer."""
+    model = sharing(lambda h: h[..., :1], _scale_and_join)
+    with Pipe(cut(model, sizes), 2) as pipe, pytest.raises(ValueError) as error:
+        step(pipe, *sequences())
+    assert str(error.value).startswith(SHARED)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_memory_that_nobody_writes_to_may_be_shared(step: Step) -> None:
+    """And within a stage it may be written to."""
+    assert_trains_as_plain(sharing(lambda h: h[..., :1], _scale_and_join), (2, 3), step)
+    model = sharing(lambda h: h[..., :1], lambda v: v[0].square() + v[1].relu())
+    assert_trains_as_plain(model, (3, 2), step)
+    assert_trains_as_plain(sharing(Tensor.clone, _scale_and_join), (3, 2), step)
+
+
+def _shared_between_processes(_: int, __: int, by_layer: bool, share_memory: bool) -> str:
+    model = sharing(lambda h: h.detach(), _scale_and_join)  # the receiver's would have other values
+    pipe = ProcessPipe(model, [3, 2], by_layer=by_layer, share_memory=share_memory, timeout=30)
+    with pipe:
+        try:
+            pipe.train_step(*sequences(), square_error, "1f1b", 4)
+        except (ValueError, PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("share_memory", [False, True])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_between_processes_it_is_named_too_where_only_values_differ(
+    ranks: Ranks, by_layer: bool, share_memory: bool
+) -> None:
+    first, second = ranks.run(_shared_between_processes, by_layer, share_memory)
+    assert first.startswith("PeerError: ")
+    assert second.startswith(f"ValueError: {SHARED}")
+
+
+def _write_to_one(v: tuple[Tensor, Tensor]) -> Tensor:
+    h, other = v
+    product = other * other.exp()
+    return product + h.mul_(2)
+
+
+def _not_shared_between_processes(_: int, __: int) -> dict[str, Any]:
+    with ProcessPipe(sharing(lambda h: h + 1, _write_to_one), [3, 2], timeout=30) as pipe:
+        pipe.train_step(*sequences(), square_error, "1f1b", 4)
+        return {name: p.grad for name, p in pipe.named_parameters().items()}
+
+
+def test_tensors_of_one_message_are_apart(ranks: Ranks) -> None:
+    """To write to one is not to write to another that autograd has saved."""
+    plain = sharing(lambda h: h + 1, _write_to_one)
+    x, y = sequences()
+    square_error(plain(x), y).backward()
+    assert_close(ranks.run(_not_shared_between_processes)[0], gradients(plain))
+
+
+# The first layer
+
+
+def conv(first: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(first, nn.Conv1d(3, 3, 1), nn.Tanh()).double()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_first_layer_may_write_to_its_micro_batch(step: Step) -> None:
+    """Micro-batches lie in the memory of one batch, which stays as it is."""
+    assert_trains_as_plain(conv(nn.Hardtanh(inplace=True)), (1, 2), step)
+    assert_trains_as_plain(conv(nn.Hardtanh(inplace=True)), (2, 1), step)
+
+
+def test_the_first_layer_may_write_to_an_input_that_wants_a_gradient() -> None:
+    model, (x, y) = conv(Call(lambda h: h.mul_(3).sin_())), sequences()
+    found = []
+    with Pipe(cut(model, (1, 2)), split_size=2) as pipe:
+        for run in (model, pipe):
+            leaf = x.clone().requires_grad_()
+            square_error(run(leaf.clone()), y).backward()
+            found.append({"x": leaf.grad})
+    assert_close(found[1], found[0])
 
 
 # Values whose tensors are not seen

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline import schedule as sched
@@ -519,3 +520,29 @@ def test_layers_that_write_in_place_and_buffers(ranks: Ranks) -> None:
     expected = gradients(plain) | dict(plain.named_buffers())
     found = _merge(ranks.run(_odd_layers))["all"]
     assert_close(_in_order(found, list(expected)), expected)
+
+
+def _one_pipe_after_another(rank: int, _: int) -> list[Found]:
+    """Of the last two of three ranks, of which one is in a group more."""
+    alone = dist.new_group([1], use_local_synchronization=True) if rank == 1 else None
+    group = dist.new_group([1, 2])
+    found = []
+    for _ in range(3 if rank > 0 else 0):
+        with ProcessPipe(tower(), [2, 4], group=group, share_memory=False, timeout=20) as pipe:
+            pipe.train_step(*batch(8), square_error, "1f1b", 4)
+            found.append(_of(pipe))
+    for made in (alone, group):
+        if rank > 0 and made is not None:
+            dist.destroy_process_group(made)
+    return found
+
+
+def test_pipes_of_some_ranks_are_made_one_after_another(three_ranks: Ranks) -> None:
+    """Groups that were closed left their traces in the store; ranks are in several groups."""
+    _, first, second = three_ranks.run(_one_pipe_after_another)
+    assert len(first) == len(second) == 3
+    plain = tower()
+    x, y = batch(8)
+    square_error(plain(x), y).backward()
+    for one, other in zip(first, second, strict=True):
+        assert_close(one | other, gradients(plain))
