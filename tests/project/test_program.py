@@ -38,7 +38,7 @@ def test_it_ends_well_and_is_quiet(trained: Run) -> None:
 
 def test_it_says_what_it_trains_and_how_well(trained: Run) -> None:
     lines = trained.stdout.split("\n")
-    assert lines[0].startswith("gpt2-mini: 1 blocks of width 32, vocabulary 320, 0.0 M parameters")
+    assert lines[0].startswith("gpt2-mini: 1 block of width 32, vocabulary 320, 0.0 M parameters")
     assert lines[1].endswith(
         "pairs: 40 / 9 / 7 pairs to train / validate / test, de to en; batches of 8, fp32, cpu"
     )
