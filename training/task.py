@@ -44,7 +44,6 @@ class Task(Protocol):
     """See the head of this file. `part` of `parts` is a place on the data-parallel axis; 0 of 1 is
     the whole batch."""
 
-    unit: str  # what an example is called, in the plural
     score_name: str  # "BLEU" or "accuracy"
     steps_per_epoch: int
     files: dict[str, bytes]  # small files that every checkpoint and export needs, by name

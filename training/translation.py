@@ -68,7 +68,7 @@ class TranslationTask:
         files: those of a checkpoint to resume, on rank 0; by default they are made.
     """
 
-    unit, score_name = "sentences", "BLEU"
+    score_name = "BLEU"
     cpu_positions = CPU_POSITIONS
 
     def __init__(

@@ -126,7 +126,7 @@ def picture_loss(logits: Tensor, labels: Tensor) -> Tensor:
 class PictureTask:
     """VGG16 that tells the classes of pictures apart; see `training.task.Task`."""
 
-    unit, score_name = "pictures", "accuracy"
+    score_name = "accuracy"
     files: dict[str, bytes]
 
     def __init__(self, args: Any, world: World, sets: PictureSets) -> None:

@@ -178,7 +178,6 @@ KINDS = (
     Kind(
         "orphan stopped", "kill -9 of the parent while a rank is stopped", _orphan_stopped,
         {OWN: End((-9,), None, (), None), TORCHRUN: End((-9,), None, (), None)},
-        at_any_time=False,  # while it imports, it cannot have asked the system to end it too
     ),
 )  # fmt: skip
 
