@@ -39,7 +39,7 @@ from training.launch import World, launch, setup
 from training.loop import recipe_of, run, train
 from training.optimization import Optimizers
 from training.replicated import Replicated
-from training.saving import NO_RESUME, Resume, check_resume, find_resume
+from training.saving import NO_RESUME, Resume, find_resume
 from training.text import Texts
 from training.translation import FILES, TranslationTask
 from training.workdir import alone_in_workdir
@@ -78,9 +78,8 @@ def main() -> None:
     """The program."""
     args = parse_data_parallel(__doc__)
     with alone_in_workdir(args):
-        resume = find_resume(args)
         texts = read_texts(args)
-        check_resume(args, resume, len(texts.splits["train"]), texts.fingerprint())
+        resume = find_resume(args, len(texts.splits["train"]), texts.fingerprint())
         launch(run_dp, launch_settings(args), args, texts, resume)
 
 

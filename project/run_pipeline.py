@@ -29,7 +29,7 @@ from project.utils import finish, plan_of, read_texts, run_program
 from training.errors import run_here
 from training.launch import World, quiet_libraries
 from training.loop import run
-from training.saving import check_resume, find_resume
+from training.saving import find_resume
 from training.staged import BlocksInThreads, StagesInThreads
 from training.translation import FILES, TranslationTask
 from training.workdir import alone_in_workdir
@@ -38,9 +38,8 @@ from training.workdir import alone_in_workdir
 def run_pp(args: Any, devices: list[torch.device]) -> None:
     """The program: trains, evaluates after each epoch, writes its results."""
     world = World(device=torch.device("cpu") if devices[0].type == "cpu" else devices[0])
-    resume = find_resume(args)
     texts = read_texts(args)
-    check_resume(args, resume, len(texts.splits["train"]), texts.fingerprint())
+    resume = find_resume(args, len(texts.splits["train"]), texts.fingerprint())
     task = TranslationTask(args, world, texts, resume.files(FILES))
     plan = plan_of(args, world, workers="stage", schedule=args.schedule)
     model: BlocksInThreads | StagesInThreads

@@ -38,7 +38,7 @@ from training.parallel import lay_out
 from training.pictures import PictureSets, load_pictures
 from training.replicated import Replicated
 from training.results import SUMMARY, write_json
-from training.saving import NO_RESUME, Resume, check_resume, find_resume
+from training.saving import NO_RESUME, Resume, find_resume
 from training.task import Task
 from training.text import Texts
 from training.translation import FILES, TranslationTask
@@ -105,10 +105,9 @@ def main() -> None:
     """The program."""
     args = parse_train(__doc__)
     with alone_in_workdir(args):
-        resume = find_resume(args)
         data = read_data(args)
         size = len(data.train if isinstance(data, PictureSets) else data.splits["train"])
-        check_resume(args, resume, size, data.fingerprint())
+        resume = find_resume(args, size, data.fingerprint())
         launch(run_rank, launch_settings(args), args, data, resume)
 
 

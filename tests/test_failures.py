@@ -6,6 +6,7 @@ The short form of `python -m tests.chaos`: on programs that import little, sever
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,17 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.__main__ import main
-from tests.chaos.attempt import Attempt, half_written
-from tests.chaos.kinds import FAILED, TRACEBACK, End, judge
+from tests.chaos.kinds import FAILED, TRACEBACK
 from tests.chaos.programs import OWN, TORCHRUN
 from tests.chaos.run import Run, until
 
-SOON = 30.0  # seconds that the start or the end of a process may take here
+START = 120.0  # seconds that the start of ranks may take here, on a busy machine
+SOON = 30.0  # ... and their end
 LIGHT = [sys.executable, "-m", "tests.training.programs"]
 RESTARTED = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-    "--max-restarts", "3", "-m", "tests.training.programs",
+    "--max-restarts", "2", "-m", "tests.training.programs",
 ]  # fmt: skip
 
 
@@ -39,13 +39,13 @@ def two_runs(tmp_path: Path) -> Iterator[tuple[Run, Run]]:
             run = Run([*LIGHT, "meet", str(folder)], folder, OWN)
             runs.append(stack.enter_context(run))
         files = [folder / f"{rank}.json" for folder in folders for rank in range(2)]
-        assert until(lambda: all(file.exists() for file in files), SOON), runs[0].said()
+        assert until(lambda: all(file.exists() for file in files), START), runs[0].said()
         yield runs[0], runs[1]
 
 
 def test_two_runs_at_once(two_runs: tuple[Run, Run]) -> None:
-    """They do not meet, listen on loopback alone, and leave nothing: not when the terminal of one
-    is closed, and not when a rank of the other is killed."""
+    """They do not meet, listen on loopback alone, and leave nothing: not when the parent of one is
+    killed, and not when a rank of the other is."""
     for run in two_runs:
         met = [json.loads((run.tmp.parent / f"{r}.json").read_text()) for r in range(2)]
         assert met == [[run.process.pid] * 3] * 2
@@ -54,9 +54,9 @@ def test_two_runs_at_once(two_runs: tuple[Run, Run]) -> None:
     first, second = two_runs
     assert not {port for _, port in first.listening} & {port for _, port in second.listening}
 
-    first.close_terminal()
+    first.process.kill()
     second.ranks()[0].kill()
-    for run, status in ((first, 128 + signal.SIGHUP), (second, 1)):
+    for run, status in ((first, -signal.SIGKILL), (second, 1)):
         assert run.wait(SOON) is not None
         assert (run.process.returncode, run.leftovers()) == (status, [])
     assert [FAILED.findall(run.said()) for run in two_runs] == [[], ["0"]]
@@ -64,16 +64,26 @@ def test_two_runs_at_once(two_runs: tuple[Run, Run]) -> None:
     assert [run.said().count(TRACEBACK) for run in two_runs] == [0, 0]
 
 
+def test_ctrl_c_while_ranks_import_their_libraries_prints_nothing(tmp_path: Path) -> None:
+    """It reaches every process of the terminal."""
+    with Run([*LIGHT, "meet", str(tmp_path)], tmp_path, OWN) as run:
+        assert until(lambda: len(run.ranks()) == 2, START)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.wait(SOON) is not None
+        assert (run.process.returncode, run.leftovers()) == (128 + signal.SIGINT, [])
+        assert FAILED.findall(run.said()) == [] and TRACEBACK not in run.said()
+
+
 def test_misfortunes_under_torchrun(tmp_path: Path) -> None:
-    """A rank raises; one is killed; both find a mistake of the user's; and at last torchrun is
-    killed, a rank being stopped."""
+    """A rank raises; both find a mistake of the user's; and at last torchrun is killed, a rank
+    being stopped."""
     with Run([*RESTARTED, "misfortunes", str(tmp_path)], tmp_path, TORCHRUN) as run:
         last = [tmp_path / f"{rank}.json" for rank in range(2)]
-        assert until(lambda: all(file.exists() for file in last), 80), run.said()
+        assert until(lambda: all(file.exists() for file in last), START), run.said()
         said = run.said()
         assert FAILED.findall(said) == ["1"]
         once = [
-            "ValueError: the bug of rank 1", TRACEBACK, "failed (exitcode: -9) local_rank: 1",
+            "ValueError: the bug of rank 1", TRACEBACK,
             "--model x: no such model; --model gpt2 works",
         ]  # fmt: skip
         assert [said.count(words) for words in once] == [1] * len(once), said
@@ -82,52 +92,3 @@ def test_misfortunes_under_torchrun(tmp_path: Path) -> None:
         run.process.kill()
         assert run.wait(SOON) is not None
         assert run.leftovers() == []
-
-
-# ------------------------------------------------------------------ what the tool itself can see
-
-LEAKY = """
-import os, socket, subprocess, sys, tempfile
-listening = socket.create_server(("127.0.0.1", 0), backlog=1)
-os.set_inheritable(listening.fileno(), True)
-tempfile.mkstemp(prefix="forgotten")
-subprocess.Popen(["sleep", "50"], close_fds=False, start_new_session=True)
-sys.stdin.readline()
-"""
-
-
-def test_what_is_left_is_found(tmp_path: Path) -> None:
-    (tmp_path / "work" / "checkpoints" / ".000002-epoch1.part").mkdir(parents=True)
-    with Run([sys.executable, "-S", "-c", LEAKY], tmp_path) as run:
-        assert until(lambda: len(run.processes()) == 2, SOON)
-        run.look()
-        ((_, port),) = run.listening
-        run.process.kill()
-        assert run.wait(0.5) is None
-        left = run.leftovers(0)
-        (sleeper,) = run.processes()
-    assert left[:2] == [f"process {sleeper.pid} (sleep 50)", f"port {port}"]
-    assert [words.startswith("temporary file forgotten") for words in left[2:]] == [True]
-    found = half_written(tmp_path / "work")
-    assert found == ["half-written checkpoints/.000002-epoch1.part"]
-
-
-def test_a_violation_is_shown_and_makes_the_status_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def make(attempt: Attempt) -> None:  # what it would find
-        attempt.seconds, attempt.status, attempt.left, attempt.said = 1.5, 0, ["port 1"], "a\nb\n"
-        attempt.wrong = judge(End((1,), True, ("boom",)), 0, attempt.said, 1)
-
-    monkeypatch.setattr(Attempt, "make", make)
-    assert main(["--only", "kill", "--program", "data parallel"]) == 1
-    lines = [line.strip() for line in capsys.readouterr().out.split("\n")]
-    assert lines[0].startswith("1/1  WRONG  data parallel: kill, rank ")
-    assert lines[1:7] == [
-        "status 0, and not 1", "named [], and not [['1']]", "'boom' is read 0 times",
-        "left: port 1", "| a", "| b",
-    ]  # fmt: skip
-    assert lines[8:10] == [
-        "program        kind  tried  missed  in time  as it must  left  slowest end",
-        "data parallel  kill      1       0        1           0     1        1.5 s",
-    ]

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from tests.chaos.programs import TINY
+from tests.project.programs import names_in, run
+from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 MEET = "10.213.7.1"  # of the first; the other is 10.213.7.2
@@ -61,7 +63,9 @@ def losses(workdir: Path, rank: int) -> list[float]:
     return [result["training_loss"], result["validation_loss"]]
 
 
-def test_two_hosts_train_as_two_ranks_of_one(hosts: list[str], tmp_path: Path) -> None:
+def test_two_hosts_train_as_two_ranks_of_one(
+    hosts: list[str], ranks: Ranks, tmp_path: Path
+) -> None:
     folders, processes = [tmp_path / name for name in hosts], []
     try:
         for i, (host, folder) in enumerate(zip(hosts, folders, strict=True)):
@@ -84,10 +88,12 @@ def test_two_hosts_train_as_two_ranks_of_one(hosts: list[str], tmp_path: Path) -
             process.terminate()
             process.wait()
     assert statuses == [0, 0], "\n".join((folder / "said").read_text() for folder in folders)
-    alone = [sys.executable, *PROGRAM, "--world_size", "2", "--workdir", "work"]
-    subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, timeout=LIMIT)
+    alone = " ".join(["run_data_parallel", *PROGRAM[1:], "--workdir", str(tmp_path / "work")])
+    assert run(alone, ranks)[1] is None
     for i, folder in enumerate(folders):
         # Sums over a network are taken in another order than those in shared memory.
         expected = pytest.approx(losses(tmp_path / "work", i), rel=1e-6)
         assert losses(folder / f"work{i}", i) == expected
     assert (folders[0] / "work0" / "summary.json").exists()
+    assert names_in(folders[0] / "work0" / "checkpoints") == ["000001-epoch0-step8"]
+    assert names_in(folders[1] / "work1" / "checkpoints") == []

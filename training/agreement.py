@@ -2,17 +2,15 @@
 
 Problem: ranks on several hosts read options, data and tokenizer from folders of their own. Where
 one host's has leftovers, a rank trains another model of the same shape, and gradients of different
-models are averaged without a word. Replicas that start alike may also come apart later,
-by a bug or a faulty machine.
+models are averaged without a word. Replicas that start alike may also come apart later, by a bug or
+a faulty machine.
 
-Idea: each rank hashes what it has and sends the hashes, not the things. `check_same` is for what is
-compared once, at the start; `check_replicas` for parameters, at the start and after every epoch. It
-compares every parameter that more than one rank holds: all of them in data parallelism, the tied
-ones of a pipeline, none of FSDP's shards.
+Idea: each rank hashes what it has and sends the hashes. `check_same` is for what is compared once,
+at the start; `check_replicas` for the parameters that more than one rank holds, at the start and
+after every epoch: all of them in data parallelism, the tied ones of a pipeline, none of FSDP's.
 
-Cost: one pass over the parameters that are compared, measured at 1.1 GiB/s on one core, so 13 ms
-for gpt2-mini and 0.45 s for gpt2 (0.5 GB) per call; on a GPU, also a copy to the CPU. Each rank
-sends names and 16 bytes for each, 10 KB for gpt2; 50 options take 4 ms on two busy cores.
+Cost: one pass over the parameters that are compared, measured at 1.1 GiB/s on one core, so 0.45 s
+for gpt2 (0.5 GB); on a GPU, also a copy to the CPU.
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from training.launch import RunError, World
+from training.launch import RunError, World, gather_over_ranks
 
 SHOWN = 3  # differences that an error names
 
@@ -37,22 +34,12 @@ OF_A_HOST = {
 }  # fmt: skip
 
 
-def option_values(options: Mapping[str, Any]) -> dict[str, bytes]:
-    """The options of a run, by their names, for `check_same`; without those OF_A_HOST."""
-    return {
-        f"--{name}": repr(value).encode()
-        for name, value in options.items()
-        if name not in OF_A_HOST
-    }
-
-
 def run_things(options: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, bytes]:
     """What a run starts from, for `check_same`: its options and the fingerprints of its data. (The
     checkpoint that it resumes is rank 0's on all ranks.)"""
-    return {
-        **option_values(options),
-        **{f"the {split} data": value.encode() for split, value in data.items()},
-    }
+    compared = {f"--{name}": repr(v) for name, v in options.items() if name not in OF_A_HOST}
+    splits = {f"the {split} data": value for split, value in data.items()}
+    return {name: value.encode() for name, value in (compared | splits).items()}
 
 
 def check_same(world: World, things: Mapping[str, bytes]) -> None:
@@ -66,7 +53,7 @@ def check_same(world: World, things: Mapping[str, bytes]) -> None:
     """
     if world.world_size == 1:
         return
-    every = _gather(world, {name: _digest(value) for name, value in things.items()})
+    every = gather_over_ranks({name: _digest(value) for name, value in things.items()}, world)
     names = list(dict.fromkeys(name for found in every for name in found))
     apart = {
         name: [r for r, found in enumerate(every) if found.get(name) != every[0].get(name)]
@@ -92,22 +79,18 @@ def check_replicas(world: World, parameters: Mapping[str, Tensor], when: str) ->
     """
     if world.world_size == 1:
         return
-    holders = Counter(name for names in _gather(world, list(parameters)) for name in names)
+    holders = Counter(
+        name for names in gather_over_ranks(list(parameters), world) for name in names
+    )
     mine = {n: _digest(_bytes(p)) for n, p in parameters.items() if holders[n] > 1}
     first: dict[str, tuple[int, bytes]] = {}  # a name's first holder
     apart: dict[str, list[int]] = {}
-    for rank, found in enumerate(_gather(world, mine)):
+    for rank, found in enumerate(gather_over_ranks(mine, world)):
         for name, digest in found.items():
             if first.setdefault(name, (rank, digest))[1] != digest:
                 apart.setdefault(name, []).append(rank)
     if wrong := [f"{n} ({_on(r)}, against rank {first[n][0]})" for n, r in apart.items()]:
         raise RunError(f"replicas have come apart {when}: {_first(wrong)}")
-
-
-def _gather(world: World, value: Any) -> list[Any]:
-    every: list[Any] = [None] * world.world_size
-    dist.all_gather_object(every, value)
-    return every
 
 
 def _digest(content: bytes | memoryview) -> bytes:

@@ -1,10 +1,8 @@
 """How a program ends: by a user's mistake, a failure or a signal; each is said once.
 
-Problem: under torchrun every rank runs the whole program, so all find the same mistake, and a rank
-that fails makes others fail a moment later. Nobody of ours watches them all.
-
-Idea: torchrun ends all ranks as soon as one has ended. So a rank that says what another says as
-well, or knows better, waits GRACE seconds to be ended, and speaks only if it is not.
+Under torchrun every rank runs the whole program: all find the same mistake, and a rank that fails
+makes others fail. torchrun ends all as soon as one has ended, so a rank that says what another says
+as well, or knows better, waits GRACE seconds to be ended, and speaks only if it is not.
 
 This module does not import torch: a mistyped option is answered at once. It and `launch` are the
 only ones that read or write the environment.
@@ -24,7 +22,8 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 GRACE = 5.0  # seconds: for the rank that knows better to speak, for a process to end as it wants
-ASKED = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
+OF_TERMINAL = [getattr(signal, n) for n in ("SIGINT", "SIGHUP") if hasattr(signal, n)]
+ASKED = [*OF_TERMINAL, signal.SIGTERM]
 
 
 class UserError(Exception):
@@ -84,13 +83,8 @@ def leave(message: str, status: int) -> NoReturn:
 
 
 def run_here(main: Callable[..., None], *args: Any) -> None:
-    """Runs main(*args) in this process, for a run without ranks. It fails as a rank does:
-
-    Raises:
-        UserError, RunError, Interrupted: as they are.
-        SystemExit: with status 1, whatever main raised, a SystemExit(0) of a layer among others;
-            the traceback has been printed.
-    """
+    """Runs main(*args) in this process, for a run without ranks. It fails as a rank does, with
+    status 1 and a traceback, whatever main raised, a SystemExit(0) of a layer among others."""
     try:
         main(*args)
     except (UserError, RunError, Interrupted):

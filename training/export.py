@@ -14,14 +14,13 @@ import json
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from training.checkpoint import SaveError, sync, sync_all
+from training.checkpoint import SaveError, aside_of, put_in_place
 from training.launch import UserError, World
 
 FILE_BYTES = 1 << 30  # of weights in one file, unless a single one has more
@@ -35,26 +34,16 @@ def check_export(folder: Path, workdir: Path) -> None:
             f"--export {folder}: it would replace --workdir {workdir}; --export "
             f"{workdir / 'exported'} works"
         )
-    try:
-        free = not folder.exists() or (folder.is_dir() and _may_be_replaced(folder))
-    except OSError as error:
-        raise UserError(
-            f"--export {folder}: nothing can be written there ({error.strerror}); name a folder of "
-            "your own, as --export exported"
-        ) from error
-    if not free:
+    if not folder.exists():
+        return
+    paths = list(folder.iterdir()) if folder.is_dir() else [folder]
+    weights = any(path.suffix == ".safetensors" for path in paths)
+    earlier = weights and (folder / "config.json").is_file() and all(p.is_file() for p in paths)
+    if paths and not earlier:
         raise UserError(
             f"--export {folder}: something else is there; name a new folder, as --export "
             f"{folder}_gpt2"
         )
-
-
-def _may_be_replaced(folder: Path) -> bool:
-    """Whether the folder is empty, or an export; a workdir has a config.json, too."""
-    paths = list(folder.iterdir())
-    weights = any(path.suffix == ".safetensors" for path in paths)
-    export = (folder / "config.json").is_file() and weights
-    return not paths or (export and all(path.is_file() for path in paths))
 
 
 def export(
@@ -72,16 +61,24 @@ def export(
     Raises:
         SaveError: on rank 0: they cannot be written. What was there before still is.
     """
-
-    def write(aside: Path) -> None:
+    if not world.is_main:
+        deque(weights, maxlen=0)
+        return
+    folder = folder.resolve()
+    aside = aside_of(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir()
         write_rest(aside)
         _write_weights(aside, weights)
-
-    try:
-        if world.is_main:
-            put_in_place(folder, write)
+        for path in aside.iterdir():  # safetensors lets only the owner read
+            path.chmod((aside / "config.json").stat().st_mode)
+        put_in_place(aside, folder)
+    except (OSError, SafetensorError) as error:
+        raise SaveError(f"--export {folder}: cannot be written ({error})") from error
     finally:
-        deque(weights, maxlen=0)  # what other ranks still send, if this one could not write
+        deque(weights, maxlen=0)  # what other ranks still send, if it could not be written
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -107,44 +104,3 @@ def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
     else:
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def put_in_place(folder: Path, write: Callable[[Path], None]) -> None:
-    """Makes `folder` what `write` writes into the folder that it is given, all or nothing.
-
-    Raises:
-        SaveError: it cannot be written. What was there before still is.
-    """
-    folder = folder.resolve()
-    aside, old = _beside(folder)
-    clean_export(folder)
-    try:
-        aside.mkdir()
-        write(aside)
-        for path in aside.iterdir():  # safetensors lets only the owner read
-            path.chmod((aside / "config.json").stat().st_mode)
-        sync_all(aside)
-        if folder.exists():
-            folder.rename(old)
-        aside.rename(folder)
-        sync(folder.parent)
-    except (OSError, SafetensorError) as error:
-        raise SaveError(f"--export {folder}: cannot be written ({error})") from error
-    finally:
-        clean_export(folder)
-
-
-def clean_export(folder: Path) -> None:
-    """Removes what an export that was killed has left beside its folder; an earlier one that it had
-    moved out of the way is put back."""
-    aside, old = _beside(folder.resolve())
-    if old.exists() and not folder.exists():
-        with suppress(OSError):
-            old.rename(folder)
-    for path in (aside, old) if folder.exists() else (aside,):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _beside(folder: Path) -> tuple[Path, Path]:
-    """Where an export is written, and where an earlier one is while it is being replaced."""
-    return folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")

@@ -9,15 +9,15 @@ and hands the socket over to rank 0. So no port can be lost to another run, and 
 another interface, as torch's store does by default. Each rank has a pipe to the parent: its work
 comes through it, and its report of how it ended goes back.
 
-    what happens to a rank         who notices it                    what is named
+    what happens to a rank         who notices it                    what is said
     it raises                      the parent, by its report         the rank, its traceback
     it is killed, or just leaves   the parent, by the pipe's end     the rank, how it died
-    it is stopped                  the others, after `timeout`       the rank, that it is stopped
+    it is stopped                  the others, after `timeout`       the rank does not answer
     the parent dies                the system ends it (on Linux)
 
-A rank that lost its connection to another, or waited for it in vain, says so: it is named only
-where no other cause is found. Nobody waits in a collective for longer than `timeout`, and a rank
-is done when all are.
+A rank that lost its connection to another, or waited for it in vain, reports that as a
+consequence: it is named only where no other cause is found. Nobody waits in a collective for longer
+than `timeout`, and a rank is done when all are.
 
 Rejected: `torch.distributed.elastic.multiprocessing`; see docs/log.md.
 """
@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context, parent_process, resource_tracker
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.cores import core_slice
-from training.errors import ASKED, GRACE, format_error, leave, say
+from training.errors import GRACE, OF_TERMINAL, format_error, leave, say
 from training.errors import RunError as RunError  # where all look for them
 from training.errors import UserError as UserError
 from training.errors import torchrun_world_size as torchrun_world_size
@@ -56,7 +56,6 @@ DEFAULT_PORT = 11868
 LOOPBACK = "127.0.0.1"
 _BEAT = 0.1  # seconds between signs of life: less than any time-out
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
-DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
 @dataclass(frozen=True)
@@ -143,9 +142,9 @@ def setup(
 
 
 def stay_on_interface_to(host: str) -> None:
-    """Ranks talk over the interface that reaches `host`: those of one machine over loopback, which
-    nothing outside can reach; those of several over the one that reaches torchrun's store, and not
-    over whatever their own host's name stands for. A user's choice is kept, but on one machine."""
+    """Ranks talk over the interface that reaches `host`: those of one machine over loopback, those
+    of several over the one that reaches torchrun's store, whatever their own host's name stands
+    for. A user's choice is kept, but on one machine."""
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing: it looks up the way
@@ -195,7 +194,7 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
     context = get_context("spawn")
     pipes, processes = [], []
     try:
-        with _signals_held():
+        with terminal_ignored():
             for rank in range(settings.world_size):
                 ours, theirs = context.Pipe()
                 handed = (listener,) if rank == 0 else ()
@@ -217,29 +216,24 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
         listener.close()
         for process in processes:
             process.kill()
-        for process in processes:
             process.join(GRACE)
+    if failure is not None and failure.kind is not None:
+        raise failure.kind(failure.text)
     if failure is not None:
-        if failure.kind is not None:
-            raise failure.kind(failure.text)
         say(f"\nrank {failure.rank} failed; the run has been ended.\n{failure.text}")
         raise SystemExit(1)
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
-    """Within it this process is not interrupted, so it knows all that it has started; and what it
-    starts hears nothing of Ctrl-C, which reaches all processes of a terminal, until it says how it
-    takes it: each rank would print where in its imports it was."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # the first start() would, and then unblocks the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
+def terminal_ignored() -> Iterator[None]:
+    """Within it Ctrl-C and the end of the terminal are ignored, and by what is started within it
+    for ever: they reach all processes of a terminal, and the parent ends the others."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in OF_TERMINAL}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _send(pipe: Connection, work: bytes) -> None:
@@ -286,11 +280,9 @@ def watch(processes: Sequence[Any], pipes: Sequence[Any], timeout: float) -> Fai
                 consequences.append(failure)
             # When one rank is done, all have met at the end.
             deadline = min(deadline, time.monotonic() + (GRACE if consequences else timeout))
-    for rank in silent.values():
-        if psutil.Process(processes[rank].pid).status() == psutil.STATUS_STOPPED:
-            return Failure(rank, "It is stopped (by SIGSTOP) and does not answer.\n")
-    if silent and not consequences:
-        return Failure(min(silent.values()), "It does not end, and the others have.\n")
+    if silent:
+        seen = consequences[0].text if consequences else ""
+        return Failure(min(silent.values()), f"It does not answer.\n{seen}")
     return consequences[0] if consequences else None
 
 
@@ -306,11 +298,6 @@ def _rank_main(
     rank: int, settings: Settings, backend: str, port: int, pipe: Any, listener: Any = None
 ) -> None:
     """A rank's life. Sends None when it is done, else its `Failure`."""
-    for number in ASKED:
-        if number != signal.SIGTERM:
-            signal.signal(number, signal.SIG_IGN)  # it reaches the parent, which ends us
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
     _end_with_parent()
     world_size = settings.world_size
     try:
@@ -341,8 +328,6 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
         # started again could find the addresses of those before them. (Of ranks on several machines
         # nobody knows which attempt all are at.)
         if local_size == world_size and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # The store's client would go on trying where torchrun has gone; this raises at once.
-            socket.create_connection((host, port), settings.timeout).close()
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
             kept = dist.TCPStore(host, port, world_size, False, limit)  # type: ignore[attr-defined]
             store = dist.PrefixStore(f"attempt {attempt}", kept)  # type: ignore[attr-defined]
@@ -423,16 +408,6 @@ def on_main(world: World, work: Callable[[], None]) -> None:
         teller.join()
 
 
-def sum_over_ranks(values: Sequence[float], world: World) -> list[float]:
-    """Sums each value over the ranks."""
-    if world.world_size == 1:
-        return list(values)
-    wide = torch.float32 if world.device.type == "mps" else torch.float64
-    total = torch.tensor(values, dtype=wide, device=world.device)
-    dist.all_reduce(total)
-    return total.tolist()
-
-
 def gather_over_ranks(value: T, world: World, group: Any = None) -> list[T]:
     """Every rank's value, by rank, on every rank."""
     if world.world_size == 1:
@@ -443,9 +418,8 @@ def gather_over_ranks(value: T, world: World, group: Any = None) -> list[T]:
 
 
 def quiet_libraries() -> None:
-    """Silences the advice and progress bars of libraries; the programs have their own. The
-    environment is for those that are imported later, and for the ranks; the loggers are for those
-    that have been."""
+    """Silences the advice and progress bars of libraries: by the environment those that are
+    imported later, here and in the ranks, and the others by their loggers."""
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",

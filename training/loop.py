@@ -207,7 +207,7 @@ def run(
             model, optimizer, steps, f"Epoch {epoch}", world.rank, average_gradients_fn, length,
             before, after_step,
         )  # fmt: skip
-        saving.end_epoch(epoch, totals)
+        saving.save(epoch, totals)
         check_replicas(world, model.whole_parameters(), f"in epoch {epoch}")
         few = not whole_epochs and total < per_epoch  # too few steps to learn to translate
         results.end_epoch(epoch, totals, *_evaluate(world, task, model, score=not few))

@@ -3,19 +3,17 @@
 Problem. Backward leaves the gradient of one model in pieces: a copy on each rank, a shard, a part
 on each stage. What follows must act as one optimizer does: clip by the norm of the *whole*
 gradient, use one learning rate, and where something is not finite, leave the step out on all ranks
-or end the run on all. A rank that decided alone would drift away from the others, or let them wait.
+or end the run on all.
 
 Idea. Every process puts what it knows into one sum over all: the square of the norm of its part
 of the gradient, each element being counted by one process, and, in a place of its own, its loss.
 All get the same bits of the sum, so all come to the same conclusion. An element that is infinite
-or NaN makes the norm so: the check needs nothing that clipping does not.
-
-The learning rate of a step is a function of its number alone. A step that is left out has a number
-too, so data and schedule stay together, and a run that goes on needs to know but the number.
+or NaN makes the norm so: the check needs nothing that clipping does not. The learning rate of a
+step is a function of its number alone; a step that is left out has a number too.
 
 Cost: one pass over the gradient (a W-th of it where each of W ranks has all of it), 8 * (W + 1)
 bytes summed over the ranks; if it is clipped, another pass. For gpt2-mini on two ranks with a core
-each 2 ms, 0.2% of a step, and 1 ms for clipping; on two stages 1 ms, 0.1%.
+each 2 ms, 0.2% of a step, and 1 ms for clipping.
 
 Papers: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013 (clipping);
 Goyal et al., "Accurate, large minibatch SGD", 2017 (warm-up); Loshchilov and Hutter, "SGDR", 2017
@@ -36,8 +34,6 @@ from torch import Tensor, nn
 
 from training.launch import RunError, World
 
-LR_SCHEDULERS = ("constant", "linear", "cosine")
-ON_NAN = ("stop", "skip")
 MOST_IN_A_ROW = 20  # steps left out: the weights being the same, it is they that are bad
 
 Run = Callable[[Callable[[int], Any]], list[Any]]
@@ -89,13 +85,12 @@ class Optimizers:
 
     Args:
         optimizers: each parameter of this process is in one of them.
-        world: who this process is; `group` are those whose parts make up the gradient.
+        world: who this process is.
         counted: the parameters whose gradients this process adds to the norm, by default all. A
             gradient that several processes hold must be counted by one of them.
         run: where the work of optimizer i is done; by default here, one after the other.
 
-    `steps` is the number of the next step, from 0 over all epochs; `left_out` counts those that
-    changed nothing. `state_dict` has these; the state of each of `optimizers` is its own.
+    `steps` is the number of the next step, from 0 over all epochs.
     """
 
     def __init__(
@@ -104,17 +99,15 @@ class Optimizers:
         recipe: Recipe,
         world: World | None = None,
         *,
-        group: dist.ProcessGroup | None = None,
         counted: Collection[nn.Parameter] | None = None,
         run: Run | None = None,
     ) -> None:
         self.optimizers = list(optimizers)
         self.recipe = recipe
-        self.steps = self.left_out = 0
-        self.in_a_row = 0  # of those, the last ones that were not finite
+        self.steps = 0
+        self.in_a_row = 0  # the last ones that were not finite
         self.loss_sum = self.loss = math.nan  # of the last step, over all ranks; loss: the mean
         self._world = world or World()
-        self._group = group
         self._run = run or (lambda function: [function(i) for i in range(len(self.optimizers))])
         owned = [[p for g in o.param_groups for p in g["params"]] for o in self.optimizers]
         mine = None if counted is None else set(counted)
@@ -158,17 +151,15 @@ class Optimizers:
         if self.in_a_row == MOST_IN_A_ROW:
             raise RunError(f"{reason}, as were {MOST_IN_A_ROW - 1} before it; {self._advice()}")
         self.steps += 1
-        self.left_out += reason is not None
         return reason
 
     def state_dict(self) -> dict[str, int]:
-        """Where the run is: all that check and schedule remember."""
-        return {"steps": self.steps, "left_out": self.left_out, "in_a_row": self.in_a_row}
+        """All that check and schedule remember; the state of each optimizer is its own."""
+        return {"steps": self.steps, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from there. `state` may hold more."""
-        self.steps, self.left_out = state["steps"], state["left_out"]
-        self.in_a_row = state.get("in_a_row", 0)  # which earlier versions did not save
+        self.steps, self.in_a_row = state["steps"], state["in_a_row"]
 
     def _facts(self, loss: Tensor) -> tuple[float, list[float]]:
         """The norm of the gradient, and the loss of each rank: the same on all of them."""
@@ -182,7 +173,7 @@ class Optimizers:
         facts[0] = total
         facts[1 + self._world.rank] = loss
         if self._world.world_size > 1:
-            dist.all_reduce(facts, group=self._group)
+            dist.all_reduce(facts)
         square, *losses = facts.tolist()
         return math.sqrt(square), losses
 

@@ -1,8 +1,7 @@
 """GPT-2 weights that others have trained: a folder with weights and tokenizer, or a hub's name.
 
-Two roads to the same numbers. A process that holds the whole model lets transformers load it
-(`load_pretrained`). Where no process may, parameters are asked for one at a time, by name
-(`pretrained_initializer`), and read one at a time, from safetensors files.
+Parameters are asked for one at a time, by name, and read one at a time from safetensors files: no
+process need hold the whole model.
 
 Tokens that are ours have new rows of the embedding, which depend on the seed and the name alone.
 All weights come as float32, whatever they are stored in: an optimizer could not train bfloat16.
@@ -13,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +23,7 @@ from training.launch import UserError
 from training.model import PRESETS, generator_for
 
 if TYPE_CHECKING:  # see training/model.py
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config
 
 TOKENIZERS = ("tokenizer.json", "vocab.json")  # files, one of which a tokenizer has
 PREFIX = "transformer."  # of names; the published GPT-2 has them without it
@@ -49,23 +47,20 @@ def check_pretrained(name: str, max_length: int) -> None:
             f"--model_max_length {max_length} --model {name}: the model has {config.n_positions} "
             f"positions; --model_max_length {config.n_positions} works"
         )
-    _check_weights(name, config)
+    if Path(name).is_dir():
+        _check_embedding(name, config)
     _check_tokenizer(name, config)
 
 
-def _check_weights(name: str, config: GPT2Config) -> None:
-    """Looks at the headers of a folder's files: whether the token embedding is there, whole."""
-    found = None
-    for path in sorted(Path(name).glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (it is no dictionary)
-                    if key.removeprefix("transformer.") == "wte.weight":
-                        found = file.get_slice(key).get_shape()
-        except (SafetensorError, OSError) as error:
-            raise _no_weights(name, f"{path.name}: {error}") from error
+def _check_embedding(name: str, config: GPT2Config) -> None:
+    """Looks at the headers of a folder's files, unless they are pickled."""
+    files, found = _files_by_parameter(name), None
+    if "wte.weight" in files:
+        path, key = files["wte.weight"]
+        with safe_open(path, framework="pt") as file:
+            found = file.get_slice(key).get_shape()
     wanted = [config.vocab_size, config.n_embd]
-    if any(Path(name).glob("*.safetensors")) and found != wanted:
+    if files and found != wanted:
         raise _no_weights(name, f"wte.weight is {found or 'missing'}, config.json says {wanted}")
 
 
@@ -74,25 +69,18 @@ def _check_tokenizer(name: str, config: GPT2Config) -> None:
     own special tokens come on top, with new rows."""
     from transformers import AutoTokenizer
 
-    tokens = 0
+    reason = f"there is no {' or '.join(TOKENIZERS)}"
     # Where there is no file, transformers makes a tokenizer that knows no words.
     if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in TOKENIZERS):
         try:
             tokens = len(AutoTokenizer.from_pretrained(name))
         except Exception as error:
-            raise _no_tokenizer(
-                name, f"it cannot be read: {type(error).__name__} {error}"
-            ) from error
-    if not tokens:
-        raise _no_tokenizer(name, f"there is no {' or '.join(TOKENIZERS)}")
-    if tokens > config.vocab_size:
-        raise _no_tokenizer(
-            name, f"it has {tokens:,} tokens, and the embedding {config.vocab_size:,} rows"
-        )
-
-
-def _no_tokenizer(name: str, reason: str) -> UserError:
-    return UserError(
+            reason = f"it cannot be read: {type(error).__name__} {error}"
+        else:
+            if tokens <= config.vocab_size:
+                return
+            reason = f"it has {tokens:,} tokens, and the embedding {config.vocab_size:,} rows"
+    raise UserError(
         f"--model {name}: no tokenizer that fits comes with it ({' '.join(reason.split())[:160]}); "
         "save the one of these weights there, as --export does"
     )
@@ -107,61 +95,22 @@ def _no_weights(name: str, reason: object) -> UserError:
 
 
 def pretrained_config(name: str, num_tokens: int, dropout: float) -> GPT2Config:
-    """The configuration that comes with weights, with rows of the embedding for `num_tokens`."""
+    """The configuration that comes with weights, with rows of the embedding for `num_tokens` and
+    what this project decides about GPT-2, see model.py."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(name, **_changes(dropout))
+    config = AutoConfig.from_pretrained(
+        name, activation_function="gelu_pytorch_tanh", use_cache=False,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
     config.vocab_size = max(config.vocab_size, num_tokens)
     return config
-
-
-def _changes(dropout: float) -> dict[str, str | float | bool]:
-    """What this project decides about GPT-2, see model.py."""
-    return {
-        "activation_function": "gelu_pytorch_tanh",
-        "resid_pdrop": dropout,
-        "embd_pdrop": dropout,
-        "attn_pdrop": dropout,
-        "use_cache": False,
-    }
-
-
-def load_pretrained(name: str, vocab_size: int, dropout: float, seed: int) -> GPT2LMHeadModel:
-    """The weights of a local folder or of the hub, with embeddings for `vocab_size` tokens.
-
-    Raises:
-        UserError: there are none.
-    """
-    from transformers import GPT2LMHeadModel
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    try:
-        model, report = GPT2LMHeadModel.from_pretrained(
-            name, output_loading_info=True, **_changes(dropout)
-        )
-    except Exception as error:
-        raise _no_weights(name, error) from error
-    if report["missing_keys"]:
-        raise _no_weights(name, f"{sorted(report['missing_keys'])[0]} is missing")
-    model.float()
-    known = model.config.vocab_size
-    if known < vocab_size:
-        model.resize_token_embeddings(vocab_size, mean_resizing=False)
-        for parameter, p in model.named_parameters():
-            if parameter in EMBEDDINGS:
-                _new_rows(parameter, p.data[known:], seed)
-    return model
-
-
-def _new_rows(parameter: str, rows: Tensor, seed: int) -> None:
-    rows.copy_(torch.empty(rows.shape).normal_(0, 0.02, generator=generator_for(seed, parameter)))
 
 
 def pretrained_initializer(
     name: str, config: GPT2Config, seed: int
 ) -> Callable[[str, Tensor], None]:
-    """Fills a parameter of that name with the weights of `name`: the same as `load_pretrained`.
+    """Fills a parameter of that name with the weights of `name`.
 
     Args:
         config: of `pretrained_config`.
@@ -171,27 +120,33 @@ def pretrained_initializer(
     """
     from transformers import GPT2LMHeadModel
 
-    files = _files_by_parameter(name)
+    files, loaded = _files_by_parameter(name), dict[str, Tensor]()
     if not files:  # pickled ones, which transformers reads, and only as a whole
-        loaded = dict(load_pretrained(name, config.vocab_size, 0.0, seed).named_parameters())
-
-        @torch.no_grad()
-        def copy(parameter: str, p: Tensor) -> None:
-            p.copy_(loaded[parameter])
-
-        return copy
+        try:
+            model, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        except Exception as error:
+            raise _no_weights(name, error) from error
+        missing = report["missing_keys"]  # they have random values
+        loaded = {n: p for n, p in model.named_parameters() if n not in missing}
     with torch.device("meta"):
         wanted = [parameter for parameter, _ in GPT2LMHeadModel(config).named_parameters()]
-    if missing := [p for p in wanted if p.removeprefix(PREFIX) not in files]:
+    missing = [p for p in wanted if p.removeprefix(PREFIX) not in files and p not in loaded]
+    if missing:
         raise _no_weights(name, f"{missing[0]} is missing")
 
     @torch.no_grad()
     def read(parameter: str, p: Tensor) -> None:
-        path, key = files[parameter.removeprefix(PREFIX)]
-        with safe_open(path, framework="pt") as file:
-            stored = file.get_tensor(key)
+        if loaded:
+            stored = loaded[parameter]
+        else:
+            path, key = files[parameter.removeprefix(PREFIX)]
+            with safe_open(path, framework="pt") as file:
+                stored = file.get_tensor(key)
         if parameter in EMBEDDINGS and len(stored) < len(p):
-            _new_rows(parameter, p[len(stored) :], seed)
+            rows = p[len(stored) :]
+            rows.copy_(
+                torch.empty(rows.shape).normal_(0, 0.02, generator=generator_for(seed, parameter))
+            )
             p = p[: len(stored)]
         if stored.shape != p.shape:
             found, expected = list(stored.shape), list(p.shape)
@@ -223,8 +178,11 @@ def _files_by_parameter(name: str) -> dict[str, tuple[Path, str]]:
     if not folder.is_dir():
         folder = Path(snapshot_download(name, allow_patterns="*.safetensors"))
     found = {}
-    with ExitStack() as opened:
-        for path in sorted(folder.glob("*.safetensors")):
-            file = opened.enter_context(safe_open(path, framework="pt"))
-            found.update({key.removeprefix(PREFIX): (path, key) for key in file.keys()})  # noqa: SIM118
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (it is no dictionary)
+                    found[key.removeprefix(PREFIX)] = (path, key)
+        except (SafetensorError, OSError) as error:
+            raise _no_weights(name, f"{path.name}: {error}") from error
     return found

@@ -3,12 +3,11 @@
 A run writes under its workdir, once per epoch e, for every rank r of a data-parallel layout, and
 once for all ranks of a pipeline:
 
-    rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json     an EpochResult
+    rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json     see `Results.end_epoch`
     rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json              [{"example": ..., "gen": ...}]
 
 and at the end summary.json: speed, memory and the loss of every step. options.json has the options
-of the run, config.json and tokenizer.json the model's. Figures are drawn from these files, never
-from numbers typed in.
+of the run, config.json and tokenizer.json the model's. Figures are drawn from these files.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,24 +32,6 @@ _RESULT_FILE = re.compile(
 )
 _OTHER_FILES = re.compile(r"timeline_rank\d+\.json|trace\.json|summary\.json|training\.png")
 OPTIONS, SUMMARY, PICTURE = "options.json", "summary.json", "training.png"
-
-
-@dataclass(frozen=True)
-class EpochResult:
-    """One epoch as one rank saw it.
-
-    training_time is in seconds, without evaluation. tokens_per_sec counts every position of this
-    rank's batches, padding included, as the course does; real_tokens_per_sec only the tokens.
-    Losses are nats per target, over all ranks; `bleu` (0 to 100) or `accuracy` (percent) is in
-    `score`. Skipped steps changed nothing, and training_loss leaves them out.
-    """
-
-    training_loss: float
-    validation_loss: float
-    training_time: float
-    tokens_per_sec: float
-    real_tokens_per_sec: float
-    skipped_steps: int = 0
 
 
 class Results:
@@ -98,35 +78,45 @@ class Results:
     def end_epoch(
         self, epoch: int, totals: Totals, validation_loss: float, score: Score | None
     ) -> None:
-        """Writes the result files of this rank, and says a line."""
+        """Writes the result files of this rank, and says a line.
+
+        training_time is in seconds, without evaluation. tokens_per_sec counts every position of
+        this rank's batches, padding included, as the course does; real_tokens_per_sec only the
+        tokens. Losses are nats per target, over all ranks. Skipped steps changed nothing, and
+        training_loss leaves them out.
+        """
         seconds = max(1e-9, totals.seconds)
-        result = EpochResult(
-            training_loss=totals.loss_sum / totals.count if totals.count else math.nan,
-            validation_loss=validation_loss,
-            training_time=totals.seconds,
-            tokens_per_sec=totals.positions / seconds,
-            real_tokens_per_sec=totals.tokens / seconds,
-            skipped_steps=totals.skipped,
-        )
         self.validation_loss, self.score = validation_loss, score.value if score else math.nan
         self.generated = score.generated if score else []
+        training_loss = totals.loss_sum / totals.count if totals.count else math.nan
+        speeds = (totals.positions / seconds, totals.tokens / seconds)
+        result = {
+            "training_loss": training_loss,
+            "validation_loss": validation_loss,
+            "training_time": totals.seconds,
+            "tokens_per_sec": speeds[0],
+            "real_tokens_per_sec": speeds[1],
+            "skipped_steps": totals.skipped,
+            self.task.score_name.lower(): self.score,
+        }
         self._write_epoch(epoch, result)
-        positions, tokens = self.over_ranks(result.tokens_per_sec, result.real_tokens_per_sec)
+        positions, tokens = self.over_ranks(*speeds)
         self.history.append((totals.seconds, positions))
         shown = f"{self.score:>10.1f}" if score else f"{'-':>10}"
         self.say(
-            f"{epoch:>5}   {result.training_loss:>10.3f}   {validation_loss:>11.3f}{shown}   "
-            f"{result.training_time:>4.0f}s   {positions:>11,.0f}   {tokens:>13,.0f}"
+            f"{epoch:>5}   {training_loss:>10.3f}   {validation_loss:>11.3f}{shown}   "
+            f"{totals.seconds:>4.0f}s   {positions:>11,.0f}   {tokens:>13,.0f}"
         )
 
     def over_ranks(self, *values: float) -> list[float]:
         """Sums of what the data-parallel ranks have; stages of one pipeline count once."""
-        from training.launch import sum_over_ranks
+        from training.launch import gather_over_ranks
 
         copies = self.world.world_size / self.model.parts
-        return [value / copies for value in sum_over_ranks(values, self.world)]
+        every = gather_over_ranks(values, self.world)
+        return [sum(of_ranks) / copies for of_ranks in zip(*every, strict=True)]
 
-    def _write_epoch(self, epoch: int, result: EpochResult) -> None:
+    def _write_epoch(self, epoch: int, result: dict[str, float]) -> None:
         rank, workdir = self.world.rank, self.args.workdir
         if self.model.schedule is None:
             results, gen = f"rank{rank}_results", f"rank{rank}_gen"
@@ -134,8 +124,7 @@ class Results:
             results, gen = "eval_results", "gen"
         else:
             return
-        named = {**asdict(result), self.task.score_name.lower(): self.score}
-        write_json(workdir / f"{results}_epoch{epoch}.json", named)
+        write_json(workdir / f"{results}_epoch{epoch}.json", result)
         if self.generated:
             pairs = zip(self.task.tested(), self.generated, strict=True)
             content = [{"example": example, "gen": sentence} for example, sentence in pairs]
@@ -188,8 +177,8 @@ def options_of(args: Any) -> dict[str, Any]:
 
 
 def clear_results(workdir: Path, first: int = 0) -> None:
-    """Removes the result files of an earlier run, so that no figure mixes two runs; a run that is
-    resumed keeps those of epochs before `first`. Also what a killed run left half written."""
+    """Removes the result files of an earlier run, but those of epochs before `first`, so that no
+    figure mixes two runs. Also what a killed run left half written."""
     for path in workdir.iterdir():
         found = _RESULT_FILE.fullmatch(path.name)
         stale = int(found["epoch"]) >= first if found else path.name.endswith(".json.part")
@@ -200,11 +189,7 @@ def clear_results(workdir: Path, first: int = 0) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What is done within it writes, or removes, a file or a folder's files.
-
-    Raises:
-        RunError: it cannot, as on a full disk.
-    """
+    """Turns an error in writing, as of a full disk, into a RunError."""
     try:
         yield
     except Exception as error:
@@ -220,19 +205,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file, aside and renamed: a reader never sees half of it.
-
-    Raises:
-        RunError: it cannot be written; what was there before still is.
-    """
+    """Writes a file, aside and renamed: a reader never sees half of it. Raises RunError."""
     aside = path.with_name(path.name + ".part")
     try:
         with writing(path):
             aside.write_text(text, encoding="utf-8")
             aside.replace(path)
     finally:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -257,14 +237,12 @@ def _finite(content: Any) -> Any:
 
 def read_results(workdir: Path, prefix: str) -> list[dict[str, float]]:
     """The results of all epochs, in order, of `prefix`: `rank0_results` or `eval_results`."""
-    found = {
-        int(path.stem.rpartition("epoch")[2]): json.loads(path.read_text(encoding="utf-8"))
-        for path in workdir.glob(f"{prefix}_epoch*.json")
-    }
-    return [
-        {key: math.nan if value is None else value for key, value in found[epoch].items()}
-        for epoch in sorted(found)
-    ]
+    paths = workdir.glob(f"{prefix}_epoch*.json")
+    found = []
+    for path in sorted(paths, key=lambda path: int(path.stem.rpartition("epoch")[2])):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found.append({key: math.nan if x is None else x for key, x in content.items()})
+    return found
 
 
 def spread(values: Sequence[float], unit: str) -> str:

@@ -3,24 +3,20 @@
 A checkpoint (training/checkpoint.py) is written at the end of every epoch, before it is evaluated,
 and every --save_every steps. Beside weights, optimizer state and random states it holds the number
 of steps done, the totals of the epoch, the results so far, and the options. The global batch and
-the learning rate of a step are functions of the seed and the step's number: the position is all
-there is to know.
+the learning rate of a step are functions of the seed and the step's number.
 
 Any program resumes what any other has saved of the same model. With the same layout it computes the
 bits of a run that was never interrupted. With another one it sees the same global batches; sums are
 taken in another order, and dropout draws other masks.
 
-Cost: nothing per step; per checkpoint, three numbers per parameter to the disk, each rank writing
-its share (gpt2-mini: 46 MB in all). The time is in none of the results.
+Cost: three numbers per parameter to the disk, each rank writing its share (gpt2-mini: 46 MB in
+all). The time is in none of the results.
 """
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cache
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,11 +55,9 @@ DECIDE = {
 
 @dataclass(frozen=True)
 class Resume:
-    """What --resume found: an intact checkpoint or None, the names of damaged ones, and what there
-    is to say about it."""
+    """What --resume found: an intact checkpoint or None, and what there is to say about it."""
 
     checkpoint: Checkpoint | None
-    refused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -73,7 +67,7 @@ class Resume:
 
     def of_main(self, world: World) -> Resume:
         """What rank 0 has found, on every rank: other hosts may have other folders."""
-        return gather_over_ranks(self if world.is_main else None, world)[0] or NO_RESUME
+        return gather_over_ranks(self if world.is_main else NO_RESUME, world)[0]
 
     def files(self, names: Sequence[str]) -> dict[str, bytes] | None:
         """Small files of the checkpoint."""
@@ -83,13 +77,13 @@ class Resume:
 NO_RESUME = Resume(None)
 
 
-def find_resume(args: Any) -> Resume:
-    """The newest intact checkpoint that --resume can continue. Of torchrun's ranks only the first
-    looks; see `Resume.of_main`.
+def find_resume(args: Any, num_examples: int, fingerprint: str) -> Resume:
+    """The newest intact checkpoint, which --resume continues with this training data. Of torchrun's
+    ranks only the first looks; see `Resume.of_main`.
 
     Raises:
-        UserError: there are checkpoints and all are damaged, or the options are not those of the
-            run that saved it.
+        UserError: there are checkpoints and all are damaged; options or data are not those of the
+            run that saved it; or it has done more steps than the run is to have.
     """
     if not args.resume or torchrun("RANK", 0) != 0:
         return NO_RESUME
@@ -97,47 +91,13 @@ def find_resume(args: Any) -> Resume:
     checkpoint, refused = newest(folder)
     if checkpoint is None and refused:
         raise UserError(
-            f"--resume: every checkpoint in {folder} is damaged ({'; '.join(refused.values())}); "
+            f"--resume: every checkpoint in {folder} is damaged ({'; '.join(refused)}); "
             "without --resume the run starts from scratch"
         )
-    notes = [f"Skipped a damaged checkpoint: {line}" for line in refused.values()]
     if checkpoint is None:
-        return Resume(None, (), (f"--resume: {folder} has no checkpoint; starting from scratch.",))
-    _check_options(args, checkpoint)
-    notes.append(f"Resumed from {checkpoint.folder}: {checkpoint.state['steps']} steps done.")
-    return Resume(checkpoint, tuple(refused), tuple(notes))
-
-
-def _check_options(args: Any, checkpoint: Checkpoint) -> None:
-    name, was = checkpoint.folder.name, checkpoint.state["options"]
-    for option, value in options_of(args).items():
-        if option in DECIDE and option in was and value != was[option]:
-            now, then = _spelt(option, value), _spelt(option, was[option])
-            raise UserError(
-                f"{now} with --resume: {name} was saved with {then}; use {then}, or another "
-                "--workdir to start a new run"
-            )
-    changed = [o for o in ("n_epochs", "num_batches") if getattr(args, o) != was[o]]
-    if changed and args.lr_scheduler != "constant":
-        now, then = (_spelt(changed[0], of[changed[0]]) for of in (vars(args), was))
-        raise UserError(
-            f"{now} with --resume: {name} has a learning rate that decays over {then}; use that"
-        )
-
-
-def _spelt(option: str, value: Any) -> str:
-    """An option as a person gives it."""
-    if value is None and not option.startswith("n_"):
-        return f"no --{option}"
-    return f"--{option} {'all' if value is None else value}"
-
-
-def check_resume(args: Any, resume: Resume, num_examples: int, fingerprint: str) -> None:
-    """Raises UserError where the training data is no longer the checkpoint's, or where it has done
-    more steps than the run is to have."""
-    if resume.checkpoint is None:
-        return
-    name, state = resume.checkpoint.folder.name, resume.checkpoint.state
+        return Resume(None, (f"--resume: {folder} has no checkpoint; starting from scratch.",))
+    name, state = checkpoint.folder.name, checkpoint.state
+    _check_options(args, name, state["options"])
     if state["data"] != fingerprint:
         raise UserError(
             f"--resume: {name} was trained on other data of the same name; use another --workdir "
@@ -152,6 +112,31 @@ def check_resume(args: Any, resume: Resume, num_examples: int, fingerprint: str)
             f"--{option} {given} with --resume: {name} has done {done} steps; --{option} {least} "
             "or more works"
         )
+    notes = [f"Skipped a damaged checkpoint: {reason}" for reason in refused]
+    return Resume(checkpoint, (*notes, f"Resumed from {checkpoint.folder}: {done} steps done."))
+
+
+def _check_options(args: Any, name: str, was: Mapping[str, Any]) -> None:
+    for option, value in options_of(args).items():
+        if option in DECIDE and option in was and value != was[option]:
+            now, then = _spelt(option, value), _spelt(option, was[option])
+            raise UserError(
+                f"{now} with --resume: {name} was saved with {then}; use {then}, or another "
+                "--workdir to start a new run"
+            )
+    for option in ("n_epochs", "num_batches"):
+        if args.lr_scheduler != "constant" and getattr(args, option) != was[option]:
+            now, then = _spelt(option, getattr(args, option)), _spelt(option, was[option])
+            raise UserError(
+                f"{now} with --resume: {name} has a learning rate that decays over {then}; use that"
+            )
+
+
+def _spelt(option: str, value: Any) -> str:
+    """An option as a person gives it."""
+    if value is None and not option.startswith("n_"):
+        return f"no --{option}"
+    return f"--{option} {'all' if value is None else value}"
 
 
 class Saving:
@@ -180,15 +165,12 @@ class Saving:
     def restore(self, resume: Resume) -> Totals | None:
         """Puts weights, optimizer, random states and results back; returns the totals of the epoch
         that was saved, None where there is no checkpoint."""
-        world, args, model = self.world, self.args, self.model
-        self.saver = Saver(
-            args.workdir / CHECKPOINTS, args.keep, world, resume.refused,
-            getattr(args, "timeout", 300.0), args.async_save,
-        )  # fmt: skip
-        if world.is_main:
-            clean(self.saver.folder)  # of what a killed run has left half written
-            if resume.checkpoint is None and not args.resume:
-                set_aside(self.saver.folder)
+        world, args, model, results = self.world, self.args, self.model, self.results
+        folder, timeout = args.workdir / CHECKPOINTS, getattr(args, "timeout", 300.0)
+        clean(folder)  # of what a killed run has left half written
+        if world.is_main and not args.resume:
+            set_aside(folder)
+        self.saver = Saver(folder, args.keep, world, timeout, args.async_save)
         if resume.checkpoint is None:
             return None
         state = resume.checkpoint.state
@@ -201,7 +183,6 @@ class Saving:
             torch.manual_seed(stream(args.seed, "dropout", model.part, state["steps"]))
         self.optimizer.load_state_dict(state)
         self.saved = state["steps"]
-        results = self.results
         results.losses, results.seconds = list(state["losses"]), list(state["seconds"])
         results.history = [(seconds, speed) for seconds, speed in state["history"]]
         return share_out(state["totals"], world, model.parts)
@@ -211,11 +192,7 @@ class Saving:
         self._prune()  # that the step was finite speaks for the checkpoint before it
         every = self.args.save_every
         if every and self.optimizer.steps % every == 0:
-            self._save(epoch, totals)
-
-    def end_epoch(self, epoch: int, totals: Totals) -> None:
-        """Saves."""
-        self._save(epoch, totals)
+            self.save(epoch, totals)
 
     def close(self) -> None:
         """The run has come to its end."""
@@ -230,13 +207,13 @@ class Saving:
     def _layout(self) -> list[Any]:
         return [self.world.world_size, self.model.parts, self.model.schedule]
 
-    def _save(self, epoch: int, totals: Totals) -> None:
+    def save(self, epoch: int, totals: Totals) -> None:
+        """Saves, unless this step was saved already."""
         world, model, steps = self.world, self.model, self.optimizer.steps
         if not self.args.keep or steps <= self.saved or self.saver is None:
             return
         results = self.results
         state = {
-            "position": {"epoch": epoch, "step": totals.steps},
             **self.optimizer.state_dict(),
             "random": gather_over_ranks(random_states(model.devices), world),
             "totals": gather_over_ranks(asdict(totals), world),
@@ -247,7 +224,6 @@ class Saving:
             "data": self.fingerprint,
             "layout": self._layout(),
             "cut": model.cut,
-            "versions": versions(),
         }
         files = self.task.files if world.is_main else {}
         self.saver.save(f"epoch{epoch}-step{totals.steps}", training_pieces(model), state, files)
@@ -275,18 +251,8 @@ def share_out(totals: Sequence[Mapping[str, Any]], world: World, parts: int) -> 
     """A rank's totals: its own, or an equal share of all where the layout has changed."""
     from training.loop import Totals
 
-    own = totals[world.rank % len(totals)]
+    own = Totals(**totals[world.rank % len(totals)])
     if len(totals) == world.world_size:
-        return Totals(**own)
-    mine = {
-        name: sum(t[name] for t in totals) // parts for name in ("examples", "positions", "tokens")
-    }
-    rest = {f.name: own[f.name] for f in fields(Totals) if f.name not in mine}
-    return Totals(**rest, **mine)
-
-
-@cache
-def versions() -> dict[str, str]:
-    """Of the libraries that wrote a checkpoint."""
-    libraries = ("torch", "transformers", "tokenizers", "safetensors")
-    return {"python": platform.python_version(), **{name: version(name) for name in libraries}}
+        return own
+    counts = ("examples", "positions", "tokens")
+    return replace(own, **{name: sum(t[name] for t in totals) // parts for name in counts})

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import torch.distributed as dist
 
 from runtime.cores import core_slice
-from training.launch import World
+from training.launch import World, gather_over_ranks
 
 
 def core_notes(world: World) -> list[str]:
@@ -18,18 +15,12 @@ def core_notes(world: World) -> list[str]:
     cores already. On GPUs there is nothing to say."""
     if world.device.type != "cpu" or world.world_size == 1:
         return []
-    every: list[Any] = [None] * world.world_size
-    dist.all_gather_object(every, (socket.gethostname(), core_slice(0, 1)))
-    return sharing(every)
+    return sharing(gather_over_ranks((socket.gethostname(), core_slice(0, 1)), world))
 
 
 def sharing(cores: Iterable[tuple[str, Sequence[int]]], who: str = "ranks") -> list[str]:
-    """A line for every host on which workers share cores.
-
-    Args:
-        cores: the host of each worker, and the cores to which it is bound there.
-        who: what the workers are, in the plural.
-    """
+    """A line for every host on which workers share cores; `cores` has the host of each worker and
+    those to which it is bound there."""
     hosts: dict[str, list[Sequence[int]]] = {}
     for host, mine in cores:
         hosts.setdefault(host, []).append(mine)

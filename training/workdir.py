@@ -4,17 +4,17 @@ written stays."""
 from __future__ import annotations
 
 import argparse
-import errno
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from training.checkpoint import clean, names
+from training.checkpoint import aside_of, clean, names
 from training.errors import Interrupted, say, torchrun, torchrun_world_size
-from training.export import check_export, clean_export
+from training.export import check_export
 from training.launch import UserError
 from training.saving import CHECKPOINTS
 
@@ -27,56 +27,31 @@ def claim_folders(args: argparse.Namespace) -> None:
         raise UserError(
             f"--save_every {args.save_every} --keep 0: no checkpoint would stay; --keep 1 works"
         )
-    there = os.access(args.dataset, os.R_OK) and Path(args.dataset).is_dir()
-    if there and args.workdir.resolve() == Path(args.dataset).resolve():
-        raise UserError(
-            f"--workdir {args.workdir}: it is the --dataset, and results would be mixed into it; "
-            "--workdir workdir works"
-        )
     if args.export is not None:
-        check_export(args.export, args.workdir)
         claim_folder(args.export.resolve().parent, f"--export {args.export}", "--export exported")
+        check_export(args.export, args.workdir)
     claim_folder(args.workdir, f"--workdir {args.workdir}", "--workdir workdir")
-    _check_checkpoints(args.workdir, args.keep)
+    if args.keep:  # something else may be in their place
+        claim_folder(args.workdir / CHECKPOINTS, f"--workdir {args.workdir}", "--workdir workdir")
 
 
 def claim_folder(folder: Path, option: str, example: str) -> None:
-    """Makes the folder, and writes into it. Raises UserError where that cannot be done: `option` is
-    how it was named, and `example` what would work."""
+    """Makes the folder, and tries whether there is room for a tokenizer and for results.
+
+    Raises:
+        UserError: nothing can be written there. `option` is how it was named, and `example` what
+            would work.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _try_to_write(folder)
-    except OSError as error:
-        way_out = "name a folder of your own"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            way_out = "make room, or name a folder elsewhere"
-        raise UserError(
-            f"{option}: nothing can be written there ({error.strerror}); {way_out}, as {example}"
-        ) from error
-
-
-def _try_to_write(folder: Path) -> None:
-    """Raises OSError unless there is room for a tokenizer and for results. (The file has no name,
-    which a run that is killed would leave.)"""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(ROOM))
-        file.flush()
-        os.fsync(file.fileno())  # some file systems notice only now that they are full
-
-
-def _check_checkpoints(workdir: Path, keep: int) -> None:
-    """Raises UserError where something is in the place of the checkpoints' folder that this run
-    cannot read, or write if it is to keep some."""
-    folder = workdir / CHECKPOINTS
-    try:
-        if folder.is_symlink() or folder.exists():
-            list(folder.iterdir())
-            if keep:
-                _try_to_write(folder)
+        with tempfile.TemporaryFile(dir=folder) as file:  # of which a killed run leaves nothing
+            file.write(bytes(ROOM))
+            file.flush()
+            os.fsync(file.fileno())  # some file systems notice only now that they are full
     except OSError as error:
         raise UserError(
-            f"--workdir {workdir}: {folder} is no folder whose checkpoints this run can read and "
-            f"write ({error.strerror}); move it away, or take another --workdir, as {workdir}_2"
+            f"{option}: nothing can be written to {folder} ({error.strerror}); make room there, or "
+            f"name a folder of your own, as {example}"
         ) from error
 
 
@@ -102,10 +77,9 @@ def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
         if torchrun_world_size() is None:
             clean(args.workdir / CHECKPOINTS)
             for path in args.workdir.glob("*.json.part"):
-                with suppress(OSError):
-                    path.unlink()
+                path.unlink(missing_ok=True)
             if args.export is not None:
-                clean_export(args.export)
+                shutil.rmtree(aside_of(args.export.resolve()), ignore_errors=True)
         if lock is not None:
             os.close(lock)
 

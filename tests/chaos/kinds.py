@@ -147,7 +147,7 @@ KINDS = (
         "stop", "a rank is stopped (SIGSTOP) for longer than --timeout",
         _to_rank(signal.SIGSTOP),
         {
-            OWN: End((1,), True, ("It is stopped",)),
+            OWN: End((1,), True, ("It does not answer.",), None),
             TORCHRUN: End((1,), False, (), None),  # another says that it has waited in vain
         },
         waits=True,

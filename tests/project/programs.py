@@ -18,7 +18,7 @@ from project.utils import read_texts
 from tests.ranks import Ranks
 from training.launch import RunError, World
 from training.loop import Totals
-from training.saving import Saving, check_resume, find_resume
+from training.saving import Saving, find_resume
 
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
     "run_data_parallel": (run_data_parallel, parse_data_parallel),
@@ -72,9 +72,8 @@ def on_rank(
                 run_pipeline.run_pp(args, choose_devices(args))
                 return printed.getvalue(), None
             data = train.read_data(args) if program == "train" else read_texts(args)
-            resume = find_resume(args)
             size = len(data.splits["train"] if hasattr(data, "splits") else data.train)
-            check_resume(args, resume, size, data.fingerprint())
+            resume = find_resume(args, size, data.fingerprint())
             work = train.run_rank if program == "train" else run_data_parallel.run_dp
             work(world, args, data, resume)  # type: ignore[arg-type]
         except RunError as error:

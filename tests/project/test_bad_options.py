@@ -15,7 +15,7 @@ from tests.project.programs import FLOW, PROGRAMS, TINY, parse, run
 from training.data import train_tokenizer
 from training.launch import UserError
 from training.model import build_model, gpt2_config
-from training.saving import NO_RESUME, check_resume, find_resume
+from training.saving import NO_RESUME, find_resume
 from training.workdir import alone_in_workdir
 
 pytestmark = pytest.mark.usefixtures("elsewhere", "no_run_begins")
@@ -155,9 +155,6 @@ TABLE = [
     *((program + "--workdir taken",
        "--workdir taken: another run is writing there; --workdir taken_2 works")
       for program in ALL),
-    (DP + "--dataset pairs --workdir pairs",
-     "--workdir pairs: it is the --dataset, and results would be mixed into it; --workdir workdir "
-     "works"),
     (PP + "--export taken/file", "--export taken/file: something else is there; name a new folder, "
      "as --export taken/file_gpt2"),
 ]  # fmt: skip
@@ -246,32 +243,27 @@ def test_a_resume_with_other_options(
 def test_what_a_resume_may_change(made: Path) -> None:
     """Where to write, how long, on which devices; among it what was chosen and is now given."""
     line = f"{MADE} --workdir {made} --resume "
+    fingerprint = read_texts(parse(DP + line)).fingerprint()
     for change in (
         "--n_epochs 50", "--save_every 7", "--keep 5", "--timeout 5", "--gradient_sync flat",
         "--num_microbatches 2", "--export out", "--on_nan skip", "--world_size 4",
     ):  # fmt: skip
-        assert find_resume(parse(DP + line + change)).checkpoint is not None
-    args = parse(DP + line + "--n_epochs 1")
-    resume = find_resume(args)
+        assert find_resume(parse(DP + line + change), 20, fingerprint).checkpoint is not None
+    resume = find_resume(parse(DP + line + "--n_epochs 1"), 20, fingerprint)
     assert resume.notes == (f"Resumed from {made}/checkpoints/{NAME}: 4 steps done.",)
-    fingerprint = read_texts(args).fingerprint()
-    check_resume(args, resume, 20, fingerprint)
     for more, size, data, said in (
         ("--n_epochs 1", 10, fingerprint, "--n_epochs 1 with --resume: .* --n_epochs 2 or more "),
         ("", 20, "other", f"--resume: {NAME} was trained on other data of the same name; use "),
     ):
         with pytest.raises(UserError, match=f"^{said}"):
-            check_resume(parse(DP + line + more), resume, size, data)
+            find_resume(parse(DP + line + more), size, data)
 
 
 def test_a_schedule_ends_where_it_was_to_end(tmp_path: Path) -> None:
     line = f"{MADE} --workdir {tmp_path} --lr_scheduler cosine "
-    run(f"train single {line}", stop_at=4)
-    assert find_resume(parse(PP + line + "--resume")).checkpoint is None
     run(f"train single {line} --save_every 2", stop_at=3)
-    assert find_resume(parse(PP + line + "--resume")).checkpoint is not None
     with pytest.raises(UserError) as error:
-        find_resume(parse(PP + line + "--resume --n_epochs 2"))
+        find_resume(parse(PP + line + "--resume --n_epochs 2"), 20, "")
     assert str(error.value) == (
         "--n_epochs 2 with --resume: 000001-epoch0-step2 has a learning rate that decays over "
         "--n_epochs 1; use that"
@@ -280,7 +272,7 @@ def test_a_schedule_ends_where_it_was_to_end(tmp_path: Path) -> None:
 
 def test_without_a_checkpoint_it_begins() -> None:
     """torchrun repeats the command line: the first time there is none."""
-    assert find_resume(parse(DP + "--resume")).notes == (
+    assert find_resume(parse(DP + "--resume"), 20, "").notes == (
         "--resume: workdir/checkpoints has no checkpoint; starting from scratch.",
     )
-    assert find_resume(parse(DP)) is NO_RESUME
+    assert find_resume(parse(DP), 20, "") is NO_RESUME

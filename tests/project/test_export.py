@@ -4,11 +4,9 @@ start from it. And what --model refuses."""
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,8 @@ from project.rules import check_model
 from project.utils import read_texts
 from tests.project.programs import FLOW, TINY, VGG, names_in, parse, read_json, run, summary
 from tests.ranks import Ranks
-from training.export import export, put_in_place
+from training.checkpoint import put_in_place
+from training.export import export
 from training.launch import RunError, UserError, World
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -103,9 +102,9 @@ def fill_the_disk(_: int, patches: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def broken(folder: Path, write: Any) -> None:
+    def broken(aside: Path, folder: Path) -> None:
         patches.setattr("os.fsync", full)
-        put_in_place(folder, write)
+        put_in_place(aside, folder)
 
     patches.setattr("training.export.put_in_place", broken)
 
@@ -121,7 +120,7 @@ def test_an_export_that_fails_costs_nothing_else(ranks: Ranks) -> None:
     assert names_in(".") == ["work"]
 
 
-def test_an_export_replaces_an_earlier_one_and_nothing_else(
+def test_an_export_replaces_an_earlier_one_or_leaves_it(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
@@ -129,12 +128,11 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(
     model = GPT2LMHeadModel.from_pretrained(folder)
 
     def write() -> None:
-        weights = ((name, p.detach()) for name, p in model.named_parameters())
-        export(World(), folder, weights, model.config.save_pretrained)
+        export(World(), folder, model.named_parameters(), model.config.save_pretrained)
 
     (folder / "old.txt").touch()
     write()
-    assert not (folder / "old.txt").exists()
+    assert names_in(folder) == ["config.json", "model.safetensors"]
     assert torch.equal(logits(folder), logits(exported))
 
     def full(_: int) -> None:
@@ -150,51 +148,40 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(
 
 # What --model refuses, before any process starts
 
+SPOILT: list[tuple[str, Callable[[bytes], bytes], str]] = [
+    (
+        "model.safetensors",
+        lambda good: good[:1000],
+        "no GPT-2 weights come from this folder (model.safetensors: Error while ",
+    ),
+    (
+        "config.json",
+        lambda good: good.replace(b'"vocab_size": 300', b'"vocab_size": 301'),
+        "no GPT-2 weights come from this folder (wte.weight is [300, 16], config.json says "
+        "[301, 16]); presets need none: ",
+    ),
+    (
+        "tokenizer.json",
+        lambda _: b"{}",
+        "no tokenizer that fits comes with it (it cannot be read: KeyError 'added_tokens'); save "
+        "the one of these weights there, as --export does",
+    ),
+]
 
-def _no_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
 
-
-def _truncated(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-
-
-def _broken_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{}")
-
-
-def _other_weights(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 301}))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "why"),
-    [
-        (_truncated, "no GPT-2 weights come from this folder (model.safetensors: Error while "),
-        (
-            _other_weights,
-            "no GPT-2 weights come from this folder (wte.weight is [300, 16], config.json says "
-            "[301, 16]); presets need none: ",
-        ),
-        (
-            _no_tokenizer,
-            "no tokenizer that fits comes with it (there is no tokenizer.json or vocab.json); "
-            "save the one of these weights there, as --export does",
-        ),
-        (
-            _broken_tokenizer,
-            "no tokenizer that fits comes with it (it cannot be read: KeyError 'added_tokens'); ",
-        ),
-    ],
-)
-def test_a_model_that_does_not_fit(exported: Path, spoil: Callable[[Path], None], why: str) -> None:
+@pytest.mark.parametrize(("file", "spoil", "why"), SPOILT, ids=[file for file, _, _ in SPOILT])
+def test_a_model_that_does_not_fit(
+    exported: Path, file: str, spoil: Callable[[bytes], bytes], why: str
+) -> None:
     shutil.copytree(exported, "model")
     line = "run_data_parallel --model model --model_max_length 64"
     check_model(parse(line))
-    spoil(Path("model"))
+    path = Path("model", file)
+    path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(UserError) as error:
         parse(line)
     assert str(error.value).startswith(f"--model model: {why}")
-    assert "\n" not in str(error.value)
+    if file == "tokenizer.json":
+        path.unlink()
+        with pytest.raises(UserError, match="there is no tokenizer"):
+            parse(line)

@@ -39,21 +39,20 @@ def outcome(workdir: str) -> tuple[Any, ...]:
 
 
 SAME_LAYOUT = [
-    (f"run_data_parallel {LINE} --gradient_sync flat", 2),
-    (f"run_data_parallel {LINE} --num_microbatches 2", 2),
+    (f"run_data_parallel {LINE} --gradient_sync flat --num_microbatches 2", 2),
     (f"train fsdp {LINE} ", 2),
     (f"train pipeline {LINE} --schedule zb --balance 1,1", 2),
     (f"train ddp {VGG} --n_epochs 2 --momentum 0.5", 2),
-    (f"run_pipeline {FLOW} {LINE} --schedule 1f1b --n_chunk 3 --balance 1,1", 1),
+    (f"run_pipeline {FLOW} {LINE} --schedule 1f1b --n_chunk 3 --balance 1,1 --async_save", 1),
     (f"run_pipeline {FLOW} {LINE} --pipeline blocks --n_chunk 3", 1),
 ]
 
 
 @pytest.mark.parametrize(("line", "n"), SAME_LAYOUT, ids=[line for line, _ in SAME_LAYOUT])
 def test_with_the_same_layout_bit_for_bit(ranks: Ranks, line: str, n: int) -> None:
-    """Interrupted twice: in the first epoch a step after a checkpoint, and in the second one."""
+    """Interrupted in the first epoch, a step after a checkpoint."""
     on = ranks if n == 2 else None
-    for folder, stops in (("whole", [None]), ("parts", [3, 6, None])):
+    for folder, stops in (("whole", [None]), ("parts", [3, None])):
         workdir = Path(folder).resolve()
         where = f"--workdir {workdir} --export {workdir}/exported --save_every 2 --resume"
         for stop_at in stops:
@@ -119,11 +118,11 @@ def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> No
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
-    """It is named, and neither removed nor counted. Half of one, from a killed run, is removed."""
+    """It is named. Half of one, from a killed run, is removed."""
     line = f"run_pipeline {TINY} --n_epochs 1 --keep 1 "
     run(line + "--save_every 1 --keep 9", stop_at=3)
     folder = Path("work/checkpoints").resolve()
-    first, second, third = names_in(folder)
+    _, second, third = names_in(folder)
     (folder / third / "state.json").write_text("{}")
     (folder / ".000007-epoch5-step1.part").mkdir()
     printed, error = run(line + "--resume")
@@ -131,8 +130,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
     said = [row for row in printed.splitlines() if "checkpoint" in row]
     assert said[0].startswith(f"Skipped a damaged checkpoint: {folder / third}: ")
     assert said[1] == f"Resumed from {folder / second}: 2 steps done."
-    assert third in names_in(folder) and first not in names_in(folder)
-    assert not list(folder.glob(".*"))
+    assert names_in(folder) == ["000004-epoch0-step4"]
 
 
 def test_ranks_that_were_not_there_draw_masks_of_their_own(ranks: Ranks) -> None:
@@ -198,16 +196,15 @@ def _ruin(_: int, patches: pytest.MonkeyPatch) -> None:
     patches.setattr(Recipe, "learning_rate_at", lambda _, step: 1e30 if step == 2 else 1e-2)
 
 
-@pytest.mark.parametrize("line", ["run_data_parallel " + TINY, "train fsdp " + VGG])
-def test_ruined_weights_leave_the_last_good_ones(ranks: Ranks, line: str) -> None:
+def test_ruined_weights_leave_the_last_good_ones(ranks: Ranks) -> None:
     """The third step is finite, and what it has made of the weights is saved; the fourth is not."""
-    _, error = run(line + "--n_epochs 1 --save_every 1 --keep 1", ranks, _ruin)
+    line = f"run_data_parallel {TINY} --n_epochs 1 --save_every 1 --keep 1"
+    _, error = run(line, ranks, _ruin)
     assert error is not None and error.startswith("epoch 0, step 4 of 4: the ")
     assert names_in("work/checkpoints") == ["000002-epoch0-step2", "000003-epoch0-step3"]
     assert list(Path("work").glob("*results*")) == []
 
 
-@pytest.mark.parametrize("pipeline", ["whole", "blocks"])
-def test_a_loss_that_is_not_a_number_ends_a_run_of_threads(pipeline: str) -> None:
-    _, error = run(f"run_pipeline {FLOW} {TINY} --learning_rate 1e30 --pipeline {pipeline}")
+def test_a_loss_that_is_not_a_number_ends_a_run_of_threads() -> None:
+    _, error = run(f"run_pipeline {FLOW} {TINY} --learning_rate 1e30")
     assert error is not None and error.startswith("epoch 0, step 2 of 4: the loss is nan; try ")

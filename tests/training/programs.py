@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -50,14 +49,6 @@ def raise_on_one(world: World) -> None:
     dist.barrier()
 
 
-def killed_on_one(world: World) -> None:
-    """Rank 1 is killed, as by a system out of memory; rank 0 loses the connection to it."""
-    dist.barrier()
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.zeros(1))
-
-
 def leave_silently(_: World) -> None:
     """Ends the process, with a status that says all is well."""
     os._exit(0)
@@ -71,14 +62,6 @@ def leave(_: World) -> None:
 def user_error(_: World) -> None:
     """What only a rank can find out."""
     raise UserError("--model x: no such model; --model gpt2 works")
-
-
-def wait_forever(_: World) -> NoReturn:
-    """Says that it is there, and stays."""
-    sys.stdout.write(f"{os.getpid()}\n")  # in one piece: print() would write the line's end apart
-    sys.stdout.flush()
-    while True:
-        threading.Event().wait()
 
 
 def meet(world: World, folder: Path) -> NoReturn:
@@ -102,8 +85,6 @@ def misfortunes(world: World, folder: Path) -> None:
     if attempt == 0:
         raise_on_one(world)
     elif attempt == 1:
-        killed_on_one(world)
-    elif attempt == 2:
         user_error(world)
     else:
         meet(world, folder)

@@ -10,15 +10,14 @@ import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -31,24 +30,22 @@ from training.checkpoint import (
     Saver,
     clean,
     flat_pieces,
-    load_training,
     names,
     newest,
     open_checkpoint,
     set_aside,
-    training_pieces,
     whole,
 )
 from training.launch import World
-from training.saving import Resume, random_states, set_random_states
+from training.saving import Resume
 
 SHARD = "__0_0.distcp"
 
 
-def save(folder: Path, value: int, keep: int = 2, spare: tuple[str, ...] = ()) -> str:
+def save(folder: Path, value: int, keep: int = 2) -> str:
     """A checkpoint in whose every part `value` stands."""
     tensors = [whole("x", torch.full((3, 2), float(value))), whole("n", torch.tensor(value))]
-    saver = Saver(folder, keep, spare=spare)
+    saver = Saver(folder, keep)
     name = saver.save(f"step{value}", tensors, {"step": value}, {"note.txt": f"{value}\n".encode()})
     saver.prune()
     return name
@@ -87,18 +84,18 @@ def test_a_checkpoint_is_what_was_saved(tmp_path: Path) -> None:
     assert json.loads(files["state.json"]) == {"step": 7}
     assert list(json.loads(files["manifest.json"])) == ["format", "files"]
     found, refused = newest(folder)
-    assert (value_of(found), refused) == (7, {})
+    assert (value_of(found), refused) == (7, [])
 
 
 def test_the_newest_stay_once_a_finite_step_has_followed(tmp_path: Path) -> None:
     for value in range(1, 5):
         save(tmp_path, value, keep=3)
     assert listing(tmp_path) == ["000002-step2", "000003-step3", "000004-step4"]
-    saver = Saver(tmp_path, 1, spare=("000003-step3",))  # a damaged one: it does not count
+    saver = Saver(tmp_path, 1)
     saver.save("step5", [whole("x", torch.tensor(5))], {})
     assert len(names(tmp_path)) == 4
     saver.prune()
-    assert listing(tmp_path) == ["000003-step3", "000005-step5"]
+    assert listing(tmp_path) == ["000005-step5"]
 
 
 def test_a_run_from_scratch_leaves_nothing_to_resume_by_mistake(tmp_path: Path) -> None:
@@ -108,7 +105,7 @@ def test_a_run_from_scratch_leaves_nothing_to_resume_by_mistake(tmp_path: Path) 
         save(folder, value)
         set_aside(folder)
         set_aside(folder)  # nothing is there now: what was set aside stays
-        assert newest(folder) == (None, {})
+        assert newest(folder) == (None, [])
         assert value_of(newest(tmp_path / "checkpoints_old")[0]) == value
 
 
@@ -116,7 +113,7 @@ def test_no_folder_and_other_files_are_no_checkpoints(tmp_path: Path) -> None:
     clean(tmp_path / "none")
     for name in ("1-short", "latest", ".000009-step9.part", "000009"):
         (tmp_path / name).mkdir()
-    assert newest(tmp_path) == newest(tmp_path / "none") == (None, {})
+    assert newest(tmp_path) == newest(tmp_path / "none") == (None, [])
     clean(tmp_path)
     assert listing(tmp_path) == ["000009", "1-short", "latest"]
 
@@ -134,10 +131,8 @@ def two(tmp_path: Path) -> Path:
 
 def damaged(two: Path) -> str:
     """Why the newer one is refused, the older one being taken."""
-    found, refused = newest(two)
+    found, (line,) = newest(two)
     assert value_of(found) == 1
-    (line,) = refused.values()
-    assert list(refused) == ["000002-step2"]
     assert line.startswith(f"{two / '000002-step2'}: ")
     return line.split(": ", 1)[1]
 
@@ -146,13 +141,14 @@ def damaged(two: Path) -> str:
 def test_a_damaged_file_is_named_and_the_one_before_is_taken(two: Path, file: str) -> None:
     path = two / "000002-step2" / file
     good = path.read_bytes()
-    for at in range(0, len(good), max(1, len(good) // 7)):
-        path.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
+    bad = [
+        good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :] for at in (0, len(good) - 1)
+    ]
+    for content in (*bad, good[:1], good + b"x"):
+        path.write_bytes(content)
         assert damaged(two) == f"{file} was altered, its checksum differs"
-    path.write_bytes(good[:1])
-    assert damaged(two) == f"{file} has 1 bytes of {len(good)}"
     path.unlink()
-    assert damaged(two) == f"{file} is missing"
+    assert file in damaged(two)
     path.write_bytes(good)
     assert value_of(newest(two)[0]) == 2
 
@@ -161,33 +157,19 @@ def test_no_flipped_bit_or_missing_end_of_the_manifest_goes_unseen(two: Path) ->
     path = two / "000002-step2" / "manifest.json"
     good = path.read_bytes()
     unseen = set()
-    for at in range(len(good)):
-        for bit in (at % 8, (at + 3) % 8):
-            path.write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
-            with suppress(CheckpointError):
-                open_checkpoint(path.parent)
-                unseen.add(chr(good[at]))
+    for at in range(0, len(good), 3):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
+        with suppress(CheckpointError):
+            open_checkpoint(path.parent)
+            unseen.add(chr(good[at]))
         path.write_bytes(good[: min(at, len(good) - 2)])  # the last byte is a line's end
         with pytest.raises(CheckpointError, match=r"its manifest.json cannot be read$"):
             open_checkpoint(path.parent)
     assert unseen <= {" ", "\n"}  # space between the words, which may as well be a tab
+    path.write_text('{"format": "parallel-gpt2 checkpoint 1", "files": {}}')
+    assert damaged(two).startswith("its format is 'parallel-gpt2 checkpoint 1', not ")
     path.unlink()
-    assert damaged(two) == "it has no manifest.json"
-
-
-FOREIGN = {
-    '{"format": "parallel-gpt2 checkpoint 1", "files": {}}': "its format is 'parallel-gpt2",
-    '{"format": "parallel-gpt2 checkpoint 2", "files": {}}': ".metadata is missing",
-    '{"format": "parallel-gpt2 checkpoint 2", "files": {"../a": {}}}': "../a is missing",
-    "[1, 2]": "its manifest.json cannot be read",
-}
-
-
-@pytest.mark.parametrize("content", FOREIGN)
-def test_foreign_ones_are_refused(two: Path, content: str) -> None:
-    (two / "a").touch()
-    (two / "000002-step2" / "manifest.json").write_text(content)
-    assert damaged(two).startswith(FOREIGN[content])
+    assert "No such file" in damaged(two)
 
 
 # A crash at any instant
@@ -239,17 +221,15 @@ def test_a_crash_at_any_instant_leaves_an_intact_one(tmp_path: Path) -> None:
         if not crash(lambda folder=folder: save(folder, 3), folder, at):  # type: ignore[misc]
             break
         found, refused = newest(folder)
-        assert refused == {}
+        assert refused == []
         seen.append(value_of(found))
         clean(folder)
         assert [name for name in listing(folder) if name.startswith(".")] == []
-        assert save(folder, 4) in ("000003-step4", "000004-step4")  # the next run goes on
-        assert value_of(newest(folder)[0]) == 4
-    assert value_of(newest(folder)[0]) == 3
+    assert save(folder, 4) == "000004-step4"  # the next run goes on
     late = seen.count(3)  # those in which the new one was there
     assert 0 < late < len(seen)
     assert seen == [2] * (len(seen) - late) + [3] * late
-    assert len(seen) > 25
+    assert len(seen) > 20
 
 
 def test_files_are_on_the_disk_before_the_name_is(
@@ -293,19 +273,17 @@ def full_at(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", fsync)
 
 
-@pytest.mark.parametrize("at", range(1, 9))
-def test_a_full_disk_leaves_the_last_one_and_nothing_else(
-    two: Path, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_last_one_and_nothing_else(two: Path) -> None:
     before = contents(two)
-    full_at(at, monkeypatch)
-    with pytest.raises(SaveError) as error:
-        save(two, 3)
-    assert str(error.value) == (
-        f"--workdir {two.parent}: rank 0 cannot write a checkpoint ([Errno 28] No space left on "
-        "device); --resume continues from 000002-step2, and --keep 0 saves none"
-    )
-    assert (contents(two), listing(two)) == (before, ["000001-step1", "000002-step2"])
+    for at in range(1, 9):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SaveError) as error:
+            full_at(at, patch)
+            save(two, 3)
+        assert str(error.value) == (
+            f"--workdir {two.parent}: a checkpoint cannot be written ([Errno 28] No space left on "
+            "device); --resume continues from the one before, and --keep 0 saves none"
+        )
+        assert (contents(two), listing(two)) == (before, ["000001-step1", "000002-step2"])
 
 
 def save_rows(rank: int, world_size: int, folder: Path, failing: int, background: bool) -> str:
@@ -320,10 +298,19 @@ def save_rows(rank: int, world_size: int, folder: Path, failing: int, background
             row.fill_(-1.0)  # the run goes on
             saver.wait()
         except SaveError as error:
-            return str(error).split(" cannot ")[0].split(": ")[1]
+            return str(error).split(": ")[1].split(" (")[0]
     found = torch.zeros(1, 2)
-    saver.load(Checkpoint(folder / name, {}), [Piece("x", found, (rank, 0), (world_size, 2))])
+    saver.load(of_main(saver, name), [Piece("x", found, (rank, 0), (world_size, 2))])
     return f"{name} {found.tolist()}"
+
+
+def of_main(saver: Saver, name: str) -> Checkpoint:
+    """The checkpoint that rank 0 finds, on every rank."""
+    world = saver.world
+    found = open_checkpoint(saver.folder / name) if world.is_main else None
+    checkpoint = Resume(found).of_main(world).checkpoint
+    assert checkpoint is not None
+    return checkpoint
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -332,7 +319,8 @@ def test_ranks_write_together_or_not_at_all(ranks: Ranks, tmp_path: Path, backgr
     assert said == ["000001-a [[0.0, 0.0]]", "000001-a [[1.0, 1.0]]"]
     before = contents(tmp_path)
     for rank in range(2):
-        assert ranks.run(save_rows, tmp_path, rank, background) == [f"rank {rank}"] * 2
+        said = ranks.run(save_rows, tmp_path, rank, background)
+        assert said == ["a checkpoint cannot be written"] * 2
         assert (contents(tmp_path), listing(tmp_path)) == (before, ["000001-a"])
 
 
@@ -376,7 +364,7 @@ def reshard(rank: int, world_size: int, folder: Path) -> list[str]:
         saved = saver.save("a", write(TENSORS, rank, world_size), {})
         expected = read(TENSORS, rank, world_size)
         found = [Piece(p.name, torch.zeros_like(p.tensor), p.offsets, p.shape) for p in expected]
-        saver.load(Checkpoint(folder / saved, {}), found)
+        saver.load(of_main(saver, saved), found)
         pairs = zip(expected, found, strict=True)
         wrong += [a.name for a, b in pairs if not torch.equal(a.tensor, b.tensor)]
     return wrong
@@ -393,23 +381,17 @@ def test_what_one_layout_has_saved_another_loads_and_so_does_the_library(
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    parts = [Piece("half", torch.zeros(2, 3), (0, 0), (4, 3)), whole("x", torch.zeros(4, 3))]
     saver = Saver(tmp_path, 1)
-    found = open_checkpoint(tmp_path / saver.save("a", parts, {}))
-    for piece, why in [
-        (whole("z", torch.zeros(1)), "holds no z: it is of another model"),
-        (
-            whole("x", torch.zeros(3, 2)),
-            "has x of shape (4, 3), not (3, 2): it is of another model",
-        ),
-        (whole("x", torch.zeros(4, 3).double()), "has x in torch.float32, not in torch.float64"),
-        (whole("half", torch.zeros(4, 3)), "lacks a part of half"),
-    ]:
+    found = open_checkpoint(tmp_path / saver.save("a", [whole("x", torch.zeros(4, 3))], {}))
+    for name, tensor in (("z", torch.zeros(1)), ("x", torch.zeros(3, 2))):
         with pytest.raises(CheckpointError) as error:
-            saver.load(found, [piece])
-        assert str(error.value) == f"--resume: {found.folder} {why}"
+            saver.load(found, [whole(name, tensor)])
+        said = (
+            f"--resume: {found.folder} cannot be loaded: no {name} of shape {tuple(tensor.shape)} "
+        )
+        assert str(error.value).startswith(said)
     (found.folder / SHARD).unlink()
-    with pytest.raises(CheckpointError, match=r"rank 0 cannot read a file .*No such file"):
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*No such file"):
         saver.load(found, [whole("x", torch.zeros(4, 3))])
 
 
@@ -432,171 +414,12 @@ def apart(rank: int, world_size: int, folder: Path) -> list[Any]:
     """Each rank has a folder of its own, as on a host of its own; the last time a full disk."""
     mine = folder / f"host{rank}"
     rows = [save_rows(rank, world_size, mine, failing, True) for failing in (-1, 0)]
-    found = Checkpoint(mine / "000001-a", {"seen by": rank})
-    shared = Resume(found if rank == 0 else None).of_main(World(rank, world_size))
-    return [*reshard(rank, world_size, mine), *rows, shared.checkpoint]
+    return [*reshard(rank, world_size, mine), *rows]
 
 
 def test_hosts_need_no_common_folder(ranks: Ranks, tmp_path: Path) -> None:
-    first = Checkpoint(tmp_path / "host0" / "000001-a", {"seen by": 0})
     assert ranks.run(apart, tmp_path) == [
-        [f"000001-a [[{rank}.0, {rank}.0]]", "rank 0", first] for rank in range(2)
+        [f"000001-a [[{rank}.0, {rank}.0]]", "a checkpoint cannot be written"] for rank in range(2)
     ]
     assert names(tmp_path / "host0") == ["000001-a", "000002-a", "000003-a"]
     assert listing(tmp_path) == ["host0"]
-
-
-# What a run is made of
-
-
-class Tied(nn.Module):
-    """A tied weight, a dropout, and a parameter that never has a gradient."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embedding = nn.Embedding(7, 4)
-        self.norm = nn.LayerNorm(4)
-        self.dropout = nn.Dropout(0.3)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-        self.unused = nn.Parameter(torch.randn(3))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.dropout(self.norm(self.embedding(ids))))
-
-
-Optimizers = Sequence[torch.optim.Optimizer]
-
-
-def laid_out(model: nn.Module, optimizers: Optimizers) -> Any:
-    """Whole parameters, as LaidOutModel says it."""
-    ps = {p: name for name, p in model.named_parameters()}
-    return SimpleNamespace(
-        held=lambda: list(ps), pieces=lambda p, t: [whole(ps[p], t)], optimizers=optimizers,
-        devices=[torch.device("cpu")], loaded=lambda: None,
-    )  # fmt: skip
-
-
-def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.1, fused=True)
-
-
-def train(model: nn.Module, optimizers: Optimizers, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        ids = torch.randint(7, (5,))
-        loss = nn.functional.cross_entropy(model(ids), ids)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def save_run(folder: Path, run: Any, background: bool = False) -> Checkpoint:
-    saver = Saver(folder, 1, background=background)
-    name = saver.save("a", training_pieces(run), {})
-    saver.wait()
-    return open_checkpoint(folder / name)
-
-
-def state(model: nn.Module, optimizers: Optimizers) -> dict[str, object]:
-    """Weights and optimizer state by name."""
-    found: dict[str, object] = {n: p.tolist() for n, p in model.named_parameters()}
-    ps: dict[Tensor, str] = {p: n for n, p in model.named_parameters()}
-    for optimizer in optimizers:
-        for p, slots in optimizer.state.items():
-            found |= {f"{slot} {ps[p]}": value.tolist() for slot, value in slots.items()}
-    return found
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_going_on_is_as_if_nothing_had_been(tmp_path: Path, stages: int) -> None:
-    """Also where one optimizer's state comes back in two, one for each stage."""
-    model = Tied(0)
-    optimizers = [adamw(list(model.parameters()))]
-    train(model, optimizers, 3)
-    checkpoint, random = save_run(tmp_path, laid_out(model, optimizers)), random_states([])
-    losses = train(model, optimizers, 3)
-    draws = torch.rand(3).tolist()
-
-    other = Tied(1)
-    first, *rest = other.parameters()
-    others = [adamw(rest), adamw([first])] if stages == 2 else [adamw([first, *rest])]
-    load_training(Saver(tmp_path, 1), checkpoint, laid_out(other, others))
-    set_random_states(random)
-    assert train(other, others, 3) == losses
-    assert torch.rand(3).tolist() == draws
-    assert state(other, others) == state(model, optimizers)
-    assert len(state(model, optimizers)) == 4 + 3 * 3  # unused has no optimizer state
-
-
-class FlatShard:
-    """One of two ranks that each hold half of all parameters, laid end to end."""
-
-    def __init__(self, model: nn.Module, rank: int) -> None:
-        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-        self.start = rank * -(-len(flat) // 2)
-        self.parameter = nn.Parameter(flat[self.start :][: -(-len(flat) // 2)].clone())
-        self.layout = [(n, p.shape) for n, p in model.named_parameters()]
-        self.optimizers = [torch.optim.AdamW([self.parameter], lr=0.1)]
-        self.devices: list[torch.device] = []
-        self.held, self.loaded = lambda: [self.parameter], lambda: None
-
-    def pieces(self, parameter: Tensor, tensor: Tensor) -> list[Piece]:
-        assert parameter is self.parameter
-        pieces, at = [], 0
-        for name, shape in self.layout:
-            begin, end = max(at, self.start), min(at + shape.numel(), self.start + len(tensor))
-            if begin < end:
-                values = tensor[begin - self.start : end - self.start]
-                pieces += flat_pieces(name, shape, begin - at, values)
-            at += shape.numel()
-        return pieces
-
-
-def test_a_flat_buffer_loads_what_whole_parameters_have_saved(tmp_path: Path) -> None:
-    """The buffer's first parameter, `unused`, has no optimizer state; the others' is not lost."""
-    model = Tied(0)
-    optimizer = adamw(list(model.parameters()))
-    train(model, [optimizer], 2)
-    checkpoint = save_run(tmp_path, laid_out(model, [optimizer]))
-    parts: list[Any] = [FlatShard(Tied(1), rank) for rank in range(2)]
-    assert parts[0].layout[0][0] == "unused"
-    found = []
-    for part in parts:
-        load_training(Saver(tmp_path, 1), checkpoint, part)
-        found.append(part.optimizers[0].state[part.parameter])
-        assert float(found[-1]["step"]) == 2
-    states = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
-    for slot in ("exp_avg", "exp_avg_sq"):
-        flat = torch.cat([torch.zeros(3)] + [s[slot].flatten() for s in states])
-        assert torch.equal(torch.cat([state[slot] for state in found]), flat)
-
-    pieces = [piece for part in parts for piece in training_pieces(part)]  # and back
-    steps = {p.name: p for p in pieces if not p.shape}  # which both ranks have of a parameter
-    pieces = [p for p in pieces if p.shape] + list(steps.values())
-    saver = Saver(tmp_path, 1)
-    back = open_checkpoint(tmp_path / saver.save("b", pieces, {}))
-    other = Tied(2)
-    others = [adamw(list(other.parameters()))]
-    load_training(saver, back, laid_out(other, others))
-    for name, value in state(model, [optimizer]).items():
-        assert state(other, others)[name] == value
-
-
-def test_sgd_has_no_momentum_before_its_first_step(tmp_path: Path) -> None:
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    sgd, again = (
-        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, other)
-    )  # fmt: skip
-    assert len(training_pieces(laid_out(model, [sgd]))) == 2
-    model(torch.ones(1, 2)).sum().backward()
-    sgd.step()
-    checkpoint = save_run(tmp_path, laid_out(model, [sgd]))
-    load_training(Saver(tmp_path, 1), checkpoint, laid_out(other, [again]))
-    assert state(other, [again]) == state(model, [sgd])
-    assert again.state[other.bias]["momentum_buffer"].tolist() == [1.0, 1.0]

@@ -6,12 +6,8 @@ import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,15 +39,12 @@ from training.launch import (
     watch,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
-SOON = 20.0  # seconds that the end of a process may take here; a hang takes the time-out, 60
 
-
-def children(parent: int | None = None) -> list[psutil.Process]:
-    """The ranks that a process, by default this one, has started and that still run."""
+def children() -> list[psutil.Process]:
+    """The ranks that this process has started and that still run."""
     return [
         p
-        for p in psutil.Process(parent).children(recursive=True)
+        for p in psutil.Process().children(recursive=True)
         if "spawn_main" in " ".join(p.cmdline()) and p.status() != psutil.STATUS_ZOMBIE
     ]
 
@@ -109,18 +102,11 @@ def test_a_rank_that_raises_ends_the_run(capfd: pytest.CaptureFixture[str]) -> N
     assert [printed.count(word) for word in ("Traceback", "rank 0", "programs.py")] == [1, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("work", "ranks", "words"),
-    [
-        (programs.killed_on_one, 2, "It was ended by SIGKILL"),
-        (programs.leave_silently, 1, "It exited with status 0 before it was done"),
-    ],
-)
-def test_a_rank_that_says_nothing_has_failed(
-    work: Callable[[World], None], ranks: int, words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    said = f"\nrank {ranks - 1} failed; the run has been ended.\n{words}.\n"
-    assert failed(capfd, work, ranks) == said
+def test_a_rank_that_says_nothing_has_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    """One that is killed: see tests/test_failures.py."""
+    assert failed(capfd, programs.leave_silently, 1) == (
+        "\nrank 0 failed; the run has been ended.\nIt exited with status 0 before it was done.\n"
+    )
 
 
 def test_a_users_mistake_that_a_rank_finds_stays_one(capfd: pytest.CaptureFixture[str]) -> None:
@@ -162,32 +148,13 @@ def test_a_death_is_the_cause_of_a_connection_that_was_lost_before_it_was_seen(
 
 
 @pytest.mark.parametrize("done", [None, Failure(0, "lost", is_consequence=True)])
-def test_a_rank_that_is_stopped_is_why_others_have_waited(
+def test_a_rank_that_does_not_answer_is_why_others_have_waited(
     monkeypatch: pytest.MonkeyPatch, done: Failure | None
 ) -> None:
+    """One that is stopped, say."""
     ranks = FakeRanks(2, monkeypatch)
     ranks.theirs[0].send(done)
-    sleeper = subprocess.Popen(["sleep", "60"])
-    try:
-        ranks.processes[1].pid = sleeper.pid
-        sleeper.send_signal(signal.SIGSTOP)
-        assert ranks.watch() == Failure(1, "It is stopped (by SIGSTOP) and does not answer.\n")
-        sleeper.send_signal(signal.SIGCONT)
-    finally:
-        sleeper.kill()
-        sleeper.wait()
-
-
-def test_of_consequences_alone_the_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = FakeRanks(2, monkeypatch)
-    ranks.theirs[1].send(Failure(1, "lost", is_consequence=True))
-    assert ranks.watch() == Failure(1, "lost", is_consequence=True)
-
-
-def test_all_are_done_or_one_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = FakeRanks(2, monkeypatch)
-    ranks.theirs[0].send(None)
-    assert ranks.watch() == Failure(1, "It does not end, and the others have.\n")
+    assert ranks.watch() == Failure(1, f"It does not answer.\n{done.text if done else ''}")
     for pipe in ranks.theirs:
         pipe.send(None)
     assert ranks.watch() is None
@@ -227,104 +194,25 @@ def test_what_began_an_error_says_whether_it_is_a_consequence(
 # ------------------------------------------------------------------------ rank 0 works alone
 
 
-def _alone(rank: int, world_size: int, fails: bool) -> tuple[str | None, int]:
-    """How it ends, and how often a rank was told that rank 0 lives, or told the others."""
-    beats, third = [0], threading.Event()
-    broadcast = dist.broadcast
-
-    def count(*args: Any) -> None:
-        broadcast(*args)
-        beats[0] += 1
-        if beats[0] == 3:
-            third.set()
+def _alone(rank: int, world_size: int, mark: Path, fails: bool) -> str:
+    """How it ends, and whether rank 0's work was done then."""
 
     def work() -> None:
-        assert third.wait(SOON)
+        time.sleep(0.5)  # the other is there long before
+        mark.touch()
         if fails:
             raise RunError("the disk is full")
 
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(dist, "broadcast", count)
-        try:
-            on_main(World(rank, world_size), work)
-        except RunError as error:
-            return str(error), beats[0]
-    return None, beats[0]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_others_wait_for_rank_0_as_long_as_it_lives(ranks: Ranks, fails: bool) -> None:
-    """Each wait is short, so no time-out ends it."""
-    (first, told), (second, heard) = ranks.run(_alone, fails)
-    assert (first, second) == ("the disk is full" if fails else None, None)
-    assert told == heard >= 4
-
-
-# ---------------------------------------------------------------------- a parent that is ended
-
-
-@contextmanager
-def program(name: str) -> Iterator[subprocess.Popen[str]]:
-    """A program with two ranks, in a process group of its own, as a terminal gives it."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.training.programs", name],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-        # A shell that runs the tests in the background has SIGINT ignored, for us and ours.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
     try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        on_main(World(rank, world_size), work)
+    except RunError as error:
+        return str(error)
+    return "done" if mark.exists() else "early"
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The ranks, once both are at work."""
-    assert process.stdout is not None
-    return [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
-
-
-def test_ranks_end_with_a_parent_that_is_killed() -> None:
-    with program("wait_forever") as process:
-        ranks = ranks_of(process)
-        process.kill()
-        _, alive = psutil.wait_procs(ranks, SOON)
-        assert alive == []
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_parent_that_is_asked_to_end_takes_its_ranks_along(number: int, status: int) -> None:
-    with program("wait_forever") as process:
-        ranks = ranks_of(process)
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # Ctrl-C reaches every process of the terminal
-        else:
-            process.send_signal(number)
-        assert process.wait(SOON) == status
-        assert [rank for rank in ranks if rank.is_running()] == []
-        assert process.communicate() == ("", "")
-
-
-def test_ctrl_c_while_ranks_import_their_libraries_prints_nothing() -> None:
-    with program("wait_forever") as process:
-        until(lambda: len(children(process.pid)) == 2)
-        ranks = children(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(SOON) == 130
-        assert process.communicate() == ("", "")
-        _, alive = psutil.wait_procs(ranks, SOON)
-        assert alive == []
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Returns when the condition holds, which another process brings about."""
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+def test_others_wait_for_rank_0(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(_alone, tmp_path / "a", False) == ["done", "done"]
+    assert ranks.run(_alone, tmp_path / "b", True) == ["the disk is full", "done"]
 
 
 # ----------------------------------------------------------- interfaces, ports, cores, devices
@@ -354,44 +242,31 @@ def test_the_default_port_is_used_where_it_is_free(monkeypatch: pytest.MonkeyPat
         assert second.getsockname()[1] != port
 
 
-@pytest.mark.parametrize("port", [-1, 65536])
-def test_a_port_that_is_none_is_a_users_mistake(port: int) -> None:
-    with pytest.raises(UserError, match=rf"^--master_port {port}: .*without the option a free"):
-        listen(port)
-
-
-def test_a_given_port_that_is_taken_is_a_users_mistake() -> None:
+def test_a_port_that_cannot_be_had_is_a_users_mistake() -> None:
     with listen(0) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError) as error:
-            launch(programs.leave, Settings(1, device="cpu", master_port=port))
-    assert str(error.value) == (
-        f"--master_port {port}: cannot listen on 127.0.0.1:{port} ([Errno 98] Address already in "
-        "use); without the option a free port is chosen"
-    )
+        for port in (taken.getsockname()[1], -1, 65536):
+            with pytest.raises(UserError) as error:
+                launch(programs.leave, Settings(1, device="cpu", master_port=port))
+            said = f"--master_port {port}: cannot listen on 127.0.0.1:{port} ("
+            assert str(error.value).startswith(said)
+            assert str(error.value).endswith("); without the option a free port is chosen")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no such thing on this system")
 @pytest.mark.parametrize(
-    ("cores", "slices", "each", "expected"),
+    ("slices", "each", "expected"),
     [
-        ([0, 1], 1, None, [[0, 1]]),
-        ([0, 1], 2, None, [[0], [1]]),
-        ([0, 1], 3, None, [[0], [1], [0]]),
-        ([2, 3, 5, 7, 11], 2, None, [[2, 3], [5, 7]]),
-        ([2, 3, 5, 7], 2, 1, [[2], [3]]),
-        ([2, 3, 5, 7], 2, 3, [[2, 3, 5], [7, 2, 3]]),
-        ([2, 3], 2, 8, [[2, 3], [2, 3]]),
+        (3, None, [[2], [3], [5]]),
+        (5, None, [[2], [3], [5], [7], [2]]),
+        (2, None, [[2, 3], [5, 7]]),
+        (2, 3, [[2, 3, 5], [7, 2, 3]]),
+        (2, 8, [[2, 3, 5, 7], [2, 3, 5, 7]]),
     ],
 )
 def test_cores_are_dealt_out_in_consecutive_slices(
-    monkeypatch: pytest.MonkeyPatch,
-    cores: list[int],
-    slices: int,
-    each: int | None,
-    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch, slices: int, each: int | None, expected: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
     assert [core_slice(i, slices, each) for i in range(slices)] == expected
 
 

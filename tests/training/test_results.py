@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from training.launch import World
+from training.launch import RunError, World
 from training.loop import Totals
 from training.results import Results, clear_results, read_results, spread, write_json
 from training.task import Score
@@ -80,6 +81,26 @@ def test_results_are_read_in_the_order_of_epochs(tmp_path: Path) -> None:
     write_json(tmp_path / "rank1_results_epoch0.json", {"bleu": 0})
     assert read_results(tmp_path, "rank0_results") == [{"bleu": 2}, {"bleu": 9}, {"bleu": 10}]
     assert read_results(tmp_path, "eval_results") == []
+
+
+def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"loss": 1})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(RunError) as error:
+        write_json(path, {"loss": 2})
+    assert str(error.value) == (
+        f"{path}: cannot be written (No space left on device); make room there, or name another "
+        "folder"
+    )
+    assert json.loads(path.read_text()) == {"loss": 1}
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_json_has_null_where_there_is_no_number(tmp_path: Path) -> None:

@@ -23,9 +23,3 @@ def test_cores_of_ones_own_are_nothing_to_say() -> None:
     assert sharing([("a", []), ("a", [])]) == []  # the system does not tell
     assert core_notes(World()) == []
     assert core_notes(World(0, 2, 0, torch.device("meta"))) == []
-
-
-def test_the_host_is_named_where_there_are_several() -> None:
-    assert sharing([("a", [0]), ("b", [0]), ("b", [0])]) == [
-        "2 ranks on b want 2 CPU cores and share 1: they take turns, and steps take longer."
-    ]

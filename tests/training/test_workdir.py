@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from training.errors import Interrupted
-from training.export import check_export, clean_export
+from training.export import check_export
 from training.launch import UserError
 from training.workdir import alone_in_workdir
 
@@ -35,10 +35,15 @@ def files() -> list[str]:
     return sorted(str(path) for path in Path().rglob("*") if path.is_file())
 
 
-def test_nothing_half_written_stays(args: argparse.Namespace) -> None:
+def test_nothing_half_written_stays_and_it_says_how_to_go_on(
+    args: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(Interrupted), alone_in_workdir(args):
         raise Interrupted(128 + signal.SIGTERM)
     assert files() == sorted(WHOLE)
+    assert capsys.readouterr().err == (
+        "\nThe run was asked to end; --resume continues from 000001-epoch0.\n"
+    )
     assert sorted(path.name for path in Path().iterdir()) == ["exported", "work"]
 
 
@@ -67,17 +72,6 @@ def test_no_two_runs_at_once(args: argparse.Namespace) -> None:
             Path(file).touch()
     said = str(error.value)
     assert said == "--workdir work: another run is writing there; --workdir work_2 works"
-
-
-def test_an_export_that_was_killed_between_two_renames_is_put_back(
-    args: argparse.Namespace,
-) -> None:
-    args.export.rename(".exported.old")
-    clean_export(args.export)
-    assert Path("exported/model.safetensors").exists()
-    Path(".exported.old").mkdir()
-    clean_export(args.export)
-    assert not Path(".exported.old").exists()
 
 
 def test_an_export_replaces_no_workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
