@@ -1,12 +1,9 @@
 """Run a schedule: every worker goes through its own list, as fast as its inputs arrive.
 
-Problem. Clock by clock, all stages wait for the slowest of each clock, and the calling thread
-wakes up in between. A schedule does not need clocks: an action can start as soon as its input is
-there and the stage has done what its list names before it.
-
-Idea. Neighbours are joined by two channels, activations going up and gradients coming down. A
-worker takes the next action of its list, waits for the one input it needs, computes, passes the
-result on. Order, and so every bit of the result, is given by the lists and not by timing.
+Neighbours are joined by two channels, activations going up and gradients coming down. A worker
+takes the next action of its list, waits for the one input it needs, computes, passes the result on:
+nobody waits for the end of a clock. Order, and so every bit of the result, is given by the lists
+and not by timing.
 
     batch  ─up[0]─▸ stage 0 ─up[1]─▸ stage 1 ─up[2]─▸ output, where there is no loss
            ◂down[0]─        ◂down[1]─        ◂down[2]─ its gradient
@@ -31,9 +28,9 @@ from torch.utils import _pytree as pytree
 
 from runtime.recorder import Recorder, listening
 
-from .crew import Stopped
 from .schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from .stage import Stage
+from .worker import Stopped
 
 LossFunction = Callable[[Any, Any], Tensor]
 

@@ -1,9 +1,8 @@
 """Bring the gradients that the stages summed to the parameters, once per step, through autograd.
 
-Stages add gradients up by themselves (see stage.py). Writing the sums to ``.grad`` directly would
-pass by the hooks on which others build: a post-accumulate hook that starts an all-reduce, a
-gradient hook that clips. So the sums are handed out by autograd functions, and autograd does the
-rest; it takes a gradient over without a copy where ``.grad`` is still None.
+Stages add gradients up by themselves (stage.py). Writing the sums to ``.grad`` directly would pass
+by gradient hooks, say one that starts an all-reduce. So the sums are handed out by an autograd
+function; autograd takes a gradient over without a copy where ``.grad`` is still None.
 
 A parameter on several stages (tied weights) gets one sum, in the order of the stages. Where its
 stages are on different GPUs each has a copy; ``replicas`` maps a copy to the parameter it copies.

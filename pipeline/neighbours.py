@@ -1,33 +1,101 @@
 """What one rank of a pipeline of processes has around it, and all that passes there.
 
 Besides activations and gradients, which `Dataflow` puts and gets: the loss, known to the last rank
-only; and the gradients of parameters that several stages use. All go through
-the same channels, so that a rank that fails, or dies, ends every kind of waiting alike.
+only; and the gradients of parameters that several stages use. All go through the same links, so
+that a rank that fails, or dies, ends every kind of waiting alike.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients
+from runtime.sharing import overlapping
 
-from .analysis import Message
-from .links import NUMBER, Activations, GradientsOf, Inbox, One, Outbox, Record
-from .parcels import Ends, Route, open_group_channels
-from .schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule, peak_alive
-from .shared_messages import open_shared_channels
+from .group_messages import GroupLinks
+from .messages import Message, PeerError, read
+from .shared_messages import open_shared_links
 
-_TIED = -1  # the number of a message that belongs to no micro-batch
+Record = Callable[[str, int, float, float], None]  # kind, micro-batch, start, end
+
+FROM_LAST, TIED = "what the last stage found", "the gradients of shared parameters"
+_NONE = -1  # the micro-batch of what belongs to none
+
+
+class Link(Protocol):
+    """Both ways between two ranks. Messages arrive in the order in which they were sent.
+
+    `send`, `receive` and `flush` raise `PeerError` if the other end is lost.
+    """
+
+    def send(self, message: Message) -> None: ...
+    def receive(self) -> tuple[bytes, Tensor]: ...
+    def flush(self) -> None: ...
+    def fail(self, reason: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Neighbour:
+    """The other end of a link: stage ``peer``, seen from stage ``own``."""
+
+    def __init__(self, link: Link, own: int, peer: int, record: Record) -> None:
+        self.link = link
+        self._own, self._peer, self._record = own, peer, record
+        self._early: dict[tuple[str, int], Any] = {}
+
+    def put(self, what: str, i: int, value: Any) -> None:
+        """Hand over ``value`` of micro-batch i; does not wait until it is received."""
+        start = time.perf_counter()
+        try:
+            self.link.send(Message((what, i, value)))
+        except PeerError as error:
+            way = f"handing {what} from stage {self._own} to stage {self._peer}"
+            raise PeerError(f"{way}{_of(i)}: {error}") from None
+        self._record("send", i, start, time.perf_counter())
+
+    def get(self, what: str, i: int) -> Any:
+        """Wait for micro-batch i. A schedule may want it later than it comes."""
+        start = time.perf_counter()
+        while (what, i) not in self._early:
+            try:
+                sent, number, value = read(*self.link.receive())
+            except PeerError as error:
+                way = f"stage {self._own} waited for {what} of stage {self._peer}"
+                raise PeerError(f"{way}{_of(i)}: {error}") from None
+            self._early[sent, number] = value
+        self._record("receive", i, start, time.perf_counter())
+        return self._early.pop((what, i))
+
+
+class Channel:
+    """As `Dataflow` has them, its other end with a neighbour. ``shared``: by micro-batch, leaves of
+    what was got that lay in one memory where they come from."""
+
+    def __init__(self, neighbour: Neighbour, what: str) -> None:
+        self._neighbour, self._what = neighbour, what
+        self.shared: dict[int, tuple[int, ...]] = {}
+
+    def put(self, i: int, value: Any) -> None:
+        shared = overlapping(pytree.tree_leaves(value)) if torch.is_grad_enabled() else ()
+        self._neighbour.put(self._what, i, (value, shared))
+
+    def get(self, i: int) -> Any:
+        value, self.shared[i] = self._neighbour.get(self._what, i)
+        return value
+
+    def stop(self) -> None:
+        """Whoever ends the step tells the others, and why: `Neighbours.fail`."""
 
 
 class Neighbours:
-    """All channels of one rank of a pipeline: with the stage before, the one after, and those that
+    """All links of one rank of a pipeline: with the stage before, the one after, and those that
     share parameters with it.
 
     ``tied``: for each parameter of the model that several stages use, its name and those stages.
@@ -47,63 +115,32 @@ class Neighbours:
     ) -> None:
         self.num_stages, self.rank = num_stages, rank
         self._record = record
-        self._tied = dict(sorted(tied.items()))
-        routes: list[Route] = []
-        for s in range(num_stages - 1):
-            routes += [(s, s + 1, "activations"), (s + 1, s, "gradients")]
-        routes += [
-            (a, b, f"the gradient of {name}")
-            for name, stages in self._tied.items()
-            for a in stages
-            for b in stages
-            if a != b
-        ]
-        ends: Ends | None = ({}, {}, lambda: None)
-        if num_stages > 1:
-            shared = share_memory and device.type == "cpu"
-            ends = open_shared_channels(routes, group, timeout) if shared else None
-            ends = ends or open_group_channels(routes, group, device, timeout)
-        assert ends is not None
-        self._senders, self._receivers, self._hang_up = ends
-        self._outboxes = {
-            (to, what): Outbox(sender, rank, to, what, record)
-            for (_, to, what), sender in self._senders.items()
-        }
-        self._inboxes = {
-            (of, what): Inbox(receiver, rank, of, what, record)
-            for (of, _, what), receiver in self._receivers.items()
-        }
+        self._tied = {name: users for name, users in sorted(tied.items()) if rank in users}
+        pairs = {(s, s + 1) for s in range(num_stages - 1)}
+        pairs |= {(a, b) for users in tied.values() for a in users for b in users if a < b}
+        links: Mapping[int, Link] | None = {} if num_stages == 1 else None
+        self._groups: GroupLinks | None = None
+        if links is None and share_memory and device.type == "cpu":
+            links = open_shared_links(sorted(pairs), group, timeout)
+        if links is None:
+            links = self._groups = GroupLinks(sorted(pairs), group, device, timeout)
+        self._all = {peer: Neighbour(link, rank, peer, record) for peer, link in links.items()}
         # As `Dataflow` has them: activations into stage s, and gradients out of it.
-        self.up: dict[int, Any] = {}
-        self.down: dict[int, Any] = {}
-        if rank > 0:
-            self.up[rank] = self._inboxes[rank - 1, "activations"]
-            self.down[rank] = self._outboxes[rank - 1, "gradients"]
-        if rank + 1 < num_stages:
-            self.up[rank + 1] = self._outboxes[rank + 1, "activations"]
-            self.down[rank + 1] = self._inboxes[rank + 1, "gradients"]
+        self.up: dict[int, Channel] = {}
+        self.down: dict[int, Channel] = {}
+        for s in (rank, rank + 1):  # the boundary below stage s
+            if 0 < s < num_stages:
+                neighbour = self._all[s - 1 if s == rank else s]
+                self.up[s] = Channel(neighbour, "activations")
+                self.down[s] = Channel(neighbour, "gradients")
 
-    def announce(self, plan: Schedule, found: Sequence[Sequence[Message]]) -> None:
-        """What is going to pass in a step: by the ``plan`` of all stages, and per micro-batch what
-        each stage hands on."""
-        alive = peak_alive(plan) if torch.is_grad_enabled() else [2] * self.num_stages
-        for s in (self.rank, self.rank + 1):  # the boundary below stage s
-            if not 0 < s < self.num_stages:
-                continue
-            up = {i: Activations(messages[s - 1]) for i, messages in enumerate(found)}
-            down = {i: GradientsOf(messages[s - 1]) for i, messages in enumerate(found)}
-            forwards = [a.microbatch for a in plan[s - 1] if a.kind is FORWARD]
-            backwards = [a.microbatch for a in plan[s] if a.kind in (BACKWARD, BACKWARD_INPUT)]
-            self.up[s].expect(up, forwards, alive[s - 1])
-            self.down[s].expect(down, backwards, alive[s - 1])
-
-    def from_last(self, number: int, value: Tensor | None, parcel: One = NUMBER) -> Tensor:
-        """A tensor of the last rank's, passed down from stage to stage. ``number`` is below 0."""
+    def from_last(self, value: Tensor | None) -> Tensor:
+        """A tensor of the last rank's, passed down from stage to stage."""
         if self.rank + 1 < self.num_stages:
-            value = self.down[self.rank + 1].get(number, parcel)
+            value = self._all[self.rank + 1].get(FROM_LAST, _NONE)
         assert value is not None
         if self.rank > 0:
-            self.down[self.rank].put(number, value, parcel)
+            self._all[self.rank - 1].put(FROM_LAST, _NONE, value)
         return value
 
     def sum_tied(
@@ -112,43 +149,44 @@ class Neighbours:
         """For parameters that several stages use, the sum of their gradients, in the order of the
         stages: the same bits on all of those."""
         start = time.perf_counter()
-        own = {name: stages for name, stages in self._tied.items() if name in parameters}
-        parcels = {name: One(p.shape, p.dtype) for name, p in parameters.items()}
-        for name, stages in own.items():
-            for peer in stages:
-                if peer != self.rank:
-                    box = self._outboxes[peer, f"the gradient of {name}"]
-                    box.put(_TIED, parts[name], parcels[name])
+        peers = sorted({s for users in self._tied.values() for s in users} - {self.rank})
+        for peer in peers:
+            both = {name: parts[name] for name, users in self._tied.items() if peer in users}
+            self._all[peer].put(TIED, _NONE, both)
+        of = {peer: self._all[peer].get(TIED, _NONE) for peer in peers} | {self.rank: parts}
         sums: Gradients = {}
-        for name, stages in own.items():
+        for name, users in self._tied.items():
             p = parameters[name]
-            for stage in stages:
-                part = parts[name]
-                if stage != self.rank:
-                    part = self._inboxes[stage, f"the gradient of {name}"].get(_TIED, parcels[name])
+            for stage in users:
+                part = of[stage][name]
                 if part is not None:
                     sums[p] = sums[p] + part if p in sums else part
-        if own:
-            self._record("all_reduce", _TIED, start, time.perf_counter())
+        if self._tied:
+            self._record("all_reduce", _NONE, start, time.perf_counter())
         return sums
 
     def flush(self) -> None:
         """At the end of a step."""
-        for box in self._outboxes.values():
-            box.flush()
+        for peer, neighbour in self._all.items():
+            try:
+                neighbour.link.flush()
+            except PeerError as error:
+                way = f"handing messages from stage {self.rank} to stage {peer}"
+                raise PeerError(f"{way}: {error}") from None
 
     def fail(self, reason: str) -> None:
         """Tell all neighbours that nothing more will come, and why, and hang up."""
-        for sender in self._senders.values():
-            sender.fail(reason)
-        for receiver in self._receivers.values():
-            receiver.fail(reason)
+        for neighbour in self._all.values():
+            neighbour.link.fail(reason)
         self.close()
 
     def close(self) -> None:
         """Hang up. The neighbours notice when they next wait for this rank."""
-        for sender in self._senders.values():
-            sender.close()
-        for receiver in self._receivers.values():
-            receiver.close()
-        self._hang_up()
+        for neighbour in self._all.values():
+            neighbour.link.close()
+        if self._groups is not None:
+            self._groups.hang_up()
+
+
+def _of(i: int) -> str:
+    return f", micro-batch {i}" if i >= 0 else ""

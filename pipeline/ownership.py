@@ -49,16 +49,7 @@ class Ownership:
                         if tensor not in made:
                             made[tensor] = self._make(tensor, device, initialize)
                         table[key] = made[tensor]  # type: ignore[assignment]
-        self._move(device)
-
-    def _move(self, device: torch.device) -> None:
-        """Parameters stay the objects they are; buffers become others, and keep their names."""
-        before = [b for _, b in self._module.named_buffers(remove_duplicate=False)]
         self._module.to(device)
-        after = [b for _, b in self._module.named_buffers(remove_duplicate=False)]
-        for old, new in zip(before, after, strict=True):
-            if old in self._names:
-                self._names[new] = self._names[old]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this stage."""
@@ -71,10 +62,6 @@ class Ownership:
     def tied(self) -> dict[str, nn.Parameter]:
         """Those that other stages use too, in an order that is the same on all of them."""
         return {n: p for n, p in sorted(self.parameters().items()) if len(self.stages[n]) > 1}
-
-    def buffers(self) -> dict[str, Tensor]:
-        """All buffers of this stage."""
-        return {self._names[b]: b for b in self._module.buffers()}
 
     def _make(self, tensor: Tensor, device: torch.device, initialize: Initialize | None) -> Tensor:
         name = self._names[tensor]

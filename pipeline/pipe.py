@@ -4,16 +4,14 @@
     pipe(x).sum().backward()                                          # like the Sequential itself
     pipe.train_step(x, y, loss_fn, schedule="1f1b", num_microbatches=4)   # and 1F1B
 
-`Pipe.forward` is GPipe (Huang et al., 2019) in torchgpipe's form: m micro-batches flow through n
-stages in the order of m + n - 1 clocks. What autograd sees of it is one function from the input and
-the parameters to the output. Its backward runs the same clocks, last stage first, *on the workers*:
-torchgpipe leaves it to autograd, which runs all CPU work of a graph on one thread. Gradient hooks,
-tied parameters, `torch.autograd.grad` and ``retain_graph`` work as on the plain Sequential;
-differentiating twice does not. A Pipe runs one call at a time: a second thread's raises.
+`Pipe.forward` is GPipe (Huang et al., 2019): m micro-batches flow through n stages in the order of
+m + n - 1 clocks. Autograd sees one function from the input and the parameters to the output; its
+backward runs the same clocks, last stage first, *on the workers*. Gradient hooks, tied parameters,
+`torch.autograd.grad` and ``retain_graph`` work as on the plain Sequential; differentiating twice
+does not. A Pipe runs one call at a time: a second thread's raises.
 
-`Pipe.train_step` computes the loss on the last stage and runs any schedule of schedule.py. Both run
-on dataflow.py, where nobody waits for the end of a clock, add the gradients of micro-batches in
-their order, and give the same bits.
+`Pipe.train_step` computes the loss on the last stage and runs any schedule of schedule.py. Both add
+the gradients of micro-batches in their order, and give the same bits.
 
 Cost: a bubble of (n-1)/(m+n-1) of the time (zb: a third of it); the activations of m micro-batches
 (1F1B: at most min(m, n-s) on stage s; zb: min(m, n)); per action, about 0.1 ms of Python and
@@ -37,7 +35,6 @@ from runtime.unseen import refuse_hooks
 
 from . import microbatch
 from .autograd import pipelined
-from .crew import Crew
 from .dataflow import Dataflow, Losses, LossFunction, channels
 from .delivery import (
     Replicas,
@@ -52,19 +49,15 @@ from .schedule import (
     BACKWARD,
     FORWARD,
     Action,
-    Schedule,
+    BuildSchedule,
     clock_cycles,
-    find,
-    forward_only,
-    in_order,
-    validate,
+    plan,
 )
 from .stage import Stage
-from .worker import Context, Task
+from .worker import Context, Crew, Task
 
 T = TypeVar("T")
 _clock_cycles = clock_cycles  # the course's name
-BuildSchedule = Callable[[int, int], Schedule]
 
 
 class Pipe(nn.Module):
@@ -97,7 +90,6 @@ class Pipe(nn.Module):
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
         # Stages that share a device share a worker: by stage, the first that has the same.
         self._workers = [self.in_queues.index(queue) for queue in self.in_queues]
-        self._plans: dict[Any, list[Action]] = {}
         self._stages: list[Stage] = []  # those of the forward in progress
 
     def close(self) -> None:
@@ -259,26 +251,9 @@ class Pipe(nn.Module):
         flow = Dataflow(stages, channels(range(n)), channels(range(1, n)), losses, self.recorder)
         for i, value in enumerate(inputs):
             flow.up[0].put(i, value)
-        self._run_flow(flow, self._plan(schedule, len(targets), torch.is_grad_enabled()))
+        _, actions = plan(schedule, n, len(targets), torch.is_grad_enabled())
+        self._run_flow(flow, actions)
         return losses.total()
-
-    def _plan(self, schedule: str | BuildSchedule, m: int, backward: bool) -> list[Action]:
-        """The actions of all stages, each after those it waits for. Checked once."""
-        key = (schedule, m, backward)
-        if key in self._plans:
-            return self._plans[key]
-        build = find(schedule) if isinstance(schedule, str) else schedule
-        actions = build(len(self.devices), m)
-        if len(actions) != len(self.devices):
-            raise ValueError(
-                f"the schedule has {len(actions)} stages and the Pipe {len(self.devices)}: a list "
-                "of actions for each stage is needed, of the number the schedule is called with"
-            )
-        validate(actions, m)
-        plan = in_order(actions if backward else forward_only(actions))
-        if isinstance(schedule, str):  # a function may be a new one in every step
-            self._plans[key] = plan
-        return plan
 
     def _new_stages(self) -> list[Stage]:
         seed = StepSeed()

@@ -6,31 +6,26 @@
     loss = pipe.train_step(x, y, loss_fn, "1f1b", num_microbatches=4, scale=1 / tokens)
     optimizer.step()                                      # of this stage's parameters
 
-Problem. Threads share memory and one machine. Processes do not: what a stage hands on must be sent,
-the receiver must know what will come, and a rank that dies must not leave the others waiting.
-
-Idea. The lists of schedule.py are run by the same `Dataflow` on the same `Stage` as under threads,
-so every bit of the result is the same, dropout included. Only the channels differ: shapes come from
-a dry forward (analysis.py), tensors go through shared memory between CPU ranks of one machine, and
-through process groups otherwise (parcels.py). Model parallelism is the pipeline with one
-micro-batch.
+The lists of schedule.py are run by the same `Dataflow` on the same `Stage` as under threads, so
+every bit of the result is the same, dropout included. Only the channels differ (neighbours.py):
+what a stage hands on becomes a message that says itself what it is (messages.py), and goes through
+shared memory between CPU ranks of one machine, and through process groups otherwise. Model
+parallelism is the pipeline with one micro-batch.
 
     rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
                           ◂══gradients════         ◂══gradients════
 
 All ranks call the same methods with the same global batch, as the data loader gives it to each: the
-first uses x, the last the target, the others look at the shapes.
+first uses x, the last the target, the others only the number of micro-batches.
 
-A backward whose input gradient another stage waits for is run in its two halves (zero_bubble.py),
-the gradient sent in between: the same list of actions, but the stage below starts earlier by the
-time of the weights' half. With GPipe and 1F1B, and all thirds of the work alike, a step of n stages
-takes 3(m+n-1) - (n-1) thirds instead of 3(m+n-1). It costs memory, on every stage but the first:
-until the weights' half has run, every product keeps its input and the gradient of its output, where
-a whole backward frees them layer by layer. With `early_gradients=False` all backwards are whole.
+With `early_gradients` a whole backward runs in its two halves (zero_bubble.py), the gradient sent
+in between: the stage below starts earlier by the time of the weights' half. With GPipe and 1F1B,
+and all thirds of the work alike, a step of n stages takes 3(m+n-1) - (n-1) thirds instead of
+3(m+n-1). It costs memory, on every stage but the first: until the weights' half has run, every
+product keeps its input and the gradient of its output.
 
-Every `train_step` draws its dropout's seed from the default generator of each rank; seeded alike,
-and used for nothing else that differs, they give all ranks the same. `eval` leaves them as they
-are: what its layers draw is the same until the next step.
+Every `train_step` draws its dropout's seed from the default generator of each rank, which must be
+seeded alike. `eval` leaves them as they are.
 
 Cost: per boundary and micro-batch, one tensor each way. Memory: a stage, and what the schedule
 keeps alive of activations. Adding the tied weights' gradients (GPT-2's embedding is used on the
@@ -43,7 +38,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -58,29 +53,22 @@ from runtime.recorder import Recorder, listening
 from runtime.unseen import refuse_hooks
 
 from . import microbatch
-from .analysis import Analysis
 from .dataflow import Dataflow, Losses, LossFunction, channels
 from .delivery import deliver, gradients_by_stage, hooks_held
-from .links import One
+from .messages import PeerError
 from .neighbours import Neighbours
 from .ownership import Ownership
-from .parcels import PeerError
 from .partition import containers, flatten
 from .schedule import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     Action,
-    Schedule,
-    find,
-    forward_only,
-    validate,
+    BuildSchedule,
+    plan,
 )
 from .stage import Stage
 
-BuildSchedule = Callable[[int, int], Schedule]
-
-_LOSS, _VALUE = -1, -2  # numbers of messages that belong to no micro-batch
 _GRACE = 0.2  # seconds by which a failure's cause is to be reported before its consequences
 
 
@@ -88,8 +76,7 @@ class ProcessPipe:
     """The stages of ``layers``, ``sizes[s]`` of them on rank s of ``group``; this rank has one.
 
     Args:
-        layers: all of them, on every rank; those of other stages are best on the meta device, and
-            must never be needed for more than their shapes.
+        layers: all of them, on every rank; those of other stages are best on the meta device.
         sizes: layers per stage, a nested Sequential counting as one; as many as there are ranks.
         device: of this rank.
         group: the ranks; by default all.
@@ -100,7 +87,6 @@ class ProcessPipe:
         by_layer: see stage.py.
         early_gradients: send a gradient before those of weights are computed.
         share_memory: CPU ranks of one machine exchange through it, where they can.
-        generalize_shapes: see analysis.py.
         timeout: seconds that a neighbour may be silent.
 
     Raises ValueError where sizes, ranks and layers do not fit.
@@ -119,7 +105,6 @@ class ProcessPipe:
         by_layer: bool = True,
         early_gradients: bool = True,
         share_memory: bool = True,
-        generalize_shapes: bool = True,
         timeout: float = 300.0,
     ) -> None:
         world_size = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -141,14 +126,11 @@ class ProcessPipe:
         self._by_layer, self._early = by_layer, early_gradients
         self._ownership = Ownership(parts, self.rank, layers if model is None else model)
         self._ownership.materialize(self.device, initialize)
-        known = parts[: min(self.rank + 1, self.num_stages - 1)]
-        self._analysis = Analysis(known, self.device, generalize_shapes)
         tied = {name: users for name, users in self._ownership.stages.items() if len(users) > 1}
         self._neighbours = Neighbours(
             self.num_stages, self.rank, tied, group, self.device, share_memory, timeout,
             self._record,
         )  # fmt: skip
-        self._plans: dict[Any, Schedule] = {}
         self._broken: str | None = None
 
     def close(self) -> None:
@@ -175,9 +157,9 @@ class ProcessPipe:
 
         As `Pipe.train_step`: ``loss_fn(output, target)`` returns the sum over a micro-batch, and
         the loss is ``scale`` times all sums. x and target are cut into ``num_microbatches``, unless
-        they are `MicroBatches`. The loss is the same on all ranks, and in float64: its own type is
-        known to the last only. Raises what this stage raised, or `exchange.PeerError` because of
-        what another did; after that the pipe is of no use any more.
+        they are `MicroBatches`. The loss, in float64, is the same on all ranks. Raises what this
+        stage raised, or `messages.PeerError` because of what another did; after that the pipe is of
+        no use any more.
         """
         with self._step(), torch.enable_grad():
             seed = StepSeed()
@@ -227,10 +209,10 @@ class ProcessPipe:
             joined = microbatch.join([outputs[i] for i in sorted(outputs)]) if outputs else None
         return (None if loss_fn is None else loss), joined
 
-    def from_last(self, value: Tensor | None, like: Tensor) -> Tensor:
-        """``value`` of the last rank, on all ranks; of shape and type of ``like``."""
+    def from_last(self, value: Tensor | None) -> Tensor:
+        """``value`` of the last rank, on all ranks."""
         with self._step():
-            return self._neighbours.from_last(_VALUE, value, One(like.shape, like.dtype))
+            return self._neighbours.from_last(value)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this stage."""
@@ -243,10 +225,6 @@ class ProcessPipe:
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """Of those, the ones this stage owns. Over all ranks: each parameter of the model once."""
         return self._ownership.owned()
-
-    def named_buffers(self) -> dict[str, Tensor]:
-        """Those of this stage, by the model's names."""
-        return self._ownership.buffers()
 
     def train(self, mode: bool = True) -> None:
         """Of all layers, as nn.Module.train."""
@@ -286,35 +264,19 @@ class ProcessPipe:
         refuse_hooks(self._uncalled)
         sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         inputs, targets = microbatch.cut(x, target, sizes)
-        plan = self._plan(schedule, len(inputs))
-        found = [self._analysis.messages(value) for value in inputs]
-        self._neighbours.announce(plan, found)
+        lists, _ = plan(schedule, self.num_stages, len(inputs), torch.is_grad_enabled())
         if self.rank > 0:
-            before = (messages[self.rank - 1] for messages in found)
-            stage.shared_before = {i: message.shared for i, message in enumerate(before)}
+            stage.shared_before = self._neighbours.up[self.rank].shared
         losses = Losses(loss_fn, targets, scale, stage.memory)
-        up = {**channels([0]), **self._neighbours.up}
+        inbox = channels([0])
+        up = {**inbox, **self._neighbours.up}
         flow = Dataflow([stage], up, self._neighbours.down, losses, self.recorder)
         for i, value in enumerate(inputs):
-            up[0].put(i, value)  # on other stages nobody takes it
-        actions = plan[self.rank]
+            inbox[0].put(i, value)  # on other stages nobody takes it
+        actions = lists[self.rank]
         flow.run(_halved(actions) if self._early and self.rank > 0 else actions)
         last = self.rank + 1 == self.num_stages
-        return self._neighbours.from_last(_LOSS, losses.total().double() if last else None)
-
-    def _plan(self, schedule: str | BuildSchedule, m: int) -> Schedule:
-        """The checked lists of all stages."""
-        key = (schedule, m, torch.is_grad_enabled())
-        if key in self._plans:
-            return self._plans[key]
-        plan = (find(schedule) if isinstance(schedule, str) else schedule)(self.num_stages, m)
-        if len(plan) != self.num_stages:
-            raise ValueError(f"the schedule has {len(plan)} stages and the pipe {self.num_stages}")
-        validate(plan, m)
-        plan = plan if torch.is_grad_enabled() else forward_only(plan)
-        if isinstance(schedule, str):  # a function may be a new one in every step
-            self._plans[key] = plan
-        return plan
+        return self._neighbours.from_last(losses.total().double() if last else None)
 
     def _record(self, kind: str, i: int, start: float, end: float) -> None:
         if (recorder := listening(self.recorder)) is not None:

@@ -46,6 +46,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -76,6 +77,7 @@ class Action(NamedTuple):
 
 
 Schedule = list[list[Action]]  # per stage, its actions in order
+BuildSchedule = Callable[[int, int], Schedule]  # of the numbers of stages and micro-batches
 
 _HALVES = (BACKWARD_INPUT, BACKWARD_WEIGHT)
 _BORN = {FORWARD: 1, BACKWARD: -1, BACKWARD_WEIGHT: -1}  # what an action adds to those alive
@@ -136,7 +138,7 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
     return schedule
 
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+SCHEDULES: dict[str, BuildSchedule] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "zb": zero_bubble,
@@ -144,11 +146,40 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
 }
 
 
-def find(name: str) -> Callable[[int, int], Schedule]:
+def find(name: str) -> BuildSchedule:
     """The schedule function called ``name``; ValueError that lists them otherwise."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r}: choose one of {', '.join(SCHEDULES)}, e.g. '1f1b'")
     return SCHEDULES[name]
+
+
+def plan(
+    schedule: str | BuildSchedule, num_stages: int, num_microbatches: int, backward: bool = True
+) -> tuple[Schedule, list[Action]]:
+    """The checked lists of a schedule, by its name or as a function; and all actions `in_order`.
+
+    Without ``backward`` only the forwards. What was checked by name is kept.
+    """
+    make = _known if isinstance(schedule, str) else _plan
+    return make(schedule, num_stages, num_microbatches, backward)
+
+
+def _plan(
+    schedule: str | BuildSchedule, num_stages: int, num_microbatches: int, backward: bool
+) -> tuple[Schedule, list[Action]]:
+    build = find(schedule) if isinstance(schedule, str) else schedule
+    lists = build(num_stages, num_microbatches)
+    if len(lists) != num_stages:
+        raise ValueError(
+            f"the schedule has {len(lists)} stages and the pipeline {num_stages}: a list of "
+            "actions for each stage is needed, of the number the schedule is called with"
+        )
+    validate(lists, num_microbatches)
+    lists = lists if backward else forward_only(lists)
+    return lists, in_order(lists)
+
+
+_known = lru_cache(maxsize=256)(_plan)
 
 
 def forward_only(schedule: Schedule) -> Schedule:

@@ -14,16 +14,12 @@ does the work: the worker that ran the forward runs the backward.
 ``backward_input(i, dy)`` and, later, ``backward_weight(i)`` are the same in two halves, see
 zero_bubble.py.
 
-Gradients of the parameters are added up in ``self.gradients``, in the order of the calls, and not
-in ``.grad``: `torch.autograd.grad(loss, parameters)`, hooks and tied parameters need them to reach
-``.grad`` once, by way of autograd.
+Gradients of the parameters are added up here, in the order of the calls, and not in ``.grad``: they
+reach that once, by way of autograd (delivery.py). Transport is not here, and neither is a schedule.
 
-Transport (queues, send/recv) is not here, and neither is a schedule.
-
-``by_layer`` makes a graph per layer instead of one per stage, joined as the stages are. Backward
-then goes layer by layer, and the gradients of a layer's parameters are added up and freed before
-the next layer's are made. In one graph they all live until its end: as much memory as the stage's
-parameters, more than the activations where micro-batches are small. The bits are the same.
+``by_layer`` makes a graph per layer instead of one per stage, joined as the stages are. Then the
+gradients of a layer's parameters are added up and freed before the next layer's are made; in one
+graph they all live until its end: as much memory as the stage's parameters. The bits are the same.
 
 Cost: between forward and backward (its second half) of a micro-batch, its activations here.
 """
@@ -39,13 +35,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, Graph
 from runtime.randomness import NoDraws, StageRandomness, StepSeed
 from runtime.sharing import Watch
-from runtime.unseen import Strangers, hidden_type, tensors_in
+from runtime.unseen import Strangers, hidden_type
 
 from .zero_bubble import Product, WeightsLater, add_in_place, add_products, add_to
 
@@ -213,8 +208,8 @@ class Stage:
                 value = layer(value)
             name = layer_name(k, layer)
             watch.check(name)
-            if not self._looked:
-                _refuse_strangers(value, strangers, name)
+            if not self._looked and torch.is_grad_enabled():
+                strangers.refuse(value, name)
         refuse_hidden(value, name)
         graph.products.clear()  # of a layer that differentiates inside: not the model's gradients
         return value
@@ -261,14 +256,3 @@ def refuse_hidden(value: Any, name: str) -> None:
             f"{name} hands on a {kind} with tensors inside, which the pipeline cannot see, move or "
             "differentiate: return tensors, or tuples, lists and dicts of them"
         )
-
-
-def _refuse_strangers(value: Any, strangers: Strangers, name: str) -> None:
-    if any(isinstance(t, FakeTensor) for t in tensors_in(value)):
-        raise RuntimeError(
-            f"{name} uses a tensor without contents that a dry forward (analysis.py) left behind, "
-            "say in an attribute. What another layer makes must come in the input: let the layers "
-            "before return (output, tensor). What this layer keeps it must make in __init__"
-        )
-    if torch.is_grad_enabled():
-        strangers.refuse(value, name)

@@ -1,18 +1,12 @@
 """The CUDA streams on which the workers of a Pipe compute: those of whoever calls it.
 
-Problem. Which stream kernels go to is the calling thread's affair, device by device. A worker would
-use the default streams whatever its caller chose, and nothing would make it wait for what the
-caller had launched before, nor the caller for what it launches.
-
-Idea. During a call every worker uses the caller's current streams. What is on one stream runs in
-the order in which it was launched, so no event is needed, and memory stays with the stream that it
-was allocated for. All devices' streams, not only that of the worker's own: a copy from another
-device goes by the current streams of both.
+Streams are thread-local: a worker would use the default ones whatever its caller chose, and neither
+would wait for what the other launches. During a call every worker uses the caller's current streams
+of all devices (a copy goes by the streams of both ends). What is on one stream runs in the order in
+which it was launched, so no event is needed.
 
 A backward is called by a thread of autograd's. It uses the streams of its forward, as autograd does
 for each of its own nodes; these wait for what is current there, and it for them.
-
-Without a GPU, or before the first use of one, there is nothing to carry.
 """
 
 from __future__ import annotations

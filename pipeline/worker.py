@@ -1,20 +1,23 @@
 """One thread per device: a queue of tasks in, a queue of results out.
 
-Problem. A stage of a pipeline must compute while the other stages compute, on GPUs as well as on
-the cores of one CPU. Torch's operators release the GIL, so threads suffice, and tensors pass from
-stage to stage without a copy. But a fresh thread is not the caller's thread: grad mode, autocast,
-the default device and the CUDA streams (streams.py) are thread-local in torch and must be carried
-over (the default dtype and the deterministic flags are global, and need not be).
+Problem. A stage must compute while the other stages compute, on GPUs as well as on the cores of one
+CPU. Torch's operators release the GIL, so threads suffice, and tensors pass between stages without
+a copy. But grad mode, autocast, the default device and the CUDA streams (streams.py) are
+thread-local in torch and must be carried over from the caller.
 
 Idea. ``cpu:0`` and ``cpu:1`` are *logical* devices: worker k of n binds itself to the k-th of n
 slices of the cores this process may use, and has as many intra-op threads. Threads that OpenMP
-starts later inherit the binding. ``torch.set_num_threads`` sets the calling thread's count, but
-also the count that every thread takes at its first parallel operator: so a worker makes that first
-use at once, and ``create_workers`` sets the caller's own count again when all workers are up.
-Where the system cannot bind a thread (macOS), only the count is set.
+starts later inherit the binding. Where the system cannot bind a thread (macOS), only the number of
+threads is set.
 
 Every task is answered, whatever it raises: ``SystemExit`` and ``KeyboardInterrupt`` too are handed
 back, with their traceback, and the worker goes on.
+
+A `Crew` is the workers of one Pipe. An error in one task must end a call at once, wherever the
+others are; Ctrl-C in the waiting thread must too; and afterwards no stale answer may lie in a
+queue. So a task that fails calls ``stop``, which wakes those who wait for each other, and a call
+collects the answer of every task. Where it cannot, since it was interrupted or a worker is gone,
+all are replaced at the next call.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import contextlib
 import os
 import sys
 import threading
-import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -143,22 +146,15 @@ def start_workers(
     return [m[0] for m in members], [m[1] for m in members], [m[2] for m in members]
 
 
-def wait_for(
-    out_queue: Queue, threads: Sequence[threading.Thread], timeout: float | None = None
-) -> Any:
-    """The next answer of a worker; Empty after ``timeout`` seconds.
-
-    RuntimeError if any of ``threads`` is gone: the worker may be waiting for that one.
-    """
-    deadline = None if timeout is None else time.monotonic() + timeout
+def wait_for(out_queue: Queue, threads: Sequence[threading.Thread]) -> Any:
+    """The next answer of a worker. RuntimeError if any of ``threads`` is gone: the worker may be
+    waiting for that one."""
     while True:
         with contextlib.suppress(Empty):
             return out_queue.get(timeout=_POLL)
         for thread in threads:
             if not thread.is_alive() and out_queue.empty():
                 raise RuntimeError(f"the worker thread {thread.name} has ended without an answer")
-        if deadline is not None and time.monotonic() > deadline:
-            raise Empty
 
 
 def _run(
@@ -175,7 +171,9 @@ def _run(
             with contextlib.suppress(OSError):  # a sandbox may forbid it: slower, not wrong
                 os.sched_setaffinity(0, cores)  # 0: the calling thread
         torch.set_num_threads(len(cores) or max(1, (os.cpu_count() or 1) // share[1]))
-        torch.get_num_threads()  # a thread takes the process's count on its first use: use it now
+        # This also set what every thread of the process takes at its first use. So take it now:
+        # `start_workers` then sets the caller's own count again.
+        torch.get_num_threads()
     up.set()
     worker(in_queue, out_queue, device)
 
@@ -188,3 +186,98 @@ def _with_index(device: torch.device) -> torch.device:
 
 def _use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class Stopped(BaseException):
+    """Raised in a worker whose call has failed elsewhere; never seen by the caller."""
+
+
+class Crew:
+    """One worker thread per distinct device. ``close`` or garbage collection ends them."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = list(devices)
+        self.in_queues: list[Queue] = []
+        self.out_queues: list[Queue] = []
+        self.threads: list[threading.Thread] = []
+        self.closed = False
+        self._calls = threading.RLock()  # held by the thread whose call is running
+        self._start()
+
+    def _start(self) -> None:
+        self.in_queues[:], self.out_queues[:], self.threads[:] = start_workers(self.devices)
+        queues = list({id(q): q for q in self.in_queues}.values())
+        self._end = weakref.finalize(self, _end_all, queues, list(dict.fromkeys(self.threads)))
+
+    def close(self) -> None:
+        """End the threads. A closed crew runs nothing more."""
+        self.closed = True
+        self._end()
+
+    def run(
+        self, jobs: Sequence[tuple[int, Task]], stop: Callable[[], None] = lambda: None
+    ) -> list[Any]:
+        """Run each task on the worker of its stage, at the same time; return the results in order.
+
+        Raises what the first failing task raised, with its traceback, once all have ended.
+        """
+        with self.alone():
+            return self._run(jobs, stop)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Of several threads only one may be inside; for the others it raises at once, since one
+        that waited here could be what the call inside waits for."""
+        if threading.current_thread() in self.threads:
+            raise RuntimeError(
+                "a worker of the Pipe cannot wait for the workers: call the Pipe from outside its "
+                "layers, hooks and run_on_stages"
+            )
+        if not self._calls.acquire(blocking=False):
+            raise RuntimeError(
+                "another call of this Pipe is running in another thread: a Pipe runs one call at "
+                "a time, so share a threading.Lock around its calls, or make a Pipe per thread"
+            )
+        try:
+            yield
+        finally:
+            self._calls.release()
+
+    def _run(self, jobs: Sequence[tuple[int, Task]], stop: Callable[[], None]) -> list[Any]:
+        if self.closed:
+            raise RuntimeError("the Pipe is closed: make a new one")
+        if not self._end.alive or not all(thread.is_alive() for thread in self.threads):
+            self._end()
+            self._start()
+        answers: list[tuple[bool, Any]] = []
+        try:
+            for s, task in jobs:
+                task.on_failure = stop
+                self.in_queues[s].put(task)
+            for s, _ in jobs:
+                answers.append(wait_for(self.out_queues[s], self.threads))
+                if answers[-1] == (False, None):
+                    raise RuntimeError(f"the worker of stage {s} ({self.devices[s]}) has ended")
+        except BaseException:  # Ctrl-C here, or a worker that is gone
+            stop()
+            self._end()  # answers will come that nobody collects: others work at the next call
+            raise
+        failures = [payload[1] for ok, payload in answers if not ok]
+        failures.sort(key=lambda error: isinstance(error, Stopped))
+        if failures:
+            del answers
+            try:
+                raise failures[0]
+            finally:
+                failures.clear()  # else the error's own traceback would hold the error
+        return [payload[1] for _, payload in answers]
+
+
+def _end_all(in_queues: list[Queue], threads: list[threading.Thread]) -> None:
+    """Also run by the garbage collector, in whatever thread, and at exit: so it waits little."""
+    for queue in in_queues:
+        queue.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            with contextlib.suppress(RuntimeError):
+                thread.join(timeout=1.0)

@@ -1,26 +1,21 @@
 """Backward in two halves: gradients of activations now, those of weights later.
 
-Problem. A stage waits for the gradient of its output, and that depends on one half of the backward
-of the stages above: the gradients of activations. The other half, the gradients of weights, is
-wanted only at the end of the step, but autograd computes both, layer by layer, in one go. And it
-makes every weight's gradient of every micro-batch before it can be added to the others: where
-micro-batches are small, moving these takes a tenth of the second half.
+Problem. A stage waits for gradients of activations only; those of weights are wanted at the end of
+the step, but autograd computes both, layer by layer, in one go. And it makes every weight's
+gradient of every micro-batch before it can be added to the others: where micro-batches are small,
+that takes a tenth of the second half.
 
 Idea. Nearly all work on weights is in matrix products y = x w + b. While a stage runs a forward,
 a `TorchFunctionMode` replaces those whose weight is one of its parameters by an autograd function
 with the same y. In backward it returns dx = dy w' at once and, instead of dw = x' dy and
 db = sum of dy, notes (x, dy). `add_products` makes dw and db of the notes, whenever the schedule
-says so, and the product x' dy adds itself to the sum over micro-batches. All else, norms and
-embeddings too, is differentiated in the first half: its weight gradients are cheap. Rejected: two
-calls of `torch.autograd.grad` over the same graph, first by the inputs and then by the parameters
-(torch.distributed.pipelining does it with surgery on the graph): everything on the way to a weight
-is walked, and much of it computed, twice.
+says so, and the product x' dy adds itself to the sum over micro-batches. A whole backward is the
+first half and then, at once, the second: the bits are the same. All else, norms and embeddings too,
+is differentiated in the first half; so are products by other calls (`@`, convolutions).
 
-A whole backward is the first half and then, at once, the second: the bits are the same.
-
-Not seen: products by other calls (`@`, `torch.matmul`, `torch.baddbmm`, convolutions), views of
-weights, and torch.compile'd layers: right, but all in the first half. A forward that activation
-checkpointing repeats must be repeated inside the mode.
+Rejected: two calls of `torch.autograd.grad` over the same graph, first by the inputs and then by
+the parameters (as torch.distributed.pipelining does): much of the way to a weight is computed
+twice.
 
 Cost: between the halves, x (which backward held anyway) and dy of every product; in forward, about
 1 us per torch call in Python.

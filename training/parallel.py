@@ -195,7 +195,7 @@ class Staged(LaidOutModel):
         with self.plan.autocast(self.devices[0]):
             _, logits = self.pipe.eval((ids, newest_alone(ids)), beside=prefix)
         tokens = None if logits is None else likeliest(logits, num_tokens)
-        return self.pipe.from_last(tokens, like=ids[:, 0])
+        return self.pipe.from_last(tokens)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Sent to rank 0 one at a time."""

@@ -29,8 +29,8 @@ from torch.utils import _pytree as pytree
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
+from pipeline.messages import PeerError
 from pipeline.microbatch import MicroBatches
-from pipeline.parcels import PeerError
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
 from pipeline.schedule import SCHEDULES
@@ -180,9 +180,7 @@ def _refusals(kind: str, plan: Plan, hook: str) -> list[str]:
 FLAGS = {
     "forward": ("x wants a gradient",),
     "train_step": ("cut already",),
-    "process": (
-        "cut already", "share_memory", "early_gradients", "by_layer", "generalize_shapes",
-    ),
+    "process": ("cut already", "share_memory", "early_gradients", "by_layer"),
     "average": ("share_memory", "small buckets"),
     "ddp": ("share_memory", "small buckets"),
     **dict.fromkeys(("fsdp1", "fsdp2", "fsdp3"), ("share_memory", "meta", "count")),

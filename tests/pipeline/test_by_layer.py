@@ -154,29 +154,3 @@ def test_backward_by_layer_holds_the_weight_gradients_of_one_layer_at_a_time() -
     layer, and five for the loss."""
     assert _peak_of_backward(False) >= LAYERS * WEIGHT
     assert _peak_of_backward(True) <= 2 * WEIGHT + (2 * LAYERS + 5) * OUTPUT
-
-
-def test_layers_are_released_one_by_one() -> None:
-    """What a layer has saved is gone when the backward of the layer before it runs."""
-    saved: list[Any] = []
-    alive: list[list[bool]] = []
-
-    class Save(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, h: Tensor) -> Tensor:
-            token = h.clone()
-            saved.append(weakref.ref(token))
-            ctx.save_for_backward(token)
-            return h * 2
-
-        @staticmethod
-        def backward(_: Any, g: Tensor) -> Tensor:
-            alive.append([token() is not None for token in saved])
-            return g * 2
-
-    model = nn.Sequential(nn.Linear(4, 3).double(), *(Call(Save.apply) for _ in range(3)))
-    stage = Stage(0, model, CPU, by_layer=True)
-    stage.forward(0, batch(4)[0], torch.sum)
-    stage.backward(0, [torch.ones((), dtype=torch.float64)])
-    assert [state[: 3 - k] for k, state in enumerate(alive)] == [[True] * 3, [True] * 2, [True]]
-    assert [any(state[3 - k :]) for k, state in enumerate(alive)] == [False, False, False]

@@ -170,30 +170,6 @@ def test_autocast_reaches_the_workers() -> None:
                 if p.grad is not None] == [True] * 4  # fmt: skip
 
 
-def test_autocast_is_for_forwards_only() -> None:
-    seen: list[bool] = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(_: object, h: Tensor) -> Tensor:
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return h.clone()
-
-        @staticmethod
-        def backward(_: object, g: Tensor) -> Tensor:
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return g
-
-    model = nn.Sequential(nn.Linear(4, 4), Call(Look.apply))
-    x = torch.randn(6, 4)
-    with Pipe(cut(model, (1, 1)), split_size=6) as pipe:
-        with torch.autocast("cpu", torch.bfloat16):
-            pipe.train_step(x, x, lambda output, _: output.float().sum())
-            output = pipe(x)
-        output.float().sum().backward()
-    assert seen == [True, False] * 2
-
-
 def test_wrong_batches_say_what_is_needed() -> None:
     with Pipe(cut(tower())) as pipe:
         with pytest.raises(ValueError, match="first dimension of every tensor, but there: 2, 3"):
@@ -202,24 +178,6 @@ def test_wrong_batches_say_what_is_needed() -> None:
             pipe(3.0)
     with pytest.raises(ValueError, match="split_size=0: at least 1"):
         Pipe(cut(tower()), split_size=0)
-
-
-def test_a_number_per_micro_batch_is_no_output() -> None:
-    model = nn.Sequential(tower(), WithDevice(Call(torch.sum), "cpu:1"))
-    with Pipe(model, split_size=4) as pipe:
-        assert pipe(batch(4)[0]).dim() == 0  # one micro-batch: nothing to put together
-        with pytest.raises(ValueError, match="use train_step with a loss_fn that sums"):
-            pipe(batch(8)[0])
-
-
-def test_close_ends_the_threads() -> None:
-    pipe = Pipe(cut(tower()))
-    assert pipe_threads() == ["pipe-cpu:0", "pipe-cpu:1"]
-    pipe(batch(2)[0])
-    pipe.close()
-    assert pipe_threads() == []
-    with pytest.raises(RuntimeError, match="the Pipe is closed: make a new one"):
-        pipe(batch(2)[0])
 
 
 def test_garbage_collection_ends_the_threads_once_no_backward_needs_them() -> None:
@@ -250,38 +208,3 @@ def test_a_forward_whose_backward_never_comes_keeps_no_activations() -> None:
         del output
         gc.collect()
         assert [ref() is None for ref in kept] == [True, True]
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "zb"])
-def test_a_stage_may_begin_with_a_layer_that_works_in_place(schedule: str) -> None:
-    def model() -> nn.Sequential:
-        torch.manual_seed(0)
-        layers = [nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3), nn.ReLU(inplace=True)]
-        return nn.Sequential(*layers).double()
-
-    x, y = batch(8)
-    plain, same = model(), model()
-    square_error(plain(x), y).backward()
-    with Pipe(cut(same, (1, 2, 1), ("cpu:0", "cpu:1", "cpu:2")), split_size=2) as pipe:
-        square_error(pipe(x), y).backward()
-        assert_close(gradients(same), gradients(plain))
-        same.zero_grad()
-        pipe.train_step(x, y, square_error, schedule=schedule)
-        assert_close(gradients(same), gradients(plain))
-
-
-def test_a_copy_to_the_cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a GPU, ``non_blocking`` would let the CPU read what has not arrived."""
-    asked: list[bool] = []
-    move = Tensor.to
-
-    def watch(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        asked.append(kwargs.get("non_blocking", False))
-        return move(self, *args, **kwargs)
-
-    monkeypatch.setattr(Tensor, "to", watch)
-    x, y = batch(4)
-    with Pipe(cut(tower())) as pipe:
-        pipe.train_step(x, y, square_error)
-    assert asked
-    assert not any(asked)

@@ -32,16 +32,6 @@ def test_autograd_grad_returns_gradients_and_leaves_dot_grad_alone() -> None:
     assert set(gradients(same).values()) == {None}
 
 
-def test_gradients_accumulate_over_backwards() -> None:
-    x, y = batch()
-    plain, same = tower(), tower()
-    with Pipe(cut(same), split_size=3) as pipe:
-        for _ in range(2):
-            square_error(plain(x), y).backward()
-            square_error(pipe(x), y).backward()
-    assert_close(gradients(same), gradients(plain))
-
-
 def test_two_forwards_before_one_backward() -> None:
     x, y = batch()
     plain, same = tower(), tower()
@@ -75,33 +65,6 @@ def test_retain_graph_allows_a_second_backward_and_its_absence_refuses_it() -> N
         output.sum().backward()
         with pytest.raises(RuntimeError, match="a second backward needs"):
             output.sum().backward()
-
-
-def test_a_retained_backward_can_be_tried_again_after_it_failed() -> None:
-    """The last stage has added up its gradients when the first one fails."""
-    x, y = batch()
-    plain, same = tower(), tower()
-    square_error(plain(x), y).backward()
-    armed = [True]
-
-    def fail_once(g: Tensor) -> Tensor:
-        if armed:
-            armed.clear()
-            raise ValueError("once")
-        return g
-
-    def watch(h: Tensor) -> Tensor:
-        h.register_hook(fail_once)
-        return h
-
-    with Pipe(
-        cut(nn.Sequential(same[0], Call(watch), *list(same)[1:]), (2, 5)), split_size=3
-    ) as pipe:
-        loss = square_error(pipe(x), y)
-        with pytest.raises(ValueError, match="once"):
-            loss.backward(retain_graph=True)
-        loss.backward()
-    assert_close(gradients(same), gradients(plain))
 
 
 def test_differentiating_twice_is_refused() -> None:
@@ -138,27 +101,6 @@ def test_hooks_see_each_gradient_once_and_whole() -> None:
     assert len(counts) == 2 * 2 * 8
     assert {n for key, n in counts.items() if key.startswith("plain")} == {1}
     assert {n for key, n in counts.items() if key.startswith("pipe")} == {2}
-
-
-def test_hooks_on_input_and_output() -> None:
-    x, y = batch()
-    seen: dict[str, Tensor] = {}
-
-    def gradient_of_doubled_input(model: nn.Module, who: str) -> None:
-        leaf = x.clone().requires_grad_()
-        doubled = leaf * 2
-        doubled.register_hook(lambda g: seen.__setitem__(f"{who} input", g) or g * 3)  # type: ignore[func-returns-value]
-        output = model(doubled)
-        output.register_hook(lambda g: seen.__setitem__(f"{who} output", g))
-        square_error(output, y).backward()
-        assert leaf.grad is not None
-        seen[f"{who} leaf"] = leaf.grad
-
-    gradient_of_doubled_input(tower(), "plain")
-    with Pipe(cut(tower()), split_size=3) as pipe:
-        gradient_of_doubled_input(pipe, "pipe")
-    for where in ("input", "output", "leaf"):
-        assert_close({where: seen[f"pipe {where}"]}, {where: seen[f"plain {where}"]})
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
@@ -264,23 +206,3 @@ def test_only_one_of_several_outputs_is_used() -> None:
         pipe(x)[1].sum().backward()
     expected = (x.sum(0) * 2).expand(4, 4)
     assert_close({"0.weight": model[0].weight.grad}, {"0.weight": expected})
-
-
-def test_a_gradient_moves_into_dot_grad_without_a_copy() -> None:
-    """Else the calling thread would copy every parameter once per step."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
-    seen: list[int] = []
-    for p in model.parameters():
-        p.register_hook(lambda g: seen.append(g.data_ptr()))
-    x, _ = batch()
-    with Pipe(cut(model, (1, 1)), split_size=2) as pipe:
-        pipe(x).sum().backward()
-        assert sorted(seen) == sorted(
-            p.grad.data_ptr() for p in model.parameters() if p.grad is not None
-        )
-        take_gradients(model)
-        seen.clear()
-        pipe.train_step(x, x, square_error)
-        assert sorted(seen) == sorted(
-            p.grad.data_ptr() for p in model.parameters() if p.grad is not None
-        )

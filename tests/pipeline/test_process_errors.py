@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.links import MismatchError
-from pipeline.parcels import Layout, PeerError
+from pipeline.messages import Message, PeerError, read
 from pipeline.process import ProcessPipe
-from pipeline.shared_messages import SharedReceiver, SharedSender
-from tests.pipeline.pipeline_models import Call, batch, square_error, tower
+from pipeline.shared_messages import SharedLink
+from tests.pipeline.pipeline_models import batch, square_error, tower
 from tests.ranks import Ranks
 
 TRANSPORTS = ["shared memory", "groups"]
@@ -36,15 +35,10 @@ class Fuse(nn.Module):
         return Wire.apply(x, self)
 
     def blow(self, where: str) -> None:
-        if where == self.where and x_is_real():
+        if where == self.where:
             self.calls += 1
             if self.calls == 3:
                 raise ZeroDivisionError("on purpose")
-
-
-def x_is_real() -> bool:
-    """Whether this is no dry forward: those have a mode that makes all new tensors fake."""
-    return type(torch.empty(0)) is Tensor
 
 
 class Wire(torch.autograd.Function):
@@ -147,58 +141,6 @@ def test_a_rank_that_is_killed_ends_the_wait_of_its_neighbour() -> None:
         assert "it has ended" in answer
 
 
-def _other_batches(rank: int, _: int) -> list[str]:
-    with ProcessPipe(tower(), [2, 4], timeout=30) as pipe:
-        x, y = batch(8 if rank == 0 else 4)
-        first, _notes, seconds = _caught(lambda: pipe.train_step(x, y, square_error))
-        assert seconds < SOON
-        dist.barrier()
-    return [first]
-
-
-def test_ranks_with_different_batches_say_so(ranks: Ranks) -> None:
-    (first,), (second,) = ranks.run(_other_batches)
-    assert "it sent 576 bytes where 320 were expected: give all ranks the same batch" in second
-    assert "it has failed" in first
-
-
-def _surprising(_: int, __: int) -> str:
-    """What a stage hands on depends on more than the shapes: on whether it was dry."""
-    layers = nn.Sequential(
-        nn.Linear(4, 3).double(), Call(lambda x: x.float() if x_is_real() else x), nn.Linear(3, 3)
-    )
-    with ProcessPipe(layers, [2, 1], timeout=30) as pipe:
-        text, _notes, seconds = _caught(lambda: pipe.train_step(*batch(4), square_error))
-        assert seconds < SOON
-        dist.barrier()
-    return text
-
-
-def test_what_the_dry_forward_did_not_foresee_is_not_sent(ranks: Ranks) -> None:
-    first, second = ranks.run(_surprising)
-    assert first.startswith(
-        f"{MismatchError.__name__}: handing activations from stage 0 to stage 1, micro-batch 0: it "
-        "made float32 [4, 3] with a gradient where the dry forward made float64 [4, 3] with"
-    )
-    assert second.startswith("PeerError: ")
-    assert "it has failed: pipeline.links.MismatchError: handing activations from" in second
-
-
-def _a_number(_: int, __: int) -> tuple[str, list[str], float]:
-    x, y = batch(8)
-    layers = nn.Sequential(*tower(), Call(lambda x: x.sum()))
-    with ProcessPipe(layers, (2, 5), timeout=20) as pipe:
-        pipe.eval(x, y, lambda output, _: output, 1)
-        found = _caught(lambda: pipe.eval(x, y, num_microbatches=4))
-        dist.barrier()
-        return found
-
-
-def test_a_number_per_micro_batch_is_refused(ranks: Ranks) -> None:
-    _, (text, _, _) = ranks.run(_a_number)
-    assert text.startswith("ValueError: a number per micro-batch cannot be put together")
-
-
 @pytest.mark.parametrize("sizes", [[2, 4], [5], [6, 0], []])
 def test_sizes_that_do_not_fit(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match=r"for 6 layers on 1 ranks: one number per rank, each at"):
@@ -222,7 +164,7 @@ def test_layers_of_another_model() -> None:
 def test_a_schedule_of_another_number_of_stages_or_that_cannot_run() -> None:
     x, y = batch(4)
     wrong: list[tuple[Any, str]] = [
-        ([[], []], "the schedule has 2 stages and the pipe 1"),
+        ([[], []], "the schedule has 2 stages and the pipeline 1"),
         ([[]], "stage 0: B0 is missing"),
     ]
     for plan, message in wrong:
@@ -237,43 +179,44 @@ def test_a_closed_pipe_says_so() -> None:
         pipe.train_step(*batch(4), square_error)
 
 
-@pytest.mark.parametrize("end", [SharedSender, SharedReceiver])
-def test_a_neighbour_that_ends_while_the_channel_is_made(end: Callable[..., Any]) -> None:
+def _linked() -> tuple[SharedLink, SharedLink]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return SharedLink(ours, 0.05), SharedLink(theirs, 0.05)
+
+
+def test_what_a_neighbour_sends_just_before_it_ends_is_received() -> None:
+    ours, theirs = _linked()
+    for i in range(3):
+        theirs.send(Message(torch.full((2,), float(i))))
+    ours.send(Message("nobody reads this"))
     theirs.close()
-    with ours, pytest.raises(PeerError, match=r"^it has ended$"):
-        end(ours, 1.0)
+    found = [read(*ours.receive()) for _ in range(3)]
+    assert [t.tolist() for t in found] == [[float(i)] * 2 for i in range(3)]
+    for wait in (ours.receive, lambda: ours.send(Message(None))):
+        with pytest.raises(PeerError, match=r"^it has ended$"):
+            wait()
+    ours.close()
 
 
-def test_a_neighbour_that_is_silent_while_the_channel_is_made() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs, pytest.raises(PeerError, match=r"^it is silent$"):
-        SharedReceiver(ours, 0.01)
+def test_a_neighbour_that_is_silent_and_one_that_does_not_read() -> None:
+    ours, theirs = _linked()
+    with pytest.raises(PeerError, match=r"^it has been silent for 0\.05 s$"):
+        ours.receive()
+    with pytest.raises(PeerError, match=r"^it has been silent for 0\.05 s$"):
+        for _ in range(10_000):
+            ours.send(Message(None))
+    ours.close()
+    theirs.close()
 
 
-def test_what_a_neighbour_sends_just_before_it_ends_is_received(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Between the receiver's looks at the event and at the connection, both by hand."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sender, receiver = SharedSender(theirs, 1.0), SharedReceiver(ours, 1.0)
-    layout, read = Layout([((2,), torch.float32)]), os.eventfd_read
-    sender.expect([(i, layout) for i in range(3)], 3)
-    sender.send(0, layout, [torch.full((2,), 0.0)])
-
-    def look(event: int) -> int:
-        found = read(event)
-        monkeypatch.undo()
-        for i in (1, 2):
-            sender.send(i, layout, [torch.full((2,), float(i))])
-        sender.close()
-        return found
-
-    monkeypatch.setattr(os, "eventfd_read", look)
-    found = [receiver.receive(i, layout) for i in range(3)]
-    assert [[t.tolist() for t in tensors if t is not None] for tensors in found] == [
-        [[float(i)] * 2] for i in range(3)
-    ]
-    with pytest.raises(PeerError, match=r"^it has ended$"):
-        receiver.receive(3, layout)
-    receiver.close()
+def test_buffers_are_used_again_and_grow() -> None:
+    ours, theirs = _linked()
+    for size in (5, 5, 3, 900, 5, 901):
+        x = torch.arange(float(size))
+        ours.send(Message([x, x[1:]]))
+        ours.send(Message(x))
+        assert [t.tolist() for t in read(*theirs.receive())] == [x.tolist(), x[1:].tolist()]
+        assert torch.equal(read(*theirs.receive()), x)
+        assert len(ours._buffers) == 2
+    ours.close()
+    theirs.close()

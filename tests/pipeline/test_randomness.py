@@ -235,40 +235,6 @@ def test_attention_is_torchs_but_for_where_the_mask_comes_from(causal: bool) -> 
     torch.testing.assert_close(dropped[kept] * 0.75, plain[kept], rtol=1e-12, atol=1e-12)
 
 
-def test_a_packed_sequence_through_a_recurrent_layer_draws_from_the_stage() -> None:
-    lstm = nn.LSTM(4, 4, 2, dropout=0.5)
-    packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 4), [3, 2])
-    before = torch.get_rng_state()
-    step = StepSeed()
-    step.get()
-    after = torch.get_rng_state()
-    assert not torch.equal(after, before)
-    with StageRandomness(CPU).of(step, 0, 0):
-        lstm(packed)
-    assert torch.equal(torch.get_rng_state(), after)
-
-
-def test_multi_head_attention_without_dropout_is_torchs_own() -> None:
-    x = torch.ones(3, 5, 8)
-    for attention in (nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2, dropout=0.5).eval()):
-        before = torch.get_rng_state()
-        with StageRandomness(CPU).of(StepSeed(), 0, 0):
-            attention(x, x, x)
-        assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("boolean", [True, False])
-def test_a_row_masked_everywhere_gives_zero_as_torch_does(boolean: bool) -> None:
-    q = torch.randn(1, 2, 4, 8)
-    mask = torch.ones(4, 4, dtype=torch.bool).tril(-1)  # the first row sees nothing
-    if not boolean:
-        mask = torch.zeros(4, 4).masked_fill(~mask, float("-inf"))
-    with StageRandomness(CPU).of(StepSeed(), 0, 0):
-        found = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.5)
-    assert found.isfinite().all()
-    assert found[:, :, 0].eq(0).all()
-
-
 @pytest.mark.parametrize("schedule", ["forward and backward", "1f1b"])
 def test_a_forward_repeated_in_backward_must_not_draw(schedule: str) -> None:
     """Other masks than in the forward: silently wrong gradients."""

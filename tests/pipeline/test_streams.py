@@ -130,12 +130,3 @@ def test_a_pipe_computes_on_the_callers_streams_and_its_backward_on_the_forwards
         assert states == [[0, "default 0", "side"]] * 2
         assert pipe.run_on_stages(lambda _: cuda.state()) == [[0, "default 0", "default 1"]] * 2
     assert len(cuda.waits) == 2
-
-
-def test_before_cuda_is_used_nothing_is_asked_of_it(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Cuda, "is_initialized", lambda _: False)
-    monkeypatch.setattr(Cuda, "current_stream", lambda *_: pytest.fail("asked"))
-    with Context().enter(), streams.Streams().resume():
-        assert cuda.waits == []

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.parcels import PeerError
+from pipeline.messages import PeerError
 from runtime.cores import core_slice
 from tests.ranks import Ranks
 from tests.training import programs

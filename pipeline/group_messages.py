@@ -1,0 +1,220 @@
+"""Messages between ranks through process groups: from machine to machine, or from GPU to GPU.
+
+Problem. Stages must hand on activations and gradients while both sides compute, in any order that a
+schedule may have, without ever waiting for each other in a circle.
+
+Idea. Sends are asynchronous; their memory is kept until they are done. A receive is posted ahead,
+so that a message travels while its receiver computes. gloo takes a shorter message than what was
+posted: it is one transfer, head and body, and before one that is too long a short one says how
+large the next may be.
+
+    | lengths of head and body | head | body |         or:  | -1, room for the next |
+
+Between GPUs only the head goes by gloo; the body follows through the device's own groups, and
+nobody waits for the GPU to read what a message is. One group per way: NCCL runs what belongs to one
+group and pair of ranks in order, on one stream, beside the one that computes.
+
+Who fails closes its connections, and so do those who notice.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+from runtime.shared_memory import aligned
+
+from .messages import Message, PeerError
+
+_LENGTHS = struct.Struct("<qq")
+_FIRST_ROOM = 1 << 12  # bytes
+
+
+class GroupLink:
+    """To and from the rank ``peer``, counted over all processes. ``bodies``: the groups for what
+    this rank sends and receives on ``device``; on a CPU unused."""
+
+    def __init__(
+        self,
+        heads: dist.ProcessGroup,
+        bodies: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        peer: int,
+        device: torch.device,
+    ) -> None:
+        self._heads: dist.ProcessGroup | None = heads
+        self._bodies: Sequence[dist.ProcessGroup] = bodies
+        self._peer, self._device = peer, device
+        self._together = device.type == "cpu"  # head and body
+        self._room_there = self._room_here = _FIRST_ROOM
+        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+        self._posted: deque[tuple[dist.Work, Tensor]] = deque()
+        self._post()
+
+    def send(self, message: Message) -> None:
+        """Does not wait until it is received."""
+        begin = aligned(_LENGTHS.size + len(message.head))
+        envelope = torch.empty(begin + self._together * message.nbytes, dtype=torch.uint8)
+        start = _LENGTHS.pack(len(message.head), message.nbytes) + message.head
+        envelope[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+        if envelope.numel() > self._room_there:
+            self._room_there = envelope.numel() * 5 // 4
+            larger = bytearray(_LENGTHS.pack(-1, self._room_there))
+            self._start(torch.frombuffer(larger, dtype=torch.uint8), self._heads)
+        body = envelope[begin:]
+        if not self._together:
+            body = torch.empty(message.nbytes, dtype=torch.uint8, device=self._device)
+        message.write(body)
+        self._start(envelope, self._heads)
+        if message.nbytes and not self._together:
+            self._start(body, self._bodies[0])
+
+    def receive(self) -> tuple[bytes, Tensor]:
+        """Wait for the next message: its head and its body."""
+        length = -1
+        while length < 0:
+            envelope = _wait(self._posted)
+            length, nbytes = _LENGTHS.unpack(envelope[: _LENGTHS.size].numpy().tobytes())
+            if length < 0:
+                self._room_here = nbytes
+            self._post()
+        begin = aligned(_LENGTHS.size + length)
+        head = envelope[_LENGTHS.size : _LENGTHS.size + length].numpy().tobytes()
+        if self._together:
+            return head, envelope[begin : begin + nbytes]
+        body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if nbytes:
+            work = dist.irecv(body, self._peer, self._bodies[1])
+            assert work is not None
+            work.wait()
+        return head, body
+
+    def flush(self) -> None:
+        """At the end of a step: return when this process may end without harm to what it sent."""
+        while self._under_way:
+            _wait(self._under_way)
+
+    def fail(self, reason: str) -> None:
+        """There is no place for a reason: the connection is closed."""
+
+    def close(self) -> None:
+        self._under_way.clear()
+        self._posted.clear()
+        self._heads = None
+        self._bodies = ()
+
+    def _start(self, memory: Tensor, group: dist.ProcessGroup | None) -> None:
+        try:
+            work = dist.isend(memory, self._peer, group)
+        except RuntimeError as error:
+            raise PeerError(_in_words(error)) from None
+        assert work is not None
+        self._under_way.append((work, memory))
+
+    def _post(self) -> None:
+        memory = torch.empty(self._room_here, dtype=torch.uint8)
+        try:
+            work = dist.irecv(memory, self._peer, self._heads)
+        except RuntimeError as error:
+            raise PeerError(_in_words(error)) from None
+        assert work is not None
+        self._posted.append((work, memory))
+
+
+class GroupLinks(dict[int, GroupLink]):
+    """This rank's links with its ``peers``, by rank, through new groups. All ranks of ``group``
+    must make theirs together; ``pairs`` are those that are linked, the same on all ranks."""
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        timeout: float,
+    ) -> None:
+        super().__init__()
+        rank = dist.get_rank(group)
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        on_gpu = device.type != "cpu"
+        self._groups = _new_groups(members, group, device, timeout, ("up", "down") * on_gpu)
+        heads, *bodies = self._groups
+        for low, high in pairs:
+            for begin, end in ((low, high), (high, low)):
+                if rank not in (begin, end):
+                    continue
+                peer = end if rank == begin else begin
+                if peer not in self:
+                    ways = (bodies if rank < peer else bodies[::-1]) or [heads, heads]
+                    self[peer] = GroupLink(heads, (ways[0], ways[1]), members[peer], device)
+                if rank == begin:  # the first message connects them, while nobody computes yet
+                    self[peer].send(Message(torch.zeros(1, device=device)))
+                else:
+                    self[peer].receive()
+
+    def hang_up(self) -> None:
+        """Leave the groups, when all links are closed. With gloo that closes the connections, and
+        whoever waits at their other ends is told; NCCL would wait for the others, so it is left to
+        the end of the process."""
+        while self._groups:
+            group = self._groups.pop()
+            if dist.is_initialized() and dist.get_backend(group) == "gloo":
+                dist.destroy_process_group(group)
+
+
+def _new_groups(
+    members: list[int],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    timeout: float,
+    ways: Sequence[str],
+) -> list[dist.ProcessGroup]:
+    """A gloo group of the members of ``group``, which call it together, and one per way with the
+    backend of the device.
+
+    `dist.new_group` names a part's groups by how many this process has at the moment: one made
+    after another was closed meets what that has left in the store, and members of different numbers
+    of groups never meet. Here the first member gives the name. Unlike the rest of this file this
+    takes two functions that torch keeps to itself.
+    """
+    name: list[Any] = [os.urandom(8).hex()]
+    dist.broadcast_object_list(name, members[0], group, device)
+    world = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[world]
+    groups = []
+    for way in ("heads", *ways):
+        new, _ = c10d._new_process_group_helper(
+            len(members), dist.get_rank(group), members,
+            c10d.Backend("gloo" if way == "heads" else backend), store,
+            c10d.GroupName(f"pipeline {name[0]} {way}"), timeout=timedelta(seconds=timeout),
+            device_id=None if way == "heads" else world.bound_device_id,
+        )  # fmt: skip
+        c10d._world.pg_group_ranks[new] = {member: k for k, member in enumerate(members)}
+        groups.append(new)
+    return groups
+
+
+def _wait(under_way: deque[tuple[dist.Work, Tensor]]) -> Tensor:
+    """Wait for the first of them. A connection is closed when nothing refers to it any more, and an
+    error's traceback refers to whatever its functions had: so it is raised without."""
+    work, memory = under_way.popleft()
+    problem = ""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        problem = _in_words(error)
+    del work
+    if problem:
+        raise PeerError(problem)
+    return memory
+
+
+def _in_words(error: RuntimeError) -> str:
+    return f"it has ended, or is silent: {str(error).splitlines()[0]}"

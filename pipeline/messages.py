@@ -1,0 +1,107 @@
+"""A value that passes between processes, as bytes that say themselves what they are.
+
+A value is a tensor, or tuples, lists and dicts of tensors and anything that can be pickled. Its
+head is its pickle, with a place instead of each tensor: shape, strides, type, and where in the body
+its contents begin. So nothing is agreed on beforehand: shapes may change in every micro-batch, and
+a tensor that is there twice is one tensor on the other side too.
+
+    head: (tensor at 0: float32 [8, 128, 256], tensor at 1048576: int64 [8, 128], None)
+    body: | tensor | tensor |
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.shared_memory import ALIGNMENT, aligned
+
+
+class PeerError(dist.DistError):
+    """The other end of a link has failed, ended, or kept silent for too long. As torch's own
+    errors of this kind it says no more than that: the cause is with another rank."""
+
+
+class Message:
+    """A value taken apart: ``head``, and a body of ``nbytes``."""
+
+    def __init__(self, value: Any) -> None:
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.dump(value)
+        self.head = file.getvalue()
+        self.nbytes = pickler.nbytes
+        self._tensors = pickler.tensors
+
+    def write(self, body: Tensor) -> None:
+        """Copy the tensors into ``body``, bytes."""
+        for tensor, place, _ in self._tensors.values():
+            _at(body, *place).copy_(tensor)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.nbytes = 0
+        self.tensors: dict[int, Any] = {}  # by id: what is sent of it, and its place
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self.tensors:
+            base = _unexpanded(value.detach())
+            place = (self.nbytes, tuple(base.shape), _strides(base), base.dtype)
+            self.tensors[id(value)] = base, place, value  # whose id is taken while it lives
+            self.nbytes += max(ALIGNMENT, aligned(base.numel() * base.itemsize))
+        return self.tensors[id(value)][1], tuple(value.shape), value.requires_grad
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, head: bytes, body: Tensor) -> None:
+        super().__init__(io.BytesIO(head))
+        self._body = body
+        self._tensors: dict[Any, Tensor] = {}  # by place
+
+    def persistent_load(self, entry: Any) -> Tensor:
+        place, shape, requires_grad = entry
+        if place not in self._tensors:
+            tensor = _at(self._body, *place).expand(shape)
+            # They lie in one body, but to write to one is not to write to all: hence `data`.
+            self._tensors[place] = tensor.data.requires_grad_(requires_grad)
+        return self._tensors[place]
+
+
+def read(head: bytes, body: Tensor) -> Any:
+    """The value. Its tensors lie in ``body``."""
+    return _Unpickler(head, body).load()
+
+
+def _at(
+    body: Tensor,
+    begin: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    end = begin + math.prod(shape) * dtype.itemsize
+    return body[begin:end].view(dtype).as_strided(shape, strides)
+
+
+# A kernel may give other bits for another order in memory, so that is kept as it is, but for gaps.
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor).stride()
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
