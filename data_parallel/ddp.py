@@ -1,12 +1,10 @@
 """A whole model on every rank, each computing its part of the batch.
 
-Problem: W copies of a model, on W ranks, must stay one model: they start with the same weights and
-make the same steps, though each sees other examples.
+Problem: W copies of a model must stay equal, though each sees other examples.
 
-Idea: rank 0's weights are sent to all once, before the first step. After that only gradients
-travel: their mean over the ranks is the same number everywhere, and so is what an optimizer makes
-of it, bit for bit. The mean is computed bucket by bucket while backward still runs; how, and at
-what cost, `gradients.py` tells.
+Idea: rank 0's weights are sent to all once. After that only gradients travel: their mean is the
+same number on every rank, and so is what an optimizer makes of it, bit for bit. It is computed
+bucket by bucket while backward still runs: see gradients.py.
 
     model = DistributedDataParallel(net)          # broadcast_params
     loss = loss_fn(model(mine)) * W / whole       # mine: this rank's part; whole: size of the batch
@@ -14,8 +12,8 @@ what cost, `gradients.py` tells.
     model.average_gradients()                     # p.grad is the mean over the ranks
     optimizer.step()
 
-Averaging over ranks is the mean over examples only where all ranks have equally many: scale each
-rank's *summed* loss by W / (examples of the whole batch) and it is right for any division.
+The mean over ranks is the mean over examples only if all ranks have equally many. To be right for
+any division, scale each rank's *summed* loss by W / (examples of the whole batch).
 
 Cost: a broadcast of the parameters, P bytes, once; per step 2 * G * (W-1)/W bytes of gradients sent
 by each rank. Memory: parameters, gradients and optimizer state whole on every rank; `fsdp.py` is

@@ -11,18 +11,19 @@ Idea: two ways behind one interface.
 own reduce-scatter is an all-reduce of which most is thrown away, 19.7 ms for 12.6 MB and two ranks
 of one machine; an all-to-all of the parts, which are then added up here, takes 7.8 ms.
 
-`SharedExchange` is for CPU ranks of one machine. Shards, and the buffers in which gradients are
-handed over, lie in memory that the others can read, as in shared_memory.py: a gather copies the
-other ranks' shards (0.6 ms where gloo takes 10), a reduction adds up the others' gradients where
-they lie, in the order of ranks. There is no network to hide, so a gather copies when it is waited
-for. The process group carries announcements, each a small all-reduce:
+`SharedExchange` is for CPU ranks of one machine. Shards and gradients lie in memory that the others
+can read (runtime/shared_memory.py): a gather copies the other ranks' shards (0.6 ms where gloo
+takes 10), a reduction adds up the others' gradients where they lie, in the order of ranks. There
+is no network to hide, so a gather copies when it is waited for. The process group only carries
+announcements, each a small all-reduce:
 
-    rank 0   backward of layer 2 | announce 0 | backward of layer 1 | sum 2, announce 1 | ...
-    rank 1   backward of layer 2  | announce 0 | backward of layer 1  | sum 2, announce 1 | ...
+    rank 0   backward of layer 2 | announce 0 | backward of layer 1 | sum 0, announce 1 | ...
+    rank 1   backward of layer 2  | announce 0 | backward of layer 1  | sum 0, announce 1 | ...
 
-An announcement says: the gradients of this layer are in my memory, at this offset, and of all that
-was announced before I have read my part. So a sum starts when its announcement has come from all,
-which they had a layer's time for, and a buffer may be written to again when the *next* one has.
+An announcement says: this layer's gradients are in my memory, and I have read my part of all that
+was announced before. So a sum starts when its announcement has come from all ranks, which had a
+layer's time for it, and memory is written to again once the *next* one has. All ranks take memory
+in the same order, so what one has at an offset, the others have there too.
 
 An announcement also says what a rank is doing, and every rank compares: ranks that do not make the
 same calls end with an error, instead of adding up what does not belong together.
@@ -33,7 +34,7 @@ Cost, W ranks, a unit of G bytes: (W-1)/W G received for a gather, as much sent 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -41,36 +42,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data_parallel.buffers import Buffer, BufferPool
 from data_parallel.sharding import Unit
-from runtime.shared_memory import CHUNK, SharedBuffers, add_up, aligned
+from runtime.shared_memory import SharedBuffers, aligned, sum_into
 
 Finish = Callable[[], None]
 """Waits for what was started. To be called once, in the order of the starts."""
 
 _UPDATING = -1  # what ranks announce, as below 0 an update, from 0 on gradients: `_describe`
-_ARENA = 8  # buffers of the largest size per unit of a layer: far more than are ever lent at once
+
+
+class Pool:
+    """Lends memory for a moment: a layer's gathered parameters, or its gradients on their way.
+
+    Allocating it anew for each layer would cost the kernel a page fault per 4 KiB, and keeping it
+    for every layer would undo the sharding. So what is given back is kept for others, by sizes of
+    powers of two: altogether at most four times the largest that are lent at the same time. Pages
+    that are never written to take no memory. CUDA's own allocator keeps memory already.
+
+    Attributes:
+        peak_bytes: the most that was lent at the same time.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor], keep: bool = True) -> None:
+        self.peak_bytes = 0
+        self._allocate, self._keep = allocate, keep
+        self._idle: dict[int, list[Tensor]] = {}
+        self._lent_bytes = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """Bytes, `nbytes` or more of them."""
+        size = 1 << (nbytes - 1).bit_length() if self._keep else nbytes
+        idle = self._idle.get(size)
+        self._lent_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._lent_bytes)
+        return idle.pop() if idle else self._allocate(size)
+
+    def give(self, memory: Tensor) -> None:
+        """Takes it back."""
+        self._lent_bytes -= memory.nbytes
+        if self._keep:
+            self._idle.setdefault(memory.nbytes, []).append(memory)
 
 
 class Reduction(NamedTuple):
-    """The gradients of a unit: `buffer` has them whole, `target` takes this rank's part."""
+    """The gradients of a unit: `whole` has them, flat, `target` takes this rank's part."""
 
     unit: Unit
-    buffer: Buffer
+    whole: Tensor
     target: Tensor
     accumulate: bool  # adds to what target holds
+    lent: Tensor | None = None  # the memory of `whole`, to be given back
 
 
 class Exchange(ABC):
     """Moves shards between the ranks of a group.
 
     Attributes:
-        buffers: memory for whole units. What is reduced must lie in one of these.
+        parameters, gradients: memory for whole units. Lent gradients must lie in the latter.
         prefetch: whether a gather that is started early travels while others compute.
         waits: whether ranks wait for each other around an update.
     """
 
-    buffers: BufferPool
+    parameters: Pool
+    gradients: Pool
     prefetch = True
     waits = False
 
@@ -81,13 +115,13 @@ class Exchange(ABC):
         self.device = device
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.parameters = Pool(self._empty, keep=device.type == "cpu")
         self._announced = self._heard = 0  # how many announcements were made; came from all
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()  # the difference
 
     @abstractmethod
-    def storage(self, unit: Unit, whole: bool) -> Tensor:
-        """Zeroed memory for this rank's shard of a unit, or for all of it; to be called once per
-        unit, in their order."""
+    def storage(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeroed memory for good. All ranks ask for the same, in the same order."""
 
     @abstractmethod
     def start_gather(self, unit: Unit, shard: Tensor, whole: Tensor) -> Finish:
@@ -100,23 +134,25 @@ class Exchange(ABC):
 
     @abstractmethod
     def before_update(self) -> None:
-        """Until no rank reads this one's shards any more."""
+        """Waits until no rank reads this one's shards any more."""
 
     @abstractmethod
     def after_update(self, backwards: int = 0) -> None:
-        """Until all ranks' shards are new, by gradients of so many backwards."""
+        """Waits until all ranks' shards are new, by gradients of so many backwards."""
 
-    def _announce(self, what: int, starts: Sequence[int] = ()) -> tuple[int, Tensor]:
-        """Tells all ranks what this one does, and where its gradients start. Returns the number of
-        the announcement, and what is announced, by rank, once that number was waited for."""
-        said = torch.zeros(self.world_size, 1 + _most_per_layer(self.units), dtype=torch.int64)
-        said[self.rank, : 1 + len(starts)] = torch.tensor([what, *starts])
+    def _empty(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _announce(self, what: int) -> int:
+        """Tells all ranks what this one does. Returns the number of the announcement."""
+        said = torch.zeros(self.world_size, dtype=torch.int64)
+        said[self.rank] = what
         said = said.to(self.device)
         work = dist.all_reduce(said, group=self.group, async_op=True)
         assert work is not None
         self._pending.append((work, said))
         self._announced += 1
-        return self._announced - 1, said
+        return self._announced - 1
 
     def _wait_for(self, number: int) -> None:
         """Until an announcement, and those before, have come from all.
@@ -127,7 +163,7 @@ class Exchange(ABC):
         while self._heard <= number:
             work, said = self._pending[0]
             work.wait()
-            self._compare(said[:, 0].tolist())
+            self._compare(said.tolist())
             self._pending.popleft()
             self._heard += 1
 
@@ -159,15 +195,14 @@ class GroupExchange(Exchange):
         self, units: Sequence[Unit], device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(units, device, group)
-        self.buffers = BufferPool(lambda n: torch.empty(n, dtype=torch.uint8, device=device))
+        self.gradients = self.parameters
         self._by_parts = dist.get_backend(group) == "gloo"
         # Their names since torch 2.13; the older ones warn there.
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def storage(self, unit: Unit, whole: bool) -> Tensor:
-        numel = unit.numel if whole else unit.shard_numel
-        return torch.zeros(numel, dtype=unit.compute_dtype, device=self.device)
+    def storage(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def start_gather(self, unit: Unit, shard: Tensor, whole: Tensor) -> Finish:
         del unit
@@ -175,11 +210,16 @@ class GroupExchange(Exchange):
         return lambda: _wait(work)
 
     def start_reduce(self, reductions: list[Reduction]) -> Finish:
-        return _all([self._start_one(reduction) for reduction in reductions])
+        finishes = [self._start_one(reduction) for reduction in reductions]
+
+        def finish() -> None:
+            for one in finishes:
+                one()
+
+        return finish
 
     def _start_one(self, reduction: Reduction) -> Finish:
-        unit, buffer, target, accumulate = reduction
-        whole = buffer.view(unit.numel, unit.dtype)
+        unit, whole, target, accumulate, lent = reduction
         received = torch.empty_like(whole if self._by_parts else target)
         if self._by_parts:
             work = dist.all_to_all_single(received, whole, group=self.group, async_op=True)
@@ -188,7 +228,9 @@ class GroupExchange(Exchange):
 
         def finish() -> None:
             _wait(work)
-            _sum_into(target, list(received.view(-1, unit.shard_numel)), accumulate)
+            sum_into(list(received.view(-1, unit.shard_numel)), [target], accumulate=accumulate)
+            if lent is not None:
+                self.gradients.give(lent)
 
         return finish
 
@@ -197,8 +239,7 @@ class GroupExchange(Exchange):
 
     def after_update(self, backwards: int = 0) -> None:
         # Nobody need wait. That all say the same is seen the next time, when the answer is here.
-        number, _ = self._announce(_UPDATING - 1 - backwards)
-        self._wait_for(number - 1)
+        self._wait_for(self._announce(_UPDATING - 1 - backwards) - 1)
 
 
 class SharedExchange(Exchange):
@@ -213,127 +254,69 @@ class SharedExchange(Exchange):
         super().__init__(units, torch.device("cpu"), group)
         self.memory = memory
         self._end = 0  # of what is in use of the memory
-        self._shards: list[int] = []  # by unit, where it, or this rank's whole of it, starts
-        self._whole: list[bool] = []
-        self._starts: list[int] = []  # by buffer
         self._gathered = False  # since the last reduction or update
-        self.buffers = BufferPool(
-            self._new_buffer,
-            size=_largest(units),
-            most=_ARENA * _most_per_layer(units),
-            # The last announcement may still be on its way to others: rather another buffer.
-            is_free=lambda buffer: buffer.fence < max(self._heard, self._announced - 1),
-            wait=lambda buffer: self._wait_for(buffer.fence),
-        )
+        self._being_read: list[Tensor] = []  # lent to the last reduction
+        self.gradients = Pool(lambda nbytes: self.storage(nbytes, torch.uint8))
 
     @classmethod
     def open(
-        cls, units: Sequence[Unit], zero: int, group: dist.ProcessGroup | None = None
+        cls, units: Sequence[Unit], group: dist.ProcessGroup | None = None
     ) -> SharedExchange | None:
         """None where the ranks cannot share memory. All must call it together."""
-        # Address space: pages that are never written to take no memory.
-        parameters = sum(aligned(unit.nbytes) for unit in units)
-        gradients = sum(aligned(unit.gradient_nbytes) for unit in units) if zero == 1 else 0
-        nbytes = parameters + gradients + _ARENA * _most_per_layer(units) * _largest(units)
+        # Address space: parameters, and of the gradients either all, or for two layers at a time
+        # memory that is rounded up to a power of two.
+        nbytes = sum(aligned(unit.nbytes) + 4 * aligned(unit.gradient_nbytes) for unit in units)
         memory = SharedBuffers.open(nbytes, group, readable=True)
         return None if memory is None else cls(units, memory, group)
 
-    def storage(self, unit: Unit, whole: bool) -> Tensor:
-        numel = unit.numel if whole else unit.shard_numel
-        self._shards.append(self._reserve(numel * unit.compute_dtype.itemsize))
-        self._whole.append(whole)
-        return self.memory.view(self.rank, self._shards[-1], numel, unit.compute_dtype)
+    def storage(self, numel: int, dtype: torch.dtype) -> Tensor:
+        start, self._end = self._end, self._end + aligned(numel * dtype.itemsize)
+        return self.memory.view(self.rank, start, numel, dtype)
 
     def start_gather(self, unit: Unit, shard: Tensor, whole: Tensor) -> Finish:
+        in_place = whole[unit.part(self.rank)].data_ptr() == shard.data_ptr()
+
         def finish() -> None:
             self._gathered = True
             for rank in range(self.world_size):
                 part = whole[unit.part(rank)]
                 if rank != self.rank:
-                    self.memory.read(rank, self._offset(unit, rank), part)
-                elif part.data_ptr() != shard.data_ptr():
+                    offset = self.memory.offset(part if in_place else shard)
+                    self.memory.read(rank, offset, part)
+                elif not in_place:
                     part.copy_(shard)
 
         return finish
 
     def start_reduce(self, reductions: list[Reduction]) -> Finish:
-        # Each rank chooses its buffers for itself, so it says where they are.
-        first, starts = reductions[0], [self._starts[r.buffer.index] for r in reductions]
-        what = 2 * first.unit.index + first.accumulate
+        first = reductions[0]
         self._gathered = False
-        number, said = self._announce(what, starts)
+        number = self._announce(2 * first.unit.index + first.accumulate)
 
         def finish() -> None:
-            self._wait_for(number)
-            starts_by_rank = said[:, 1 : 1 + len(reductions)].T.tolist()
-            for (unit, buffer, target, accumulate), starts in zip(
-                reductions, starts_by_rank, strict=True
-            ):
-                inside = unit.part(self.rank).start * unit.dtype.itemsize
+            self._wait_for(number)  # so all have read what was announced before
+            for memory in self._being_read:
+                self.gradients.give(memory)
+            self._being_read = [r.lent for r in reductions if r.lent is not None]
+            for unit, whole, target, accumulate, _ in reductions:
+                offset = self.memory.offset(whole[unit.part(self.rank)])
                 parts = [
-                    self.memory.view(rank, start + inside, unit.shard_numel, unit.dtype)
-                    for rank, start in enumerate(starts)
+                    self.memory.view(rank, offset, unit.shard_numel, unit.dtype)
+                    for rank in range(self.world_size)
                 ]
-                _sum_into(target, parts, accumulate)
-                buffer.fence = self._announced  # the next announcement says it was read
+                sum_into(parts, [target], accumulate=accumulate)
 
         return finish
 
     def before_update(self) -> None:
         if self._gathered:  # and no reduction since, as after an evaluation
-            self._wait_for(self._announce(_UPDATING)[0])
+            self._wait_for(self._announce(_UPDATING))
 
     def after_update(self, backwards: int = 0) -> None:
         self._gathered = False
-        self._wait_for(self._announce(_UPDATING - 1 - backwards)[0])
-
-    def _offset(self, unit: Unit, rank: int) -> int:
-        """Where the shard of a rank starts in its memory."""
-        inside = unit.part(rank).start if self._whole[unit.index] else 0
-        return self._shards[unit.index] + inside * unit.compute_dtype.itemsize
-
-    def _reserve(self, nbytes: int) -> int:
-        end = self._end + aligned(nbytes)
-        if end > self.memory.nbytes:
-            raise RuntimeError(
-                f"{len(self._starts)} buffers of shared memory are in use, and it has no more: "
-                "free_param_data gives a layer's back, and share_memory=False needs none"
-            )
-        start, self._end = self._end, end
-        return start
-
-    def _new_buffer(self, nbytes: int) -> Tensor:
-        self._starts.append(self._reserve(nbytes))
-        return self.memory.view(self.rank, self._starts[-1], nbytes, torch.uint8)
-
-
-def _largest(units: Sequence[Unit]) -> int:
-    return max(aligned(max(unit.nbytes, unit.gradient_nbytes)) for unit in units)
-
-
-def _most_per_layer(units: Sequence[Unit]) -> int:
-    return max(Counter(layer for unit in units for layer in unit.layers).values())
-
-
-def _sum_into(target: Tensor, parts: list[Tensor], accumulate: bool) -> None:
-    """The sum of `parts`, in their order, into `target`, which may be one of them."""
-    for begin in range(0, target.numel(), CHUNK):
-        here = slice(begin, begin + CHUNK)
-        total = add_up([part[here] for part in parts])
-        if accumulate:
-            target[here] += total
-        else:
-            target[here] = total
+        self._wait_for(self._announce(_UPDATING - 1 - backwards))
 
 
 def _wait(work: dist.Work | None) -> None:
     if work is not None:
         work.wait()
-
-
-def _all(finishes: list[Finish]) -> Finish:
-    def finish() -> None:
-        for one in finishes:
-            one()
-
-    return finish

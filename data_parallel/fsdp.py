@@ -12,8 +12,8 @@ its gradients and its optimizer state. Parameters are gathered when they are use
     reduce                                            2          1
 
 While layer k computes, the parameters of the next are on their way, and the gradients of the one
-before; no rank holds more than two layers' parameters whole. Backward gathers only what gradients
-depend on: for a layer that looks up embeddings nothing, hence (0), tied as they may be.
+before; no rank holds more than two layers' parameters whole. Backward gathers nothing for a layer
+that looks up embeddings, hence (0), even if they are tied.
 
 `zero` is how much is sharded: 1 the optimizer state, 2 also the gradients, 3 also the parameters.
 Bytes in fp32 with AdamW, W ranks, P parameters, the largest layer having L of them:
@@ -21,7 +21,7 @@ Bytes in fp32 with AdamW, W ranks, P parameters, the largest layer having L of t
     zero   parameters   gradients   moments   lent for a while   sent per rank and micro-batch
     1      4 P          4 P         8 P / W   -                  8 P (W-1)/W per step
     2      4 P          4 P / W     8 P / W   4 L to 8 L         4 P (W-1)/W, and as much per step
-    3      4 P / W      4 P / W     8 P / W   8 L to 16 L        12 P (W-1)/W
+    3      4 P / W      4 P / W     8 P / W   8 L to 12 L        12 P (W-1)/W
 
 Collectives are matched by their order, so all ranks must make the same calls. One that has no
 examples calls ``forward(None)`` and ``backward(None)``, and takes part with zeros; `train_step`
@@ -40,6 +40,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,10 +49,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from data_parallel.exchange import Exchange, GroupExchange, SharedExchange
-from data_parallel.materialize import materialize, names_of_buffers, require_init
-from data_parallel.sharded_layer import Gathered, LayerGraph, ShardedLayer
-from data_parallel.sharded_state import ShardedState
-from data_parallel.sharding import Piece, plan
+from data_parallel.materialize import materialize, require_init
+from data_parallel.sharded_layer import LayerGraph, ShardedLayer
+from data_parallel.sharding import Piece, names_of, plan
 from data_parallel.shards import Gradients, Parameters, ShardedUnit
 from runtime.graph import Initialize
 from runtime.recorder import Recorder, listening
@@ -62,7 +62,26 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 that looks at whole matrices, as Muon or Adafactor, would see pieces of them."""
 
 
-class FullyShardedDataParallel(ShardedState):
+@dataclass(frozen=True)
+class HeldBytes:
+    """Memory of this rank for a model and its training; activations are not in it.
+
+    ``lent`` is the most that was lent at the same time, for gathered parameters and for gradients
+    on their way.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    lent: int
+
+    @property
+    def state(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+class FullyShardedDataParallel:
     """Trains layers of which every rank holds a part.
 
         fsdp = FullyShardedDataParallel(layers, lambda shards: torch.optim.AdamW(shards, lr=1e-3),
@@ -116,34 +135,32 @@ class FullyShardedDataParallel(ShardedState):
         self.device = torch.device(device)
         self.compute_dtype = compute_dtype
         self.recorder = recorder
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         modules = list(layers)
-        planned, places = plan(modules, names, dist.get_world_size(group), compute_dtype)
+        names = names_of(modules) if names is None else names
+        planned, places = plan(modules, names, self.world_size, compute_dtype)
         if not any(unit.trainable for unit in planned):
             raise ValueError("the layers have no parameter that requires a gradient")
-        buffers = names_of_buffers(modules, names)
-        require_init(places, planned, buffers, init)
+        require_init(modules, names, init)
         shared = None
         if share_memory and self.device.type == "cpu":
-            shared = SharedExchange.open(planned, zero, group)
+            shared = SharedExchange.open(planned, group)
         self.exchange: Exchange = shared or GroupExchange(planned, self.device, group)
         self.units = [ShardedUnit(unit, self.exchange, zero) for unit in planned]
-        materialize(modules, places, self.units, buffers, init, self.device, group)
+        materialize(modules, places, self.units, names, init, self.device, group)
         for u in self.units:
             u.publish()
         self.exchange.after_update()
-        self._of_layer = [
-            [u for u in self.units if k in u.unit.layers] for k in range(len(modules))
-        ]
         self.layers = [
-            ShardedLayer(k, module, places[k], list[Gathered](self._of_layer[k]), self.device)
+            ShardedLayer(k, module, places[k], self._used_by(k), self.device)
             for k, module in enumerate(modules)
         ]
         self._parameters = Parameters(self.units, self.exchange)
-        self._gradients = Gradients(self.units, self._parameters, self.exchange, zero)
+        self._gradients = Gradients(self.units, self.exchange, zero)
         self._trained = [u for u in self.units if u.unit.trainable]
         self.optimizer = make_optimizer([u.shard for u in self._trained])
         self._first_trained = min(u.unit.layers[0] for u in self._trained)
-        self._regathered: list[set[int]] | None = None  # by layer, what backward gathers; None: all
         self._graphs: list[LayerGraph | None] = []
         self._output: list[Any] = []  # of the last forward in grad mode, its leaves
         self._microbatch = 0
@@ -162,17 +179,16 @@ class FullyShardedDataParallel(ShardedState):
         self._forget()
         value, training = _cast(x, self.compute_dtype), torch.is_grad_enabled()
         for k, layer in enumerate(self.layers):
-            following = self._units_of_next(range(k + 1, len(self.layers)))
-            regathered = None if self._regathered is None else self._regathered[k]
+            following = _first(later.units for later in self.layers[k + 1 :])
             graph = None
-            self._gather(k, self._units(k), following)
+            self._gather(k, layer.units, following)
             if x is not None:
                 with self._record("F", k):
-                    value, graph = layer.forward(value, regathered)
+                    value, graph = layer.forward(value)
             self._graphs.append(graph)
             # The last layer's stay for its backward, which is next.
             if following or not training:
-                self._parameters.free([u for u in self._units(k) if u not in following])
+                self._parameters.free([u for u in layer.units if u not in following])
         if training:
             self._output = pytree.tree_leaves(value)
         else:
@@ -196,24 +212,20 @@ class FullyShardedDataParallel(ShardedState):
         """
         if not self._graphs:
             raise RuntimeError("backward needs a forward in grad mode before it, one for each")
-        if self._regathered is None and self.zero == 3:
-            self._agree_on_regathered()
         gradients = self._gradients_of_output(loss)
-        for k in reversed(range(self._first_trained, len(self.layers))):
-            units = self._regathered_units(k)
-            before = range(k - 1, self._first_trained - 1, -1)
-            following = self._units_of_next(before, backward=True)
-            self._gather(k, units, following)
+        for k, layer in reversed(list(enumerate(self.layers))[self._first_trained :]):
+            below = self.layers[self._first_trained : k]
+            following = _first(next_layer.regathered for next_layer in reversed(below))
+            self._gather(k, layer.regathered, following)
             graph = self._graphs.pop()
             found: dict[int, list[Tensor | None]] = {}
             if graph is not None:
                 with self._record("B", k):
-                    gradients, found = self.layers[k].backward(graph, gradients)
+                    gradients, found = layer.backward(graph, gradients)
             del graph
-            free = [u for u in self._units(k) if u not in following]
+            self._parameters.free([u for u in layer.units if u not in following])
             with self._record("reduce_scatter", k):
-                self._gradients.add(k, found, free, last)
-            self._parameters.free(free)
+                self._gradients.add(k, found, last)
         self._forget()
         self._microbatch += 1
 
@@ -281,55 +293,86 @@ class FullyShardedDataParallel(ShardedState):
 
     def get_local_info(self, layer: int) -> list[Piece]:
         """Which part of each of a layer's parameters this rank holds, and its values."""
-        return [
-            piece for u in self._units(layer) for piece in u.unit.pieces(self.rank, u.shard.data)
-        ]
+        units = self.layers[layer].units
+        return [piece for u in units for piece in u.unit.pieces(self.rank, u.shard.data)]
 
     def get_local_grad_shard(self, layer: int) -> list[Piece]:
         """The gradients of those, summed over all ranks and backwards since the last step."""
         self._gradients.settle()
-        return [
-            piece
-            for u in self._units(layer)
-            if (gradient := self._gradient(u)) is not None
-            for piece in u.unit.pieces(self.rank, gradient)
-        ]
+        found = [(u, u.gradient) for u in self.layers[layer].units if u.has_gradient]
+        return [x for u, g in found if g is not None for x in u.unit.pieces(self.rank, g)]
 
     def gather_param_data(self, layer: int) -> dict[str, Tensor]:
-        """The whole parameters of a layer by name, until `free_param_data`, or the next step. All
-        ranks must call it. They may be read, not written to.
-
-        Raises:
-            RuntimeError: with zero 3 over shared memory, which has room for some layers at a time.
-        """
-        units = self._units(layer)
+        """The whole parameters of a layer by name, to be read until the next forward. All ranks
+        must call it."""
+        units = self.layers[layer].units
         self._gather(layer, units, [])
-        found = {}
-        for u in units:
-            assert u.whole is not None
-            views = u.unit.views(u.whole)
-            found.update({e.name: view for e, view in zip(u.unit.entries, views, strict=True)})
-        return found
+        whole = [(u.unit, u.whole) for u in units if u.whole is not None]
+        return {
+            entry.name: view
+            for unit, flat in whole
+            for entry, view in zip(unit.entries, unit.views(flat), strict=True)
+        }
 
-    def free_param_data(self, layer: int) -> None:
-        """Gives the memory of `gather_param_data` back."""
-        self._parameters.free(self._units(layer))
+    def parameters_changed(self) -> None:
+        """To be called, by all ranks, after writing to the shards. Where a forward came
+        before the writing, there must be a barrier in between: other ranks may still read there."""
+        self._parameters.outdate(frozen=True)
+        self.exchange.after_update()
+
+    def gather(self, what: str = "parameters") -> Iterator[tuple[str, Tensor | None]]:
+        """Every parameter's name, in order, and on rank 0 the whole of it; None on the others.
+
+        All ranks must go through all of it. Only one parameter is whole at a time.
+
+        Args:
+            what: ``parameters`` or ``gradients``.
+        """
+        self._gradients.settle()
+        for u in self.units:
+            gradient = u.gradient if u.has_gradient else None
+            shard = u.shard.data if what == "parameters" else gradient
+            if shard is not None:
+                for i in range(len(u.unit.entries)):
+                    yield u.unit.entries[i].name, self._gather_entry(u, i, shard)
+
+    def _gather_entry(self, u: ShardedUnit, index: int, shard: Tensor) -> Tensor | None:
+        entry = u.unit.entries[index]
+        world = self.group or dist.group.WORLD
+        assert world is not None
+        parts: list[Tensor] = []
+        for rank in range(self.world_size):
+            begin, end = u.unit.held(entry, rank)
+            first = entry.start + begin - u.unit.part(rank).start
+            if begin == end or self.rank not in (0, rank):
+                continue
+            if rank == self.rank:
+                parts.append(shard[first : first + end - begin])
+            else:
+                parts.append(shard.new_empty(end - begin))
+                dist.recv(parts[-1], dist.get_global_rank(world, rank), group=self.group)
+        if self.rank == 0:
+            return torch.cat(parts).view(entry.shape)
+        for part in parts:
+            dist.send(part, dist.get_global_rank(world, 0), group=self.group)
+        return None
+
+    def held_bytes(self) -> HeldBytes:
+        """What this rank holds now."""
+        pools = {self.exchange.parameters, self.exchange.gradients}
+        gradients = [u.gradient if u.accumulated is None else u.accumulated for u in self.units]
+        state = self.optimizer.state.values()
+        return HeldBytes(
+            parameters=sum(u.nbytes for u in self.units),
+            gradients=sum(g.nbytes for g in gradients if g is not None),
+            optimizer=sum(t.nbytes for s in state for t in s.values() if isinstance(t, Tensor)),
+            lent=sum(pool.peak_bytes for pool in pools),
+        )
 
     # How a pass goes about it
 
-    def _units(self, layer: int) -> list[ShardedUnit]:
-        return self._of_layer[layer]
-
-    def _regathered_units(self, layer: int) -> list[ShardedUnit]:
-        """Those of which a layer's backward needs the values."""
-        if self._regathered is None:
-            return self._units(layer)
-        return [u for u in self._units(layer) if u.unit.index in self._regathered[layer]]
-
-    def _units_of_next(self, layers: Iterable[int], backward: bool = False) -> list[ShardedUnit]:
-        """Those of the first of the layers that has any."""
-        of = self._regathered_units if backward else self._units
-        return next((units for k in layers if (units := of(k))), [])
+    def _used_by(self, layer: int) -> list[ShardedUnit]:
+        return [u for u in self.units if layer in u.unit.layers]
 
     def _gather(self, layer: int, units: list[ShardedUnit], following: list[ShardedUnit]) -> None:
         """Waits for the units of a layer, and sends for those of the following."""
@@ -357,19 +400,6 @@ class FullyShardedDataParallel(ShardedState):
             for k, gradient in zip(where, found, strict=True):
                 gradients[k] = gradient
         return gradients
-
-    def _agree_on_regathered(self) -> None:
-        """Whether backward needs a unit is seen in forward, but not by a rank without examples."""
-        pairs = [(k, u.unit.index) for k in range(len(self.layers)) for u in self._units(k)]
-        wanted = [unit in self.layers[k].wanted for k, unit in pairs]
-        flags = torch.tensor([*wanted, any(self._graphs)], dtype=torch.int32, device=self.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        *somewhere, ran = flags.tolist()
-        if ran:
-            self._regathered = [set() for _ in self.layers]
-            for (k, unit), flag in zip(pairs, somewhere, strict=True):
-                if flag:
-                    self._regathered[k].add(unit)
 
     def _most(self, count: int) -> int:
         """The largest of the ranks' numbers."""
@@ -406,6 +436,11 @@ class FullyShardedDataParallel(ShardedState):
             torch.cuda.synchronize(self.device)  # kernels run later than they are launched
         microbatch = -1 if layer < 0 else self._microbatch
         recorder(kind, layer, microbatch, start, time.perf_counter())
+
+
+def _first(of_layers: Iterable[list[ShardedUnit]]) -> list[ShardedUnit]:
+    """The units of the first of the layers that has any."""
+    return next((units for units in of_layers if units), [])
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -1,7 +1,7 @@
-"""Averages the gradients of the ranks.
+"""Averages gradients over the ranks.
 
-Problem: after backward every rank holds the gradient of its own examples; before the optimizer
-steps all must hold the mean. Three ways, from the one to explain to the one to use:
+Problem: after backward every rank has the gradient of its own examples; before the optimizer steps
+all need the mean. Three ways, the simplest first:
 
     per_parameter   average_gradients: an all-reduce for each parameter, after backward
     flat            average_gradients_flat: one all-reduce of everything, after backward
@@ -16,13 +16,11 @@ views.
     backward:    block 3 | block 2 | block 1 | block 0 | embedding |
     network:             | bucket 0 .... | bucket 1 ...... | bucket 2 |
 
-Cost: a ring all-reduce of G bytes of gradients over W ranks sends 2 * G * (W-1)/W bytes from
-each rank, whatever the grouping; the grouping decides how often its latency is paid, and the
-overlap how much of the rest is hidden. Memory: the buckets are the gradients; with `comm_dtype`
-a copy in that type is held while a bucket is on its way. CPU ranks of one machine have no network
-to hide: they add each other's buckets where they lie, in shared memory. A bucket is then summed
-after a small all-reduce of its flags, to which each rank comes when its bucket is full, and
-gradients are used after a barrier.
+Cost: a ring all-reduce of G bytes over W ranks sends 2 * G * (W-1)/W bytes from each rank,
+whatever the grouping; fewer buckets pay its latency less often, more overlap better. Memory: the
+buckets are the gradients; with `comm_dtype` a bucket on its way has a copy in that type. CPU ranks
+of one machine keep the buckets in shared memory and average them there: a small all-reduce of its
+flags says that a bucket is full on every rank, and a barrier that all have been averaged.
 
 Papers: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
@@ -40,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.recorder import Recorder, listening
-from runtime.shared_memory import CHUNK, SharedBuffers, add_up, aligned
+from runtime.shared_memory import SharedBuffers, aligned
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
@@ -90,17 +88,15 @@ def _has_gradient(parameters: list[nn.Parameter], group: dist.ProcessGroup | Non
 
 
 class _Bucket:
-    """A flat buffer of gradients, and behind them one flag per parameter.
-
-    A flag is 1 where the rank has a gradient of that parameter. Being summed over the ranks along
-    with the gradients, or just before them, the flags tell each rank, at no further collective,
-    which parameters have a gradient on any rank.
-    """
+    """A flat buffer of gradients, and behind them one flag per parameter: 1 where this rank has a
+    gradient of it. The flags are summed with the gradients, and so tell every rank which parameters
+    have a gradient on any of them."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.numel = sum(p.numel() for p in parameters)
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.offset = 0  # in shared memory
         self.waiting = len(parameters)  # gradients that this backward has not brought yet
         self.complete = True  # every parameter has a gradient on this rank
         self.work: dist.Work | None = None
@@ -120,10 +116,9 @@ class _Bucket:
         self.views = [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
 
     def adopt(self, i: int) -> None:
-        """Makes the gradient of parameter i a view of the buffer, where it is not yet: after
-        optimizer.zero_grad() autograd has left a tensor of its own, which is moved in by one copy
-        and freed. (Keeping the view and zeroing it would move twice as much memory: zero it, then
-        read, add and write.)"""
+        """Makes the gradient of parameter i a view of the buffer. After optimizer.zero_grad()
+        autograd leaves a tensor of its own, which is copied once. (To zero the view and add to it
+        would move twice as much memory.)"""
         p, view = self.parameters[i], self.views[i]
         if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
             view.copy_(p.grad)
@@ -162,22 +157,19 @@ class GradientBuckets:
         optimizer.step()
         optimizer.zero_grad()
 
-    All ranks must call finish() equally often, with or without a backward before it: a rank
-    that has no examples left takes part with zeros. Ranks send the buckets in the same order,
-    whatever the order in which their gradients arrive, since collectives are matched by order.
-    For the same reason nothing else may be sent over `group` between a backward and finish():
-    one rank may have sent its buckets by then, and another not.
+    All ranks must call finish() equally often; one that has no examples left takes part with zeros.
+    Collectives are matched by their order, so ranks send the buckets in one order, whichever is
+    full first, and nothing else may be sent over `group` between a backward and finish().
 
     Args:
         model: its trainable parameters; a tied weight is one parameter and is sent once. Must
             be on its device before, and keep its parameters after.
         group: the ranks to average over; by default all of them.
-        bucket_bytes: a bucket is closed when the next parameter would make it larger. A
-            parameter that is larger by itself gets a bucket of its own.
+        bucket_bytes: at most, unless a single parameter is larger.
         comm_dtype: the type in which gradients travel and are summed, by default their own.
         share_memory: lets CPU ranks of one machine sum in shared memory, where they can.
-        recorder: is told of each bucket's `all_reduce`, from its leaving until this rank has
-            waited for the result, and of the `barrier` after shared memory.
+        recorder: is told of each bucket's `all_reduce`, from its start to its result, and of the
+            `barrier` after shared memory.
 
     Raises:
         ValueError: bucket_bytes is not positive, or the model has nothing to train.
@@ -217,17 +209,14 @@ class GradientBuckets:
         ]
 
     def _lay_out(self) -> None:
-        self._as_held: list[list[Tensor]] = []  # with shared memory: a bucket as each rank has it
         offset = 0
         for b in self.buckets:
             numel = b.numel + len(b.parameters)
             if self.shared is None:
                 b.lay_out(torch.zeros(numel, dtype=b.dtype, device=b.device))
                 continue
+            b.offset = offset
             b.lay_out(self.shared.view(self.shared.rank, offset, numel, b.dtype))
-            self._as_held.append(
-                [self.shared.view(r, offset, b.numel, b.dtype) for r in range(self.world_size)]
-            )
             offset += b.nbytes
 
     @contextmanager
@@ -291,7 +280,7 @@ class GradientBuckets:
         assert bucket.work is not None and bucket.sent is not None
         bucket.work.wait()
         if self.shared is not None:
-            _average_in_place(self._as_held[i], self.shared.rank)
+            self.shared.average(bucket.offset, bucket.numel, bucket.dtype)
         else:
             if bucket.sent is not bucket.flat:
                 bucket.flat.copy_(bucket.sent)
@@ -318,24 +307,3 @@ def group_parameters(parameters: list[TensorT], bucket_bytes: int) -> list[list[
             group = filling[p.dtype, p.device] = []
         group.append(p)
     return done + [group for group in filling.values() if group]
-
-
-def _average_in_place(parts: list[Tensor], rank: int) -> None:
-    """Writes the mean of this rank's part of a bucket, as the ranks hold it in shared memory, into
-    all of them.
-
-    Rank r adds part r of W of all ranks' buckets, always in the order of ranks:
-
-        bucket of rank 0   [ part 0 | part 1 ]     rank 0 reads both parts 0, writes both parts 0
-        bucket of rank 1   [ part 0 | part 1 ]     rank 1 reads both parts 1, writes both parts 1
-
-    Parts are disjoint, so nobody waits within a bucket. Per rank, G bytes are read and G written,
-    whatever W; gloo's ring takes about four times the copies.
-    """
-    world_size, numel = len(parts), parts[0].numel()
-    begin, end = (numel * r // world_size for r in (rank, rank + 1))
-    for start in range(begin, end, CHUNK):
-        chunks = [part[start : min(end, start + CHUNK)] for part in parts]
-        mean = add_up(chunks) / world_size
-        for chunk in chunks:
-            chunk.copy_(mean)

@@ -3,22 +3,20 @@
 Problem: autograd keeps what backward will need, and that includes the layer's parameters. A graph
 that holds them would keep the whole model in memory.
 
-Idea: the layer's modules get leaves that are views of a gathered buffer, for the time of their
-forward. Wherever autograd saves a tensor that lies in that buffer, a note is saved in its place:
+Idea: for the time of its forward the layer's modules get parameters that are views of a gathered
+buffer. Wherever autograd saves a tensor that lies in that buffer, a note is saved in its place:
 which unit, where in it. In backward the note is looked up in the buffer in which the unit is
-gathered then, which may be another. The leaves stay in the graph, but they own no memory.
+gathered then, which may be another. The parameters stay in the graph, but they own no memory.
 
-The notes also tell which parameters backward will ask for: not those of an embedding, nor
-biases. What it will not ask for need not be gathered again.
+Backward does not need the weights of an embedding: a unit of nothing else is not gathered for it.
 
 Each layer has a graph of its own (runtime/graph.py): backward differentiates one layer at a time,
 freeing its activations as it goes. Between the passes the modules hold parameters without memory,
 on the meta device.
 
-That needs to see every tensor that is handed on: in tensors, tuples, lists, dicts, and whatever
-else `torch.utils._pytree` knows. One that comes otherwise, in a plain dataclass or through an
-attribute, would tie a layer's graph to another's, and its gradient would end there. So each graph
-is searched for its leaves: an input or parameter of another layer's is an error.
+A tensor that a layer does not return in something that `torch.utils._pytree` knows (tensors,
+tuples, lists, dicts), but leaves in an attribute, would tie its graph to another layer's, and its
+gradient would end there. So each graph is searched for such strangers: they are an error.
 
 Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per node of the graph.
 """
@@ -33,36 +31,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from data_parallel.sharding import Place, Unit
+from data_parallel.sharding import Place
+from data_parallel.shards import ShardedUnit
 from runtime.graph import Graph
 from runtime.sharing import Watch
 from runtime.unseen import Strangers, tensors_in
-
-
-class Gathered:
-    """A unit, and where it is gathered at the moment."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.whole: Tensor | None = None  # flat
-
-    def position_of(self, tensor: Tensor) -> int | None:
-        """The element at which the tensor starts, if it lies in the unit."""
-        if self.whole is None:
-            return None
-        distance = tensor.data_ptr() - self.whole.data_ptr()
-        return distance // self.whole.itemsize if 0 <= distance < self.whole.nbytes else None
 
 
 @dataclass
 class _Note:
     """A saved part of a unit."""
 
-    gathered: Gathered
+    unit: ShardedUnit
     start: int
     size: torch.Size
     stride: tuple[int, ...]
-    copy: Tensor | None  # where the unit will not be gathered in backward
 
 
 class LayerGraph(Graph):
@@ -77,7 +60,7 @@ class ShardedLayer:
     """A layer and the units that its parameters lie in.
 
     Attributes:
-        wanted: of which of them autograd has saved a part here, in any forward so far, by index.
+        regathered: the units that its backward needs.
     """
 
     def __init__(
@@ -85,23 +68,20 @@ class ShardedLayer:
         index: int,
         module: nn.Module,
         places: Sequence[Place],
-        units: list[Gathered],
+        units: list[ShardedUnit],
         device: torch.device,
     ) -> None:
         self.device = device
         self.name = f"layer {index} ({type(module).__name__})"
         self.module = module
         self.units = units
-        self.wanted: set[int] = set()
+        needed = {p.unit for p in places if not isinstance(p.module, nn.Embedding)}
+        self.regathered = [u for u in units if u.unit.index in needed]
         self._places = [(p.module, p.attribute, p.unit, p.entry) for p in places]
         self._resting = [p.module._parameters[p.attribute] for p in places]  # on the meta device
 
-    def forward(self, value: Any, regathered: set[int] | None) -> tuple[Any, LayerGraph]:
+    def forward(self, value: Any) -> tuple[Any, LayerGraph]:
         """Runs the layer on gathered parameters; the output, detached, and its graph.
-
-        Args:
-            regathered: the units that will be gathered for this layer's backward, by index; None
-                is all.
 
         Raises:
             RuntimeError: the output depends on a tensor that requires a gradient and was not handed
@@ -118,8 +98,7 @@ class ShardedLayer:
             watch.add(leaves[k] for k in graph.shared)
             self._put(parameters)
             try:
-                pack = _pack(self.units, self.wanted, regathered)
-                with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+                with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                     output = self.module(entered)
             finally:
                 self._take_back()
@@ -128,13 +107,11 @@ class ShardedLayer:
             if torch.is_grad_enabled():
                 trained = [p for ps in graph.leaves.values() for p in ps]
                 Strangers([*graph.inputs, *trained]).refuse(results, self.name, entered)
-            for y in results:
-                if not isinstance(y, Tensor) and any(map(self._inside, tensors_in(y))):
-                    raise ValueError(
-                        f"{self.name} hands on a parameter inside {type(y).__name__}, and its "
-                        "memory is about to be used again: return it in a tuple, list or dict, or "
-                        "a copy"
-                    )
+            if any(self._hides_a_parameter(y) for y in results):
+                raise ValueError(
+                    f"{self.name} hands on a parameter inside an object, and its memory is about "
+                    "to be used again: return it in a tuple, list or dict, or a copy"
+                )
             return pytree.tree_map_only(Tensor, self._own, output)
 
         return graph.record(value, run, is_first=False), graph
@@ -151,14 +128,12 @@ class ShardedLayer:
         return of_inputs, {u: [found.get(p) for p in ps] for u, ps in graph.leaves.items()}
 
     def _parameters(self) -> dict[int, list[nn.Parameter]]:
-        """Leaves over the gathered units, by unit and entry."""
+        """Views of the gathered units, by unit and entry."""
         found = {}
-        for gathered in self.units:
-            assert gathered.whole is not None, "the layer's parameters are not gathered"
-            unit = gathered.unit
-            found[unit.index] = [
-                nn.Parameter(view, unit.trainable) for view in unit.views(gathered.whole)
-            ]
+        for u in self.units:
+            assert u.whole is not None, "the layer's parameters are not gathered"
+            views = u.unit.views(u.whole)
+            found[u.unit.index] = [nn.Parameter(view, u.unit.trainable) for view in views]
         return found
 
     def _put(self, parameters: dict[int, list[nn.Parameter]]) -> None:
@@ -174,33 +149,28 @@ class ShardedLayer:
         return output.clone() if self._inside(output) else output
 
     def _inside(self, tensor: Tensor) -> bool:
-        return any(gathered.position_of(tensor) is not None for gathered in self.units)
+        return any(u.position_of(tensor) is not None for u in self.units)
 
+    def _hides_a_parameter(self, result: Any) -> bool:
+        return not isinstance(result, Tensor) and any(map(self._inside, tensors_in(result)))
 
-def _pack(units: list[Gathered], wanted: set[int], regathered: set[int] | None) -> Any:
-    def pack(tensor: Tensor) -> Any:
-        for gathered in units:
-            start = gathered.position_of(tensor)
+    def _pack(self, tensor: Tensor) -> Any:
+        for u in self.units:
+            start = u.position_of(tensor)
             if start is not None:
-                wanted.add(gathered.unit.index)
-                there = regathered is None or gathered.unit.index in regathered
-                copy = None if there else tensor.clone()
-                return _Note(gathered, start, tensor.shape, tensor.stride(), copy)
+                if u not in self.regathered:  # an embedding used as a matrix after all
+                    return tensor.clone(), None
+                return _Note(u, start, tensor.shape, tensor.stride())
         return tensor, tensor._version
-
-    return pack
 
 
 def _unpack(saved: Any) -> Tensor:
     if isinstance(saved, _Note):
-        if saved.copy is not None:
-            return saved.copy
-        whole = saved.gathered.whole
+        whole = saved.unit.whole
         assert whole is not None, "the layer's parameters are not gathered"
-        start = whole.storage_offset() + saved.start
-        return whole.as_strided(saved.size, saved.stride, start)
+        return whole.as_strided(saved.size, saved.stride, whole.storage_offset() + saved.start)
     tensor, version = saved
-    if tensor._version != version:  # autograd leaves this check to the hooks
+    if version not in (None, tensor._version):  # autograd leaves this check to the hooks
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a {type(tensor).__name__} of shape {tuple(tensor.shape)}"

@@ -127,22 +127,23 @@ class Place(NamedTuple):
     entry: int
 
 
+def names_of(layers: Sequence[nn.Module]) -> dict[Tensor, str]:
+    """The parameters and buffers of ``nn.Sequential(*layers)``, and their names in it."""
+    model = nn.Sequential(*layers)
+    return {t: name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
 def plan(
     layers: Sequence[nn.Module],
-    names: Mapping[Tensor, str] | None,
+    names: Mapping[Tensor, str],
     world_size: int,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[list[Unit], list[list[Place]]]:
     """The units of the layers, ordered by the layer that first uses them, and each layer's places.
 
-    Args:
-        names: of all parameters; by default those of ``nn.Sequential(*layers)``.
-
     Raises:
-        ValueError: a parameter without a name, or two with the same.
+        ValueError: a parameter without a name.
     """
-    if names is None:
-        names = {p: name for name, p in nn.Sequential(*layers).named_parameters()}
     found = [
         (p, layer, module, key)
         for layer, whole in enumerate(layers)
@@ -152,8 +153,12 @@ def plan(
     ]
     users: dict[nn.Parameter, dict[int, None]] = {}
     for p, layer, _, _ in found:
+        if p not in names:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} has no name: give the names of all, for "
+                "example {p: name for name, p in model.named_parameters()}"
+            )
         users.setdefault(p, {})[layer] = None
-    _check_names(list(users), names)
     groups: dict[object, list[nn.Parameter]] = {}
     for p, used_by in users.items():
         groups.setdefault((tuple(used_by), p.dtype, p.requires_grad), []).append(p)
@@ -167,15 +172,3 @@ def plan(
     for p, layer, module, key in found:
         places[layer].append(Place(module, key, *where[p]))
     return units, places
-
-
-def _check_names(parameters: list[nn.Parameter], names: Mapping[Tensor, str]) -> None:
-    for p in parameters:
-        if p not in names:
-            raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} has no name: give the names of all, for "
-                "example {p: name for name, p in model.named_parameters()}"
-            )
-    used = [names[p] for p in parameters]
-    if twice := {name for name in used if used.count(name) > 1}:
-        raise ValueError(f"two parameters are named {min(twice)}: each needs a name of its own")

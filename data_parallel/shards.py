@@ -1,8 +1,8 @@
 """The units of a model as one rank holds them: parameters on loan, gradients on their way.
 
 `Parameters` gathers units before a layer computes and frees them after; `Gradients` hands the
-gradients of a layer over to the ranks that hold its shards. When they do so is decided in fsdp.py,
-how in exchange.py.
+gradients of a layer to the ranks that hold its shards. When they do so is decided in fsdp.py, how
+in exchange.py.
 """
 
 from __future__ import annotations
@@ -12,39 +12,43 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from data_parallel.buffers import Buffer
 from data_parallel.exchange import Exchange, Finish, Reduction
-from data_parallel.sharded_layer import Gathered
 from data_parallel.sharding import Unit
 
 
-class ShardedUnit(Gathered):
+class ShardedUnit:
     """A unit, this rank's shard of it, and the shard's gradient.
 
     Attributes:
+        whole: all of it, flat, while it is gathered.
         shard: flat; what the optimizer trains.
         published: the same in the type in which it is gathered; where that is its own, itself.
         kept: with zero 1 and 2, memory for the whole parameters.
         gradient: of the shard, summed over all ranks once settled.
         has_gradient: there was a backward since the last optimizer step.
-        accumulated: with zero 1, memory for the gradients of this rank, whole.
+        accumulated: with zero 1, the gradients of this rank, whole.
         reduced: with zero 1, those have been summed over the ranks.
-        buffer, arriving: with zero 3, memory that is lent; while it is being filled.
+        lent, arriving: with zero 3, memory for `whole`; set while it is being filled.
     """
 
     def __init__(self, unit: Unit, exchange: Exchange, zero: int) -> None:
-        super().__init__(unit)
-        storage = exchange.storage(unit, whole=zero < 3)
+        self.unit = unit
+        self.whole: Tensor | None = None
+        numel = unit.shard_numel if zero == 3 else unit.numel
+        storage = exchange.storage(numel, unit.compute_dtype)
+        self.kept = storage if zero < 3 else None
         self.published = storage if zero == 3 else storage[unit.part(exchange.rank)]
         shard = self.published
         if unit.compute_dtype != unit.dtype:
             shard = torch.zeros_like(shard, dtype=unit.dtype)
         self.shard = nn.Parameter(shard, unit.trainable)
-        self.kept = storage if zero < 3 else None
         self.gradient: Tensor | None = None
+        self.accumulated: Tensor | None = None
+        if zero == 1 and unit.trainable:
+            self.accumulated = exchange.storage(unit.numel, unit.dtype)
+            self.gradient = self.accumulated[unit.part(exchange.rank)]
         self.has_gradient = self.reduced = False
-        self.accumulated: Buffer | None = None
-        self.buffer: Buffer | None = None
+        self.lent: Tensor | None = None
         self.arriving: Finish | None = None
 
     @property
@@ -59,93 +63,76 @@ class ShardedUnit(Gathered):
         if self.unit.compute_dtype != self.unit.dtype:
             self.published.copy_(self.shard.data)
 
+    def position_of(self, tensor: Tensor) -> int | None:
+        """The element at which the tensor starts, if it lies in the gathered unit."""
+        if self.whole is None:
+            return None
+        distance = tensor.data_ptr() - self.whole.data_ptr()
+        return distance // self.whole.itemsize if 0 <= distance < self.whole.nbytes else None
+
 
 class Parameters:
-    """Gathers and frees whole units.
-
-    Attributes:
-        peak_bytes: the most that was gathered, or on its way, at the same time beyond what is kept.
-    """
+    """Gathers and frees whole units."""
 
     def __init__(self, units: Sequence[ShardedUnit], exchange: Exchange) -> None:
         self.units = units
         self.exchange = exchange
-        self.peak_bytes = 0
 
     def start(self, units: Iterable[ShardedUnit]) -> None:
-        """Sends for those units that are neither here nor on their way."""
+        """Starts to gather those units that are neither here nor on their way."""
         for u in units:
-            if u.whole is not None or u.arriving is not None:
-                continue
-            if u.kept is None:
-                u.buffer = self.exchange.buffers.take(u.unit.nbytes)
-            u.arriving = self.exchange.start_gather(u.unit, u.published, self._memory(u))
-        self._count()
+            if u.whole is None and u.arriving is None:
+                if u.kept is None:
+                    u.lent = self.exchange.parameters.take(u.unit.nbytes)
+                u.arriving = self.exchange.start_gather(u.unit, u.published, _memory(u))
 
     def finish(self, units: Iterable[ShardedUnit]) -> None:
         """Waits until they are here."""
         for u in units:
             if u.arriving is not None:
                 u.arriving()
-                u.arriving, u.whole = None, self._memory(u)
+                u.arriving, u.whole = None, _memory(u)
 
     def free(self, units: Iterable[ShardedUnit]) -> None:
         """Gives back the memory of those that are not kept."""
         for u in units:
-            if u.buffer is not None:
+            if u.lent is not None:
                 self.finish([u])
-                self.exchange.buffers.give(self.take_buffer(u))
-
-    def take_buffer(self, u: ShardedUnit) -> Buffer:
-        """Frees a unit, but for its memory, which is the caller's now."""
-        assert u.buffer is not None
-        buffer, u.buffer, u.whole = u.buffer, None, None
-        return buffer
+                self.exchange.parameters.give(u.lent)
+                u.lent, u.whole = None, None
 
     def outdate(self, frozen: bool = False) -> None:
-        """The shards have changed, here and elsewhere; whether also those of frozen parameters."""
+        """The shards have changed on all ranks; with `frozen` also those that are not trained."""
         self.free(self.units)
         for u in self.units:
             if u.unit.trainable or frozen:
                 u.publish()
                 u.whole = None
 
-    def _memory(self, u: ShardedUnit) -> Tensor:
-        if u.kept is not None:
-            return u.kept
-        assert u.buffer is not None
-        return u.buffer.view(u.unit.numel, u.unit.compute_dtype)
 
-    def _count(self) -> None:
-        lent = sum(u.unit.nbytes for u in self.units if u.buffer is not None)
-        self.peak_bytes = max(self.peak_bytes, lent)
+def _memory(u: ShardedUnit) -> Tensor:
+    if u.kept is not None:
+        return u.kept
+    assert u.lent is not None
+    return u.lent[: u.unit.nbytes].view(u.unit.compute_dtype)
 
 
 class Gradients:
     """Sums whole gradients over the ranks, each rank's part into its shards' gradients."""
 
-    def __init__(
-        self, units: Sequence[ShardedUnit], parameters: Parameters, exchange: Exchange, zero: int
-    ) -> None:
+    def __init__(self, units: Sequence[ShardedUnit], exchange: Exchange, zero: int) -> None:
         self.units = [u for u in units if u.unit.trainable]
-        self.parameters = parameters
         self.exchange = exchange
         self.zero = zero
-        self._on_its_way: tuple[Finish, list[Buffer]] | None = None
+        self._on_its_way: Finish | None = None
 
     def add(
-        self,
-        layer: int,
-        found: Mapping[int, Sequence[Tensor | None]],
-        free: Sequence[ShardedUnit],
-        last: bool,
+        self, layer: int, found: Mapping[int, Sequence[Tensor | None]], last: bool = False
     ) -> None:
-        """Takes the gradients of a layer's units: `found`, by index; those that are not there are
-        zero.
+        """Takes the gradients of a layer's units: `found`, by the unit's index; the others, of
+        which there are none, count as zero.
 
-        Args:
-            free: the units whose parameters are done with: their memory serves for the gradients.
-            last: no more will come before the optimizer step. Only zero 1 makes use of it.
+        With zero 1 they are added up on this rank until the `last` backward of a step.
         """
         units = [u for u in self.units if layer in u.unit.layers]
         if self.zero == 1:
@@ -154,17 +141,15 @@ class Gradients:
             # What several layers use is complete after the first of them, which comes last.
             self._reduce_accumulated([u for u in units if last and layer == u.unit.layers[0]])
             return
+        self._finish()  # its memory serves again
         reductions = []
         for u in units:
-            same = u.unit.compute_dtype == u.unit.dtype
-            if same and u in free and u.buffer is not None:
-                buffer = self.parameters.take_buffer(u)
-            else:
-                buffer = self.exchange.buffers.take(u.unit.gradient_nbytes)
-            _fill(u.unit, buffer.view(u.unit.numel, u.unit.dtype), found.get(u.unit.index, ()))
+            lent = self.exchange.gradients.take(u.unit.gradient_nbytes)
+            whole = lent[: u.unit.gradient_nbytes].view(u.unit.dtype)
+            _lay_out(u.unit, whole, found.get(u.unit.index, ()))
             if u.gradient is None:
                 u.gradient = torch.empty_like(u.shard)
-            reductions.append(Reduction(u.unit, buffer, u.gradient, u.has_gradient))
+            reductions.append(Reduction(u.unit, whole, u.gradient, u.has_gradient, lent))
             u.has_gradient = True
         self._start(reductions)
 
@@ -195,17 +180,13 @@ class Gradients:
                 "backward(last=True) has summed the gradients over the ranks: with zero 1 no other "
                 "may follow before optimizer_step; give last=False to all but the last"
             )
-        if u.accumulated is None:
-            u.accumulated = self.exchange.buffers.keep(u.unit.gradient_nbytes)
-            whole = u.accumulated.view(u.unit.numel, u.unit.dtype)
-            u.gradient = whole[u.unit.part(self.exchange.rank)]
-        whole = u.accumulated.view(u.unit.numel, u.unit.dtype)
+        assert u.accumulated is not None
         if u.has_gradient:
-            for view, gradient in zip(u.unit.views(whole), found, strict=False):
+            for view, gradient in zip(u.unit.views(u.accumulated), found, strict=False):
                 if gradient is not None:
                     view += gradient
         else:
-            _fill(u.unit, whole, found)
+            _lay_out(u.unit, u.accumulated, found)
         u.has_gradient = True
 
     def _reduce_accumulated(self, units: Sequence[ShardedUnit]) -> None:
@@ -219,20 +200,16 @@ class Gradients:
     def _start(self, reductions: list[Reduction]) -> None:
         if reductions:
             self._finish()
-            lent = [r.buffer for r in reductions] if self.zero > 1 else []
-            self._on_its_way = self.exchange.start_reduce(reductions), lent
+            self._on_its_way = self.exchange.start_reduce(reductions)
 
     def _finish(self) -> None:
         if self._on_its_way is not None:
-            finish, lent = self._on_its_way
-            finish()
-            for buffer in lent:
-                self.exchange.buffers.give(buffer)
+            self._on_its_way()
             self._on_its_way = None
 
 
-def _fill(unit: Unit, whole: Tensor, found: Sequence[Tensor | None]) -> None:
-    """Lays gradients out flat; those of none, and all gaps, are zero."""
+def _lay_out(unit: Unit, whole: Tensor, found: Sequence[Tensor | None]) -> None:
+    """Writes gradients one behind the other; those of none, and all gaps, are zero."""
     for gap in unit.gaps:
         whole[gap].zero_()
     views = unit.views(whole)

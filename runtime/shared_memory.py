@@ -37,6 +37,23 @@ def add_up(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def sum_into(
+    parts: Sequence[Tensor], targets: Sequence[Tensor], divisor: int = 1, accumulate: bool = False
+) -> None:
+    """Writes the sum of the parts, divided by `divisor`, into every target, of which each may be
+    one of the parts. A chunk at a time, which stays in cache."""
+    for begin in range(0, parts[0].numel(), CHUNK):
+        here = slice(begin, begin + CHUNK)
+        total = add_up([part[here] for part in parts])
+        if divisor > 1:
+            total = total / divisor
+        for target in targets:
+            if accumulate:
+                target[here] += total
+            else:
+                target[here] = total
+
+
 def aligned(nbytes: int) -> int:
     """The next multiple of a cache line."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -100,6 +117,26 @@ class SharedBuffers:
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of a rank's memory, from byte `offset` on."""
         return self.ranks[rank][offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def offset(self, tensor: Tensor) -> int:
+        """The byte at which a tensor in this rank's memory starts."""
+        return tensor.data_ptr() - self.ranks[self.rank].data_ptr()
+
+    def average(self, offset: int, numel: int, dtype: torch.dtype) -> None:
+        """Replaces what all ranks have at an offset by its mean. All must have written theirs
+        before; a barrier must come after, before anybody reads.
+
+        Rank r averages part r of W, in the memory of all ranks:
+
+            memory of rank 0   [ part 0 | part 1 ]     rank 0 reads and writes both parts 0
+            memory of rank 1   [ part 0 | part 1 ]     rank 1 reads and writes both parts 1
+
+        Parts are disjoint, so nobody waits. A rank reads G bytes and writes G, whatever W.
+        """
+        world_size = len(self.ranks)
+        begin, end = (numel * r // world_size for r in (self.rank, self.rank + 1))
+        parts = [self.view(r, offset, numel, dtype)[begin:end] for r in range(world_size)]
+        sum_into(parts, parts, divisor=world_size)
 
     def read(self, rank: int, offset: int, into: Tensor) -> None:
         """Copies a rank's memory, from byte `offset` on, into a tensor of this one's. Unlike a

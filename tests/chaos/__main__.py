@@ -9,7 +9,6 @@ its traceback printed once; and no process, port, shared memory or temporary fil
     python -m tests.chaos --rounds 10 --only kill --only stop
     python -m tests.chaos --program torchrun --seed 7
     python -m tests.chaos --only restart --rounds 5    killed again and again, equal in the end
-    python -m tests.chaos --list                       what there is
 
 An attempt whose run was over before it was struck is counted as missed, and not as tried. The
 same --seed draws the same moments and victims; what they meet there depends on the machine.
@@ -25,8 +24,8 @@ from random import Random
 
 from tests.chaos import restart
 from tests.chaos.attempt import PHASES, Attempt, draw
-from tests.chaos.kinds import KINDS, Kind
-from tests.chaos.programs import PROGRAMS, Program
+from tests.chaos.kinds import KINDS
+from tests.chaos.programs import PROGRAMS
 from tests.chaos.restart import Restart
 
 RESTART = "restart"
@@ -48,7 +47,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--only", action="append", metavar="KIND", choices=names, help="may be given repeatedly")
     add("--program", action="append", choices=programs, help="may be given repeatedly")
     add("--phase", choices=PHASES, help="strike only then")
-    add("--list", action="store_true", help="the kinds and programs, and nothing else")
     return parser.parse_args(argv)
 
 
@@ -70,50 +68,23 @@ def plan(args: argparse.Namespace) -> Iterator[Attempt | Restart]:
 
 
 def tally(attempts: Sequence[Attempt]) -> str:
-    """A row for each program and kind."""
-    header = ("program", "kind", "tried", "missed", "in time", "as it must", "left", "slowest end")
-    rows: list[tuple[str, ...]] = [header]
+    """A line for each program and kind."""
+    lines = []
     for program, kind in dict.fromkeys((a.program, a.kind.name) for a in attempts):
         mine = [a for a in attempts if (a.program, a.kind.name) == (program, kind)]
         tried = [a for a in mine if not a.missed]
-        times = [a.seconds for a in tried if a.seconds is not None]
-        rows.append(
-            (
-                program.name,
-                kind,
-                str(len(tried)),
-                str(len(mine) - len(tried)),
-                str(len(times)),
-                str(sum(not a.wrong for a in tried)),
-                str(sum(len(a.left) for a in mine)),
-                f"{max(times):.1f} s" if times else "",
-            )
+        slowest = max((a.seconds or 0.0 for a in tried), default=0.0)
+        lines.append(
+            f"{program.name:19}{kind:16}{len(tried):3} tried, {len(mine) - len(tried)} missed, "
+            f"{sum(bool(a.wrong) for a in tried)} wrong, {sum(len(a.left) for a in mine)} left, "
+            f"slowest end {slowest:.1f} s"
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join(aligned)
-
-
-def show_list(kinds: Sequence[Kind], programs: Sequence[Program]) -> str:
-    """What `--list` prints."""
-    lines = [f"{kind.name:19}{kind.what}: {', '.join(kind.ends)}" for kind in kinds]
-    lines += [f"{p.name:19}{p.launcher}: {' '.join(p.arguments)}" for p in programs]
-    lines.insert(len(kinds), f"{RESTART:19}kill -9 of ranks that torchrun starts again: torchrun")
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the attempts, and says how each ended and what was wrong."""
     args = parse(argv)
-    if args.list:
-        print(show_list(KINDS, PROGRAMS))
-        return 0
     todo = list(plan(args))
     start = time.monotonic()
     done: list[Attempt | Restart] = []
@@ -124,9 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in (*attempt.wrong, *(f"left: {what}" for what in attempt.left)):
             print(f"           {line}", flush=True)
         if not attempt.fine:
-            print(
-                "           | " + attempt.said.strip().replace("\n", "\n           | "), flush=True
-            )
+            print(attempt.said, flush=True)
     print(f"\n{tally([a for a in done if isinstance(a, Attempt)])}")
     if restarts := [a for a in done if isinstance(a, Restart)]:
         print(restart.tally(restarts))

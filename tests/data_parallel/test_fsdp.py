@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from tests.data_parallel.sharded_models import (
@@ -19,6 +21,7 @@ from tests.data_parallel.sharded_models import (
     check,
     fill,
     one_process,
+    same,
     sharded,
     train,
     whole,
@@ -46,8 +49,7 @@ def test_two_ranks_are_one_process(
     check(got, one_process(kind, optimizer, STEPS), EXTRA[kind])
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("zero", "share"), [(1, True), (2, False), (3, True), (3, False)])
 def test_three_ranks_are_one_process(three_ranks: Ranks, zero: int, share: bool) -> None:
     got = three_ranks.run(_train, "tied", "adamw", {"zero": zero, "share_memory": share})
     check(got, one_process("tied", "adamw", STEPS))
@@ -98,31 +100,6 @@ def test_buffers_are_those_of_rank_0_or_filled_by_name(ranks: Ranks) -> None:
         assert torch.equal(filled["1.running_mean"], want)
 
 
-def _named_buffers(_: int, _world: int) -> tuple[list[str], str]:
-    """A model whose layers are called otherwise than where they stand."""
-    model = nn.ModuleDict({"head": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)}).to("meta")
-    layers, asked = [model["norm"], model["head"]], []
-
-    def init(name: str, tensor: Tensor) -> None:
-        asked.append(name)
-        tensor.zero_()
-
-    parameters: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    buffers = {b: name for name, b in model.named_buffers()}
-    error = _error_of(
-        lambda: FullyShardedDataParallel(layers, OPTIMIZERS["sgd"], names=parameters, init=init)
-    )
-    FullyShardedDataParallel(layers, OPTIMIZERS["sgd"], names=parameters | buffers, init=init)
-    return asked, error
-
-
-def test_buffers_have_the_names_that_are_given(ranks: Ranks) -> None:
-    buffers = [f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
-    for asked, error in ranks.run(_named_buffers):
-        assert asked[-3:] == buffers
-        assert error.startswith("ValueError: buffer 0.running_mean of the layers is on the meta ")
-
-
 def _by_hand(rank: int, _: int) -> list[Any]:
     """The calls of the course, without train_step; an evaluation in between."""
     fsdp = sharded("tied")
@@ -149,29 +126,6 @@ def test_forward_backward_step(ranks: Ranks) -> None:
     for before, idle, _ in got:
         assert idle is None and not before.requires_grad
         assert torch.allclose(before, want, rtol=1e-12, atol=1e-12)
-
-
-def _dropout(rank: int, _: int) -> tuple[Tensor, Tensor]:
-    layers = [nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1)]
-    fsdp = FullyShardedDataParallel(
-        [layer.to(DTYPE).to("meta") for layer in layers],
-        lambda shards: torch.optim.SGD(shards, lr=0.1),
-        init=fill,
-    )
-    torch.manual_seed(rank)
-    output = fsdp.forward(torch.ones(1, 4, dtype=DTYPE))
-    torch.manual_seed(rank)
-    for layer in layers:
-        layer.to_empty(device="cpu")
-    for name, p in nn.Sequential(*layers).named_parameters():
-        fill(name, p)
-    return output.detach(), nn.Sequential(*layers)(torch.ones(1, 4, dtype=DTYPE)).detach()
-
-
-def test_dropout_draws_from_the_generator_of_each_rank(ranks: Ranks) -> None:
-    (first, want), (second, _) = ranks.run(_dropout)
-    assert torch.equal(first, want)
-    assert not torch.equal(first, second)
 
 
 class _Own(nn.Module):
@@ -211,37 +165,170 @@ def test_a_layer_may_return_its_parameter_and_write_to_its_input(ranks: Ranks) -
     }  # fmt: skip
 
 
-class _ScalesLater(nn.Module):
-    """Adds its parameter in its first forward, and multiplies with it in those that follow."""
+class _Matrix(nn.Module):
+    """Multiplies by the weight of an embedding, and looks nothing up in it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((3,), 5.0, dtype=DTYPE))
-        self.calls = 0
+        self.table = nn.Embedding(2, 3, dtype=DTYPE)
+        nn.init.constant_(self.table.weight, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * self.weight if self.calls > 1 else x + self.weight
+        return x @ self.table.weight
 
 
-def _later(_: int, _world: int) -> dict[str, Tensor]:
-    ends = [nn.Linear(n, m, bias=False, dtype=DTYPE) for n, m in ((2, 3), (3, 1))]
-    for end in ends:
-        nn.init.ones_(end.weight)
-    layers = [ends[0], _ScalesLater(), ends[1]]
-    fsdp = FullyShardedDataParallel(layers, lambda shards: torch.optim.SGD(shards, lr=0.1))
-    for _step in range(2):
-        fsdp.zero_grad()
-        fsdp.backward(fsdp.forward(torch.ones(1, 2, dtype=DTYPE)).sum())
+def _matrix(_: int, _world: int) -> dict[str, Tensor]:
+    ends = [nn.Linear(n, m, False, dtype=DTYPE) for n, m in ((2, 2), (3, 1))]
+    layers = [ends[0], _Matrix(), ends[1]]
+    for p in nn.ModuleList(ends).parameters():
+        nn.init.ones_(p)
+    fsdp = FullyShardedDataParallel(layers, OPTIMIZERS["sgd"])
+    fsdp.backward(fsdp.forward(torch.ones(1, 2, dtype=DTYPE)).sum())
     return whole(fsdp, "gradients")
 
 
-def test_what_backward_did_not_need_at_first_it_may_need_later(ranks: Ranks) -> None:
-    """Such a parameter is not gathered again for backward: its values are kept instead."""
-    first, _ = ranks.run(_later)
+def test_an_embedding_may_be_a_matrix(ranks: Ranks) -> None:
+    """Its weight is not gathered again for backward: what that needs of it is kept instead."""
+    first, _ = ranks.run(_matrix)
     assert {n: g.flatten().tolist() for n, g in first.items()} == {
-        "0.weight": [10.0] * 6, "1.weight": [4.0] * 3, "2.weight": [20.0] * 3,
+        "0.weight": [30.0] * 4, "1.table.weight": [4.0] * 6, "2.weight": [40.0] * 3,
     }  # fmt: skip
+
+
+@dataclass
+class Closed:
+    """Torch cannot look inside."""
+
+    hidden: Any
+    skip: Any
+
+
+BOXES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tuple": lambda hidden, skip: (hidden, skip),
+    "BaseModelOutput": lambda hidden, skip: BaseModelOutput(hidden, hidden_states=(skip,)),
+    "Closed": Closed,
+}
+
+
+def _take(box: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(box, BaseModelOutput):
+        assert box.last_hidden_state is not None and box.hidden_states is not None
+        return box.last_hidden_state, box.hidden_states[0]
+    return (box.hidden, box.skip) if isinstance(box, Closed) else box
+
+
+class Put(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.box, self.linear = BOXES[kind], nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.box(torch.tanh(self.linear(x)), x)
+
+
+class Take(nn.Module):
+    def forward(self, box: Any) -> Tensor:
+        hidden, skip = _take(box)
+        return hidden * skip
+
+
+class Leave(nn.Linear):
+    """Leaves its output where another layer finds it."""
+
+    left: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        Leave.left = super().forward(x)
+        return Leave.left
+
+
+class Find(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        assert Leave.left is not None
+        return super().forward(x) + Leave.left
+
+
+def _layers(kind: str) -> list[nn.Module]:
+    layers: list[nn.Module] = [Leave(3, 3), Find(3, 3)]
+    if kind in BOXES:
+        layers = [nn.Linear(3, 3), Put(kind), Take()]
+    for name, p in nn.Sequential(*layers).to(DTYPE).named_parameters():
+        fill(name, p)
+    return layers
+
+
+def _hands_on(rank: int, _: int, kind: str) -> dict[str, Tensor] | str:
+    fsdp = FullyShardedDataParallel(_layers(kind), OPTIMIZERS["sgd"])
+    try:
+        fsdp.backward(fsdp.forward(torch.full((2, 3), 1.0 + rank, dtype=DTYPE)).sum())
+    except RuntimeError as error:
+        return str(error)
+    return whole(fsdp, "gradients")
+
+
+@pytest.mark.parametrize("kind", ["tuple", "BaseModelOutput"])
+def test_layers_may_hand_on_what_torch_can_take_apart(ranks: Ranks, kind: str) -> None:
+    model = nn.Sequential(*_layers(kind))
+    for rank in range(2):
+        model(torch.full((2, 3), 1.0 + rank, dtype=DTYPE)).sum().backward()
+    want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    first, _ = ranks.run(_hands_on, kind)
+    same(first, want, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "who"), [("Closed", "layer 2 (Take)"), ("attribute", "layer 1 (Find)")]
+)
+def test_a_gradient_that_would_be_lost_is_an_error(ranks: Ranks, kind: str, who: str) -> None:
+    for message in ranks.run(_hands_on, kind):
+        assert message.startswith(f"{who} uses a tensor") and "gradient would be lost" in message
+
+
+class Hide(nn.Module):
+    """Hands on a parameter that is not trained, where torch cannot see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skip = nn.Parameter(torch.ones(3, dtype=DTYPE), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return Closed(x, self.skip)
+
+
+class View(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y, y[:, :1]
+
+
+class Write(nn.Module):
+    def forward(self, box: Any) -> Tensor:
+        y, first = box
+        return y.mul_(2) + first
+
+
+def _would_be_wrong(rank: int, _: int, kind: str) -> str:
+    second: list[nn.Module] = (
+        [Hide(), Take()] if kind == "Hide" else [View(3, 3).to(DTYPE), Write()]
+    )
+    layers = [nn.Linear(3, 3).to(DTYPE), *second]
+    fsdp = FullyShardedDataParallel(layers, OPTIMIZERS["sgd"])
+    x = torch.full((2, 3), 1.0 + rank, dtype=DTYPE)
+    with pytest.raises(ValueError) as error:
+        fsdp.forward(x)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("Hide", "layer 1 (Hide) hands on a parameter inside an object"),
+        ("View", "layer 2 (Write) changes a tensor in place that shares memory"),
+    ],
+)
+def test_what_would_be_wrong_without_a_word_is_refused(ranks: Ranks, kind: str, said: str) -> None:
+    for message in ranks.run(_would_be_wrong, kind):
+        assert message.startswith(said)
 
 
 class _WritesToSaved(nn.Module):
@@ -282,7 +369,6 @@ def _mistakes(_: int, _world: int) -> list[str]:
         _error_of(lambda: make([nn.Linear(2, 2)], zero=4)),
         _error_of(lambda: make([nn.Tanh()])),
         _error_of(lambda: make([nn.Linear(2, 2)], names={})),
-        _error_of(lambda: make([meta], names=dict.fromkeys(meta.parameters(), "a"))),
     ]
 
 
@@ -295,7 +381,6 @@ def test_mistakes(ranks: Ranks) -> None:
         "ValueError: zero 4: 1 shards the optimizer state, 2 gradients too, 3 all",
         "ValueError: the layers have no parameter that requires a gradient",
         "ValueError: a parameter of shape (2, 2) has no name: give the names of all, for example",
-        "ValueError: two parameters are named a: each needs a name of its own",
     ]
     for got in ranks.run(_mistakes):
         assert [g[: len(w)] for g, w in zip(got, want, strict=True)] == want

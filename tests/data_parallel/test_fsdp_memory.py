@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data_parallel.buffers import BufferPool
-from data_parallel.exchange import GroupExchange, SharedExchange
-from data_parallel.fsdp import FullyShardedDataParallel
-from data_parallel.sharded_state import HeldBytes
+from data_parallel.exchange import GroupExchange, Pool, SharedExchange
+from data_parallel.fsdp import FullyShardedDataParallel, HeldBytes
 from data_parallel.sharding import Unit
 from tests.ranks import Ranks
 from tests.recorder import Paused
@@ -53,23 +51,18 @@ STATE = 2 * 4 * LAYERS  # AdamW counts steps, a number per unit, and has two mom
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(
-    ("zero", "parameters", "gradients", "lent", "gathered"),
-    [(1, ALL, ALL, 0, 0), (2, ALL, ALL // 2, 2, 0), (3, ALL // 2, ALL // 2, 3, 2)],
+    ("zero", "parameters", "gradients", "lent"),
+    [(1, ALL, ALL, 0), (2, ALL, ALL // 2, 1), (3, ALL // 2, ALL // 2, 3)],
 )
 def test_bytes(
-    ranks: Ranks, zero: int, parameters: int, gradients: int, lent: int, gathered: int, share: bool
+    ranks: Ranks, zero: int, parameters: int, gradients: int, lent: int, share: bool
 ) -> None:
-    """On two ranks; lent are buffers of a layer: gathered, on its way, gradients on their way."""
-    if share and zero == 3:
-        gathered = 1  # nothing is gathered ahead
+    """On two ranks. Lent are layers: gathered, on its way, gradients on their way. In shared memory
+    none is on its way, but others read the gradients of the layer before."""
     if share and zero == 2:
-        lent = 3  # gradients: being filled, being read, and read when the next announcement comes
-    want = HeldBytes(
-        parameters=parameters, gradients=gradients, optimizer=ALL + 4 * LAYERS,
-        buffers=lent * LAYER, peak_buffers=lent * LAYER, peak_gathered=gathered * LAYER,
-    )  # fmt: skip
-    options = {"zero": zero, "share_memory": share}
-    assert ranks.run(_held, options) == [want] * 2
+        lent = 2
+    want = HeldBytes(parameters, gradients, optimizer=ALL + 4 * LAYERS, lent=lent * LAYER)
+    assert ranks.run(_held, {"zero": zero, "share_memory": share}) == [want] * 2
 
 
 def _in_bf16(_: int, _world: int) -> tuple[HeldBytes, set[torch.dtype], Tensor, Tensor]:
@@ -91,7 +84,6 @@ def test_computing_in_bf16(ranks: Ranks) -> None:
     for rank, (held, seen, gradient, shard) in enumerate(ranks.run(_in_bf16)):
         assert seen == {torch.bfloat16}
         assert (held.parameters, held.gradients) == (half * 6, half * 4)
-        assert held.peak_gathered == LAYER // 2
         assert gradient.dtype == torch.float32 and set(gradient.tolist()) == {2.0}
         start = torch.eye(WIDTH).chunk(2)[rank].flatten()
         assert torch.allclose(shard, start * (1 - 1e-5) - 1e-3, rtol=0, atol=1e-6)
@@ -143,64 +135,53 @@ def _order(_: int, _world: int, share: bool) -> tuple[list[Event], list[list[int
     )  # fmt: skip
     watch = _Watch(fsdp)
     assert isinstance(fsdp.exchange, SharedExchange if share else GroupExchange)
-    x = torch.ones(1, WIDTH, requires_grad=True)  # so that backward needs all parameters
-    fsdp.backward(fsdp.forward(x).sum())
+    fsdp.backward(fsdp.forward(torch.ones(1, WIDTH)).sum())
     return watch.events, watch.whole
 
 
-def test_the_next_layer_is_sent_for_before_this_one_computes(ranks: Ranks) -> None:
+AHEAD = [
+    ("gather", 0), ("gather", 1), ("F", 0), ("gather", 2), ("F", 1), ("F", 2),
+    ("gather", 1), ("B", 2), ("reduce", 2), ("gather", 0), ("B", 1), ("reduce", 1),
+    ("B", 0), ("reduce", 0),
+]  # fmt: skip
+WHEN_NEEDED = [
+    ("gather", 0), ("F", 0), ("gather", 1), ("F", 1), ("gather", 2), ("F", 2),
+    ("B", 2), ("reduce", 2), ("gather", 1), ("B", 1), ("reduce", 1),
+    ("gather", 0), ("B", 0), ("reduce", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("share", "order"), [(False, AHEAD), (True, WHEN_NEEDED)])
+def test_the_next_layer_is_sent_for_before_this_one_computes(
+    ranks: Ranks, share: bool, order: list[Event]
+) -> None:
     """Forward and backward; gradients leave before the backward of the layer below. One layer is
-    whole at a time, the next is on its way."""
-    for events, whole in ranks.run(_order, False):
-        assert events == [
-            ("gather", 0), ("gather", 1), ("F", 0), ("gather", 2), ("F", 1), ("F", 2),
-            ("gather", 1), ("B", 2), ("reduce", 2), ("gather", 0), ("B", 1), ("reduce", 1),
-            ("B", 0), ("reduce", 0),
-        ]  # fmt: skip
+    whole at a time, the next is on its way. Shared memory is read when it is needed."""
+    for events, whole in ranks.run(_order, share):
+        assert events == order
         assert whole == [[0], [1], [2], [2], [1], [0]]
 
 
-def test_shared_memory_is_read_when_it_is_needed(ranks: Ranks) -> None:
-    for events, whole in ranks.run(_order, True):
-        assert events == [
-            ("gather", 0), ("F", 0), ("gather", 1), ("F", 1), ("gather", 2), ("F", 2),
-            ("B", 2), ("reduce", 2), ("gather", 1), ("B", 1), ("reduce", 1),
-            ("gather", 0), ("B", 0), ("reduce", 0),
-        ]  # fmt: skip
-        assert whole == [[0], [1], [2], [2], [1], [0]]
-
-
-def _regathered(rank: int, _: int) -> list[Event]:
-    layers = [nn.Embedding(8, WIDTH, device="meta"), *_layers()[:2]]
-    fsdp = FullyShardedDataParallel(
-        layers, lambda shards: torch.optim.SGD(shards, lr=0.1), init=_init
-    )
+def _regathered(rank: int, _: int, tied: bool) -> list[Event]:
+    """An embedding, and two or three layers, of which the last may have its weight."""
+    layers = [nn.Embedding(WIDTH, WIDTH, device="meta"), *_layers()[: 3 if tied else 2]]
+    if tied:
+        layers[-1].weight = layers[0].weight
+    make = torch.optim.SGD
+    fsdp = FullyShardedDataParallel(layers, lambda shards: make(shards, lr=0.1), init=_init)
     watch = _Watch(fsdp)
     output = fsdp.forward(torch.tensor([1]) if rank else None)
     fsdp.backward(output.sum() if rank else None)
     return [event for event in watch.events if event[0] == "gather"]
 
 
-def test_backward_does_not_gather_what_it_does_not_need(ranks: Ranks) -> None:
-    """An embedding. A rank that had no examples when this was found out knows it too."""
-    assert ranks.run(_regathered) == [[("gather", k) for k in (0, 1, 2, 1)]] * 2
-
-
-def _tied(rank: int, _: int) -> list[Event]:
-    """An embedding whose weight is the last layer's."""
-    embedding, head = nn.Embedding(WIDTH, WIDTH, device="meta"), _layers()[0]
-    head.weight = embedding.weight
-    layers = [embedding, *_layers()[:2], head]
-    make = torch.optim.SGD
-    fsdp = FullyShardedDataParallel(layers, lambda shards: make(shards, lr=0.1), init=_init)
-    watch = _Watch(fsdp)
-    fsdp.backward(fsdp.forward(torch.tensor([rank])).sum())
-    return [event for event in watch.events if event[0] == "gather"]
-
-
-def test_nor_a_tied_embedding_for_the_layer_that_looks_it_up(ranks: Ranks) -> None:
-    """It is gathered for the first layer and for the last, whose backward follows at once."""
-    assert ranks.run(_tied) == [[("gather", k) for k in (0, 1, 2, 0, 2, 1)]] * 2
+@pytest.mark.parametrize(("tied", "units"), [(False, (0, 1, 2, 1)), (True, (0, 1, 2, 0, 2, 1))])
+def test_backward_does_not_gather_embeddings(
+    ranks: Ranks, tied: bool, units: tuple[int, ...]
+) -> None:
+    """Nor does a rank without examples. A tied one is gathered for the first layer and for the
+    last, whose backward follows at once."""
+    assert ranks.run(_regathered, tied) == [[("gather", k) for k in units]] * 2
 
 
 def _asked_for(_: int, _world: int) -> tuple[list[str], int, int, bool]:
@@ -219,7 +200,7 @@ def _asked_for(_: int, _world: int) -> tuple[list[str], int, int, bool]:
     return (
         names,
         peak,
-        held.state + held.buffers,
+        held.state + held.lent,
         all(p.is_meta for m in layers for p in m.parameters()),
     )
 
@@ -250,36 +231,13 @@ def _recorded(_: int, _world: int, share: bool) -> list[tuple[str, int, int]]:
     return [(kind, layer, i) for kind, layer, i, *_ in seen]
 
 
-def _many_gathered(_: int, _world: int) -> tuple[str, list[bool]]:
-    many = [layer for _again in range(4) for layer in _layers()]
-    make = torch.optim.SGD
-    fsdp = FullyShardedDataParallel(many, lambda shards: make(shards, lr=0.1), init=_init)
-    found = [fsdp.gather_param_data(k)[f"{k}.weight"] for k in range(20)]
-    with pytest.raises(RuntimeError) as error:
-        fsdp.gather_param_data(20)
-    fsdp.free_param_data(7)
-    found[7] = fsdp.gather_param_data(20)["20.weight"]
-    same = [torch.equal(weight, torch.eye(WIDTH)) for weight in found]
-    _step(fsdp)
-    return str(error.value), same
-
-
-def test_gathering_more_layers_than_there_is_shared_memory_for(ranks: Ranks) -> None:
-    """There is some for 8 buffers, and, of whole parameters, of which a rank keeps half, for 12."""
-    said = (
-        "20 buffers of shared memory are in use, and it has no more: free_param_data gives a "
-        "layer's back, and share_memory=False needs none"
-    )
-    assert ranks.run(_many_gathered) == [(said, [True] * 20)] * 2
-
-
 @pytest.mark.parametrize("share", [True, False])
 def test_recorder(ranks: Ranks, share: bool) -> None:
-    """All that a rank works on or waits for. The first layer's backward needs no parameters here: x
-    has no gradient. While the recorder does not record, it is told nothing."""
+    """All that a rank works on or waits for. While the recorder does not record, it is told
+    nothing."""
     step = [
         ("all_gather", 0), ("F", 0), ("all_gather", 1), ("F", 1),
-        ("B", 1), ("reduce_scatter", 1), ("B", 0), ("reduce_scatter", 0),
+        ("B", 1), ("reduce_scatter", 1), ("all_gather", 0), ("B", 0), ("reduce_scatter", 0),
     ]  # fmt: skip
     want = [(kind, layer, i) for i in range(2) for kind, layer in step]
     around = ["reduce_scatter", "barrier", "optimizer", "barrier"]
@@ -287,28 +245,13 @@ def test_recorder(ranks: Ranks, share: bool) -> None:
     assert ranks.run(_recorded, share) == [[("all_reduce", -1, -1), *want, *update]] * 2
 
 
-def test_the_pool_lends_what_wastes_least() -> None:
-    pool = BufferPool(lambda n: torch.empty(n, dtype=torch.uint8))
-    large, small = pool.take(1 << 20), pool.take(1 << 14)
-    assert pool.held_bytes == (1 << 20) + (1 << 14)
+def test_the_pool_lends_what_was_given_back() -> None:
+    pool = Pool(lambda n: torch.empty(n, dtype=torch.uint8))
+    large, small = pool.take(1 << 20), pool.take(3 << 10)
+    assert (large.nbytes, small.nbytes) == (1 << 20, 4 << 10)
     pool.give(large)
     pool.give(small)
-    assert pool.take(1 << 13) is small
-    tiny = pool.take(1 << 10)  # rather a new one than a megabyte
-    assert tiny is not large
-    assert pool.take(1 << 19) is large
-    pool.give(tiny)
-    assert pool.take(1 << 15) is tiny and tiny.memory.numel() == 1 << 15  # it grows
-    assert pool.held_bytes == pool.peak_bytes == (1 << 20) + (1 << 14) + (1 << 15)
-
-
-def test_a_buffer_that_others_read_is_left_alone() -> None:
-    read: set[int] = {0}
-    pool = BufferPool(
-        lambda n: torch.empty(n, dtype=torch.uint8), is_free=lambda b: b.index not in read
-    )
-    first = pool.take(64)
-    pool.give(first)
-    assert pool.take(64) is not first
-    read.clear()
-    assert pool.take(64) is first
+    assert pool.take(4 << 10) is small
+    assert pool.take(1 << 10) is not large  # or every buffer would become large
+    assert pool.take((1 << 19) + 1) is large
+    assert pool.peak_bytes == (1 << 20) + (5 << 10)

@@ -36,9 +36,9 @@ Found = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def _slow(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         time.sleep(DELAY)
-        return function(*args)
+        return function(*args, **options)
 
     return call
 
@@ -49,8 +49,8 @@ def _place(fsdp: FullyShardedDataParallel, name: str) -> tuple[Any, str]:
     return {
         "updates": (fsdp.optimizer, "step"),
         "reads": (fsdp.exchange.memory, "read"),
-        "sums": (exchange, "_sum_into"),
-        "fills": (shards, "_fill"),
+        "sums": (exchange, "sum_into"),
+        "fills": (shards, "_lay_out"),
     }[name]
 
 

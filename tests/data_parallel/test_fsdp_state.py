@@ -1,4 +1,4 @@
-"""What a rank holds of which parameter, and the layout that says so."""
+"""How the parameters of layers are laid out, and which part of them a rank holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from data_parallel.sharding import Unit, plan
+from data_parallel.sharding import Unit, names_of, plan
 from tests.data_parallel.sharded_models import (
     build,
     my_part,
@@ -23,7 +23,8 @@ def test_layout() -> None:
     first, second = nn.Linear(3, 5), nn.Linear(3, 5)
     second.weight = first.weight
     second.bias.requires_grad_(False)
-    units, places = plan([first, second], None, world_size=3)
+    layers = [first, second]
+    units, places = plan(layers, names_of(layers), world_size=3)
     assert [
         (u.layers, [tuple(e) for e in u.entries], u.numel, u.shard_numel, u.trainable)
         for u in units
@@ -55,7 +56,6 @@ def _info(_: int, _world: int) -> list[Any]:
     fsdp = sharded("tied")
     info = [(p.name, tuple(p.shape), p.offset, p.tensor.numel()) for p in fsdp.get_local_info(1)]
     gathered = {n: t.clone() for n, t in fsdp.gather_param_data(1).items()}
-    fsdp.free_param_data(1)
     x, target, factor = my_part("tied", 0, fsdp.rank, fsdp.world_size)
     fsdp.train_step(x, target, summed_loss, factor)
     shard = [(p.name, p.offset, p.tensor.clone()) for p in fsdp.get_local_grad_shard(1)]

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data_parallel import exchange, gradients
 from data_parallel.fsdp import FullyShardedDataParallel
 from pipeline import autograd, dataflow, pipe
 from pipeline.delivery import gradients_by_stage
 from pipeline.neighbours import Neighbours
+from runtime.shared_memory import SharedBuffers, sum_into
 from tests.equivalence import problems
 from training import optimization
 from training.model import loss_of_targets
@@ -47,7 +47,7 @@ def nothing() -> Iterator[None]:
 def a_bucket_is_not_reduced() -> Iterator[None]:
     """The first all-reduce of gradients, and where they are summed in shared memory the first sum,
     is left out on every rank."""
-    all_reduce, average = dist.all_reduce, gradients._average_in_place
+    all_reduce, average = dist.all_reduce, SharedBuffers.average
     left_out: list[Any] = []
 
     def reduce_but_one(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -56,14 +56,14 @@ def a_bucket_is_not_reduced() -> Iterator[None]:
             return Mock()  # its wait() returns at once
         return all_reduce(tensor, *args, **kwargs)
 
-    def average_but_one(parts: list[Tensor], rank: int) -> None:
+    def average_but_one(self: SharedBuffers, *place: Any) -> None:
         if left_out:
-            average(parts, rank)
-        left_out.append(parts)
+            average(self, *place)
+        left_out.append(place)
 
     with (
         patch.object(dist, "all_reduce", reduce_but_one),
-        patch.object(gradients, "_average_in_place", average_but_one),
+        patch.object(SharedBuffers, "average", average_but_one),
     ):
         yield
 
@@ -149,12 +149,11 @@ def a_rank_keeps_its_part_of_a_tied_gradient() -> Iterator[None]:
 @mutation
 def a_rank_is_left_out_of_the_sum() -> Iterator[None]:
     """Each rank sums its shard's gradients over all ranks but the last."""
-    sum_into = exchange._sum_into
 
-    def all_but_one(target: Tensor, parts: list[Tensor], accumulate: bool) -> None:
-        sum_into(target, parts[:-1], accumulate)
+    def all_but_one(parts: list[Tensor], targets: list[Tensor], **options: Any) -> None:
+        sum_into(parts[:-1] or parts, targets, **options)
 
-    with patch.object(exchange, "_sum_into", all_but_one):
+    with patch("data_parallel.exchange.sum_into", all_but_one):
         yield
 
 

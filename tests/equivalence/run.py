@@ -1,9 +1,8 @@
 """Checks many rows, each on the ranks that it needs.
 
 A process needs seconds to import its libraries, so ranks are started once per world size and given
-all rows of that size, one after the other. A row that ends its ranks is a failure; the rows after
-it get new ones. The rows of one process are checked in a thread beside the others: ranks that wait
-for each other leave the cores idle for a third of the time.
+all rows of that size, one after the other. The rows of one process are checked in a thread beside
+the others: ranks that wait for each other leave the cores idle for a third of the time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tests.equivalence.compare import Result, check
 from tests.equivalence.plain import Reference, plain
 from tests.equivalence.problems import Problem
 from tests.equivalence.table import Row, find
-from training.launch import RunError, Settings, World, choose_device, launch
+from training.launch import Settings, World, choose_device, launch
 
 TIMEOUT = 60.0  # seconds that a rank may wait for another
 Show = Callable[[Result], None]
@@ -51,12 +50,6 @@ class Run:
             self.show(result)
         return result
 
-    def failed(self, name: str, why: str) -> Result:
-        """The result of a row that was not checked to its end."""
-        result = Result(name, self.n_steps, failure=why)
-        self.show(result)
-        return result
-
 
 def check_all(
     rows: Sequence[Row], n_steps: int, dtype: torch.dtype, device: str, show: Show
@@ -83,33 +76,23 @@ def _check_here(run: Run, rows: Sequence[Row], results: list[Result]) -> None:
             results.append(run.check(row, World(device=choose_device(run.device, 0, 1))))
         except BaseException as error:
             traceback.print_exc()
-            results.append(run.failed(row.name, f"{type(error).__name__}: {error}"))
+            failure = f"{type(error).__name__}: {error}"
+            results.append(Result(row.name, run.n_steps, failure=failure))
+            run.show(results[-1])
 
 
 def _check_on_ranks(run: Run, world_size: int, names: list[str]) -> list[Result]:
-    settings = Settings(world_size, run.device, master_port=0, timeout=TIMEOUT)
-    results: list[Result] = []
+    """A row that ends a rank ends the run, with that rank's traceback."""
     with TemporaryDirectory(prefix="verify-") as folder:
-        while rest := names[len(results) :]:
-            failure = ""
-            try:
-                launch(_rank, settings, run, rest, Path(folder))
-            except RunError as error:
-                failure = str(error)
-            except SystemExit as end:
-                if end.code != 1:  # not a rank's failure: somebody wants this process to end
-                    raise
-                failure = "a rank ended, see above"
-            paths = [Path(folder) / name for name in rest]
-            results += [pickle.loads(path.read_bytes()) for path in paths if path.is_file()]
-            if failure:
-                results.append(run.failed(names[len(results)], failure))
+        path = Path(folder) / "results"
+        settings = Settings(world_size, run.device, master_port=0, timeout=TIMEOUT)
+        launch(_rank, settings, run, names, path)
+        results: list[Result] = pickle.loads(path.read_bytes())
     return results
 
 
-def _rank(world: World, run: Run, names: list[str], folder: Path) -> None:
+def _rank(world: World, run: Run, names: list[str], path: Path) -> None:
     torch.set_num_threads(1)
-    for name in names:
-        result = run.check(find(name), world)
-        if world.is_main:
-            (folder / name).write_bytes(pickle.dumps(result))
+    results = [run.check(find(name), world) for name in names]
+    if world.is_main:
+        path.write_bytes(pickle.dumps(results))

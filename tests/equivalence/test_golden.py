@@ -44,9 +44,8 @@ def test_another_order_of_the_data_is_seen() -> None:
     assert golden.deviation("pipeline", losses).startswith("pipeline: the loss of step 3 is")
 
 
-@pytest.mark.parametrize("change", ["--seed=1", "--batch_size=7"])
-def test_other_weights_or_another_batching_are_seen(tmp_path: Path, change: str) -> None:
-    found = golden.losses(World(), "pipeline", tmp_path, change, "--num_batches=3")
+def test_another_batching_is_seen(tmp_path: Path) -> None:
+    found = golden.losses(World(), "pipeline", tmp_path, "--batch_size=7", "--num_batches=3")
     off = [abs(a / b - 1) for a, b in zip(found, on_file("pipeline"), strict=False)]
     assert len(off) == 3
     assert max(off) > 100 * golden.tolerance(2)
