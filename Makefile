@@ -36,8 +36,31 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+DP := project/run_data_parallel.py --cores_per_rank 1 --batch_size 128 --n_train 3000
+PP := project/run_pipeline.py --num_devices 2 --n_layer 8 --n_embd 256 --n_head 4 --n_train 1500 \
+	--num_microbatches 8
+EPOCHS := --n_epochs 5 --n_validation 100 --n_test 10 --timeline 3 --device cpu
+STEPS := --num_batches 9 --timeline 8 --keep 0 --device cpu
+RUNS := ddp=1,ddp=2,fsdp=1,fsdp=2,model=2,pipeline=2 --workdir workdir_figures
+
 figures: $(VENV)/.installed
-	$(RUN) project/plot.py figures
+	$(RUN) $(DP) $(EPOCHS) --world_size 1 --workdir workdir_figures/dp1
+	$(RUN) $(DP) $(EPOCHS) --world_size 2 --workdir workdir_figures/dp2
+	$(RUN) $(PP) $(EPOCHS) --model_parallel_mode model_parallel --workdir workdir_figures/mp
+	$(RUN) $(PP) $(EPOCHS) --model_parallel_mode pipeline_parallel --workdir workdir_figures/pp
+	for n in 1 2; do for s in ddp fsdp; do \
+	  $(RUN) project/train.py $$s $(STEPS) --world_size $$n --workdir workdir_figures/$$s$$n || exit; \
+	done; done
+	$(RUN) project/train.py model $(STEPS) --workdir workdir_figures/model2
+	$(RUN) project/train.py pipeline $(STEPS) --workdir workdir_figures/pipeline2
+	$(RUN) project/plot.py data_parallel --single workdir_figures/dp1 --multiple workdir_figures/dp2
+	$(RUN) project/plot.py pipeline --model_parallel workdir_figures/mp --pipeline_parallel workdir_figures/pp
+	$(RUN) project/plot.py schedule --schedule gpipe
+	$(RUN) project/plot.py schedule --schedule 1f1b
+	$(RUN) project/plot.py split_time $(RUNS)
+	$(RUN) project/plot.py throughput $(RUNS)
+	$(RUN) project/plot.py memory ddp=2,fsdp=2 --workdir workdir_figures
+	for r in dp2 pp pipeline2 fsdp2; do $(RUN) project/plot.py timeline workdir_figures/$$r || exit; done
 
 bench: $(VENV)/.installed
 	$(RUN) -m benchmarks

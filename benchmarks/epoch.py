@@ -26,7 +26,7 @@ from benchmarks.harness import Row, summarize, write_rows
 from benchmarks.text import benchmark_texts, text_name
 from data_parallel.dataset import partition_dataset
 from data_parallel.gradients import average_gradients
-from project.rules import parse_data_parallel
+from project.run_data_parallel import parse_data_parallel
 from project.utils import collate_batch, plan_of
 from training.data import Batch
 from training.launch import Settings, World, launch

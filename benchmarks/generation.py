@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness import Row, alternate, ratio_of, summarize, write_rows
 from benchmarks.text import benchmark_texts, text_name
-from project.rules import parse_data_parallel
+from project.run_data_parallel import parse_data_parallel
 from project.utils import generate, plan_of
 from training.data import eos
 from training.launch import World

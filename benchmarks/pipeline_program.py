@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from benchmarks.text import benchmark_texts
-from project.rules import choose_devices, parse_pipeline
+from project.run_pipeline import choose_devices, parse_pipeline
 from project.utils import plan_of
 from training.launch import World
 from training.staged import StagesInThreads

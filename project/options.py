@@ -2,17 +2,20 @@
 `--print_config` prints them as one.
 
 This module does not import torch, so that --help and a mistyped option are answered at once. Rules
-between options are in rules.py. The courses' own spellings, as --n_chunk, are in ALIASES.
+between options are in rules.py and in the programs. The courses' own spellings, as --n_chunk, are
+in ALIASES.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_type_hints
 
@@ -76,7 +79,10 @@ class Training:
     seed: Whole = 0
     """of weights, data order and dropout"""
     num_batches: Count | None = None
-    """stop after so many steps; default: n_epochs passes"""
+    """stop after so many steps, instead of n_epochs"""
+    num_microbatches: Count | None = None
+    """micro-batches per step, in data parallelism per rank and step, to save memory; default: 4 in
+    a pipeline, else 1, and on a CPU chosen to reduce padding"""
 
 
 @dataclass
@@ -162,9 +168,6 @@ class Ranks:
 class DataParallel:
     """data parallelism"""
 
-    num_microbatches: Count | None = None
-    """micro-batches per rank and step, to save memory; default: 1, and on a CPU chosen to reduce
-    padding"""
     gradient_sync: Literal["per_parameter", "flat", "overlap"] = "overlap"
     """one all-reduce per parameter after backward, one for all, or buckets while backward runs"""
     bucket_mb: Positive | None = None
@@ -176,22 +179,26 @@ class DataParallel:
 
 
 @dataclass
+class Stages:
+    """stages of a pipeline"""
+
+    schedule: Literal["gpipe", "1f1b", "zb"] | None = None
+    """order of forwards and backwards; default: 1f1b, which holds fewer activations than gpipe; zb
+    (zero bubble) idles least"""
+    balance: str | None = None
+    """auto (default): by measured time, may split a block in half; uniform: equal numbers of
+    blocks; 3,5: explicit numbers (vgg16: of layers)"""
+
+
+@dataclass
 class Threads:
-    """pipeline"""
+    """devices"""
 
     model_parallel_mode: Literal["none", "model_parallel", "pipeline_parallel"] = "none"
     """none: one device; model_parallel: stages that compute one at a time; pipeline_parallel:
     stages that compute at the same time, on different micro-batches"""
     num_devices: Count | None = None
     """stages: GPUs, by default all; or slices of the CPU cores, by default 2"""
-    num_microbatches: Count | None = None
-    """micro-batches per step; default: 4"""
-    schedule: Literal["gpipe", "1f1b", "zb"] | None = None
-    """order of forwards and backwards; default: 1f1b, which holds fewer activations than gpipe; zb
-    (zero bubble) idles least"""
-    balance: str | None = None
-    """auto (default): balance by measured time, may split a block in half; uniform: equal numbers
-    of blocks; 3,5: explicit numbers"""
     pipeline: Literal["whole", "blocks"] = "whole"
     """whole: embedding and head belong to the first and last stage; blocks: the course's form, with
     both on the first device"""
@@ -201,14 +208,6 @@ class Threads:
 class Strategy:
     """strategy"""
 
-    num_microbatches: Count | None = None
-    """micro-batches per rank and step; default: 4 in a pipeline, else 1, and on a CPU chosen to
-    reduce padding"""
-    schedule: Literal["gpipe", "1f1b", "zb"] | None = None
-    """of pipeline: order of forwards and backwards; default: 1f1b"""
-    balance: str | None = None
-    """of pipeline and model: auto (default): balance by measured time; uniform; or blocks (vgg16:
-    layers) per rank, as 3,5"""
     zero: Literal[1, 2, 3] | None = None
     """of fsdp, the ZeRO stage: 1 optimizer state, 2 + gradients, 3 (default) + parameters"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -230,12 +229,12 @@ class DataParallelOptions(Training, Data, Model, Files, Ranks, DataParallel):
 
 
 @dataclass
-class PipelineOptions(Training, Data, Model, Files, Threads):
+class PipelineOptions(Training, Data, Model, Files, Threads, Stages):
     """Of run_pipeline.py."""
 
 
 @dataclass
-class TrainOptions(Training, Data, Model, Files, Ranks, Strategy):
+class TrainOptions(Training, Data, Model, Files, Ranks, Strategy, Stages):
     """Of train.py."""
 
     strategy: Literal["single", "ddp", "fsdp", "pipeline", "model"] = "ddp"
@@ -260,8 +259,13 @@ def parse(kind: type[T], description: str | None, argv: Sequence[str] | None = N
     Prints help and ends with status 0, or says in one line what is wrong and ends with status 2.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(kind, description)
-    found = parser.parse_args(list(_spelt_out(given, kind)))
+    parser = _parser(kind, description, given)
+    if not {"--n_epochs", "--num_batches"} - _names(given):
+        parser.error("--n_epochs and --num_batches both say when the run ends: leave one out")
+    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    files.add_argument("--config", action="append", nargs="?", default=[])
+    first, others = files.parse_known_args(given)  # files first: the command line wins
+    found = parser.parse_args([f"--config={_read_config(p)}" for p in first.config] + others)
     options = {field.name: getattr(found, field.name) for field in fields(kind)}  # type: ignore[arg-type]
     for split in ("n_train", "n_validation", "n_test"):
         options[split] = None if options[split] == "all" else options[split]
@@ -277,9 +281,31 @@ def begin(kind: type, description: str | None) -> None:
     parse(kind, description)
 
 
-def _parser(kind: type, description: str | None) -> _Parser:
+def as_typed(message: str, given: Sequence[str]) -> str:
+    """The message with an option called by the alias that was typed, if one was."""
+    for alias, name in ALIASES.items():
+        if f"--{alias}" in _names(given):
+            message = re.sub(rf"--{name}\b", f"--{alias}", message)
+    return message
+
+
+def _names(given: Sequence[str]) -> set[str]:
+    return {word.partition("=")[0] for word in given}
+
+
+def _read_config(path: str | None) -> str:
+    """The options in a file, under their names; the path where it cannot be read, which the parser
+    then says."""
+    try:
+        text = Path(path or "").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return path or ""
+    return re.sub(r"^\w+(?=:)", lambda key: ALIASES.get(key[0], key[0]), text, flags=re.MULTILINE)
+
+
+def _parser(kind: type, description: str | None, given: Sequence[str]) -> _Parser:
     parser = _Parser(description=description, formatter_class=_Help, allow_abbrev=False)
-    parser.options = kind
+    parser.options, parser.given = kind, given
     hints, defaults = get_type_hints(kind), {f.name: f.default for f in fields(kind)}
     helps = {
         entry.args[1]: " ".join((entry.description or "").split())
@@ -287,35 +313,23 @@ def _parser(kind: type, description: str | None) -> _Parser:
         for entry in parse_from_object(base).params
         if entry.description
     }
-    aliases: dict[str, list[str]] = {}
-    for alias, name in ALIASES.items():
-        aliases.setdefault(name, []).append(f"--{alias}")
     if "strategy" in defaults:
         parser.add_argument("strategy", type=hints.pop("strategy"), help=helps["strategy"])
     for base in kind.__mro__[1:-1]:
         group = parser.add_argument_group(base.__doc__)
         for name in [f.name for f in fields(base) if f.name in hints]:
-            also = f" (also {', '.join(aliases[name])})" if name in aliases else ""
-            hint, text = hints.pop(name), helps[name] + also
-            names: dict[str, Any] = {"metavar": "N"} if _is_number(hint) else {}
-            group.add_argument(f"--{name}", type=hint, default=defaults[name], help=text, **names)
+            hint, names = hints.pop(name), [name, *(a for a in ALIASES if ALIASES[a] == name)]
+            more: dict[str, Any] = {}
+            if hint is bool:  # --resume is --resume true
+                more = {"nargs": "?", "const": True, "metavar": "BOOL"}
+            elif any(word in str(hint) for word in (*WORDS, "1, 2, 3")):
+                more = {"metavar": "N"}
+            group.add_argument(
+                *(f"--{n}" for n in names), type=hint, default=defaults[name], help=helps[name],
+                **more,
+            )  # fmt: skip
     parser.add_argument("--config", action="config", help="YAML file with options")
     return parser
-
-
-def _is_number(hint: Any) -> bool:
-    return any(word in str(hint) for word in (*WORDS, "1, 2, 3")) and hint is not bool
-
-
-def _spelt_out(given: Sequence[str], kind: type) -> Iterator[str]:
-    """Aliases become the options' names, and a flag alone becomes --flag=true."""
-    flags = {f"--{f.name}" for f in fields(kind) if f.type in (bool, "bool")}
-    for word, following in zip(given, [*given[1:], "--"], strict=False):
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            name = f"--{ALIASES.get(name[2:], name[2:])}"
-        alone = name in flags and not equals and following.startswith("-")
-        yield f"{name}=true" if alone else name + equals + value
 
 
 class _Help(DefaultHelpFormatter):
@@ -341,12 +355,14 @@ class _Parser(ArgumentParser):
     """Says in one line what is wrong, once for all ranks that torchrun starts."""
 
     options: type
+    given: Sequence[str]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # noqa: ARG002
         """The option, the value, the rule."""
         from training.errors import refuse
 
-        refuse(f"{self.prog}: error: {_in_one_line(self.options, message)}; --help explains all\n")
+        text = as_typed(_in_one_line(self.options, message), self.given)
+        refuse(f"{self.prog}: error: {text}; --help explains all\n")
 
     def print_help(self, file: Any = None) -> None:
         if os.environ.get("RANK", "0") == "0":  # torchrun's, which starts all with one line
@@ -354,17 +370,23 @@ class _Parser(ArgumentParser):
 
 
 def _in_one_line(kind: type, message: str) -> str:
+    hints = get_type_hints(kind)
+    unknown = re.search(r"unrecognized arguments: --(\w+)|Option '(\w+)' is not", message)
+    if unknown:
+        name = unknown[1] or unknown[2]
+        known = [*hints, *(alias for alias, option in ALIASES.items() if option in hints)]
+        near = get_close_matches(name, known, 1, cutoff=0.65)
+        return f"--{name}: there is no such option" + "".join(f"; is it --{n}?" for n in near)
     found = re.search(r'[Kk]ey "(?P<name>\w+)"', message)
     name = found["name"] if found else ""
-    if name not in get_type_hints(kind):  # as --config, or what is no option
+    if name not in hints:  # as --config
         return " ".join(re.sub(r'Parser key "(\w+)":', r"--\1:", message).split())
     value = (
         re.search(r"(?:Given value: |Got value: )(.+)", message)
         or re.search(r"Not of type \w+: (\S+) does not", message)
         or re.search(r"literal for .*: '(.*)'", message)
     )
-    hint = str(get_type_hints(kind).get(name, ""))
-    words = [rule for word, rule in WORDS.items() if re.search(rf"\b{word}\b", hint)]
-    if choices := re.search(r"Literal\[(.*?)\]", hint):
+    words = [rule for word, rule in WORDS.items() if re.search(rf"\b{word}\b", str(hints[name]))]
+    if choices := re.search(r"Literal\[(.*?)\]", str(hints[name])):
         words.append(f"one of {choices[1]}".replace("one of 'all'", "all").replace("'", ""))
     return f"--{name} {value[1] if value else ''}: it must be {' or '.join(words)}"

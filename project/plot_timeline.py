@@ -16,15 +16,46 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from pipeline.schedule import SCHEDULES, bubble, clock_table, draw, find, peak_alive
 from planning.simulate import simulate
-from training.curves import COLOURS, FAINT, INK, legend, on, picture, readable
+from training.curves import BLUE, FAINT, GREEN, GREY, INK, picture, readable
 from training.errors import UserError
 from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event, without_crossings
 
+ORANGE, SKY, PURPLE, VERMILION, YELLOW = "#E69F00", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
+COLOURS = {  # of what a picture tells apart, in the order of its legend
+    "parameters": BLUE, "gradients": ORANGE,
+    "forward": BLUE, "recompute": YELLOW, "backward": ORANGE, "backward of inputs": ORANGE,
+    "backward of weights": GREEN, "optimizer": GREY, "other": SKY, "communication": VERMILION,
+    "send": PURPLE, "receive": SKY, "all-reduce": VERMILION, "all-gather": SKY,
+    "reduce-scatter": PURPLE, "wait for all ranks": INK, "idle": FAINT, "peak resident": "white",
+    "baseline": GREY, "measured": BLUE, "ideal": "white",
+}  # fmt: skip
 ACTIONS = ("F", "B", "I", "W", "R")  # what a schedule is made of, and recomputation
 Workers = Mapping[str, Sequence[Event]]  # the events of each worker, by its name
+
+
+def on(colour: str) -> str:
+    """The colour of text on a colour."""
+    return "white" if sum(to_rgb(colour)) < 1.5 else INK
+
+
+def legend(fig: Figure, kinds: set[str], below: float = 3.6) -> None:
+    """Says which colour is which kind, `below` the axes in lines; a backward and its first half are
+    one."""
+    patches = [
+        Patch(facecolor=colour, label=kind, edgecolor=BLUE if colour == "white" else colour)
+        for kind, colour in COLOURS.items()
+        if kind in kinds and not (kind == "backward of inputs" and "backward" in kinds)
+    ]
+    fig.axes[-1].legend(
+        handles=patches, loc="upper left", bbox_to_anchor=(0, 0), borderaxespad=below, ncols=8,
+        handlelength=1, handleheight=1,
+    )  # fmt: skip
 
 
 def steps_of(workers: Workers) -> list[int]:
@@ -87,9 +118,6 @@ def shares(workers: Workers) -> dict[str, float]:
     return {category: fmean(row[category] for row in rows) for category in rows[0]}
 
 
-# The pictures
-
-
 def plot_schedule(name: str, num_stages: int, num_microbatches: int, path: Path) -> Path:
     """Prints the clock table of a schedule and draws it; every action takes one clock."""
     schedule = find(name)(num_stages, num_microbatches)
@@ -97,14 +125,13 @@ def plot_schedule(name: str, num_stages: int, num_microbatches: int, path: Path)
     table = clock_table(schedule)
     workers: dict[str, list[Event]] = {f"stage {s}": [] for s in range(num_stages)}
     for k, clock in enumerate(table):
-        for action in filter(None, clock):
-            kind, s, i = action
+        for kind, s, i in filter(None, clock):
             workers[f"stage {s}"].append(Event(kind.value, s, i, k, k + 1))
     return draw_timeline(
         path, {"": workers}, "clock",
         title=f"{name}: {num_stages} stages, {num_microbatches} micro-batches, {len(table)} "
         f"clocks, {float(bubble(schedule)):.0%} idle",
-        subtitle="numbers: micro-batches; the stages hold the activations of at most "
+        foot="numbers: micro-batches; the stages hold the activations of at most "
         f"{', '.join(map(str, peak_alive(schedule)))} of them",
     )  # fmt: skip
 
@@ -116,7 +143,7 @@ def draw_step(
 
     Args:
         workers, about: as `training.timeline.read_timelines` returns them.
-        run: what was run, for the line under the title.
+        run: what was run, for the foot of the picture.
 
     Raises:
         UserError: the step was not recorded.
@@ -140,9 +167,8 @@ def draw_step(
         title += f", {n} worker{'s' * (n > 1)}: communication {sent:.0%}, idle {idling:.0%}"
         meaning = "communication: the part that no computation hides"
     numbers = "layers" if any(map(by_layer, measured.values())) else "micro-batches"
-    about_run = [run, f"step {step}", meaning, f"numbers: {numbers}"]
-    subtitle = "; ".join(filter(None, about_run))
-    return draw_timeline(path, panels, "time", title=title, subtitle=subtitle)
+    foot = "; ".join(filter(None, [run, f"step {step}", meaning, f"numbers: {numbers}"]))
+    return draw_timeline(path, panels, "time", title=title, foot=foot)
 
 
 def ideal_of(workers: Workers, schedule: str | None) -> dict[str, list[Event]] | None:
@@ -172,7 +198,7 @@ def ideal_of(workers: Workers, schedule: str | None) -> dict[str, list[Event]] |
 
 
 def draw_timeline(
-    path: Path, panels: Mapping[str, Workers], unit: str, *, title: str, subtitle: str
+    path: Path, panels: Mapping[str, Workers], unit: str, *, title: str, foot: str
 ) -> Path:
     """Panels by their headings, one below the other, with one scale, and in each a row per worker.
     The `unit` is `time` for seconds, or `clock`."""
@@ -180,7 +206,7 @@ def draw_timeline(
     factor, name = handy(total) if unit == "time" else (1.0, "")
     size = (13.33, 2.3 + sum(0.65 * len(panel) + 0.4 for panel in panels.values()))
     found = {"idle"}
-    with picture(path, title, subtitle, size, nrows=len(panels), sharex=True) as (fig, axes):
+    with picture(path, title, foot, size, nrows=len(panels), sharex=True) as (fig, axes):
         for ax, (heading, workers) in zip(axes, panels.items(), strict=True):
             labels, idle = list(workers), bubbles(workers)
             if heading:

@@ -11,6 +11,7 @@ processes while they are computed. The losses are those of one process with the 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
@@ -26,8 +27,16 @@ from typing import Any
 import torch
 
 from data_parallel.gradients import average_gradients
-from project.rules import parse_data_parallel
+from project.options import DataParallelOptions, parse
+from project.rules import (
+    check_batch,
+    check_microbatches,
+    check_model,
+    settle_ranks,
+    settle_training,
+)
 from project.utils import (
+    announce,
     finish,
     launch_settings,
     plan_of,
@@ -35,6 +44,7 @@ from project.utils import (
     run_program,
     save_grad_weights,
 )
+from training.errors import UserError
 from training.launch import World, launch, setup
 from training.loop import recipe_of, run, train
 from training.optimization import Optimizers
@@ -42,9 +52,31 @@ from training.replicated import Replicated
 from training.saving import NO_RESUME, Resume, find_resume
 from training.text import Texts
 from training.translation import FILES, TranslationTask
-from training.workdir import alone_in_workdir
+from training.workdir import alone_in_workdir, claim_folders
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
+BUCKET_MB = 4.0
+
+
+def parse_data_parallel(description: str | None, argv: Sequence[str] | None = None) -> Any:
+    """The options, each with its value. Raises UserError where they do not fit together."""
+    args: Any = parse(DataParallelOptions, description, argv)
+    args.strategy = "ddp"
+    settle_ranks(args)
+    if args.gradient_sync != "overlap":
+        for name, given in (("bucket_mb", args.bucket_mb), ("comm_dtype", args.comm_dtype)):
+            if given not in (None, "fp32"):
+                raise UserError(
+                    f"--{name} {given} --gradient_sync {args.gradient_sync}: only the buckets of "
+                    "--gradient_sync overlap have it"
+                )
+    args.bucket_mb = args.bucket_mb or BUCKET_MB
+    check_batch(args)
+    check_microbatches(args, args.world_size)
+    settle_training(args)
+    check_model(args)
+    claim_folders(args)
+    return args
 
 
 def run_dp(world: World, args: Any, texts: Texts, resume: Resume = NO_RESUME) -> None:
@@ -60,6 +92,7 @@ def run_dp(world: World, args: Any, texts: Texts, resume: Resume = NO_RESUME) ->
     if args.pytest:
         write_gradients(world, args, task, model)
         return
+    announce(world, args, model)
     results = run(world, args, task, model, plan, model.average_gradients, resume)
     finish(world, results, args, task, model)
     model.close()

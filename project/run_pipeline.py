@@ -11,6 +11,7 @@ and backward. Both compute what one device computes.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
@@ -24,15 +25,95 @@ from typing import Any
 
 import torch
 
-from project.rules import choose_devices, parse_pipeline
-from project.utils import finish, plan_of, read_texts, run_program
-from training.errors import run_here
-from training.launch import World, quiet_libraries
+from project.options import PipelineOptions, parse
+from project.rules import check_microbatches, check_model, number_of_blocks, settle_training
+from project.utils import announce, finish, plan_of, read_texts, run_program
+from training.errors import UserError, run_here, torchrun_world_size, works
+from training.launch import World, choose_device, quiet_libraries
 from training.loop import run
+from training.model import sizes_of_blocks
 from training.saving import find_resume
 from training.staged import BlocksInThreads, StagesInThreads
 from training.translation import FILES, TranslationTask
-from training.workdir import alone_in_workdir
+from training.workdir import alone_in_workdir, claim_folders
+
+
+def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> Any:
+    """The options, each with its value. Raises UserError where they do not fit together."""
+    args: Any = parse(PipelineOptions, description, argv)
+    if (started := torchrun_world_size() or 1) > 1:
+        raise UserError(
+            f"torchrun started {started} ranks: run_pipeline.py is one process; start it without "
+            "torchrun, or take project/train.py pipeline, whose stages are ranks"
+        )
+    args.strategy, args.world_size = args.model_parallel_mode, 1
+    _settle_stages(args)
+    check_microbatches(args, 1)
+    settle_training(args)
+    check_model(args)
+    _check_stages(args)
+    claim_folders(args)
+    return args
+
+
+def _settle_stages(args: Any) -> None:
+    """The options of run_pipeline.py's stages. Raises UserError for one that the mode ignores."""
+    mode, blocks = args.model_parallel_mode, args.pipeline == "blocks"
+    where, whole = f"--model_parallel_mode {mode}", "--pipeline whole"
+    flow = "--model_parallel_mode pipeline_parallel"
+    fixed: dict[str, tuple[Any, str]] = {}  # option: its only value, and how to be free to choose
+    if mode == "none":
+        fixed |= {"num_devices": (1, flow), "balance": ("uniform", flow)}
+    if mode != "pipeline_parallel":
+        fixed["schedule"] = "sequential", f"{flow} {whole}" if blocks else flow
+    elif blocks:
+        fixed["schedule"] = "gpipe", whole
+    if blocks and mode != "pipeline_parallel":
+        fixed["num_microbatches"] = 1, whole
+    on_gpu = choose_device(args.device, 0, 1).type == "cuda"
+    defaults = {
+        "num_devices": torch.cuda.device_count() if on_gpu else 2,
+        "balance": "auto", "schedule": "1f1b", "num_microbatches": 4,
+    }  # fmt: skip
+    for name, default in defaults.items():
+        given = getattr(args, name)
+        value, instead = fixed.get(name, (given or default, ""))
+        if given not in (None, value):
+            form = f"{where} --pipeline blocks" if blocks else where
+            raise UserError(
+                f"--{name} {given} {form}: it is {value} there; leave it out, or use {instead}"
+            )
+        setattr(args, name, value)
+
+
+def _check_stages(args: Any) -> None:
+    """Raises UserError where the model cannot be cut into the stages of run_pipeline.py."""
+    n, blocks = args.num_devices, number_of_blocks(args)
+    halves = args.pipeline == "whole" and args.balance == "auto"
+    cuts = 2 * blocks + 2 if halves else blocks
+    if n > cuts:
+        what = f"{cuts} layers (embedding, halves of blocks, head)" if halves else f"{cuts} blocks"
+        raise UserError(
+            f"--num_devices {n} --balance {args.balance}: the model has {what} and every stage "
+            f"needs one; {works('--num_devices', cuts)}, or a larger --n_layer"
+        )
+    try:
+        sizes_of_blocks(args.balance, blocks, n)
+    except ValueError as error:
+        raise UserError(f"--num_devices {n} --{error}") from None
+
+
+def choose_devices(args: Any) -> list[torch.device]:
+    """The devices of run_pipeline.py's stages: GPUs, or slices of the CPU's cores. Raises UserError
+    where there are not so many GPUs."""
+    kind, n = choose_device(args.device, 0, 1).type, args.num_devices
+    gpus = torch.cuda.device_count() if kind == "cuda" else 1
+    if kind != "cpu" and n > gpus:
+        raise UserError(
+            f"--num_devices {n} --device {kind}: {gpus} GPU{'s are' if gpus > 1 else ' is'} "
+            f"visible; --num_devices {gpus}, or --device cpu, works"
+        )
+    return [torch.device(kind, index) for index in range(n)]
 
 
 def run_pp(args: Any, devices: list[torch.device]) -> None:
@@ -54,6 +135,7 @@ def run_pp(args: Any, devices: list[torch.device]) -> None:
             task, world, plan, devices, args.schedule, args.num_microbatches, args.balance,
             resume.cut,
         )  # fmt: skip
+    announce(world, args, model)
     try:
         results = run(world, args, task, model, plan, resume=resume)
         finish(world, results, args, task, model)

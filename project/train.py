@@ -18,6 +18,7 @@ ranks can be compared.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
@@ -29,11 +30,24 @@ if __name__ == "__main__":
 
 from typing import Any
 
-from project.rules import VGG, check_warmup, parse_train
-from project.utils import finish, launch_settings, plan_of, read_texts, run_program
+import torch
+
+from project.options import TrainOptions, parse
+from project.rules import (
+    check_batch,
+    check_microbatches,
+    check_model,
+    check_warmup,
+    number_of_blocks,
+    settle_ranks,
+    settle_training,
+)
+from project.utils import announce, finish, launch_settings, plan_of, read_texts, run_program
 from training.check import check, outputs_on_main
-from training.launch import RunError, UserError, World, launch, on_main
+from training.errors import RunError, UserError, torchrun, works
+from training.launch import World, choose_backend, choose_device, launch, on_main
 from training.loop import run
+from training.model import PRESETS, sizes_of_blocks, split_by
 from training.parallel import lay_out
 from training.pictures import PictureSets, load_pictures
 from training.replicated import Replicated
@@ -42,8 +56,112 @@ from training.saving import NO_RESUME, Resume, find_resume
 from training.task import Task
 from training.text import Texts
 from training.translation import FILES, TranslationTask
-from training.vgg import PictureTask
-from training.workdir import alone_in_workdir
+from training.vgg import VGG, PictureTask
+from training.workdir import alone_in_workdir, claim_folders
+
+SENTENCES_ONLY = (
+    "n_layer", "n_embd", "n_head", "vocab_size", "dropout", "n_test", "padding", "src", "tgt",
+    "model_max_length",
+)  # fmt: skip
+
+
+def parse_train(description: str | None, argv: Sequence[str] | None = None) -> Any:
+    """The options, each with its value. Raises UserError where they do not fit together."""
+    args: Any = parse(TrainOptions, description, argv)
+    if args.model == "auto":
+        raise UserError(f"--model auto: train.py needs one of {VGG}, {', '.join(PRESETS)}")
+    _check_uses(args)
+    settle_ranks(args)
+    if args.strategy == "single" and args.world_size > 1:
+        raise UserError(
+            f"single --world_size {args.world_size}: single is one process; ddp takes several"
+        )
+    parts = args.world_size if args.strategy in ("ddp", "fsdp") else 1
+    if parts > 1:
+        check_batch(args)
+    check_microbatches(args, parts)
+    settle_training(args)
+    if args.model != VGG:
+        check_model(args)
+    _settle_strategy(args)
+    if args.dropout and (args.check_weights or args.check_output):
+        raise UserError(
+            f"--dropout {args.dropout:g} with --check_weights or --check_output: dropout draws "
+            "other masks under every strategy, so nothing can be compared; --dropout 0 works"
+        )
+    if args.strategy not in ("single", "ddp"):
+        _check_gpus(args)
+    args.workdir = args.workdir or Path("workdir") / f"{args.strategy}{args.world_size}"
+    claim_folders(args)
+    return args
+
+
+def _check_uses(args: Any) -> None:
+    """Raises UserError for an option that the model or the optimizer ignores."""
+    defaults = TrainOptions()
+    if args.model == VGG:
+        users = f"models of sentences, as {next(iter(PRESETS))}"
+        unused = [(name, "model", users) for name in SENTENCES_ONLY]
+    else:
+        unused = [("vgg_width", "model", f"--model {VGG}")]
+    if args.optimizer != "sgd":
+        unused.append(("momentum", "optimizer", "--optimizer sgd"))
+    for name, chosen, users in unused:
+        given = getattr(args, name)
+        if given != getattr(defaults, name):
+            what = f"--{name} {'all' if given is None else given}"
+            raise UserError(f"{what} --{chosen} {getattr(args, chosen)}: it is only for {users}")
+
+
+def _settle_strategy(args: Any) -> None:
+    """The options of one strategy. Raises UserError for one of another, or a cut that fails."""
+    staged = ("pipeline", "model")
+    for name, default, users in (
+        ("schedule", "1f1b", ("pipeline",)), ("balance", "auto", staged), ("zero", 3, ("fsdp",)),
+    ):  # fmt: skip
+        given = getattr(args, name)
+        if given is not None and args.strategy not in users:
+            raise UserError(
+                f"{args.strategy} --{name} {given}: it is an option of {' and '.join(users)}"
+            )
+        setattr(args, name, given or default)
+    if args.strategy == "model" and (args.num_microbatches or 1) > 1:
+        raise UserError(
+            f"model --num_microbatches {args.num_microbatches}: with more than one it is pipeline"
+        )
+    if args.strategy not in staged:
+        return
+    n, vgg = args.world_size, args.model == VGG
+    blocks = 0 if vgg else number_of_blocks(args)
+    layers = 16 if vgg else 2 * blocks + 2
+    if n > layers:
+        raise UserError(
+            f"{args.strategy} --world_size {n}: {args.model} has {layers} layers and every rank "
+            f"needs one; {works('--world_size', layers)}"
+        )
+    try:
+        if vgg and args.balance != "auto":
+            split_by(args.balance, layers, n, "layers")
+        elif not vgg:
+            sizes_of_blocks(args.balance, blocks, n)
+    except ValueError as error:
+        raise UserError(f"--world_size {n} --{error}") from None
+
+
+def _check_gpus(args: Any) -> None:
+    """Raises UserError where ranks that send each other tensors would share a GPU. NCCL wants one
+    for each rank, and gloo can sum what is on a GPU, but neither send nor gather it."""
+    here = torchrun("LOCAL_WORLD_SIZE", args.world_size)
+    device = choose_device(args.device, 0, here)
+    if device.type != "cuda" or choose_backend(args.device, here) == "nccl":
+        return
+    gpus = torch.cuda.device_count()
+    fewer = f"--world_size {gpus}" if here == args.world_size else f"--nproc-per-node {gpus}"
+    raise UserError(
+        f"{args.strategy} --world_size {args.world_size} --device {args.device}: "
+        f"{gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and every rank needs one; "
+        f"{fewer}, or --device cpu, works"
+    )
 
 
 def run_rank(
@@ -61,6 +179,7 @@ def run_rank(
     plan.timeline.about |= {
         "schedule": model.schedule, "num_microbatches": model.num_microbatches
     }  # fmt: skip
+    announce(world, args, model)
     average = model.average_gradients if isinstance(model, Replicated) else None
     try:
         results = run(world, args, task, model, plan, average, resume)
@@ -73,7 +192,7 @@ def run_rank(
     def conclude() -> None:
         if args.check_weights or args.check_output:
             results.say("\nThe same training on one process, in plain PyTorch, and in float64 ...")
-        verdicts = check(world, args, task, plan, model, weights, outputs)
+        verdicts = check(args, task, plan, model, weights, outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, results.summary | {"checks": checks})
         for verdict in verdicts:
@@ -95,7 +214,7 @@ def read_data(args: Any) -> Texts | PictureSets:
     if args.strategy in ("ddp", "fsdp") and fewest < args.world_size:
         raise UserError(
             f"--world_size {args.world_size} --dataset {args.dataset}: it has {fewest} pictures, "
-            f"and each rank needs one; --world_size {fewest} or less works"
+            f"and each rank needs one; {works('--world_size', fewest)}"
         )
     check_warmup(args, len(pictures.train))
     return pictures

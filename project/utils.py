@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from project.options import as_typed
 from project.rules import check_warmup
 from training.data import collate_batch, get_tokenizer
 from training.errors import refuse, signals_end
@@ -83,6 +84,22 @@ def plan_of(args: Any, world: World, workers: str = "rank", **about: Any) -> Pla
     return Plan(partial(make_optimizer, args), args.precision, args.num_microbatches, timeline)
 
 
+def announce(world: World, args: Any, model: LaidOutModel) -> None:
+    """Says, on rank 0, how the run is laid out and how long it is."""
+    n = getattr(args, "num_devices", args.world_size)
+    facts = [f"{n} {'stage' if hasattr(args, 'num_devices') else 'rank'}{'s' * (n > 1)}"]
+    if args.strategy == "fsdp":
+        facts.append(f"ZeRO stage {args.zero}")
+    if model.schedule is not None:
+        facts.append(f"schedule {model.schedule}")
+    facts.append(f"micro-batches: {model.num_microbatches or 'automatic'}")
+    n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
+    facts.append(f"{n} {unit}{'s' * (n > 1)}")
+    if world.is_main:
+        strategy = "one device" if args.strategy == "none" else args.strategy
+        print(f"{strategy}: {', '.join(facts)}", flush=True)
+
+
 def make_optimizer(args: Any, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW, or what --optimizer names."""
     ps = list(parameters)
@@ -109,13 +126,7 @@ def _show(results: Results, args: Any) -> None:
     from training.curves import plot_training  # here: matplotlib takes a second to import
 
     results.close()
-    try:
-        picture = plot_training(args.workdir)
-    except UserError as error:  # its way out is an option of plot.py's, not of this program
-        raise RunError(
-            f"--workdir {args.workdir} has all results, but not their picture, which python "
-            f"project/plot.py training {args.workdir} draws ({error})"
-        ) from error
+    picture = plot_training(args.workdir)
     if args.timeline:
         results.say(
             f"The recorded steps: python project/plot.py timeline {args.workdir}, or open "
@@ -133,4 +144,5 @@ def run_program(main: Callable[[], None]) -> None:
             main()
         except (UserError, RunError) as error:
             status = 2 if isinstance(error, UserError) else 1
-            refuse(f"{Path(sys.argv[0]).name}: error: {error}\n", status)
+            text = as_typed(str(error), sys.argv)
+            refuse(f"{Path(sys.argv[0]).name}: error: {text}\n", status)

@@ -15,7 +15,9 @@ import torch
 
 from benchmarks import __main__ as benchmarks
 from project import plot
-from project.rules import parse_data_parallel, parse_pipeline, parse_train
+from project.run_data_parallel import parse_data_parallel
+from project.run_pipeline import parse_pipeline
+from project.train import parse_train
 from training.launch import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,39 +72,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-SAMPLE = """
-```sh
-make train        # five minutes
-make figures PYTHON=python3.11
-python project/run_data_parallel.py --world_size 2 \\
-    --n_epochs 10
-  python project/run_pipeline.py --model_parallel_mode='pipeline_parallel' --device cuda
-torchrun --nproc-per-node 2 project/run_data_parallel.py --batch_size 8
-python project/plot.py schedule --schedule gpipe
-python -m benchmarks data_parallel
-pip install .
-```
-```python
-python project/nothing.py
-```
-"""
-
-
-def test_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = commands(SAMPLE)
-    assert found == [
-        "make train # five minutes",
-        "make figures PYTHON=python3.11",
-        "python project/run_data_parallel.py --world_size 2 --n_epochs 10",
-        "python project/run_pipeline.py --model_parallel_mode='pipeline_parallel' --device cuda",
-        "torchrun --nproc-per-node 2 project/run_data_parallel.py --batch_size 8",
-        "python project/plot.py schedule --schedule gpipe",
-        "python -m benchmarks data_parallel",
-    ]
-    for command in found:
-        check(command, monkeypatch)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -151,25 +120,6 @@ def missing(text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 known = re.search(rf"^ *(def|class|from .* import.*) {quote}\b", code, re.MULTILINE)
                 found += [quote] * (known is None)
     return found
-
-
-MAP = """
-| 1 | `project/train.py`: `main`, `Nothing`; `project/plot.py figures`, `project/plot.py nonsense` |
-| 2 | `project/none.py` | `submit_figures/*.png`, `submit_figures/none_*.png` | `Nothing` |
-
-`pipeline/process.py` has no `Anything`, and there is no
-`pipeline/nothing.py`; `python -m pytest -k a4_1_1`.
-"""
-
-
-def test_what_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing(MAP, monkeypatch) == [
-        "nonsense", "Nothing", "project/none.py", "submit_figures/none_*.png",
-        "pipeline/nothing.py",
-    ]  # fmt: skip
-    for wrong in ("`python -m pytest -k a4_9_9`", "`python project/train.py ddpp`"):
-        with pytest.raises((AssertionError, SystemExit, UserError)):
-            missing(wrong, monkeypatch)
 
 
 def test_every_file_name_and_command_of_the_map_of_assignments(

@@ -2,32 +2,30 @@
 
 Problem: floating-point sums depend on their order, and every strategy has an order of its own, so
 two right runs differ. A tolerance that is guessed is either so wide that a wrong factor passes, or
-so narrow that a right run fails; and the right one depends on the model, on the steps made, and on
-the optimizer: AdamW turns the rounding of a gradient that is nearly zero into a step of full size.
+so narrow that a right run fails; the right one depends on the model, the steps and the optimizer.
 
 Idea: measure what rounding makes of this very training. One process, plain PyTorch, whole batches,
-no micro-batches, does it twice: as asked, and in float64. The distance of the two is the rounding
-of the one, accumulated over all sums and steps. Another order of summation makes errors of the
-same kind and size; FACTOR times as many are allowed.
+does it twice: as asked, and in float64. The distance of the two is the rounding of the one,
+accumulated over all sums and steps. Another order of summation makes errors of the same kind and
+size; FACTOR times as many are allowed.
 
     distance   the 2-norm, over a parameter, of (strategy - plain)
     rounding   the 2-norm of (plain - float64), at least one rounding of every weight
     agrees     distance <= FACTOR * rounding, for every parameter
 
 In float64 itself the rounding is that of float32 times 2^-29, the quotient of the two's precisions.
-A weight that the training did not move must be as it was: then there is nothing to round.
-
-AdamW divides a gradient by its own size, and so hides a wrong factor in all of them; SGD does not.
+A weight that the training did not move must be as it was: then there is nothing to round. AdamW
+divides a gradient by its own size, and so hides a wrong factor in all of them; SGD does not.
 
 Cost: the training over again, in float64 and on one process: for a few steps, not for an epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import chain, count, islice
 from typing import Any
 
@@ -39,8 +37,7 @@ from torch.nn import functional as F
 from training.launch import World, gather_over_ranks
 from training.layout import LaidOutModel, Plan
 from training.loop import num_steps, recipe_of
-from training.optimization import Recipe
-from training.task import Step, Task, materialize
+from training.task import Task, materialize
 
 FACTOR = 16.0
 EPS32 = torch.finfo(torch.float32).eps
@@ -56,14 +53,13 @@ class Difference:
     rounding: float
 
     @property
-    def agrees(self) -> bool:
-        """Whether rounding explains it."""
-        return self.distance <= FACTOR * self.rounding  # never where it is NaN
-
-    @property
     def times_rounding(self) -> float:
-        """The distance in units of the rounding; 0 where there is none."""
-        return self.distance / self.rounding if self.rounding else 0.0
+        """The distance in units of the rounding; infinite where something that must not differ
+        does, or is no number."""
+        if self.distance == 0:
+            return 0.0
+        ratio = self.distance / self.rounding if self.rounding else math.inf
+        return math.inf if math.isnan(ratio) else ratio
 
 
 @dataclass(frozen=True)
@@ -75,26 +71,25 @@ class Verdict:
     missing: list[str]
 
     @property
+    def worst(self) -> Difference:
+        """The one that rounding explains least; of nothing, none."""
+        return self.differences[0] if self.differences else Difference("nothing", 0.0, 0.0, 0.0)
+
+    @property
     def agrees(self) -> bool:
         """Whether something was compared, nothing is missing, and rounding explains all
         differences."""
-        return (
-            bool(self.differences) and not self.missing and all(d.agrees for d in self.differences)
-        )
+        fine = self.worst.times_rounding <= FACTOR
+        return bool(self.differences) and not self.missing and fine
 
     def as_dict(self) -> dict[str, Any]:
         """For summary.json."""
         return {"agrees": self.agrees, "missing": self.missing, "worst": asdict(self.worst)}
 
-    @property
-    def worst(self) -> Difference:
-        """The one that rounding explains least; of nothing, none."""
-        return self.differences[0] if self.differences else Difference("nothing", 0.0, 0.0, 0.0)
-
     def say(self) -> str:
         """For a person: the verdict, and the differences that matter to it."""
         largest = max(self.differences, key=lambda d: d.largest, default=self.worst)
-        wrong = [d for d in self.differences if not d.agrees]
+        wrong = [d for d in self.differences if d.times_rounding > FACTOR]
         lines = [
             f"{self.what}: {'agree' if self.agrees else 'DISAGREE'} with one process",
             f"  largest difference {largest.largest:.1e} ({largest.name})",
@@ -131,104 +126,68 @@ def compare(
         reference = exact[name] if dtype == torch.float64 else plain[name].double()
         delta = got[name].double().to(reference.device) - reference
         noise = finer * (plain[name].double() - exact[name]).norm().item()
-        moved = 1.0 if noise else 0.0
-        rounding = max(noise, moved * torch.finfo(dtype).eps * reference.norm().item())
+        least = torch.finfo(dtype).eps * reference.norm().item() if noise else 0.0
         largest = delta.abs().max().item() if delta.numel() else 0.0
-        differences.append(Difference(name, largest, delta.norm().item(), rounding))
-    missing = sorted(plain.keys() ^ got.keys())
-    return Verdict(what, sorted(differences, key=_badness, reverse=True), missing)
+        differences.append(Difference(name, largest, delta.norm().item(), max(noise, least)))
+    differences.sort(key=lambda d: d.times_rounding, reverse=True)
+    return Verdict(what, differences, sorted(plain.keys() ^ got.keys()))
 
 
-def _badness(d: Difference) -> float:
-    ratio = (
-        d.distance / d.rounding if d.rounding else float("inf") * d.distance if d.distance else 0.0
-    )
-    return float("inf") if ratio != ratio else ratio
-
-
-class PlainRuns:
-    """The training once more, on one process: in the precision asked for, and in float64.
-
-    Args:
-        steps: gives the global batches, one micro-batch each.
-        compute_dtype: the type to which the layout casts weights; None: that is left to autocast.
-    """
+class Plain:
+    """The training once more, on one process and without the layout. In float64 it is exact; in
+    float32 it casts what the layout casts: weights to its `compute_dtype`, or as autocast does."""
 
     def __init__(
-        self,
-        task: Task,
-        device: torch.device,
-        steps: Callable[[], Iterable[Step]],
-        recipe: Recipe,
-        plan: Plan,
-        compute_dtype: torch.dtype | None = None,
+        self, args: Any, task: Task, plan: Plan, layout: LaidOutModel, dtype: torch.dtype
     ) -> None:
-        self.task, self.device, self.steps = task, device, steps
-        self.recipe, self.make_optimizer = recipe, plan.make_optimizer
-        self.context = partial(plan.autocast, device) if compute_dtype is None else nullcontext
-        self.compute_dtype = compute_dtype
-        self.plain = self._train(torch.float32, self.context, compute_dtype)
-        self.exact = self._train(torch.float64, nullcontext)
-
-    def _train(
-        self,
-        dtype: torch.dtype,
-        context: Callable[[], AbstractContextManager[Any]],
-        compute_dtype: torch.dtype | None = None,
-    ) -> nn.Module:
-        model = materialize(self.task, self.device, dtype)
-        optimizer = self.make_optimizer(model.parameters())
-        most = self.recipe.max_grad_norm
-        for k, step in enumerate(self.steps()):
+        exact = dtype == torch.float64
+        self.device, self.dtype = layout.devices[0], dtype
+        self.compute_dtype = None if exact else layout.compute_dtype
+        self.autocast = None if exact or self.compute_dtype else plan
+        self.model = materialize(task, self.device, dtype)
+        optimizer, recipe = plan.make_optimizer(self.model.parameters()), recipe_of(args, task)
+        steps = chain.from_iterable(task.steps(epoch, 0, 1, 1) for epoch in count())
+        for k, step in enumerate(islice(steps, num_steps(args, task))):
             if step.count == 0:
                 continue
             optimizer.zero_grad()
-            with context():
-                (x,), (target,) = step.inputs, step.targets
-                loss = plain_loss(plain_output(model, x, compute_dtype), target)
+            with self.context():
+                loss = plain_loss(self.output(step.inputs[0]), step.targets[0])
             (loss / step.count).backward()
-            if most is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), most)
+            if recipe.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), recipe.max_grad_norm)
             for group in optimizer.param_groups:
-                group["lr"] = self.recipe.learning_rate_at(k)
+                group["lr"] = recipe.learning_rate_at(k)
             optimizer.step()
-        return model.eval()
+        self.model.eval()
 
-    def weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """By name, in the precision asked for and in float64."""
-        plain, exact = (
-            {name: p.detach() for name, p in model.named_parameters()}
-            for model in (self.plain, self.exact)
-        )
-        return plain, exact
+    def context(self) -> AbstractContextManager[Any]:
+        """Of a forward pass."""
+        return self.autocast.autocast(self.device) if self.autocast else nullcontext()
+
+    def output(self, x: Any) -> Tensor:
+        """All outputs: logits of pictures [B, classes] or of positions [B, T, V]."""
+        dtype = self.compute_dtype or self.dtype
+        # Gradients are those of the weights themselves, where a cast of them computes.
+        weights = {name: p.to(dtype) for name, p in self.model.named_parameters()}
+        if isinstance(x, tuple):  # (ids, weights): the weights only say which logits are wanted
+            inputs = {"input_ids": x[0], "use_cache": False}
+            return functional_call(self.model, weights, (), inputs).logits
+        return functional_call(self.model, weights, (x.to(dtype),))
+
+    def weights(self) -> dict[str, Tensor]:
+        """By name."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
 
     @torch.no_grad()
-    def outputs(self, batches: Sequence[tuple[Any, Any]]) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each test batch, at its target positions."""
+    def outputs(self, batches: Mapping[str, tuple[Any, Any]]) -> dict[str, Tensor]:
+        """Of test batches, at their target positions."""
         with self.context():
-            plain = [
-                _at_targets(plain_output(self.plain, x, self.compute_dtype), y) for x, y in batches
-            ]
-        return plain, [_at_targets(plain_output(self.exact, x), y) for x, y in batches]
-
-
-def plain_output(model: nn.Module, x: Any, compute_dtype: torch.dtype | None = None) -> Tensor:
-    """All outputs of a whole model: logits of pictures [B, classes] or of positions [B, T, V].
-    With a `compute_dtype` they are those of its weights cast to that."""
-    call: Callable[..., Any] = model if compute_dtype is None else _cast(model, compute_dtype)
-    if isinstance(x, tuple):  # (ids, weights): the weights only say which logits are wanted
-        return call(input_ids=x[0], use_cache=False).logits
-    return call(x.to(compute_dtype or next(model.parameters()).dtype))
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
-    """The model with its weights cast; the gradients are those of the weights themselves."""
-    weights = {name: p.to(dtype) for name, p in model.named_parameters()}
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return functional_call(model, weights, args, kwargs)
-
-    return call
+            outputs = {name: self.output(x) for name, (x, _) in batches.items()}
+        return {
+            name: out[y[1] != 0] if isinstance(y := batches[name][1], tuple) else out
+            for name, out in outputs.items()
+        }
 
 
 def plain_loss(output: Tensor, target: Any) -> Tensor:
@@ -241,10 +200,6 @@ def plain_loss(output: Tensor, target: Any) -> Tensor:
     return (losses * weights.flatten()).sum()
 
 
-def _at_targets(output: Tensor, target: Any) -> Tensor:
-    return output[target[1] != 0] if isinstance(target, tuple) else output
-
-
 def outputs_on_main(world: World, task: Task, model: LaidOutModel) -> list[Tensor]:
     """The outputs for a batch of validation data of each part, on rank 0; nothing elsewhere."""
     batches = task.validation_batches(model.part, model.parts)
@@ -255,7 +210,6 @@ def outputs_on_main(world: World, task: Task, model: LaidOutModel) -> list[Tenso
 
 
 def check(
-    world: World,
     args: Any,
     task: Task,
     plan: Plan,
@@ -266,21 +220,16 @@ def check(
     """Trains again without the layout, as --check_weights and --check_output ask, and compares."""
     if not (args.check_weights or args.check_output):
         return []
-
-    def steps() -> Iterable[Step]:
-        epochs = (task.steps(epoch, 0, 1, 1) for epoch in count())
-        return islice(chain.from_iterable(epochs), num_steps(args, task))
-
-    runs = PlainRuns(task, world.device, steps, recipe_of(args, task), plan, model.compute_dtype)
+    plain, exact = (Plain(args, task, plan, model, t) for t in (torch.float32, torch.float64))
     verdicts = []
     if args.check_weights:
-        verdicts.append(compare("weights", weights, *runs.weights(), plan.dtype))
+        both = plain.weights(), exact.weights()
+        verdicts.append(compare("weights", weights, *both, plan.dtype))
     if args.check_output:
-        parts = len(outputs)
-        batches = [task.validation_batches(part, parts)[0] for part in range(parts)]
-        names = [f"outputs, part {i}" if parts > 1 else "outputs" for i in range(parts)]
-        got, plain, exact = (
-            dict(zip(names, found, strict=True)) for found in (outputs, *runs.outputs(batches))
-        )
-        verdicts.append(compare("outputs", got, plain, exact, plan.dtype))
+        n = len(outputs)
+        names = [f"outputs, part {i}" if n > 1 else "outputs" for i in range(n)]
+        batches = {name: task.validation_batches(i, n)[0] for i, name in enumerate(names)}
+        both = plain.outputs(batches), exact.outputs(batches)
+        got = dict(zip(names, outputs, strict=True))
+        verdicts.append(compare("outputs", got, *both, plan.dtype))
     return verdicts

@@ -1,13 +1,9 @@
 """Draws labelled 32 x 32 pictures: shapes and textures, as many as wanted, from a seed.
 
-Problem: a network that is to be trained without a network connection needs pictures, thousands of
-them, whose classes it can only tell by looking at edges and how they meet.
-
-Idea: the class is the shape or the texture alone. Place, size, turn, both colours, the light that
-falls across, a distracting spot and the noise are drawn at random, the same way for every class,
-so that no pixel, no mean colour and no histogram gives the class away. Everything is computed for
-many pictures at once, on a grid u, v of pixels that is moved, turned and scaled for each: a disc
-is u^2 + v^2 < 1.
+The class is the shape or the texture alone. Place, size, turn, both colours, light, a distracting
+spot and noise are random, the same way for every class, so that no pixel, no mean colour and no
+histogram gives the class away. All pictures of a chunk are computed at once, on a grid u, v of
+pixels that is moved, turned and scaled for each: a disc is u^2 + v^2 < 1.
 
 Cost: about 0.1 ms a picture. Picture i depends on the seed and on i, and not on how many are drawn.
 """
@@ -28,20 +24,12 @@ def _cross(u: Array, v: Array) -> Array:
     return (near < 0.3) & (far < 1)
 
 
-def _triangle(u: Array, v: Array) -> Array:
-    return (v < 0.6) & (v > 1.8 * abs(u) - 1.05)
-
-
-def _ring(u: Array, v: Array) -> Array:
-    return (u * u + v * v < 1) & (u * u + v * v > 0.3)
-
-
 # Where a pixel has the foreground's colour. u, v: shapes fill -1 ... 1; textures have period 2.
 SHAPES: dict[str, Callable[[Array, Array], Array]] = {
     "disc": lambda u, v: u * u + v * v < 1,
-    "ring": _ring,
+    "ring": lambda u, v: (u * u + v * v < 1) & (u * u + v * v > 0.3),
     "square": lambda u, v: np.maximum(abs(u), abs(v)) < 0.85,
-    "triangle": _triangle,
+    "triangle": lambda u, v: (v < 0.6) & (v > 1.8 * abs(u) - 1.05),
     "cross": _cross,
 }
 TEXTURES: dict[str, Callable[[Array, Array], Array]] = {
@@ -56,10 +44,9 @@ _DRAWS = 24  # random numbers of a picture, besides its noise
 _CHUNK = 500  # pictures computed at once: 2 MB a plane
 
 
-def draw(n: int, seed: int | Sequence[int]) -> tuple[Array, Array]:
+def draw(n: int, seed: Sequence[int]) -> tuple[Array, Array]:
     """n pictures, bytes [n, 3, 32, 32], and their classes [n]; class i % 10 is picture i's."""
-    seeds = [seed] if isinstance(seed, int) else seed
-    randoms, noises = (np.random.default_rng([*seeds, stream]) for stream in (0, 1))
+    randoms, noises = (np.random.default_rng([*seed, stream]) for stream in (0, 1))
     labels = np.arange(n) % len(CLASSES)
     images = np.empty((n, 3, SIZE, SIZE), np.uint8)
     for start in range(0, n, _CHUNK):

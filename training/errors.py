@@ -31,6 +31,11 @@ class UserError(Exception):
     gives the value, the rule, and a setting that works."""
 
 
+def works(option: str, most: int, least: int = 1) -> str:
+    """The end of such a text: the values of an option that work."""
+    return f"{option} {f'{least} to {most}' if most > least else most} works"
+
+
 class RunError(Exception):
     """The run cannot go on, and the text says all there is to say, as of a loss that is not a
     number: programs print it as one line, without traceback, and end with status 1."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,11 +88,12 @@ def _check_tokenizer(name: str, config: GPT2Config) -> None:
 
 
 def _no_weights(name: str, reason: object) -> UserError:
-    kind = "folder" if Path(name).is_dir() else "name, and neither a preset nor a folder"
-    return UserError(
-        f"--model {name}: no GPT-2 weights come from this {kind} "
-        f"({' '.join(str(reason).split())[:160]}); presets need none: {', '.join(PRESETS)}"
-    )
+    if Path(name).is_dir():
+        where = f"no GPT-2 weights come from this folder ({' '.join(str(reason).split())[:160]})"
+    else:
+        where = "neither a preset, nor a folder, nor could a GPT-2 of this name be had from the hub"
+    near = "".join(f" (is it {preset}?)" for preset in get_close_matches(name, PRESETS, 1))
+    return UserError(f"--model {name}: {where}{near}; presets need none: {', '.join(PRESETS)}")
 
 
 def pretrained_config(name: str, num_tokens: int, dropout: float) -> GPT2Config:

@@ -63,7 +63,7 @@ class Results:
                     (args.workdir / name).write_bytes(content)
         self.say("\n".join([task.describe(), *filter(None, [self.model.description]), *notes]))
         score = f"{task.score_name:>10}"
-        self.say(f"epoch   train loss   valid. loss{score}    time   positions/s   real tokens/s")
+        self.say(f"epoch   train loss   valid. loss{score}    time   {'   '.join(task.units)}")
 
     def say_start(self, validation_loss: float, score: Score | None) -> None:
         """The row of a model that is not trained yet."""
@@ -103,9 +103,11 @@ class Results:
         positions, tokens = self.over_ranks(*speeds)
         self.history.append((totals.seconds, positions))
         shown = f"{self.score:>10.1f}" if score else f"{'-':>10}"
+        units = zip(self.task.units, (positions, tokens), strict=False)
+        shown_speeds = "   ".join(f"{speed:>{len(unit)},.0f}" for unit, speed in units)
         self.say(
             f"{epoch:>5}   {training_loss:>10.3f}   {validation_loss:>11.3f}{shown}   "
-            f"{totals.seconds:>4.0f}s   {positions:>11,.0f}   {tokens:>13,.0f}"
+            f"{totals.seconds:>4.0f}s   {shown_speeds}"
         )
 
     def over_ranks(self, *values: float) -> list[float]:
@@ -166,7 +168,7 @@ class Results:
         if self.history:
             seconds, speeds = zip(*(self.history[1:] or self.history), strict=True)
             which = "an epoch, the first left out" if len(self.history) > 1 else "the epoch"
-            self.say(f"{which}: {spread(seconds, 's')}, {spread(speeds, 'positions/s')}\n")
+            self.say(f"{which}: {spread(seconds, 's')}, {spread(speeds, self.task.units[0])}\n")
         if self.generated:
             self.say(self.task.examples_to_show(self.generated))
 

@@ -7,7 +7,7 @@ good its outputs are. Layouts see layers, inputs and targets, never what they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -45,6 +45,7 @@ class Task(Protocol):
     the whole batch."""
 
     score_name: str  # "BLEU" or "accuracy"
+    units: Sequence[str]  # of speed: positions and real tokens per second, or pictures
     steps_per_epoch: int
     files: dict[str, bytes]  # small files that every checkpoint and export needs, by name
 

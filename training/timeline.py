@@ -13,10 +13,8 @@ whoever does something calls a recorder with (kind, stage or layer, micro-batch,
             loss = model(batch)
     timeline.save(workdir)                            # timeline_rank{r}.json and trace.json
 
-https://ui.perfetto.dev opens trace.json: a process per worker (a rank, or a stage where stages are
-threads of one rank), in it a thread for computation and one for communication. What is not recorded
-is idle time. On a GPU kernels run later than they are launched, so a caller synchronizes before it
-reads the clock, but only while the timeline is `recording`.
+What is not recorded is idle time. On a GPU kernels run later than they are launched, so a caller
+synchronizes before it reads the clock, but only while the timeline is `recording`.
 """
 
 from __future__ import annotations
@@ -37,19 +35,19 @@ from training.results import write_text
 T = TypeVar("T")
 COMPUTE, COMMUNICATION = "compute", "communication"
 LANES = (COMPUTE, COMMUNICATION)
-KINDS = {  # kind: its name, its lane, and the nearest of the colours that chrome://tracing has
-    "F": ("forward", COMPUTE, "thread_state_running"),
-    "B": ("backward", COMPUTE, "thread_state_iowait"),
-    "I": ("backward of inputs", COMPUTE, "thread_state_iowait"),
-    "W": ("backward of weights", COMPUTE, "good"),
-    "R": ("recompute", COMPUTE, "yellow"),
-    "optimizer": ("optimizer", COMPUTE, "grey"),
-    "send": ("send", COMMUNICATION, "rail_animation"),
-    "receive": ("receive", COMMUNICATION, "rail_load"),
-    "all_reduce": ("all-reduce", COMMUNICATION, "terrible"),
-    "all_gather": ("all-gather", COMMUNICATION, "rail_load"),
-    "reduce_scatter": ("reduce-scatter", COMMUNICATION, "rail_animation"),
-    "barrier": ("wait for all ranks", COMMUNICATION, "black"),
+KINDS = {  # kind: its name, and its lane
+    "F": ("forward", COMPUTE),
+    "B": ("backward", COMPUTE),
+    "I": ("backward of inputs", COMPUTE),
+    "W": ("backward of weights", COMPUTE),
+    "R": ("recompute", COMPUTE),
+    "optimizer": ("optimizer", COMPUTE),
+    "send": ("send", COMMUNICATION),
+    "receive": ("receive", COMMUNICATION),
+    "all_reduce": ("all-reduce", COMMUNICATION),
+    "all_gather": ("all-gather", COMMUNICATION),
+    "reduce_scatter": ("reduce-scatter", COMMUNICATION),
+    "barrier": ("wait for all ranks", COMMUNICATION),
 }
 TRACE = "trace.json"
 BEFORE = -1  # the step of what happened before the first one
@@ -75,11 +73,9 @@ class Event(NamedTuple):
 def clock_offset(rank: int, world_size: int) -> float:
     """Seconds to add to this rank's `time.perf_counter` to get rank 0's. All ranks call it.
 
-    Cristian, "Probabilistic clock synchronization" (1989): rank r notes its time, asks rank 0 for
-    its, and notes when the answer is there. Rank 0 read its clock in between; if that is taken to
-    be the middle, the error is at most half the round trip. The shortest of 20 round trips counts.
-    An offset smaller than its possible error is taken to be 0, as it is on one machine. Clocks of
-    two machines drift apart by microseconds per second.
+    Cristian, "Probabilistic clock synchronization" (1989): rank r asks rank 0 for its time, which
+    is taken to be that of the middle of the round trip; the error is at most half of it. The
+    shortest of 20 counts. An offset smaller than its error is taken to be 0, as on one machine.
     """
     if world_size == 1:
         return 0.0
@@ -130,8 +126,6 @@ class Timeline:
         device: torch.device | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        if workers not in ("rank", "stage"):
-            raise ValueError(f"workers={workers!r}: 'rank' or 'stage'")
         self.rank, self.world_size, self.workers = rank, world_size, workers
         self.device = device or torch.device("cpu")
         self.about = dict(about or {})
@@ -191,10 +185,6 @@ class Timeline:
             for kind, s, i, a, b in sorted(self._events, key=lambda event: event[3])
         ]
 
-    def write(self, workdir: Path) -> None:
-        """Writes timeline_rank{r}.json."""
-        write_text(workdir / file_name(self.rank), self._text())
-
     def _text(self) -> str:
         head = {
             "rank": self.rank, "world_size": self.world_size, "workers": self.workers,
@@ -204,6 +194,10 @@ class Timeline:
         lines = ",\n    ".join(json.dumps(event) for event in events if event.step != BEFORE)
         return f'{json.dumps(head, indent=2)[:-2]},\n  "events": [\n    {lines}\n  ]\n}}\n'
 
+    def write(self, workdir: Path) -> None:
+        """Writes timeline_rank{r}.json."""
+        write_text(workdir / f"timeline_rank{self.rank}.json", self._text())
+
     def save(self, workdir: Path) -> None:
         """Rank 0 writes the files of all ranks, whose hosts may have no folder in common, and the
         trace; all ranks call it together."""
@@ -212,16 +206,11 @@ class Timeline:
             dist.all_gather_object(texts, texts[0])
         if self.rank == 0:
             for rank, text in enumerate(texts):
-                write_text(workdir / file_name(rank), text)
+                write_text(workdir / f"timeline_rank{rank}.json", text)
             write_trace(workdir)
 
 
 OFF = Timeline(num_steps=0)  # records nothing
-
-
-def file_name(rank: int) -> str:
-    """Where a rank's timeline is, under the workdir."""
-    return f"timeline_rank{rank}.json"
 
 
 def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
@@ -236,7 +225,7 @@ def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any
     about: dict[str, Any] = {}
     rank, world_size = 0, 1
     while rank < world_size:  # an earlier, larger run may have left more files
-        path = workdir / file_name(rank)
+        path = workdir / f"timeline_rank{rank}.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             events = [Event(*event) for event in content["events"]]
@@ -252,11 +241,14 @@ def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any
     return dict(sorted(workers.items(), key=lambda item: int(item[0].split()[1]))), about
 
 
-# The trace
-
-
 def write_trace(workdir: Path) -> Path:
-    """Writes trace.json, which Perfetto opens, from the files of all ranks; returns its path."""
+    """Writes trace.json from the files of all ranks; returns its path. In https://ui.perfetto.dev
+    it is a process per worker (a rank, or a stage where stages are threads of one rank), and in it
+    a thread for computation and one for communication, or more where events cross.
+
+    Times are whole microseconds: some readers round fractions, and a box that begins a nanosecond
+    before the end of another is not drawn.
+    """
     workers, _ = read_timelines(workdir)
     origin = min((events[0].start for events in workers.values() if events), default=0.0)
     names: list[dict[str, Any]] = []
@@ -273,10 +265,22 @@ def write_trace(workdir: Path) -> Path:
             for number, row in enumerate(rows, 1):
                 tid = 1000 * pid + 100 * LANES.index(lane) + number  # unique in all processes
                 name("thread_name", pid, tid, name=f"{lane} {number}" if number > 1 else lane)
-                slices += [_slice(event, pid, tid, origin) for event in row]
+                slices += [_slice(event, origin) | {"pid": pid, "tid": tid} for event in row]
     lines = ",\n".join(map(json.dumps, names + slices))
     write_text(workdir / TRACE, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n')
     return workdir / TRACE
+
+
+def _slice(event: Event, origin: float) -> dict[str, Any]:
+    """A box of the trace. Perfetto colours by name, without the number at its end."""
+    start, end = (round((time - origin) * 1e6) for time in (event.start, event.end))
+    name = KINDS.get(event.kind, (event.kind,))[0]
+    args = {"micro-batch": event.microbatch, "stage or layer": event.stage, "step": event.step}
+    return {
+        "ph": "X", "name": f"{name} {event.microbatch}" if event.microbatch >= 0 else name,
+        "cat": event.lane, "ts": start, "dur": end - start,
+        "args": {key: value for key, value in args.items() if value >= 0},
+    }  # fmt: skip
 
 
 def without_crossings(events: Sequence[Event]) -> list[list[Event]]:
@@ -296,17 +300,3 @@ def without_crossings(events: Sequence[Event]) -> list[list[Event]]:
         rows[k].append(event)
         going_on[k].append(event)
     return rows
-
-
-def _slice(event: Event, pid: int, tid: int, origin: float) -> dict[str, Any]:
-    """A box of the trace. Perfetto colours by name, without the number at its end. Times are whole
-    microseconds: some readers round fractions, and a box that begins a nanosecond before the end
-    of another is not drawn."""
-    start, end = (round((time - origin) * 1e6) for time in (event.start, event.end))
-    name, lane, colour = KINDS.get(event.kind, (event.kind, COMPUTE, "generic_work"))
-    args = {"micro-batch": event.microbatch, "stage or layer": event.stage, "step": event.step}
-    return {
-        "ph": "X", "name": f"{name} {event.microbatch}" if event.microbatch >= 0 else name,
-        "cat": lane, "pid": pid, "tid": tid, "ts": start, "dur": end - start, "cname": colour,
-        "args": {key: value for key, value in args.items() if value >= 0},
-    }  # fmt: skip

@@ -1,8 +1,7 @@
 """VGG16 for 32 x 32 pictures: a network that is as unlike GPT-2 as a network can be.
 
-Problem: a parallel scheme that was only ever tried on blocks of equal size knows nothing of
-others. Here the first layers are cheap in parameters and dear in activations, the last ones the
-other way round; no two stages or shards are alike.
+Its first layers are cheap in parameters and dear in activations, its last ones the other way round;
+no two stages or shards are alike.
 
     conv 64 64 | 128 128 | 256 256 256 | 512 512 512 | 512 512 512 | linear 512 512 classes
     pixels  32        16             8             4             2           1
@@ -10,21 +9,16 @@ other way round; no two stages or shards are alike.
 Each `|` is a 2 x 2 max pooling; every layer but the last ends in a ReLU. 15.2 M parameters for ten
 classes, 0.63 GFLOP forward for a picture.
 
-No batch norm: it makes an example's output depend on the batch it is in, so micro-batches, ranks
-and one process would compute different functions, and nothing could be compared. No dropout either.
-What batch norm is used for, that sixteen layers learn at all, is left to the initialisation: every
-layer with as many outputs as inputs, but the last, starts as the identity, which ReLUs leave alone,
-and a little noise. So the network begins as one of five layers, which learns at once, and the
-others find something to add. (If all are random, of variance 2 / fan_in, the loss does not fall for
-the first steps, and then slowly: docs/log.md.) The last layer starts near zero: the first losses
-are those of guessing.
-
-Like GPT-2's, initial weights depend on the seed and the parameter's name alone.
+No batch norm: it makes an example's output depend on its batch, so micro-batches, ranks and one
+process would compute different functions. No dropout either. That sixteen layers learn at all is
+left to the initial weights: every square layer but the last starts as the identity, which ReLUs
+leave alone, and a little noise. So the network begins as one of five layers, which learns at once.
+(If all are random, the loss first does not fall, and then slowly: docs/log.md.) The last layer
+starts near zero. Initial weights depend on the seed and the parameter's name alone.
 
 Papers: Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
-Recognition", 2015; with linear layers of 512 for 32 x 32 pictures: Liu and Deng, 2015; He et al.,
-"Delving Deep into Rectifiers", 2015 (variance); Zagoruyko and Komodakis, "DiracNets", 2017
-(identity).
+Recognition", 2015; for 32 x 32 pictures: Liu and Deng, 2015; He et al., "Delving Deep into
+Rectifiers", 2015 (variance); Zagoruyko and Komodakis, "DiracNets", 2017 (identity).
 """
 
 from __future__ import annotations
@@ -32,7 +26,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -53,26 +47,15 @@ from training.task import Score, Step
 VGG = "vgg16"
 EVAL_BATCH = 64
 
-STAGES = (
-    (1, 2),
-    (2, 2),
-    (4, 3),
-    (8, 3),
-    (8, 3),
-)  # (channels / width, convolutions), then a pooling
+STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))  # (channels / width, convolutions), pooling
 WIDTH = 64  # of the published model
 NOISE = 0.2  # of layers that start as the identity, as a part of what random layers start with
 LAST = 0.01  # deviation of the last layer's weights
 
 
 def vgg16(num_classes: int = 10, width: int = WIDTH) -> nn.Sequential:
-    """The network: bytes made floats [B, 3, 32, 32] to logits [B, num_classes].
-
-    Its modules have names, as conv3_2: the second convolution after the second pooling.
-
-    Args:
-        width: channels of the first convolutions; the others are in proportion.
-    """
+    """The network: bytes made floats [B, 3, 32, 32] to logits [B, num_classes]. `width`: channels
+    of the first convolutions; conv3_2 is the second convolution after the second pooling."""
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     channels = 3
     for stage, (factor, convolutions) in enumerate(STAGES, 1):
@@ -89,9 +72,8 @@ def vgg16(num_classes: int = 10, width: int = WIDTH) -> nn.Sequential:
 
 
 def vgg_layers(model: nn.Sequential) -> list[nn.Module]:
-    """The 16 layers of `model` as modules that can be put on different devices or gathered one
-    by one: each a convolution or linear layer with what follows up to the next. They share its
-    parameters."""
+    """The 16 layers of `model`, whose parameters they share: each a convolution or linear layer
+    with what follows up to the next."""
     layers: list[list[nn.Module]] = []
     for module in model:
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -127,6 +109,7 @@ class PictureTask:
     """VGG16 that tells the classes of pictures apart; see `training.task.Task`."""
 
     score_name = "accuracy"
+    units: Sequence[str] = ("pictures/s",)
     files: dict[str, bytes]
 
     def __init__(self, args: Any, world: World, sets: PictureSets) -> None:

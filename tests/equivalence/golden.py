@@ -22,7 +22,8 @@ import torch
 import transformers
 
 from project import run_data_parallel, run_pipeline
-from project.rules import choose_devices, parse_data_parallel, parse_pipeline
+from project.run_data_parallel import parse_data_parallel
+from project.run_pipeline import choose_devices, parse_pipeline
 from project.utils import read_texts
 from training.launch import Settings, World, launch
 from training.results import SUMMARY, write_json

@@ -45,7 +45,7 @@ def test_another_order_of_the_data_is_seen() -> None:
 
 
 def test_another_batching_is_seen(tmp_path: Path) -> None:
-    found = golden.losses(World(), "pipeline", tmp_path, "--batch_size=7", "--num_batches=3")
-    off = [abs(a / b - 1) for a, b in zip(found, on_file("pipeline"), strict=False)]
+    found = golden.losses(World(), "pipeline", tmp_path, "--batch_size=7", "--n_epochs=1")
+    off = [abs(a / b - 1) for a, b in zip(found[:3], on_file("pipeline"), strict=False)]
     assert len(off) == 3
     assert max(off) > 100 * golden.tolerance(2)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from project import run_data_parallel, run_pipeline, train
-from project.rules import choose_devices, parse_data_parallel, parse_pipeline, parse_train
 from project.utils import read_texts
 from tests.ranks import Ranks
 from training.launch import RunError, World
@@ -21,9 +20,9 @@ from training.loop import Totals
 from training.saving import Saving, find_resume
 
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
-    "run_data_parallel": (run_data_parallel, parse_data_parallel),
-    "run_pipeline": (run_pipeline, parse_pipeline),
-    "train": (train, parse_train),
+    "run_data_parallel": (run_data_parallel, run_data_parallel.parse_data_parallel),
+    "run_pipeline": (run_pipeline, run_pipeline.parse_pipeline),
+    "train": (train, train.parse_train),
 }
 # Batches of 6, 6, 6 and 2: of three ranks the last has no example of the fourth.
 SIZES = "--batch_size 6 --n_train 20 --n_validation 9 --device cpu --keep 9 "
@@ -69,7 +68,7 @@ def on_rank(
         args = parse(line)
         try:
             if program == "run_pipeline":
-                run_pipeline.run_pp(args, choose_devices(args))
+                run_pipeline.run_pp(args, run_pipeline.choose_devices(args))
                 return printed.getvalue(), None
             data = train.read_data(args) if program == "train" else read_texts(args)
             size = len(data.splits["train"] if hasattr(data, "splits") else data.train)

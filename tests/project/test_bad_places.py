@@ -3,7 +3,6 @@ works, and before training where it can be known then."""
 
 from __future__ import annotations
 
-import io
 import os
 import resource
 import tempfile
@@ -12,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
 from tests.project.programs import TINY
 from tests.project.test_bad_options import ended, no_run_begins  # noqa: F401 (a fixture)
@@ -121,21 +119,3 @@ def test_a_disk_that_is_full_when_the_tokenizer_is_written(
     assert said.startswith("work/tokenizer.json: cannot be written (File too large")
     assert said.endswith("); make room there, or name another folder\n")
     assert said.count("\n") == 1
-
-
-def test_a_picture_that_cannot_be_drawn_is_no_matter_of_an_option_that_is_not_there(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """--output is plot.py's."""
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", full)
-    monkeypatch.setattr("sys.stdout", io.StringIO())
-    status, said = ended(f"run_pipeline {TINY} --n_epochs 1 --workdir work", capfd)
-    assert status == 1
-    assert said.splitlines()[-1].startswith(
-        "--workdir work has all results, but not their picture, which python "
-        "project/plot.py training work draws (work/training.png: "
-    )

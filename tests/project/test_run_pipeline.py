@@ -29,6 +29,9 @@ def no_thread_is_left(elsewhere: None) -> Iterator[None]:
 
 def test_it_leaves_exactly_the_files_of_this_run() -> None:
     printed, _ = run(LINE.replace("--n_epochs 1", "--n_epochs 2"))
+    assert printed.startswith(
+        "pipeline_parallel: 2 stages, schedule 1f1b, micro-batches: 4, 2 epochs\n"
+    )
     assert "layers per stage: " in printed
     assert names_in("work") == [
         "checkpoints",
@@ -62,12 +65,12 @@ def test_dropout_knows_nothing_of_cut_or_schedule() -> None:
     here, is added up parameter by parameter. So a seed gives the same bits, another one others."""
     losses = []
     for number, options in enumerate(
-        ("--balance auto", "--balance 1,3", "--balance 3,1 --schedule gpipe", "--seed 4")
+        ("--balance 1,3", "--balance 3,1 --schedule gpipe", "--seed 4")
     ):
         run(f"{LINE} --dropout 0.1 --n_layer 4 --max_grad_norm 0.1 --workdir {number} {options}")
         losses.append(summary(str(number))["loss"])
-    assert losses[0] == losses[1] == losses[2]
-    assert losses[3][0] != losses[0][0]
+    assert losses[0] == losses[1]
+    assert losses[2][0] != losses[0][0]
 
 
 @pytest.mark.parametrize(

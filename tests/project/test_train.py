@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from data_parallel.ddp import DistributedDataParallel
-from data_parallel.fsdp import FullyShardedDataParallel
 from tests.project.conftest import ROOT, Run, start
 from tests.project.programs import ON_TWO, TINY, VGG, names_in, read_json, run, summary
 from tests.ranks import Ranks
@@ -34,6 +32,7 @@ LINES = [
     f"pipeline --schedule zb --num_microbatches 3 --precision fp64 {GPT}",
     f"ddp --precision bf16 {GPT}",
     f"pipeline --precision bf16 {VGG} {CHECKED}",
+    f"fsdp --precision bf16 {VGG} {CHECKED}",
 ]
 
 
@@ -48,6 +47,10 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
     schedule, m = {"pipeline": ("1f1b", 4), "model": ("gpipe", 1)}.get(strategy, (None, None))
     if "--schedule zb" in line:
         schedule = "zb"
+    if line.startswith("fsdp --precision bf16"):  # half in fp32, and in bf16 what others gather
+        whole = sum(p.numel() for p in vgg16(width=4).parameters())
+        for held in summary()["state_bytes"]["parameters"]:
+            assert held == pytest.approx((4 + 2) * whole / 2, rel=0.05)
     workers, about = read_timelines(Path("work"))
     assert (about["strategy"], about["schedule"]) == (strategy, schedule)
     assert about["num_microbatches"] == m or "--num_microbatches" in line
@@ -61,33 +64,6 @@ def test_one_process_against_the_plain_loop() -> None:
     printed, error = run(f"train single {GPT} --precision fp64 --num_microbatches 2")
     assert error is None, printed
     assert printed.count("agree with one process") == 2
-
-
-def look_at_losses(_: int, patches: pytest.MonkeyPatch) -> None:
-    forward, entropy = FullyShardedDataParallel.forward, torch.nn.functional.cross_entropy
-
-    def in_bf16(self: Any, x: Any) -> Any:
-        output = forward(self, x)
-        assert output is None or output.dtype == torch.bfloat16
-        return output
-
-    def in_fp32(logits: Tensor, *args: Any, **options: Any) -> Tensor:
-        assert logits.dtype != torch.bfloat16
-        return entropy(logits, *args, **options)
-
-    patches.setattr(FullyShardedDataParallel, "forward", in_bf16)
-    patches.setattr("torch.nn.functional.cross_entropy", in_fp32)
-
-
-def test_sharded_bf16_gathers_half_the_bytes_and_computes_losses_in_fp32(ranks: Ranks) -> None:
-    """A rank has half of all weights in fp32, and in bf16 what others gather. (Under autocast whole
-    weights would be gathered, and their copies kept.)"""
-    printed, error = run(f"train fsdp --precision bf16 {VGG} {CHECKED}", ranks, look_at_losses)
-    assert error is None, printed
-    assert printed.count("agree with one process") == 2
-    whole = sum(p.numel() for p in vgg16(width=4).parameters())
-    for held in summary()["state_bytes"]["parameters"]:
-        assert held == pytest.approx((4 + 2) * whole / 2, rel=0.05)
 
 
 def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
@@ -107,7 +83,10 @@ def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
     assert found["state_bytes"] == {kind: [whole, whole] for kind in kinds}
     assert len(found["peak_rss_bytes"]) == 2
     assert all(50e6 < peak < 5e9 for peak in found["peak_rss_bytes"])
-    assert printed.startswith("vgg16: 16 layers, 0.1 M parameters\n")
+    assert printed.startswith(
+        "ddp: 2 ranks, micro-batches: automatic, 2 steps\nvgg16: 16 layers, 0.1 M parameters\n"
+    )
+    assert "time   pictures/s\n" in printed and "tokens/s" not in printed
     assert names_in("work") == [
         "checkpoints", "config.json", "options.json", "rank0_results_epoch0.json",
         "rank1_results_epoch0.json", "summary.json",
@@ -226,7 +205,7 @@ def by_command(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_the_courses_command(by_command: Run) -> None:
     assert by_command.status == 0, by_command.stderr
     lines = by_command.stdout.split("\n")
-    assert lines[0] == "vgg16: 16 layers, 0.1 M parameters"
+    assert lines[1] == "vgg16: 16 layers, 0.1 M parameters"
     assert by_command.stdout.count("agree with one process") == 2
     assert any(line.startswith("Results are in workdir/ddp2/; ") for line in lines)
     assert {"trace.json", "timeline_rank1.json", "training.png"} < set(names_in(by_command.workdir))

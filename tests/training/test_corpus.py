@@ -32,22 +32,10 @@ def test_the_folder_holds_these_files_and_less_than_a_megabyte() -> None:
 
 
 @LANGUAGES
-def test_line_counts_agree(language: str) -> None:
-    assert {split: len(lines(split, language)) for split in SPLITS} == PAIRS
-
-
-@LANGUAGES
 def test_no_sentence_is_twice_within_or_across_the_splits(language: str) -> None:
     every = [line for split in SPLITS for line in lines(split, language)]
     assert len(set(every)) == len(every)
-
-
-@LANGUAGES
-def test_every_line_is_a_sentence_in_plain_characters(language: str) -> None:
-    letters = "A-Za-zÄÖÜäöüß" if language == "de" else "A-Za-z'"
-    sentence = re.compile(rf"[A-ZÄÖÜ][{letters}]*(,? [{letters}]+)*[.?]")
-    every = [line for split in SPLITS for line in lines(split, language)]
-    assert [line for line in every if not sentence.fullmatch(line)] == []
+    assert {split: len(lines(split, language)) for split in SPLITS} == PAIRS
 
 
 @LANGUAGES

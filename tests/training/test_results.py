@@ -23,7 +23,8 @@ TOTALS = Totals(loss_sum=3.0, count=2, positions=25_000, tokens=20_000, seconds=
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
     """Of a translation run on one rank."""
-    task: Any = SimpleNamespace(score_name="BLEU", tested=lambda: PAIRS)
+    units = ("positions/s", "real tokens/s")
+    task: Any = SimpleNamespace(score_name="BLEU", units=units, tested=lambda: PAIRS)
     model: Any = SimpleNamespace(schedule=None, parts=1)
     return Results(World(), SimpleNamespace(workdir=tmp_path), task, model)
 

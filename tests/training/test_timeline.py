@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from training.timeline import (
     Timeline,
     clock_offset,
     read_timelines,
-    without_crossings,
     write_trace,
 )
 
@@ -82,37 +80,6 @@ def test_spans_and_optimizers() -> None:
     assert before <= first.start <= first.end <= second.start <= second.end <= time.perf_counter()
 
 
-def test_threads_record_at_once() -> None:
-    timeline = Timeline()
-    barrier = threading.Barrier(4)
-
-    def work(stage: int) -> None:
-        barrier.wait()
-        for i in range(500):
-            tick(timeline, "F", stage, i)
-
-    threads = [threading.Thread(target=work, args=(stage,)) for stage in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = sorted((event.stage, event.microbatch) for event in timeline.events())
-    assert found == [(stage, i) for stage in range(4) for i in range(500)]
-
-
-def test_an_event_costs_microseconds() -> None:
-    """Measured 0.3 on a quiet machine; a step has some hundred events and takes milliseconds."""
-    timeline = Timeline()
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        for _ in range(200):
-            tick(timeline, "F")
-        return (time.perf_counter() - start) / 200
-
-    assert min(seconds() for _ in range(5)) < 2e-5
-
-
 def record(rank: int, world_size: int, workdir: Path, offset: float = 0.0) -> Timeline:
     timeline = Timeline(about={"strategy": "ddp"})  # no group: offsets are given
     timeline.rank, timeline.world_size, timeline.offset = rank, world_size, offset
@@ -164,8 +131,6 @@ def test_the_stages_of_one_rank_are_workers(tmp_path: Path) -> None:
     workers, _ = read_timelines(tmp_path)
     stages = {name: [e.stage for e in events] for name, events in workers.items()}
     assert list(stages.items()) == [("stage 0", [0, -1]), ("stage 1", [1, 1])]
-    with pytest.raises(ValueError, match="'rank' or 'stage'"):
-        Timeline(workers="threads")
 
 
 def entries(path: Path, phase: str) -> list[dict[str, Any]]:
@@ -206,22 +171,11 @@ def test_the_trace(tmp_path: Path) -> None:
     ]
 
 
-def test_rows_have_no_crossings() -> None:
-    def event(start: float, end: float) -> Event:
-        return Event("F", 0, 0, start, end)
-
-    outer, inner, after, crossing = event(0, 4), event(1, 2), event(4, 5), event(3, 4.5)
-    assert without_crossings([inner, outer, after]) == [[outer, inner, after]]
-    assert without_crossings([outer, crossing, after]) == [[outer, after], [crossing]]
-    assert without_crossings([]) == []
-
-
 # The trace, read as strictly as Perfetto reads it: it drops a slice that begins within another of
 # its row and ends after it, does not show process 0, and may name a thread by its number alone.
 
 
-@pytest.mark.parametrize("workers", ["rank", "stage"])
-@pytest.mark.parametrize("begin", [12.3456789, 12345678.9])
+@pytest.mark.parametrize(("workers", "begin"), [("rank", 12.3456789), ("stage", 12345678.9)])
 def test_a_strict_reader_takes_the_trace(tmp_path: Path, workers: str, begin: float) -> None:
     """Also of a computer that is up for half a year: its clock has few digits after the point.
     Actions follow each other without a gap once times are rounded, and transfers cross."""
@@ -259,14 +213,6 @@ def test_a_strict_reader_takes_the_trace(tmp_path: Path, workers: str, begin: fl
                 open_ends.pop()
             assert not open_ends or end <= open_ends[-1]
             open_ends.append(end)
-
-
-def test_a_trace_of_nothing(tmp_path: Path) -> None:
-    Timeline().write(tmp_path)
-    assert json.loads(write_trace(tmp_path).read_text("utf-8"))["traceEvents"] == [
-        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "rank 0"}},
-        {"ph": "M", "name": "process_sort_index", "pid": 1, "tid": 0, "args": {"sort_index": 1}},
-    ]
 
 
 # Ranks together
