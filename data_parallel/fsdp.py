@@ -38,7 +38,7 @@ SC 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data P
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +110,8 @@ class FullyShardedDataParallel:
             none, all_reduce (of how many micro-batches ranks have), reduce_scatter (what is left
             of it after backward), optimizer, and barrier (shared memory, around an update).
 
+        kind: by name; parameters of different kinds are in different units.
+
     Raises:
         ValueError: zero is none of 1, 2, 3; nothing to train; no `init` for what is on the meta
             device; a parameter, or a buffer on the meta device, without a name.
@@ -128,6 +130,7 @@ class FullyShardedDataParallel:
         group: dist.ProcessGroup | None = None,
         share_memory: bool = True,
         recorder: Recorder | None = None,
+        kind: Callable[[str], Hashable] = lambda name: None,  # noqa: ARG005
     ) -> None:
         if zero not in (1, 2, 3):
             raise ValueError(f"zero {zero}: 1 shards the optimizer state, 2 gradients too, 3 all")
@@ -139,7 +142,7 @@ class FullyShardedDataParallel:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         modules = list(layers)
         names = names_of(modules) if names is None else names
-        planned, places = plan(modules, names, self.world_size, compute_dtype)
+        planned, places = plan(modules, names, self.world_size, compute_dtype, kind)
         if not any(unit.trainable for unit in planned):
             raise ValueError("the layers have no parameter that requires a gradient")
         require_init(modules, names, init)

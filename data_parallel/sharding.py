@@ -17,7 +17,7 @@ Cost: every parameter, and every shard, starts on a cache line: at most 64 bytes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -138,8 +138,12 @@ def plan(
     names: Mapping[Tensor, str],
     world_size: int,
     compute_dtype: torch.dtype | None = None,
+    kind: Callable[[str], Hashable] = lambda name: None,  # noqa: ARG005
 ) -> tuple[list[Unit], list[list[Place]]]:
     """The units of the layers, ordered by the layer that first uses them, and each layer's places.
+
+    Args:
+        kind: by name; parameters of different kinds are in different units.
 
     Raises:
         ValueError: a parameter without a name.
@@ -161,7 +165,8 @@ def plan(
         users.setdefault(p, {})[layer] = None
     groups: dict[object, list[nn.Parameter]] = {}
     for p, used_by in users.items():
-        groups.setdefault((tuple(used_by), p.dtype, p.requires_grad), []).append(p)
+        alike = (tuple(used_by), p.dtype, p.requires_grad, kind(names[p]))
+        groups.setdefault(alike, []).append(p)
     units, where = [], {}
     for index, group in enumerate(groups.values()):
         layers_of = tuple(users[group[0]])

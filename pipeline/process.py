@@ -226,6 +226,10 @@ class ProcessPipe:
         """Of those, the ones this stage owns. Over all ranks: each parameter of the model once."""
         return self._ownership.owned()
 
+    def users(self, name: str) -> list[int]:
+        """The stages that have a parameter: several where it is tied."""
+        return self._ownership.stages[name]
+
     def train(self, mode: bool = True) -> None:
         """Of all layers, as nn.Module.train."""
         self.layers.train(mode)

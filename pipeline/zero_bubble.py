@@ -159,6 +159,9 @@ class WeightsLater(TorchFunctionMode):
             bias, x, weight = args
             if self._is_ours(x, weight, bias) and bias is not None and bias.dim() == 1:
                 return self._product(x, weight, bias, transposed=False)
+        elif func is torch.mm and len(args) == 2 and not kwargs:
+            if self._is_ours(*args, None):
+                return self._product(*args, None, transposed=False)
         elif func is F.linear:
             x, weight, bias = _linear_arguments(*args, **kwargs)
             if self._is_ours(x, weight, bias) and x.dim() > 1:
@@ -221,8 +224,7 @@ class _Multiply(torch.autograd.Function):
             # Of three dimensions it is a view, which autograd would not let layers change in place
             # where a function made it; .data is none, and costs no kernel.
             return F.linear(x, w, b).data
-        assert b is not None
-        return torch.addmm(b, x, w)
+        return torch.mm(x, w) if b is None else torch.addmm(b, x, w)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

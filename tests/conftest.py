@@ -31,3 +31,11 @@ def three_ranks() -> Iterator[Ranks]:
     world = Ranks(3)
     yield world
     world.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four ranks: two axes of two."""
+    world = Ranks(4)
+    yield world
+    world.close()

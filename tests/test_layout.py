@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("runtime", "data_parallel", "pipeline", "training", "planning", "project")
-STRATEGIES = {"data_parallel", "pipeline"}
+PACKAGES = (
+    "runtime", "data_parallel", "pipeline", "tensor_parallel", "training", "planning", "project",
+)  # fmt: skip
+STRATEGIES = {"data_parallel", "pipeline", "tensor_parallel"}
 MAY_IMPORT = {
     "runtime": set[str](),
     "data_parallel": {"runtime"},
     "pipeline": {"runtime"},
+    "tensor_parallel": {"runtime"},
     "training": {"runtime", *STRATEGIES},
     "planning": {"pipeline"},
     "project": {"runtime", *STRATEGIES, "training", "planning", "tests"},  # verify.py

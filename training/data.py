@@ -83,10 +83,12 @@ def load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of a pair, and how many of them are its source (with its end token)."""
+    """The token ids of a pair, how many of them are its source (with its end token), and the pair's
+    number in its split."""
 
     ids: list[int]
     num_source: int
+    number: int = 0
 
     @property
     def num_targets(self) -> int:
@@ -107,8 +109,8 @@ def encode(
     sources = tokenizer([pair[src] + eos(src) for pair in pairs])["input_ids"]
     targets = tokenizer([pair[tgt] + eos(tgt) for pair in pairs])["input_ids"]
     return [
-        Encoded((s + t)[: max_length + 1], min(len(s), max_length + 1))
-        for s, t in zip(sources, targets, strict=True)
+        Encoded((s + t)[: max_length + 1], min(len(s), max_length + 1), number)
+        for number, (s, t) in enumerate(zip(sources, targets, strict=True))
     ]
 
 

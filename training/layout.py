@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from training.checkpoint import Piece, whole
 from training.generation import Prefix, likeliest, newest_alone
 from training.optimization import Run
-from training.task import Step
+from training.task import Step, Task
 from training.timeline import OFF, Timeline
 
 
@@ -77,6 +77,7 @@ class LaidOutModel(ABC):
 
     Attributes:
         part, parts: this rank's part of each global batch.
+        shard: its place among the ranks that share every layer.
         description: how the model lies on the ranks, for a person.
         notes: what a user should know of it: lines.
         module: what holds this rank's parameters; None where no single module does.
@@ -91,8 +92,10 @@ class LaidOutModel(ABC):
         cut: layers per stage, which a checkpoint remembers; None: nothing was measured.
     """
 
+    task: Task
     part = 0
     parts = 1
+    shard = 0
     description = ""
     notes: Sequence[str] = ()
     module: nn.Module | None = None
@@ -117,6 +120,11 @@ class LaidOutModel(ABC):
     def outputs(self, x: Any) -> Tensor | None:
         """The model's outputs in evaluation mode, for one micro-batch. `x` is None on a rank that
         has run out of data; the result is None on ranks that do not see the outputs."""
+
+    def measure(self, x: Any, target: Any) -> Tensor | None:
+        """The task's `measure` of the outputs, where this rank is the one to say."""
+        output = self.outputs(x)
+        return None if output is None else self.task.measure(output, target)
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
         """The next token of each sentence; see `training.generation.Decoder`."""
@@ -153,7 +161,8 @@ class LaidOutModel(ABC):
     @abstractmethod
     def whole_parameters(self) -> dict[str, Tensor]:
         """The parameters that this rank holds whole, by their names in the model. Those that
-        several ranks hold must stay the same on all of them."""
+        several ranks hold must stay the same on all of them. (In tensor parallelism also parts of
+        parameters; their names say which.)"""
 
     @abstractmethod
     def state_bytes(self) -> dict[str, int]:

@@ -137,9 +137,9 @@ def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float,
     for x, target in tqdm(
         batches, "Validating", leave=False, disable=None if world.is_main else True
     ):
-        output = model.outputs(x)
-        if output is not None:
-            totals += task.measure(output, target)
+        found = model.measure(x, target)
+        if found is not None:
+            totals += found
     if world.world_size > 1:
         total = totals.to(world.device, torch.float32 if world.device.type == "mps" else None)
         dist.all_reduce(total)
@@ -176,8 +176,8 @@ def run(
     resume: Resume = NO_RESUME,
 ) -> Results:
     """Trains from the beginning, or from where a checkpoint ends; evaluates after every epoch."""
-    # Ranks that get different examples drop different activations, and only those.
-    torch.manual_seed(stream(args.seed, "dropout", model.part, 0))
+    # What is dropped by drawing (VGG16's, and fused attention's on a GPU) is drawn by part.
+    torch.manual_seed(stream(args.seed, "dropout", model.part, model.shard))
     check_same(world, run_things(vars(args), task.fingerprints()))
     optimizer = Optimizers(
         model.optimizers, recipe_of(args, task), world, counted=model.counted, run=model.run

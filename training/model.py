@@ -14,6 +14,9 @@ from and go to where everybody else's do. Here is what this project decides abou
       (ids, weights) -> Embedding -> Attention -> FeedForward -> ... -> Head -> logits
                         wte wpe drop   ln_1 attn    ln_2 mlp             ln_f lm_head
 
+- dropout depends on the example and on the place in the model, not on the rank that computes it
+  (runtime/dropout.py): with (ids, weights, keys), one key per example, every layout drops the same;
+
 - the activation is PyTorch's fused tanh-GELU. It is the same function as the `gelu_new` of the
   published weights, in one pass over memory instead of eight.
 
@@ -40,12 +43,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runtime.dropout import attention, dropout, place
 from runtime.unseen import refuse_hooks
 from training.launch import UserError
 from training.seeds import stream
 
 if TYPE_CHECKING:  # it takes seconds to import: functions do it where they need it
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 PRESETS = {
@@ -163,57 +167,99 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 Value = Any  # hidden states B T C, or a tuple of them and what the layers pass on
 
 
-class Embedding(nn.Module):
+class Layer(nn.Module):
+    """A layer of GPT-2, and where it is.
+
+    Attributes:
+        shard: which part of the positions the hidden states are, where there are only some: in
+            tensor parallelism with sequence parallelism (tensor_parallel/gpt2.py).
+    """
+
+    shard = 0
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.where = place(name)
+
+    def positions(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
+        """Which positions the hidden states B T C are."""
+        T = hidden.size(1)
+        some = bool(more) and more[0].size(1) > T
+        return torch.arange(T, device=hidden.device) + (self.shard * T if some else 0)
+
+    def drop(self, hidden: Tensor, p: float, more: Sequence[Any]) -> Tensor:
+        """Dropout of hidden states B T C, in training."""
+        if not self.training:
+            return hidden
+        return dropout(hidden, p, _keys(more), self.where, self.positions(hidden, more))
+
+
+class Embedding(Layer):
     """Token ids [B, T], or a tuple (ids, more...), to hidden states [B, T, C] (and more...)."""
 
-    def __init__(self, wte: nn.Embedding, wpe: nn.Embedding, drop: nn.Dropout) -> None:
-        super().__init__()
-        self.wte, self.wpe, self.drop = wte, wpe, drop
+    def __init__(self, body: GPT2Model) -> None:
+        super().__init__("drop")
+        self.wte, self.wpe, self.p = body.wte, body.wpe, body.drop.p
 
     def forward(self, value: Value) -> Value:
         ids, *more = value if isinstance(value, tuple) else (value,)
-        T, prefix = ids.size(-1), _prefix(more)
-        positions = torch.arange(T, device=ids.device) if prefix is None else prefix.positions(T)
-        hidden = self.drop(self.wte(ids) + self.wpe(positions))
+        hidden, prefix = self.wte(ids), _prefix(more)
+        positions = self.positions(hidden, more)
+        if prefix is not None:
+            positions = prefix.positions(ids.size(-1))
+        hidden = self.drop(hidden + self.wpe(positions), self.p, more)
         return (hidden, *more) if more else hidden
 
 
-class HiddenLayer(nn.Module):
+class HiddenLayer(Layer):
     """Changes the hidden states; what comes with them is passed on."""
 
     def forward(self, value: Value) -> Value:
         hidden, *more = value if isinstance(value, tuple) else (value,)
-        hidden = self.transform(hidden, _prefix(more))
+        hidden = hidden + self.transform(hidden, more)
         return (hidden, *more) if more else hidden
 
-    def transform(self, hidden: Tensor, prefix: Any) -> Tensor:
+    def transform(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
+        """What is added to the hidden states, B T C."""
         raise NotImplementedError
 
 
 class Attention(HiddenLayer):
     """The first half of a block: norm, attention, residual."""
 
-    def __init__(self, block: GPT2Block) -> None:
-        super().__init__()
+    def __init__(self, name: str, block: GPT2Block) -> None:
+        super().__init__(f"{name}.attn")
         self.ln_1, self.attn = block.ln_1, block.attn
+        self.weights_where = place(f"{name}.attn.weights")  # of the dropout inside
 
-    def transform(self, hidden: Tensor, prefix: Any) -> Tensor:
-        given = {}  # without a mask, sdpa is causal
+    def transform(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
+        attn, prefix, mask = self.attn, _prefix(more), None
+        qkv = attn.c_attn(self.ln_1(hidden))
+        B, T, width = qkv.shape  # of this rank's heads H, 3 H E
+        qkv = qkv.view(B, T, 3, width // (3 * attn.head_dim), attn.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H T E
         if prefix is not None:
             mask = mask_of(prefix.keep.to(hidden.device), hidden)
-            given = {"attention_mask": mask, "past_key_values": prefix.cache}
-        return hidden + self.attn(self.ln_1(hidden), **given)[0]
+            k, v = prefix.cache.update(k, v, attn.layer_idx)
+        H = q.size(1)
+        heads = torch.arange(H, device=hidden.device) + self.shard * H
+        p = attn.attn_dropout.p if self.training else 0.0
+        y = attention(q, k, v, mask, p, _keys(more), self.weights_where, heads)
+        y = attn.c_proj(y.transpose(1, 2).reshape(B, T, -1))
+        return self.drop(y, attn.resid_dropout.p, more)
 
 
 class FeedForward(HiddenLayer):
     """The second half of a block: norm, MLP, residual."""
 
-    def __init__(self, block: GPT2Block) -> None:
-        super().__init__()
+    def __init__(self, name: str, block: GPT2Block) -> None:
+        super().__init__(f"{name}.mlp")
         self.ln_2, self.mlp = block.ln_2, block.mlp
 
-    def transform(self, hidden: Tensor, prefix: Any) -> Tensor:  # noqa: ARG002
-        return hidden + self.mlp(self.ln_2(hidden))
+    def transform(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
+        mlp = self.mlp
+        y = mlp.c_proj(mlp.act(mlp.c_fc(self.ln_2(hidden))))
+        return self.drop(y, mlp.dropout.p, more)
 
 
 class Head(nn.Module):
@@ -248,9 +294,14 @@ def mask_of(keep: Tensor, hidden: Tensor) -> Tensor:
     )
 
 
+def _keys(more: Sequence[Any]) -> Tensor | None:
+    """Of what comes with the ids or hidden states: (weights, keys, ...)."""
+    return more[1] if len(more) > 1 and isinstance(more[1], Tensor) else None
+
+
 def _prefix(more: Sequence[Any]) -> Any:
-    """Of what comes with the ids or hidden states: (weights, prefix), or less."""
-    return more[1] if len(more) > 1 else None
+    """Of what comes with the ids or hidden states: (weights, prefix)."""
+    return more[1] if len(more) > 1 and not isinstance(more[1], Tensor) else None
 
 
 def loss_of_targets(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
@@ -269,15 +320,15 @@ def loss_of_targets(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
 def gpt2_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
     """The layers of `model`: embedding, two halves of every block, head. They share its
     parameters. ValueError where a hook is on a module that they replace."""
-    if model.config._attn_implementation == "eager":
-        raise ValueError("attn_implementation eager needs a causal mask; sdpa works")
+    if model.config.scale_attn_by_inverse_layer_idx or not model.config.scale_attn_weights:
+        raise ValueError("scale_attn_by_inverse_layer_idx, or no scale_attn_weights: not GPT-2's")
     body = model.transformer
     blocks = [(f"transformer.h.{k}", block) for k, block in enumerate(body.h)]
     replaced = [("the model", model), ("transformer", body), ("lm_head", model.lm_head)]
     refuse_hooks([*replaced, *blocks])
-    layers: list[nn.Module] = [Embedding(body.wte, body.wpe, body.drop)]
-    for block in body.h:
-        layers += [Attention(block), FeedForward(block)]
+    layers: list[nn.Module] = [Embedding(body)]
+    for k, block in enumerate(body.h):
+        layers += [Attention(f"h.{k}", block), FeedForward(f"h.{k}", block)]
     return [*layers, Head(body.ln_f, model.lm_head)]
 
 

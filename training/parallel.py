@@ -5,6 +5,8 @@ ddp        a whole model per rank             Replicated
 fsdp       a shard of every layer per rank    Sharded        data_parallel/fsdp.py
 pipeline   some of the layers per rank        Staged         pipeline/process.py
 model      the same, one micro-batch          Staged
+tensor     a part of every matrix per rank    Staged         tensor_parallel/gpt2.py
+3d         dp x pp x tp ranks                 Staged, or Sharded where --zero is 3
 """
 
 from __future__ import annotations
@@ -18,18 +20,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
+from data_parallel.gradients import group_parameters
+from data_parallel.sharded_optimizer import ShardedOptimizer
 from pipeline.microbatch import MicroBatches
 from pipeline.partition import balance, measure_costs
 from pipeline.process import ProcessPipe
-from training.checkpoint import Piece, flat_pieces
-from training.generation import Prefix, likeliest, newest_alone
+from runtime.mesh import Axis, Mesh, make_mesh
+from runtime.ranks import Ranks
+from training.checkpoint import Piece, flat_pieces, whole
+from training.generation import Prefix, newest_alone
 from training.launch import World
 from training.layout import LaidOutModel, Plan
 from training.memory import state_bytes
 from training.replicated import Replicated
 from training.task import Step, Task
+from training.tensor import Shared
 
-STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "model")
+STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "model", "tensor", "3d")
+_BUCKET = 4 << 20  # bytes of gradients that are summed together
 
 
 def lay_out(
@@ -42,69 +50,108 @@ def lay_out(
     """
     if args.strategy in ("single", "ddp"):
         return Replicated(task, world, plan)
-    if args.strategy == "fsdp":
-        return Sharded(task, world, plan, args.zero)
-    schedule = args.schedule if args.strategy == "pipeline" else "gpipe"
-    num_microbatches = (plan.num_microbatches or 4) if args.strategy == "pipeline" else 1
-    return Staged(task, world, plan, schedule, num_microbatches, args.balance, args.timeout, cut)
+    mesh = make_mesh(args.dp, args.pp, args.tp, args.timeout)
+    if args.zero is not None and (args.strategy == "fsdp" or args.zero == 3):
+        return Sharded(task, world, plan, args.zero, mesh, args.sequence_parallel)
+    num_microbatches = {"model": 1}.get(args.strategy, plan.num_microbatches)
+    if args.pp > 1:
+        num_microbatches = num_microbatches or 4
+    return Staged(
+        task, world, plan, args.schedule or "gpipe", num_microbatches, args.balance, args.timeout,
+        cut, mesh, args.sequence_parallel, bool(args.zero),
+    )  # fmt: skip
 
 
 class Sharded(LaidOutModel):
-    """Parameters, gradients and optimizer state in shards; a part of the batch on each rank."""
+    """Parameters, gradients and optimizer state in shards; a part of the batch on each rank. With a
+    `mesh`, the ranks of its data axis have the shards, of what those of its tensor axis share."""
 
     def __init__(
-        self, task: Task, world: World, plan: Plan, zero: int = 3, share_memory: bool = True
+        self,
+        task: Task,
+        world: World,
+        plan: Plan,
+        zero: int = 3,
+        mesh: Mesh | None = None,
+        sequence_parallel: bool = False,
+        share_memory: bool = True,
     ) -> None:
-        self.task, self.world, self.devices = task, world, [world.device]
-        self.part, self.parts = world.rank, world.world_size
+        mesh = mesh or Mesh(data=everyone(world))
+        self.task, self.world, self.devices, self.mesh = task, world, [world.device], mesh
+        self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
         self.num_microbatches = plan.num_microbatches
         # Autocast would keep a copy of every matrix, whole, until its backward.
         self.compute_dtype = torch.bfloat16 if plan.precision == "bf16" else None
-        model = task.skeleton().to(plan.dtype)
-        layers = task.layers(model)
-        self.layers = nn.Sequential(*layers)
+        self.shared = shared = Shared(
+            task, mesh.tensor, plan.dtype, sequence_parallel, share_memory, plan.recorder
+        )
+        model = shared.model
+        self.layers = nn.Sequential(*shared.layers)
         self.fsdp = FullyShardedDataParallel(
-            layers, plan.make_optimizer,
+            shared.layers, plan.make_optimizer,
             names={t: name for name, t in [*model.named_parameters(), *model.named_buffers()]},
-            init=task.initialize, zero=zero, compute_dtype=self.compute_dtype,
-            device=world.device, share_memory=share_memory, recorder=plan.recorder,
+            init=shared.initialize, zero=zero, compute_dtype=self.compute_dtype,
+            device=world.device, group=mesh.data.group, share_memory=share_memory,
+            recorder=plan.recorder, kind=lambda name: name in shared.parts,
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, ShardOptimizer(self.fsdp))]
+        # A unit is of parameters that are cut, or of such as all ranks have.
+        first_names = [(unit.unit.entries[0].name, unit.shard) for unit in self.fsdp.units]
+        self.counted = [p for name, p in first_names if shared.counted(name)]
+        self.on_all = [p for name, p in first_names if name not in shared.parts]
 
     def backward(self, step: Step) -> Tensor:
         """Gradients are summed over the ranks, so the loss is divided by the global count."""
         count = max(1, step.count)
-        loss = self.fsdp.train_step(step.inputs, step.targets, self.task.loss, 1 / count)
+        inputs = [*map(self.shared.input, step.inputs, step.targets)]
+        loss = self.fsdp.train_step(inputs, step.targets, self.shared.loss, 1 / count)
         self.fsdp.expose_gradients()
-        return loss * count
+        self.shared.sum_gradients(self.on_all)
+        return loss * (count if self.mesh.tensor.rank == 0 else 0)
+
+    def outputs(self, x: Any) -> Tensor | None:
+        """Of this rank's batch."""
+        output = self._forward(x)
+        return None if output is None else self.shared.logits(output)
+
+    def measure(self, x: Any, target: Any) -> Tensor | None:
+        """Of this rank's batch."""
+        x = None if x is None else self.shared.input(x, target, training=False)
+        output = self._forward(x)
+        return None if output is None else self.shared.measure(output, target)
 
     @torch.no_grad()
-    def outputs(self, x: Any) -> Tensor | None:
-        """Of this rank's batch; layers are gathered for it, so all ranks must call."""
+    def _forward(self, x: Any) -> Tensor | None:
+        """Layers are gathered for it, so all ranks must call."""
         self.layers.eval()
-        output = self.fsdp.forward(x)
+        output = cast(Tensor | None, self.fsdp.forward(x))
         self.layers.train()
         return output
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
         """Layers are gathered by all ranks together, whoever needs them."""
         self._some_rank_goes_on(True)
-        return super().next_tokens(ids, prefix, num_tokens)
+        output = self._forward((ids, newest_alone(ids), prefix))
+        assert output is not None
+        return self.shared.likeliest(output, num_tokens)
 
     def end(self) -> None:
         """Takes part in gathering until no rank has sentences left."""
         while self._some_rank_goes_on(False):
-            self.outputs(None)
+            self._forward(None)
 
     def _some_rank_goes_on(self, this_one: bool) -> bool:
         going = torch.tensor(int(this_one), device=self.world.device)
-        if self.world.world_size > 1:
-            dist.all_reduce(going, op=dist.ReduceOp.MAX)
+        if self.mesh.data.size > 1:
+            dist.all_reduce(going, op=dist.ReduceOp.MAX, group=self.mesh.data.group)
         return bool(going)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered parameter by parameter."""
-        return ((name, p.cpu()) for name, p in self.fsdp.gather() if p is not None)
+        """Gathered parameter by parameter, on the ranks that have the first shards."""
+        gathered = ((name, p) for name, p in self.fsdp.gather() if p is not None)
+        for name, p in self.shared.joined(gathered):
+            if self.world.is_main:
+                yield name, p.cpu()
 
     def held(self) -> Iterable[Tensor]:
         """Flat shards, one per unit."""
@@ -113,8 +160,10 @@ class Sharded(LaidOutModel):
     def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
         """A flat shard holds ranges of flattened parameters."""
         (unit,) = (u.unit for u in self.fsdp.units if u.shard is p)
-        found = unit.pieces(self.world.rank, t)
-        return [x for f in found for x in flat_pieces(f.name, f.shape, f.offset, f.tensor)]
+        found = unit.pieces(self.mesh.data.rank, t)
+        return self.shared.pieces(
+            x for f in found for x in flat_pieces(f.name, f.shape, f.offset, f.tensor)
+        )
 
     def loaded(self) -> None:
         """The next forward gathers the new values."""
@@ -143,7 +192,14 @@ class ShardOptimizer:
 
 
 class Staged(LaidOutModel):
-    """The layers in stages, one on each rank; micro-batches flow through them."""
+    """The layers in stages, on the ranks of the mesh's pipeline axis; micro-batches flow through
+    them. Those of its tensor axis share every layer; those of its data axis are replicas, each with
+    a part of the batch, whose gradients are added up.
+
+    Args:
+        mesh: by default a stage on every rank.
+        shard_optimizer: ZeRO 1 over the replicas.
+    """
 
     def __init__(
         self,
@@ -151,62 +207,136 @@ class Staged(LaidOutModel):
         world: World,
         plan: Plan,
         schedule: str = "1f1b",
-        num_microbatches: int = 4,
+        num_microbatches: int | None = 4,
         balance: str = "auto",
         timeout: float = 300.0,
         cut: Sequence[int] | None = None,
+        mesh: Mesh | None = None,
+        sequence_parallel: bool = False,
+        shard_optimizer: bool = False,
         share_memory: bool = True,
     ) -> None:
-        self.task, self.world, self.plan, self.devices = task, world, plan, [world.device]
-        self.num_microbatches, self.schedule = num_microbatches, schedule
-        model = task.skeleton().to(plan.dtype)
-        layers = task.layers(model)
-        if balance != "auto" or cut is None or len(cut) != world.world_size:
-            cut = task.sizes(balance, world.world_size)
-        self.cut = cut or measured_sizes(task, world, plan, model, layers)
+        mesh = mesh or Mesh(pipeline=everyone(world))
+        self.task, self.world, self.plan, self.mesh = task, world, plan, mesh
+        self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
+        self.devices, self.num_microbatches = [world.device], num_microbatches
+        self.schedule = schedule
+        stages = mesh.pipeline.size
+        if balance != "auto" or cut is None or len(cut) != stages:
+            cut = task.sizes(balance, stages)
+        self.cut = cut or measured_sizes(task, world, plan, stages)
+        self.shared = Shared(
+            task, mesh.tensor, plan.dtype, sequence_parallel, share_memory, plan.recorder
+        )
         self.pipe = ProcessPipe(
-            nn.Sequential(*layers), self.cut, world.device, model=model,
-            initialize=task.initialize, recorder=plan.recorder, share_memory=share_memory,
-            timeout=timeout,
+            nn.Sequential(*self.shared.layers), self.cut, world.device, mesh.pipeline.group,
+            model=self.shared.model, initialize=self.shared.initialize, recorder=plan.recorder,
+            share_memory=share_memory, timeout=timeout,
         )  # fmt: skip
-        self.description = f"layers per stage: {' | '.join(map(str, self.cut))}"
-        self.optimizers = [plan.make_optimizer(self.pipe.parameters())]
-        plan.timeline.watch(self.optimizers[0])
-        self.counted = list(self.pipe.owned_parameters().values())
+        self.replicas = Ranks(mesh.data.group, share_memory, plan.recorder)
+        if stages > 1:
+            self.description = f"layers per stage: {' | '.join(map(str, self.cut))}"
+        mine = self.pipe.named_parameters()
+        owned = self.pipe.owned_parameters().keys()
+        self.on_all = [p for name, p in mine.items() if name not in self.shared.parts]
+        self.sharded: ShardedOptimizer | None = None
+        if shard_optimizer and self.parts > 1:
+
+            def kind(name: str) -> tuple[bool, str | None]:
+                # A tied parameter by itself, so that every stage that has it cuts it alike.
+                tied = name if len(self.pipe.users(name)) > 1 else None
+                return name in owned and self.shared.counted(name), tied
+
+            self.sharded = ShardedOptimizer(mine, plan.make_optimizer, self.replicas, kind)
+            self.optimizers = [cast(torch.optim.Optimizer, self.sharded)]
+            self.counted = [p for (counts, _), p in self.sharded.shards.items() if counts]
+            plan.timeline.watch(self.sharded.optimizer)
+        else:
+            self.optimizers = [plan.make_optimizer(mine.values())]
+            # Every replica has all of the gradient: each counts a part of its norm.
+            counts = [p for name, p in mine.items() if name in owned and self.shared.counted(name)]
+            self.counted = counts[self.part :: self.parts]
+            plan.timeline.watch(self.optimizers[0])
 
     def backward(self, step: Step) -> Tensor:
-        """All ranks get the loss; the first counts it."""
+        """All ranks of a replica get its loss; the first counts it."""
         count = max(1, step.count)
-        with self.plan.autocast(self.devices[0]):
-            loss = self.pipe.train_step(
-                MicroBatches(step.inputs), MicroBatches(step.targets), self.task.loss,
-                self.schedule or "gpipe", scale=1 / count,
-            )  # fmt: skip
-        return loss.detach() * (count if self.world.is_main else 0)
+        loss = torch.zeros((), dtype=torch.float64, device=self.devices[0])
+        if step.inputs:
+            inputs = map(self.shared.input, step.inputs, step.targets)
+            with self.plan.autocast(self.devices[0]):
+                loss = self.pipe.train_step(
+                    MicroBatches(inputs), MicroBatches(step.targets), self.shared.loss,
+                    self.schedule or "gpipe", scale=1 / count,
+                )  # fmt: skip
+        self.shared.sum_gradients(self.on_all)
+        if self.sharded is not None:
+            self.sharded.reduce()
+        elif self.parts > 1:
+            sum_over_replicas(self.pipe.parameters(), self.replicas)
+        first = self.mesh.pipeline.rank == self.mesh.tensor.rank == 0
+        return loss.detach() * (count if first else 0)
 
     def outputs(self, x: Any) -> Tensor | None:
-        """The last rank sees them."""
+        """The last stage sees them."""
+        output = None if x is None else self._eval(x)
+        return None if output is None else self.shared.logits(output)
+
+    def measure(self, x: Any, target: Any) -> Tensor | None:
+        """By the last stage."""
+        if x is None:  # this replica has no batch left
+            return None
+        output = self._eval(self.shared.input(x, target, training=False))
+        return None if output is None else self.shared.measure(output, target)
+
+    def _eval(self, x: Any, beside: Any = None) -> Tensor | None:
         with self.plan.autocast(self.devices[0]):
-            _, output = self.pipe.eval(x)
-        return output
+            _, output = self.pipe.eval(x, beside=beside)
+        return cast(Tensor | None, output)
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
-        """The last rank has the logits; each keeps the cache of its own layers."""
-        with self.plan.autocast(self.devices[0]):
-            _, logits = self.pipe.eval((ids, newest_alone(ids)), beside=prefix)
-        tokens = None if logits is None else likeliest(logits, num_tokens)
+        """The last stage has the logits; each rank keeps the cache of its own layers and heads."""
+        logits = self._eval((ids, newest_alone(ids)), beside=prefix)
+        tokens = None if logits is None else self.shared.likeliest(logits, num_tokens)
         return self.pipe.from_last(tokens)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Sent to rank 0 one at a time."""
-        return gather_on_main(self.world, self.pipe.owned_parameters())
+        """Of the first replica: joined, and sent to rank 0, one at a time."""
+        if self.part == 0:
+            owned = self.pipe.owned_parameters()
+            yield from gather_on_main(self.world, self.mesh, self.shared, owned)
+
+    def held(self) -> Iterable[Tensor]:
+        """The parameters of this stage, or shards of them."""
+        if self.sharded is None:
+            return self.pipe.parameters()
+        return self.sharded.shards.values()
+
+    def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
+        """Of the whole parameters, what `t` has."""
+        if self.sharded is None:
+            return self.shared.pieces([whole(self._names[p], t)])
+        return self.shared.pieces(
+            x
+            for f in self.sharded.pieces(p, t)
+            for x in flat_pieces(f.name, f.shape, f.offset, f.tensor)
+        )
+
+    def loaded(self) -> None:
+        """All ranks get the new values."""
+        if self.sharded is not None:
+            self.sharded.publish()
+
+    @property
+    def _names(self) -> dict[Tensor, str]:
+        return {p: name for name, p in self.pipe.named_parameters().items()}
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Those of this stage; a tied one has a copy on every stage that uses it."""
-        return dict(self.pipe.named_parameters())
+        return self.shared.names(self.pipe.named_parameters())
 
     def state_bytes(self) -> dict[str, int]:
-        """Of this stage."""
+        """Of this rank."""
         return state_bytes(self.pipe.parameters(), self.optimizers)
 
     def close(self) -> None:
@@ -214,19 +344,34 @@ class Staged(LaidOutModel):
         self.pipe.close()
 
 
-def measured_sizes(
-    task: Task, world: World, plan: Plan, model: nn.Module, layers: Sequence[nn.Module]
-) -> list[int]:
+def everyone(world: World) -> Axis:
+    """All ranks, on one axis."""
+    group = dist.group.WORLD if world.world_size > 1 else None
+    return Axis(world.rank, world.world_size, group)
+
+
+def sum_over_replicas(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """Replaces every gradient by its sum over the ranks, in buckets. A rank without one adds 0."""
+    for bucket in group_parameters([p for p in parameters if p.requires_grad], _BUCKET):
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        total = ranks.all_reduce(torch.cat([g.flatten() for g in gradients]))
+        for p, part in zip(bucket, total.split([p.numel() for p in bucket]), strict=True):
+            p.grad = part.view_as(p)
+
+
+def measured_sizes(task: Task, world: World, plan: Plan, num_stages: int) -> list[int]:
     """Layers per stage. Rank 0 measures them, one at a time, on a micro-batch, and tells all."""
+    if num_stages == 1:
+        return [len(task.layers(task.skeleton()))]
     sizes: list[Any] = [None]
     if world.is_main:
         step = next(task.steps(0, 0, 1, plan.num_microbatches or 4))
-        filled = cast(Sequence[nn.Module], _OneAtATime(task, world.device, model, layers))
+        filled = cast(Sequence[nn.Module], _OneAtATime(task, world.device, plan.dtype))
         with plan.autocast(world.device):
             costs = measure_costs(
                 filled, step.inputs[0], lambda output: task.loss(output, step.targets[0])
             )
-        sizes = [balance(costs, world.world_size)]
+        sizes = [balance(costs, num_stages)]
     if world.world_size > 1:
         dist.broadcast_object_list(sizes, 0)
     return sizes[0]
@@ -235,10 +380,9 @@ def measured_sizes(
 class _OneAtATime:
     """Layers without memory, of which each is given memory and values while it is looked at."""
 
-    def __init__(
-        self, task: Task, device: torch.device, model: nn.Module, layers: Sequence[nn.Module]
-    ) -> None:
-        self.task, self.device, self.layers = task, device, layers
+    def __init__(self, task: Task, device: torch.device, dtype: torch.dtype) -> None:
+        model = task.skeleton().to(dtype)
+        self.task, self.device, self.layers = task, device, task.layers(model)
         self.names = {p: name for name, p in model.named_parameters()}
 
     def __len__(self) -> int:
@@ -252,18 +396,30 @@ class _OneAtATime:
             yield filled
 
 
-def gather_on_main(world: World, mine: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of all ranks and their names on rank 0, in the CPU's memory, sent one at a time;
-    nothing on the others."""
-    shapes: list[Any] = [None] * world.world_size
-    dist.all_gather_object(shapes, [(n, tuple(p.shape), p.dtype) for n, p in mine.items()])
-    for rank, theirs in enumerate(shapes):
+def gather_on_main(
+    world: World, mesh: Mesh, shared: Shared, mine: dict[str, nn.Parameter]
+) -> Iterator[tuple[str, Tensor]]:
+    """The whole parameters of all stages and their names on rank 0, in the CPU's memory, sent one
+    at a time; nothing on the others. The ranks of a replica call it together."""
+    joined = shared.joined(mine.items())
+    stages = mesh.pipeline
+    if stages.size == 1:
+        yield from ((name, p.cpu()) for name, p in joined if world.is_main)
+        return
+    shapes: list[Any] = [None] * stages.size
+    parts = shared.parts
+    own = [(n, parts[n].shape if n in parts else tuple(p.shape), p.dtype) for n, p in mine.items()]
+    dist.all_gather_object(shapes, own, stages.group)
+    for stage, theirs in enumerate(shapes):
         for name, shape, dtype in theirs:
-            if world.rank == rank == 0:
-                yield name, mine[name].detach().cpu()
+            p = next(joined)[1] if stage == stages.rank else None
+            if mesh.tensor.rank > 0:
+                continue
+            if p is not None and world.is_main:
+                yield name, p.cpu()
+            elif p is not None:
+                dist.send(p.contiguous(), 0)
             elif world.is_main:
                 received = torch.empty(shape, dtype=dtype, device=world.device)
-                dist.recv(received, rank)
+                dist.recv(received, stage * mesh.tensor.size)
                 yield name, received.cpu()
-            elif world.rank == rank:
-                dist.send(mine[name].detach().contiguous(), 0)

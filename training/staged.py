@@ -169,7 +169,7 @@ class BlocksInThreads(_InOneProcess):
         plan.timeline.watch(self.optimizers[0], 0)
 
     def _logits(self, x: Any) -> Tensor:
-        ids, weights = x
+        ids, weights, *_ = x
         hidden = self.module.transformer(input_ids=ids, use_cache=False)[0]  # B T C
         return self.module.lm_head(hidden[weights.to(hidden.device) != 0])  # N V
 

@@ -57,6 +57,7 @@ MAX_VOCAB = 4096  # tokens that BPE may learn where --vocab_size does not say
 EVAL_BATCH = 64
 CPU_POSITIONS = 384  # of a micro-batch at most; docs/log.md has what was tried
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apart
 SHOWN = 3  # translations at the end of a run
 
 
@@ -130,14 +131,16 @@ class TranslationTask:
             sum(self.num_targets[i] for i in order[k : k + size])
             for k in range(start * size, n, size)
         ]
+        drop = stream(self.args.seed, "dropout", epoch)
         loader = partition_dataset(
-            part, parts, self.examples["train"], size, partial(self._collate, num_microbatches),
-            seed=seed, key=None if self.length else _length, start=start,
+            part, parts, self.examples["train"], size,
+            partial(self._collate, num_microbatches, drop), seed=seed,
+            key=None if self.length else _length, start=start,
         )  # fmt: skip
         nothing: Any = ([], [])  # for a rank that gets none of the last, smaller batch
         for count, (mine, batches) in zip_longest(counts, loader, fillvalue=nothing):
             yield Step(
-                inputs=[(b["input_ids"], b["label_token_weights"]) for b in batches],
+                inputs=[(b["input_ids"], b["label_token_weights"], b["keys"]) for b in batches],
                 targets=[(b["labels"], b["label_token_weights"]) for b in batches],
                 count=count,
                 examples=len(mine),
@@ -145,10 +148,16 @@ class TranslationTask:
                 tokens=sum(max(0, len(e.ids) - 1) for e in mine),
             )
 
-    def _collate(self, num_microbatches: int | None, mine: list[Encoded]) -> Any:
-        """A rank's part of a global batch, and its micro-batches."""
+    def _collate(self, num_microbatches: int | None, drop: int, mine: list[Encoded]) -> Any:
+        """A rank's part of a global batch, and its micro-batches. By its `keys`, which `drop` makes
+        those of this epoch, an example's activations are dropped; see runtime/dropout.py."""
         parts = self._cut(mine, num_microbatches)
-        return mine, [self._batch(part) for part in parts]
+        return mine, [self._batch(part) | {"keys": self._keys(part, drop)} for part in parts]
+
+    def _keys(self, examples: Sequence[Encoded], drop: int) -> Tensor:
+        """[B], int64."""
+        keys = [(drop + SPREAD * example.number) % 2**63 for example in examples]
+        return torch.tensor(keys, dtype=torch.long, device=self.device)
 
     def _batch(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
         args = self.args

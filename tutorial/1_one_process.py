@@ -60,10 +60,10 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU("tanh"), nn.Linear(4 * C, C))
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.c_attn(self.ln_1(x)).view(-1, T, 3, H, C // H)
+        qkv = self.c_attn(self.ln_1(x)).unflatten(-1, (3, -1, C // H))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, C/H)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.c_proj(a.transpose(1, 2).reshape(x.shape))  # (B, T, C): heads side by side
+        x = x + self.c_proj(a.transpose(1, 2).flatten(2))  # (B, T, C): heads side by side
         return x + self.mlp(self.ln_2(x))
 
 

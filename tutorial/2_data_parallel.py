@@ -30,17 +30,17 @@ one = importlib.import_module("1_one_process")  # a name that begins with a digi
 W = 2  # world size: how many ranks
 
 
-def launch(main: Callable[[int], None]) -> None:
-    """Runs main(rank) in W new processes. The store is where they find each other's addresses."""
+def launch(main: Callable[[int], None], ranks: int = W) -> None:
+    """Runs main(rank) in new processes. The store is where they find each other's addresses."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # 0: a free port
-    mp.spawn(run_rank, args=(main, store.port), nprocs=W)
+    mp.spawn(run_rank, args=(main, ranks, store.port), nprocs=ranks)
 
 
-def run_rank(rank: int, main: Callable[[int], None], port: int) -> None:
+def run_rank(rank: int, main: Callable[[int], None], ranks: int, port: int) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = loopback  # messages stay on this machine
     store = dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=W)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     torch.set_num_threads(1)  # a core per process
     main(rank)
     dist.barrier()  # nobody hangs up while another is still talking

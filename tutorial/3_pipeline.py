@@ -49,36 +49,38 @@ def one_f_one_b() -> Schedule:
     return schedule
 
 
-def receive(source: int) -> Tensor:
-    """Activations or their gradients: one micro-batch, (B/M, T, C)."""
-    x = torch.empty(one.B // M, one.T, one.C, dtype=torch.float64)
+def receive(source: int, rows: int) -> Tensor:
+    """Activations or their gradients of one micro-batch, (rows, T, C)."""
+    x = torch.empty(rows, one.T, one.C, dtype=torch.float64)
     dist.recv(x, source)
     return x
 
 
 def run_step(
-    layers: nn.Module, rank: int, schedule: Schedule, inputs: Tensor, targets: Tensor
-) -> Tensor:
-    """Leaves gradients in this stage's parameters; returns the loss, if it is the last stage."""
-    first, last = rank == 0, rank == W - 1
+    layers: nn.Module, stage: int, schedule: Schedule, inputs: Tensor, targets: Tensor,
+    before: int, after: int,
+) -> Tensor:  # fmt: skip
+    """Leaves gradients in this stage's parameters; returns the loss, if it is the last stage.
+    `before` and `after` are the ranks that have the stages beside it."""
+    first, last, rows = stage == 0, stage == W - 1, len(inputs) // M
     graphs = {}  # per micro-batch between its F and its B: where its graph begins and ends
     sent = []  # isend, not send: two stages that both wait to be heard would wait for ever
     total = torch.zeros((), dtype=torch.float64)
-    for kind, i in schedule[rank]:
+    for kind, i in schedule[stage]:
         if kind == "F":
-            x = inputs.chunk(M)[i] if first else receive(rank - 1).requires_grad_()
+            x = inputs.chunk(M)[i] if first else receive(before, rows).requires_grad_()
             y = layers(x)
             if last:
                 y = one.loss_of(y, targets.chunk(M)[i]) / M  # the M parts add up to the mean
                 total += y.detach()
             else:
-                sent.append(dist.isend(y.detach(), rank + 1))
+                sent.append(dist.isend(y.detach(), after))
             graphs[i] = x, y
         else:
             x, y = graphs.pop(i)  # with it go the activations
-            y.backward(None if last else receive(rank + 1))
+            y.backward(None if last else receive(after, rows))
             if not first:
-                sent.append(dist.isend(x.grad, rank - 1))
+                sent.append(dist.isend(x.grad, before))
     for work in sent:
         work.wait()
     return total
@@ -96,7 +98,8 @@ def train(rank: int, schedule: Schedule) -> list[float]:
     for step in range(one.STEPS):
         optimizer.zero_grad()
         inputs, targets = one.get_batch(text, step)
-        losses.append(run_step(layers, rank, schedule, inputs, targets).item())
+        loss = run_step(layers, rank, schedule, inputs, targets, rank - 1, rank + 1)
+        losses.append(loss.item())
         dist.all_reduce(tied.grad)  # each stage has one summand (more stages: a group of two)
         optimizer.step()
     return losses

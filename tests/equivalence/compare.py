@@ -197,7 +197,7 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
     if row.beside == "one process":
         worst = compare(found, like(found, reference), reference)
     else:
-        bound, failure = 0.0, idle(row, world, dtype, found, reference)
+        bound = 0.0
         again = trained if row.beside == "second run" else interrupted
         worst = compare(found, again(row, world, dtype, n_steps), reference)
     by_rank = gather_over_ranks((worst, held(found, reference)), world)
@@ -216,17 +216,6 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
     return Result(
         row.name, n_steps, bound, **worst, failure=failure, seconds=time.perf_counter() - begin
     )
-
-
-def idle(
-    row: Row, world: World, dtype: torch.dtype, found: Trajectory, reference: Reference
-) -> str:
-    """Whether dropout does nothing: then the same bits say little."""
-    if found.losses == reference.losses:
-        return "dropout changes nothing"
-    if trained(row, world, dtype, 1, seed=1).losses[0] == found.losses[0]:
-        return "the seed of dropout changes nothing"
-    return ""
 
 
 def like(found: Trajectory, reference: Reference) -> Trajectory:

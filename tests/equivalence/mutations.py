@@ -19,15 +19,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
+from data_parallel.sharded_optimizer import ShardedOptimizer
 from pipeline import autograd, dataflow, pipe
 from pipeline.delivery import gradients_by_stage
 from pipeline.neighbours import Neighbours
+from runtime.ranks import Ranks
 from runtime.shared_memory import SharedBuffers, sum_into
+from tensor_parallel import collectives, layers, loss
+from tensor_parallel.gpt2 import Part
 from tests.equivalence import problems
-from training import optimization
+from training import model, optimization, parallel
 from training.model import loss_of_targets
 from training.replicated import Replicated
 from training.task import Step
+from training.tensor import Shared
 
 MUTATIONS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
 
@@ -196,6 +201,13 @@ def gradients_are_kept() -> Iterator[None]:
 
 
 @mutation
+def dropout_is_drawn() -> Iterator[None]:
+    """Masks come from the rank's generator, and depend on which examples it has."""
+    with patch.object(model, "_keys", lambda _: None):
+        yield
+
+
+@mutation
 def dropout_is_not_seeded() -> Iterator[None]:
     """Every run goes on with the random numbers that the last one left."""
     with patch.object(torch, "manual_seed", lambda _: None):
@@ -222,4 +234,155 @@ def a_piece_is_not_held() -> Iterator[None]:
         return {k: v for k, v in found.items() if k not in first}
 
     with patch.object(compare, "rectangles", fewer):
+        yield
+
+
+# Tensor parallelism: one for every collective, and what goes wrong around them
+
+
+class _Mute:
+    """Ranks that say nothing: each has its own part of what is to be summed."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        return lambda: x
+
+    def start_reduce_scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        return lambda: self._ranks.part_of(x, dim).clone()
+
+
+def _mute(function: Any, way: str) -> Any:
+    """`function`, forward or backward, without its sums."""
+    wrapped = getattr(function, way)
+
+    def muted(ctx: Any, *args: Any) -> Any:
+        if way == "forward":
+            return wrapped(ctx, args[0], _Mute(args[1]), *args[2:])
+        ctx.ranks = _Mute(ctx.ranks)
+        return wrapped(ctx, *args)
+
+    return patch.object(function, way, staticmethod(muted))
+
+
+@mutation
+def a_gradient_of_the_head_is_not_summed() -> Iterator[None]:
+    with _mute(collectives._Replicate, "backward"):
+        yield
+
+
+@mutation
+def a_gradient_between_matrices_is_not_summed() -> Iterator[None]:
+    with _mute(layers._Columns, "backward"):
+        yield
+
+
+@mutation
+def a_row_parallel_product_is_not_summed() -> Iterator[None]:
+    with _mute(collectives._AddUp, "forward"):
+        yield
+
+
+@mutation
+def a_part_of_the_sequence_is_not_summed() -> Iterator[None]:
+    with _mute(collectives._Scatter, "forward"):
+        yield
+
+
+@mutation
+def a_gradient_of_gathered_positions_is_not_summed() -> Iterator[None]:
+    with _mute(collectives._Gather, "backward"):
+        yield
+
+
+@mutation
+def a_gradient_of_scattered_positions_is_not_gathered() -> Iterator[None]:
+    """Every rank takes its own in the place of all."""
+
+    def own(ctx: Any, dy: Tensor) -> Any:
+        return torch.cat([dy] * ctx.ranks.size, ctx.dim), None, None
+
+    with patch.object(collectives._Scatter, "backward", staticmethod(own)):
+        yield
+
+
+@mutation
+def a_softmax_is_of_a_part_of_the_vocabulary() -> Iterator[None]:
+    of = loss._Chunk.of
+
+    def wrong(*args: Any) -> Any:
+        chunk = of(*args)
+        own = chunk.largest + chunk.exps.sum(-1).log()
+        return chunk._replace(log_sum=own, losses=own - chunk.at_label)
+
+    with patch.object(loss._Chunk, "of", wrong):
+        yield
+
+
+@mutation
+def a_bias_is_added_by_every_rank() -> Iterator[None]:
+    forward = layers.RowParallelLinear.forward
+
+    def wrong(self: layers.RowParallelLinear, x: Tensor) -> Tensor:
+        return forward(self, x) + (self.ranks.size - 1) * self.bias
+
+    with patch.object(layers.RowParallelLinear, "forward", wrong):
+        yield
+
+
+@mutation
+def queries_keys_and_values_are_cut_as_one_matrix() -> Iterator[None]:
+    """Rank 0 of 2 has all of q and half of k."""
+
+    def ranges(self: Part) -> list[tuple[int, int]]:
+        length = -(-self.shape[self.dim] // self.size)
+        start = self.rank * length
+        return [(start, min(length, self.shape[self.dim] - start))]
+
+    with patch.object(Part, "ranges", property(ranges)):
+        yield
+
+
+@mutation
+def norms_keep_the_gradient_of_their_positions() -> Iterator[None]:
+    """With sequence parallelism, what all ranks have is not summed."""
+    with patch.object(Shared, "sum_gradients", lambda *_: None):
+        yield
+
+
+@mutation
+def all_ranks_count_what_all_have() -> Iterator[None]:
+    """Where gradients are clipped."""
+    with patch.object(Shared, "counted", lambda *_: True):
+        yield
+
+
+@mutation
+def replicas_keep_their_gradients() -> Iterator[None]:
+    with (
+        patch.object(parallel, "sum_over_replicas", lambda *_: None),
+        patch.object(ShardedOptimizer, "reduce", _reduce_nothing),
+    ):
+        yield
+
+
+def _reduce_nothing(self: ShardedOptimizer) -> None:
+    self.ranks, ranks = _Mute(self.ranks), self.ranks  # type: ignore[assignment]
+    _reduce(self)
+    self.ranks = ranks
+
+
+_reduce = ShardedOptimizer.reduce
+
+
+@mutation
+def a_shard_is_not_handed_to_the_others() -> Iterator[None]:
+    with patch.object(ShardedOptimizer, "publish", lambda _: None):
         yield

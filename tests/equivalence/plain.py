@@ -21,12 +21,15 @@ from tests.equivalence.problems import (
     DECAY,
     EPS,
     LEARNING_RATE,
+    SEED,
     WARMUP,
     Noise,
     Problem,
     Sentences,
 )
 from training.launch import World
+from training.model import gpt2_layers
+from training.seeds import stream
 from training.vgg import vgg16
 
 
@@ -57,9 +60,9 @@ def plain(problem: Problem, n_steps: int, dtype: torch.dtype) -> Reference:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     found = Reference()
-    batches = (batch for epoch in count() for batch in problem.batches(epoch))
-    for batch in islice(batches, n_steps):
-        loss = mean_loss(problem, model, batch)
+    batches = ((epoch, batch) for epoch in count() for batch in problem.batches(epoch))
+    for epoch, batch in islice(batches, n_steps):
+        loss = mean_loss(problem, model, batch, task, epoch)
         optimizer.zero_grad()
         loss.backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -80,8 +83,11 @@ def rate(step: int) -> float:
     return math.cos(math.pi / 2 * (step - WARMUP) / (DECAY - WARMUP)) ** 2
 
 
-def mean_loss(problem: Problem, model: Any, batch: list[int]) -> Tensor:
-    """The mean loss of the examples with these numbers; NaN where they have no target."""
+def mean_loss(problem: Problem, model: Any, batch: list[int], task: Any, epoch: int) -> Tensor:
+    """The mean loss of the examples with these numbers; NaN where they have no target.
+
+    Dropout is not transformers' own, which draws, but that of the layers that every layout runs.
+    """
     if isinstance(problem, Noise):
         pictures = problem.examples()
         x = pictures.images[batch].to(next(model.parameters()).dtype) / 63.75 - 2
@@ -93,6 +99,12 @@ def mean_loss(problem: Problem, model: Any, batch: list[int]) -> Tensor:
     for row, example in enumerate(examples):
         ids[row, : len(example.ids)] = torch.tensor(example.ids)
         weights[row, example.num_source : len(example.ids)] = 1
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    if problem.dropout:
+        keys = task._keys(examples, stream(SEED, "dropout", epoch))
+        logits = nn.Sequential(*gpt2_layers(model))(
+            (ids[:, :-1], torch.ones_like(ids[:, 1:]), keys)
+        )
+    else:
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits.flatten(0, 1)
+    losses = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
     return losses[weights[:, 1:].flatten() != 0].mean()

@@ -8,6 +8,7 @@ it trains.
 Names begin with the layout and the number of its ranks or stages:
 
     single     one process                    threads    stages in threads
+    mesh       dp x pp x tp ranks
     ddp        the whole model on each rank   module     a Pipe as a plain nn.Module
     fsdp       shards                         blocks     the course's GPT2LMHeadModelParallel
     pipeline   stages, one on each rank
@@ -16,13 +17,14 @@ Names begin with the layout and the number of its ranks or stages:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from runtime.mesh import Mesh, make_mesh
 from tests.equivalence.problems import Noise, Problem, Sentences
 from training.launch import World
 from training.layout import LaidOutModel, Plan
@@ -36,6 +38,7 @@ Cut = tuple[int, ...]  # layers per stage
 
 SCHEDULES = ("gpipe", "1f1b", "zb")
 EQUAL: tuple[Cut, ...] = ((8,), (3, 5), (3, 2, 3))  # of the eight layers of three blocks
+UNEVEN = {1: (8,), 2: (3, 5), 4: (1, 3, 3, 1), 8: (1,) * 8}
 VGG: tuple[Cut, ...] = ((16,), (7, 9), (4, 5, 7))
 BUCKET = 8 << 10  # bytes: several buckets even of these models
 
@@ -74,6 +77,34 @@ def sharded(zero: int = 3, **how: Any) -> Build:
 def staged(cut: Cut, schedule: str, m: int, **how: Any) -> Build:
     """A rank per stage, m micro-batches."""
     return partial(Staged, schedule=schedule, num_microbatches=m, cut=cut, **how)
+
+
+def mesh(
+    dp: int,
+    pp: int,
+    tp: int,
+    schedule: str = "1f1b",
+    sequence_parallel: bool = False,
+    zero: int | None = None,
+    **how: Any,
+) -> Build:
+    """dp x pp x tp ranks, layers cut unevenly."""
+
+    def build(task: Task, world: World, plan: Plan) -> LaidOutModel:
+        places = _mesh(dp, pp, tp)
+        if zero == 3:
+            return Sharded(task, world, plan, 3, places, sequence_parallel, **how)
+        return Staged(
+            task, world, plan, schedule, plan.num_microbatches, cut=UNEVEN[pp], mesh=places,
+            sequence_parallel=sequence_parallel, shard_optimizer=zero == 1, **how,
+        )  # fmt: skip
+
+    return build
+
+
+@cache
+def _mesh(dp: int, pp: int, tp: int) -> Mesh:
+    return make_mesh(dp, pp, tp, 60.0)
 
 
 def threads(cut: Cut | int, schedule: str, m: int) -> Build:
@@ -221,6 +252,49 @@ def _stages() -> Iterator[Row]:
     yield Row("blocks2-odd", 1, blocks(2, 3), ODD)
 
 
+def _meshes() -> Iterator[Row]:
+    """Every way to lay 2, 4 and 8 ranks out in three dimensions. The last batch is smaller, the
+    vocabulary has no divisor, and dropout is on."""
+    problem = Sentences(
+        22, n_layer=3, n_head=8, vocabulary=67, dropout=0.1, max_grad_norm=1.0, positions=40
+    )
+    layouts = [
+        (dp, pp, tp)
+        for W in (2, 4, 8)
+        for dp in (1, 2, 4, 8)
+        for pp in (1, 2, 4, 8)
+        for tp in (1, 2, 4, 8)
+        if dp * pp * tp == W
+    ]
+    for dp, pp, tp in layouts:
+        W, m = dp * pp * tp, 3 if pp > 1 else None
+        name = f"mesh{W}-{dp}x{pp}x{tp}"
+        yield Row(name, W, mesh(dp, pp, tp), problem, m)
+        if tp > 1:
+            yield Row(f"{name}-sequence", W, mesh(dp, pp, tp, sequence_parallel=True), problem, m)
+        if dp > 1:
+            yield Row(f"{name}-zero1", W, mesh(dp, pp, tp, zero=1), problem, m)
+        if dp > 1 and pp == 1 and tp > 1:
+            build = mesh(dp, pp, tp, sequence_parallel=True, zero=3)
+            yield Row(f"{name}-sequence-zero3", W, build, problem, m)
+    odd = replace(ODD, n_head=4)
+    yield Row("mesh2-1x1x2-odd", 2, mesh(1, 1, 2), odd, 2)
+    yield Row("mesh2-1x1x2-gloo", 2, mesh(1, 1, 2, share_memory=False), problem)
+    yield Row("mesh2-1x1x2-untied", 2, mesh(1, 1, 2), replace(problem, tied=False))
+    yield Row(
+        "mesh3-1x1x3",
+        3,
+        mesh(1, 1, 3, sequence_parallel=True),
+        replace(problem, n_head=3, n_embd=24),
+    )
+    yield Row("mesh4-2x1x2-none_left", 4, mesh(2, 1, 2), Sentences(9, 8, n_head=4), 100)
+    yield Row("mesh4-1x2x2-odd", 4, mesh(1, 2, 2, sequence_parallel=True), odd, 2)
+    yield Row("mesh4-1x2x2-zb", 4, mesh(1, 2, 2, "zb"), problem, 3)
+    yield Row("mesh4-2x2x1-zero1-resumed", 4, mesh(2, 2, 1, zero=1), problem, 2, "resumed run")
+    yield Row("mesh4-1x2x2-resumed", 4, mesh(1, 2, 2), problem, 2, "resumed run")
+    yield Row("mesh4-1x2x2-twice", 4, mesh(1, 2, 2), problem, 2, "second run")
+
+
 def _same_bits() -> Iterator[Row]:
     """Dropout on: no race of threads or ranks may show, and no interruption."""
     problem = Sentences(11, n_layer=3, dropout=0.1)
@@ -235,11 +309,13 @@ def _same_bits() -> Iterator[Row]:
         "blocks3": (1, blocks(3, 3)),
     }
     for name, (ranks, build) in builds.items():
+        if name != "blocks3":  # whose dropout is transformers' own, and draws
+            yield Row(f"{name}-dropout", ranks, build, problem, 2)
         yield Row(f"{name}-twice", ranks, build, problem, 2, "second run")
         yield Row(f"{name}-resumed", ranks, build, problem, 2, "resumed run")
 
 
-TABLE: tuple[Row, ...] = (*_whole_models(), *_shards(), *_stages(), *_same_bits())
+TABLE: tuple[Row, ...] = (*_whole_models(), *_shards(), *_stages(), *_meshes(), *_same_bits())
 
 
 def find(name: str) -> Row:

@@ -71,7 +71,11 @@ SHORT = (
     "fsdp2-zero3-gloo", "fsdp2-zero2-vgg16", "fsdp2-zero3-twice", "fsdp2-zero1-resumed",
     "pipeline2-gpipe-m3", "pipeline2-1f1b-m8", "pipeline2-zb-untied", "pipeline2-zb-vgg16",
     "pipeline2-1f1b-twice", "pipeline2-zb-resumed",
-    "ddp3-overlap-none_left", "fsdp3-zero3-none_left", "pipeline3-zb-gloo",
+    "ddp3-overlap-none_left", "fsdp3-zero3-none_left", "pipeline3-zb-gloo", "single-dropout",
+    "threads3-1f1b-dropout", "ddp2-overlap-dropout", "fsdp2-zero3-dropout", "pipeline2-zb-dropout",
+    "mesh2-1x1x2", "mesh2-1x1x2-sequence", "mesh2-1x1x2-odd", "mesh2-1x1x2-gloo", "mesh2-2x1x1",
+    "mesh2-2x1x1-zero1", "mesh3-1x1x3", "mesh4-1x2x2", "mesh4-2x1x2-sequence-zero3",
+    "mesh4-1x2x2-sequence", "mesh4-2x2x1-zero1-resumed", "mesh4-1x2x2-resumed",
 )  # fmt: skip
 
 
@@ -86,8 +90,10 @@ def test_the_short_form_has_every_layout_and_schedule() -> None:
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_a_layout_is_one_process(ranks: Ranks, three_ranks: Ranks, name: str) -> None:
-    world = {1: None, 2: ranks, 3: three_ranks}[find(name).ranks]
+def test_a_layout_is_one_process(
+    ranks: Ranks, three_ranks: Ranks, four_ranks: Ranks, name: str
+) -> None:
+    world = {1: None, 2: ranks, 3: three_ranks, 4: four_ranks}[find(name).ranks]
     assert failures(world, [name]) == [""]
 
 
@@ -131,9 +137,20 @@ RED: list[tuple[str, list[str]]] = [
     ("a_rank_keeps_its_part_of_a_tied_gradient", ["pipeline2-1f1b-m3", "pipeline2-zb-m3"]),
     ("gradients_are_kept", ["ddp2-flat-even", "ddp2-per_parameter-even"]),
     ("gradients_are_kept", ["threads2-1f1b-m3", "blocks2-split_size3"]),
-    ("dropout_is_not_seeded", ["ddp2-overlap-twice"]),
-    ("dropout_is_not_seeded", ["threads3-1f1b-twice", "blocks3-twice"]),
-    ("random_states_are_not_restored", ["ddp2-flat-resumed", "fsdp2-zero3-resumed"]),
+    ("dropout_is_drawn", ["ddp2-overlap-dropout", "pipeline2-zb-dropout", "mesh2-1x1x2"]),
+    ("dropout_is_not_seeded", ["blocks3-twice"]),
+    ("random_states_are_not_restored", ["blocks3-resumed"]),
+    ("a_gradient_of_the_head_is_not_summed", ["mesh2-1x1x2"]),
+    ("a_gradient_between_matrices_is_not_summed", ["mesh2-1x1x2", "mesh2-1x1x2-sequence"]),
+    ("a_row_parallel_product_is_not_summed", ["mesh2-1x1x2"]),
+    ("a_part_of_the_sequence_is_not_summed", ["mesh2-1x1x2-sequence"]),
+    ("a_gradient_of_gathered_positions_is_not_summed", ["mesh2-1x1x2-sequence"]),
+    ("a_gradient_of_scattered_positions_is_not_gathered", ["mesh2-1x1x2-sequence"]),
+    ("a_softmax_is_of_a_part_of_the_vocabulary", ["mesh2-1x1x2", "mesh2-1x1x2-sequence"]),
+    ("a_bias_is_added_by_every_rank", ["mesh2-1x1x2"]),
+    ("queries_keys_and_values_are_cut_as_one_matrix", ["mesh2-1x1x2"]),
+    ("norms_keep_the_gradient_of_their_positions", ["mesh2-1x1x2-sequence"]),
+    ("replicas_keep_their_gradients", ["mesh2-2x1x1", "mesh2-2x1x1-zero1"]),
     ("a_piece_is_not_held", ["ddp2-flat-even", "fsdp2-zero2-m2", "pipeline2-1f1b-m3"]),
     ("a_piece_is_not_held", ["single-one_more"]),
 ]
@@ -143,6 +160,16 @@ RED: list[tuple[str, list[str]]] = [
 def test_broken_code_is_red(ranks: Ranks, mutation: str, names: list[str]) -> None:
     found = failures(ranks if find(names[0]).ranks == 2 else None, names, mutation)
     assert [failure[: len(GRADIENT)] for failure in found] == [GRADIENT] * len(names), found
+
+
+def test_what_shows_in_the_weights_alone_is_red(ranks: Ranks) -> None:
+    """Of the first step the gradients are right."""
+    for mutation, name in (
+        ("all_ranks_count_what_all_have", "mesh2-1x1x2"),
+        ("a_shard_is_not_handed_to_the_others", "mesh2-2x1x1-zero1"),
+    ):
+        (found,) = failures(ranks, [name], mutation)
+        assert found.startswith((GRADIENT, WEIGHT)), found
 
 
 CLIPPED = [f"{how}-clipped" for how in ("ddp2-overlap", "fsdp2-zero3", "pipeline2-1f1b")]

@@ -50,7 +50,7 @@ def test_a_pair_is_source_end_target_end_and_is_cut(tokenizer: Any) -> None:
     whole, n = source + target, len(source)
     for length in (128, n + 1, n, n - 1, n - 2):
         (found,) = encode(PAIRS[:1], tokenizer, "de", "en", length)
-        assert found == Encoded(whole[: length + 1], min(n, length + 1))
+        assert found == Encoded(whole[: length + 1], min(n, length + 1), found.number)
         assert found.num_targets == max(0, min(len(whole), length + 1) - n)
     (other,) = encode(PAIRS[:1], tokenizer, "en", "de", 128)
     assert other == Encoded([*target[:-1], 2, *source[:-1], 1], len(target))
@@ -95,7 +95,7 @@ class Numbered(TranslationTask):
 
 def numbers(step: Step) -> list[list[int]]:
     """The examples of each micro-batch."""
-    return [ids[:, 0].tolist() for ids, _ in step.inputs]
+    return [ids[:, 0].tolist() for ids, *_ in step.inputs]
 
 
 @pytest.mark.parametrize("num_microbatches", [None, 1, 3])

@@ -1,0 +1,102 @@
+"""ZeRO 1 for any layout: every rank updates its part of the parameters, and all get the result.
+
+Problem. In data parallelism every rank keeps the optimizer's state of all parameters, twice their
+size with Adam, and makes the same update as the others.
+
+Idea. The parameters lie end to end in flat tensors. After backward the gradients are summed by a
+reduce-scatter, so each rank gets those of its part only; it updates that part; an all-gather hands
+the new values to all. The bytes are those of one all-reduce. How the gradients came about does not
+matter: this goes with stages and with cut matrices. (fsdp.py also cuts gradients and parameters,
+and runs the layers itself.)
+
+Cost, W ranks, G bytes of parameters: G (W-1)/W sent for gradients and as much for parameters; the
+state of the optimizer is 1/W; while gradients are summed they are held twice.
+
+Paper: Rajbhandari et al., "ZeRO", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data_parallel.sharding import Piece, Unit
+from runtime.ranks import Ranks
+
+
+class ShardedOptimizer:
+    """Parts of flat tensors, and their optimizer. All ranks call the same methods together.
+
+    Args:
+        parameters: of this rank, by name, of one type; the other `ranks` have the same. Their
+            memory moves.
+        make_optimizer: of this rank's parts. It must work element by element, as SGD and AdamW.
+        kind: parameters of different kinds are in different flat tensors.
+
+    Attributes:
+        shards: this rank's part of each flat tensor, by kind.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        ranks: Ranks,
+        kind: Callable[[str], Any] = lambda name: None,  # noqa: ARG005
+    ) -> None:
+        self.ranks = ranks
+        named: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        for name, p in parameters.items():
+            named.setdefault(kind(name), []).append((name, p))
+        self._units = [Unit(i, (), group, ranks.size) for i, group in enumerate(named.values())]
+        self._parameters = [[p for _, p in group] for group in named.values()]
+        self._flat: list[Tensor] = []
+        self.shards: dict[Any, nn.Parameter] = {}
+        for key, unit, group in zip(named, self._units, self._parameters, strict=True):
+            flat = torch.zeros(unit.numel, dtype=unit.dtype, device=group[0].device)
+            for p, view in zip(group, unit.views(flat), strict=True):
+                p.data = view.copy_(p.detach())
+            self._flat.append(flat)
+            self.shards[key] = nn.Parameter(flat[unit.part(ranks.rank)])
+        self.optimizer = make_optimizer(list(self.shards.values()))
+
+    def reduce(self) -> None:
+        """Sums the parameters' gradients over the ranks: they become those of the shards."""
+        for unit, group, shard in zip(
+            self._units, self._parameters, self.shards.values(), strict=True
+        ):
+            whole = shard.new_zeros(unit.numel)
+            for p, view in zip(group, unit.views(whole), strict=True):
+                if p.grad is not None:
+                    view.copy_(p.grad)
+                    p.grad = None
+            shard.grad = self.ranks.start_reduce_scatter(whole, 0)()
+
+    def step(self) -> None:
+        """Updates the shards; then all ranks have all new values."""
+        self.optimizer.step()
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Hands the shards' values to all."""
+        for flat, shard in zip(self._flat, self.shards.values(), strict=True):
+            flat.copy_(self.ranks.start_all_gather(shard.detach(), 0)())
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        self.optimizer.zero_grad()
+        for p in (p for group in self._parameters for p in group):
+            p.grad = None
+
+    def pieces(self, shard: Tensor, values: Tensor) -> list[Piece]:
+        """What of each parameter `values` has, which is shaped like one of the shards."""
+        (unit,) = (u for u, s in zip(self._units, self.shards.values(), strict=True) if s is shard)
+        return unit.pieces(self.ranks.rank, values)
+
+    def __getattr__(self, name: str) -> Any:
+        """Its groups and state are those of the optimizer within."""
+        return getattr(self.optimizer, name)

@@ -1,0 +1,62 @@
+"""The layout of a run: dp x pp x tp ranks, and which of them work together on what.
+
+    rank = (d * pp + p) * tp + t            2 x 2 x 2:   d=0   p=0  [0 1]      d=1   p=0  [4 5]
+                                                               p=1  [2 3]            p=1  [6 7]
+
+The ranks that share layers (tensor) talk most and are neighbours; those that hand on activations
+(pipeline) talk less; those that add up gradients (data) talk once per step, and are furthest apart.
+
+Not torch's `DeviceMesh`: its groups have the default time-out of half an hour.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+
+class Axis(NamedTuple):
+    """This rank's place on one axis: `rank` of `size`, and the `group` of those that differ from it
+    in this place alone; None: it is alone."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+class Mesh(NamedTuple):
+    """This rank's places."""
+
+    data: Axis = Axis()
+    pipeline: Axis = Axis()
+    tensor: Axis = Axis()
+
+
+def make_mesh(dp: int, pp: int, tp: int, timeout: float) -> Mesh:
+    """All ranks must call it together.
+
+    Args:
+        timeout: seconds that a rank waits for another in a collective.
+
+    Raises:
+        ValueError: there are not dp * pp * tp ranks.
+    """
+    sizes = (dp, pp, tp)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if dp * pp * tp != world_size:
+        raise ValueError(f"{dp} x {pp} x {tp} is not the number of ranks, {world_size}")
+    rank = dist.get_rank() if world_size > 1 else 0
+    axes = []
+    for axis, size in enumerate(sizes):
+        stride = (pp * tp, tp, 1)[axis]
+        own, group = rank // stride % size, None
+        # Every rank must take part in making every group, in the same order.
+        for first in range(world_size if world_size > 1 else 0):
+            if first // stride % size == 0:
+                members = [first + k * stride for k in range(size)]
+                made = dist.new_group(members, timeout=timedelta(seconds=timeout))
+                group = made if rank in members else group
+        axes.append(Axis(own, size, group))
+    return Mesh(*axes)

@@ -1,0 +1,88 @@
+"""What the ranks that share a layer say to each other, and what that means for gradients.
+
+Problem. Every layer that is cut needs collectives in forward and others in backward. Which ones in
+backward follows from those in forward, and a mistake there is a wrong gradient and no error.
+
+Idea. Four functions, each the other's backward, so that a layer is written as its forward alone:
+
+    function        forward             backward            where
+    replicate       nothing             all-reduce          before a column-parallel matrix
+    add_up          all-reduce          nothing             after a row-parallel one
+    gather          all-gather          reduce-scatter      the same two, where between them
+    scatter         reduce-scatter      all-gather          each rank has a part of the sequence
+
+Papers: Shoeybi et al., "Megatron-LM", 2019 (its f and g are `replicate` and `add_up`); Korthikanti
+et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (`gather`, `scatter`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.ranks import Ranks
+
+
+def replicate(x: Tensor, ranks: Ranks) -> Tensor:
+    """`x`, which all ranks have; its gradient is the sum of theirs."""
+    return x if ranks.size == 1 else _Replicate.apply(x, ranks)
+
+
+def add_up(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of all ranks' `x`."""
+    return x if ranks.size == 1 else _AddUp.apply(x, ranks)
+
+
+def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """All ranks' parts along `dim`; the gradients of the whole are summed and split."""
+    return x if ranks.size == 1 else _Gather.apply(x, ranks, dim)
+
+
+def scatter(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """This rank's part along `dim` of the sum of all ranks' `x`."""
+    return x if ranks.size == 1 else _Scatter.apply(x, ranks, dim)
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return ctx.ranks.all_reduce(dy), None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:  # noqa: ARG004
+        return ranks.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # noqa: ARG004
+        return dy, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return ranks.start_all_gather(x, dim)()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return ctx.ranks.start_reduce_scatter(dy, ctx.dim)(), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return ranks.start_reduce_scatter(x, dim)()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return ctx.ranks.start_all_gather(dy, ctx.dim)(), None, None

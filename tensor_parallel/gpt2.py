@@ -1,0 +1,218 @@
+"""GPT-2, its matrices cut over the ranks that share its layers.
+
+Problem. The layers of a model are to be the same under every layout, and only their matrices cut:
+attention by heads, the MLP by neurons, the embedding, which is the head too, by tokens.
+
+Idea. `cut` takes the model of `transformers` on the meta device and puts the layers of layers.py in
+the place of its matrices, under the same names. Whatever runs the model runs it cut; attention sees
+fewer heads. What a rank has of each parameter is said by a `Part`, in terms of the whole: so
+initial values, checkpoints and exports are those of one process.
+
+    parameter          of the whole      rank r of t has
+    attn.c_attn        C x (q | k | v)   of q, of k and of v the columns of its heads
+    attn.c_proj        C x C             the rows of its heads
+    mlp.c_fc           C x 4C            columns
+    mlp.c_proj         4C x C            rows
+    wte, lm_head       V x C             rows of its tokens: V/t, rounded up
+    norms, wpe, biases of c_proj         all of it
+
+Where t does not divide V, the last rank has rows of no token. They are 0, get no gradient, and are
+part of no product, and of no checkpoint.
+
+Cost per block and micro-batch, activations of G bytes: two all-reduces of G forward and two
+backward; with `sequence_parallel` twice as many collectives of half of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runtime.ranks import Ranks
+from tensor_parallel.collectives import gather, replicate
+from tensor_parallel.layers import (
+    SEQUENCE,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
+)
+from tensor_parallel.loss import head_loss, measure
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of a parameter that consists of equal `blocks` along dimension `dim`: of each
+    block the same part, one behind the other.
+
+    Attributes:
+        shape: of the whole parameter.
+        rank, size: the part's number, and how many there are.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    blocks: int
+    rank: int
+    size: int
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where each begins in the whole, and how long it is."""
+        block = self.shape[self.dim] // self.blocks
+        length = -(-block // self.size)
+        start = self.rank * length
+        return [(k * block + start, min(length, block - start)) for k in range(self.blocks)]
+
+    @property
+    def padding(self) -> int:
+        """How much of no parameter follows, so that all ranks' parts are of one size."""
+        length = -(-(self.shape[self.dim] // self.blocks) // self.size)
+        return self.blocks * length - sum(n for _, n in self.ranges)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The rank's part of the whole parameter."""
+        sizes = list(whole.shape)
+        sizes[self.dim] = self.padding
+        ranges = [whole.narrow(self.dim, *at) for at in self.ranges]
+        return torch.cat([*ranges, whole.new_zeros(sizes)], self.dim)
+
+    def join(self, every: Sequence[Tensor]) -> Tensor:
+        """The whole parameter, of the parts of all ranks."""
+        whole = every[0].new_empty(self.shape)
+        for rank, tensor in enumerate(every):
+            for at, part in replace(self, rank=rank).rectangles((0,) * tensor.dim(), tensor):
+                sizes = zip(at, part.shape, strict=True)
+                whole[tuple(slice(o, o + n) for o, n in sizes)] = part
+        return whole
+
+    def rectangles(
+        self, offsets: Sequence[int], tensor: Tensor
+    ) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Where in the whole a rectangle lies that begins at `offsets` of the rank's part: views of
+        `tensor`, and where each begins. It may lie in several ranges."""
+        found = []
+        begin, end = offsets[self.dim], offsets[self.dim] + tensor.size(self.dim)
+        here = 0  # where the range begins in the rank's part
+        for start, length in self.ranges:
+            first, last = max(begin, here), min(end, here + length)
+            if first < last:
+                at = list(offsets)
+                at[self.dim] = start + first - here
+                view = tensor.narrow(self.dim, first - begin, last - first)
+                found.append((tuple(at), view))
+            here += length
+        return found
+
+
+def degrees(num_heads: int, vocabulary: int) -> list[int]:
+    """Over how many ranks such a GPT-2 can be cut: the divisors of the number of heads, if there
+    are tokens for every rank."""
+    divisors = [t for t in range(1, num_heads + 1) if num_heads % t == 0]
+    return [t for t in divisors if (t - 1) * -(-vocabulary // t) < vocabulary]
+
+
+def cut(model: Any, ranks: Ranks, sequence_parallel: bool = False) -> dict[str, Part]:
+    """Replaces the matrices of a `GPT2LMHeadModel` on the meta device by those of this rank.
+
+    Args:
+        sequence_parallel: between the matrices each rank has a part of the positions while it
+            trains, which the number of ranks must divide.
+
+    Returns:
+        By name, which part of a parameter this rank has; the others it has whole. With
+        `sequence_parallel` the gradients of those are to be summed over the ranks.
+
+    Raises:
+        ValueError: the number of ranks does not divide the number of heads.
+    """
+    config = model.config
+    works = degrees(config.n_head, config.vocab_size)
+    if ranks.size not in works:
+        raise ValueError(
+            f"{config.n_head} heads cannot be cut over {ranks.size} ranks; "
+            f"{', '.join(map(str, works))} works"
+        )
+    parts: dict[str, Part] = {}
+
+    def part(name: str, p: Tensor, dim: int, blocks: int = 1) -> nn.Parameter:
+        """The rank's part of each of so many equal blocks of a parameter along `dim`."""
+        parts[name] = Part(tuple(p.shape), dim, blocks, ranks.rank, ranks.size)
+        return nn.Parameter(parts[name].of(p.detach()), p.requires_grad)
+
+    def columns(name: str, layer: Any, blocks: int = 1) -> ColumnParallelLinear:
+        weight = part(f"{name}.weight", layer.weight, 1, blocks)
+        bias = part(f"{name}.bias", layer.bias, 0, blocks)
+        return ColumnParallelLinear(weight, bias, ranks, sequence_parallel)
+
+    def rows(name: str, layer: Any) -> RowParallelLinear:
+        weight = part(f"{name}.weight", layer.weight, 0)
+        return RowParallelLinear(weight, layer.bias, ranks, sequence_parallel)
+
+    body = model.transformer
+    for k, block in enumerate(body.h):
+        at = f"transformer.h.{k}"
+        block.attn.c_attn = columns(f"{at}.attn.c_attn", block.attn.c_attn, 3)
+        block.attn.c_proj = rows(f"{at}.attn.c_proj", block.attn.c_proj)
+        block.mlp.c_fc = columns(f"{at}.mlp.c_fc", block.mlp.c_fc)
+        block.mlp.c_proj = rows(f"{at}.mlp.c_proj", block.mlp.c_proj)
+    tied = model.lm_head.weight is body.wte.weight
+    wte = part("transformer.wte.weight", body.wte.weight, 0)
+    head = wte if tied else part("lm_head.weight", model.lm_head.weight, 0)
+    body.wte = VocabularyParallelEmbedding(wte, ranks, sequence_parallel)
+    model.lm_head = VocabularyParallelHead(head, config.vocab_size, ranks)
+    return parts
+
+
+class VocabularyParallelHead(nn.Module):
+    """The output embedding, [rows, C] on this rank; it is for others to multiply by it.
+
+    Attributes:
+        first: the token of the first row.
+        known: [at most rows, C], without those of no token.
+    """
+
+    def __init__(self, weight: nn.Parameter, vocabulary: int, ranks: Ranks) -> None:
+        super().__init__()
+        self.weight, self.ranks, self.vocabulary = weight, ranks, vocabulary
+        self.first = ranks.rank * len(weight)
+
+    @property
+    def known(self) -> Tensor:
+        return self.weight[: self.vocabulary - self.first]
+
+
+class HeadAndLoss(nn.Module):
+    """Final norm, and what is asked of the logits. Takes (hidden states B T C, weights B T, ...),
+    and looks at the N positions whose weight is not 0.
+
+    With (..., keys, labels B T) it gives the summed loss, a scalar on every rank, or where nothing
+    is differentiated the three numbers of `loss.measure`. Without labels: this rank's logits,
+    [N, rows].
+    """
+
+    def __init__(
+        self, ln_f: nn.LayerNorm, lm_head: VocabularyParallelHead, sequence_parallel: bool
+    ) -> None:
+        super().__init__()
+        self.ln_f, self.lm_head, self.sequence_parallel = ln_f, lm_head, sequence_parallel
+
+    def forward(self, value: tuple[Any, ...]) -> Tensor:
+        hidden, weights, *more = value
+        hidden, head = self.ln_f(hidden), self.lm_head
+        scattered = self.sequence_parallel and self.training
+        if scattered:
+            hidden = gather(hidden, head.ranks, SEQUENCE)
+        chosen = weights != 0
+        hidden = hidden[chosen]
+        if not scattered:  # else its gradients are summed when they are scattered
+            hidden = replicate(hidden, head.ranks)
+        if len(more) < 2:
+            return F.linear(hidden, head.weight)
+        labels = more[1][chosen]
+        compute = head_loss if torch.is_grad_enabled() else measure
+        return compute(hidden, head.known, labels, weights[chosen], head.ranks, head.first)

@@ -1,0 +1,147 @@
+"""Cross-entropy over a vocabulary of which every rank has a part, fused with the head.
+
+Problem. Logits are the largest tensor of a small GPT-2: N positions times V tokens, 200 MB for a
+thousand positions of the published vocabulary. To gather the ranks' parts and take a softmax of
+all of them on each costs memory, traffic and time, t times over.
+
+Idea. The loss of a position needs two numbers of each rank: the logarithm of its sum of
+exponentials, and the logit of the label, if it has it.
+
+    loss = log(e^a0 + e^a1) - (b0 + b1)      a: logsumexp of a rank's logits, b: the label's, or 0
+
+The gradient of a logit is its softmax less 1 at the label, times the position's weight: known as
+soon as the loss is. So forward goes through the positions in chunks, makes the chunk's logits, its
+losses, and its share of the gradients of hidden states and weights, and forgets the logits. No rank
+ever holds more than a chunk of its part of them, forward or backward.
+
+Cost, t ranks, N positions: three products of N C V/t, as without fusion; 2 N numbers from each
+rank. Memory: a chunk of logits; between forward and backward the gradient of the rank's part of the
+weights, C V/t, per micro-batch.
+
+The fusion is that of Hsu et al., "Liger Kernel", 2024; Shoeybi et al., 2019, send three numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runtime.ranks import Ranks
+
+CHUNK = 1 << 22  # logits at a time
+
+
+def head_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, ranks: Ranks, first: int
+) -> Tensor:
+    """The weighted sum of the cross-entropies at N positions, on every rank: a scalar.
+
+    Args:
+        hidden: [N, C], the same on all ranks. Each gets its part of the gradient: they are to be
+            summed, as by `replicate`.
+        weight: [rows, C], this rank's rows of the output embedding.
+        labels, weights: [N], the token that each position is to predict, and how much it counts.
+        first: the token of the first row.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    loss: Tensor = _HeadLoss.apply(hidden, weight, labels, weights, ranks, first)
+    return loss
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, ranks: Ranks,
+        first: int,
+    ) -> Tensor:  # fmt: skip
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        total = hidden.new_zeros((), dtype=_at_least_fp32(hidden.dtype))
+        for at in _chunks(len(hidden), len(weight)):
+            chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
+            count = weights[at].to(total.dtype)
+            total += (chunk.losses * count).sum()
+            # softmax, less 1 at the label, times what the position counts
+            d_logits = chunk.exps.mul_((count * torch.exp(chunk.largest - chunk.log_sum))[:, None])
+            rows = chunk.here.nonzero()[:, 0]
+            d_logits[rows, (labels[at] - first)[rows]] -= count[rows]
+            d_logits = d_logits.to(weight.dtype)
+            torch.mm(d_logits, weight, out=d_hidden[at])
+            d_weight.addmm_(d_logits.t(), hidden[at])
+        ctx.gradients = d_hidden, d_weight
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of the head are made once: no second backward")
+        (d_hidden, d_weight), ctx.gradients = ctx.gradients, None
+        dy = dy.to(d_hidden.dtype)
+        return d_hidden.mul_(dy), d_weight.mul_(dy), None, None, None, None
+
+
+@torch.no_grad()
+def measure(
+    hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, ranks: Ranks, first: int
+) -> Tensor:
+    """[3], float64: the loss of `head_loss`, at how many positions the label is the likeliest
+    token, and N."""
+    total = torch.zeros(3, dtype=torch.float64)
+    for at in _chunks(len(hidden), len(weight)):
+        chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
+        largest = ranks.start_all_gather(chunk.largest[None], 0)().amax(0)
+        loss = (chunk.losses * weights[at]).sum()
+        right = (chunk.at_label == largest).sum()
+        total += torch.stack([loss.double(), right.double(), right.new_tensor(len(largest))]).cpu()
+    return total
+
+
+def likeliest(logits: Tensor, num_tokens: int, ranks: Ranks, first: int) -> Tensor:
+    """[N]: the token with the largest logit among the first `num_tokens` of all ranks', on every
+    rank; `logits` are [N, rows], of the tokens from `first` on."""
+    known = logits[:, : max(0, num_tokens - first)]
+    if known.size(1):
+        value, token = known.max(-1)
+        both = torch.stack([value.double(), token.double() + first])
+    else:
+        both = logits.new_full((2, len(logits)), -torch.inf, dtype=torch.float64)
+    values, tokens = ranks.start_all_gather(both[None], 0)().unbind(1)
+    return tokens.gather(0, values.argmax(0, keepdim=True))[0].long()
+
+
+class _Chunk(NamedTuple):
+    """Of n positions and this rank's `rows` tokens."""
+
+    exps: Tensor  # n rows: e^(logit - largest)
+    largest: Tensor  # n: of this rank's logits
+    log_sum: Tensor  # n: the logarithm of the sum of all ranks' e^logit
+    at_label: Tensor  # n: the label's logit, which one rank has
+    here: Tensor  # n: whether this one has it
+    losses: Tensor  # n
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int) -> _Chunk:
+        logits = hidden @ weight.t()
+        logits = logits.to(_at_least_fp32(logits.dtype))
+        local = labels - first
+        here = (local >= 0) & (local < len(weight))
+        column = local.clamp(0, len(weight) - 1)[:, None]
+        mine = logits.gather(1, column)[:, 0].masked_fill(~here, 0)
+        largest = logits.amax(-1)
+        exps = logits.sub_(largest[:, None]).exp_()
+        two = torch.stack([largest + exps.sum(-1).log(), mine])
+        log_sums, labelled = ranks.start_all_gather(two[None], 0)().unbind(1)
+        log_sum, at_label = log_sums.logsumexp(0), labelled.sum(0)
+        return cls(exps, largest, log_sum, at_label, here, log_sum - at_label)
+
+
+def _chunks(positions: int, rows: int) -> list[slice]:
+    size = max(1, CHUNK // rows)
+    return [slice(begin, begin + size) for begin in range(0, positions, size)]
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

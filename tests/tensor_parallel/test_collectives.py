@@ -1,0 +1,103 @@
+"""The four functions and their gradients, through shared memory and through the process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.ranks import Ranks
+from tensor_parallel.collectives import add_up, gather, replicate, scatter
+from tests import ranks as processes
+
+SHAPE = (3, 6, 5)
+
+
+def tensors(world_size: int) -> list[Tensor]:
+    """What each rank has."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(SHAPE, generator=generator).double() for _ in range(world_size)]
+
+
+def both_ways(rank: int, world_size: int, share: bool) -> list[tuple[Tensor, Tensor]]:
+    """Of each function the value, and the gradient of x where rank r weights the value by r + 1."""
+    group = torch.distributed.group.WORLD
+    mine = Ranks(group, share_memory=share)
+    calls: list[Callable[[Tensor], Tensor]] = [
+        lambda x: replicate(x, mine),
+        lambda x: add_up(x, mine),
+        lambda x: gather(x, mine, 1),
+        lambda x: scatter(x, mine, 1),
+    ]
+    found = []
+    for call in calls:
+        x = tensors(world_size)[rank].requires_grad_()
+        y = call(x)
+        weights = torch.arange(y.numel(), dtype=torch.float64).view(y.shape) * (rank + 1)
+        (y * weights).sum().backward()
+        assert x.grad is not None
+        found.append((y.detach().clone(), x.grad))
+    return found
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("world", ["ranks", "three_ranks"])
+def test_values_and_gradients(world: str, share: bool, request: pytest.FixtureRequest) -> None:
+    ranks: processes.Ranks = request.getfixturevalue(world)
+    W = ranks.world_size
+    every, total = tensors(W), sum(tensors(W))
+    assert isinstance(total, Tensor)
+    ramp = torch.arange(total.numel(), dtype=torch.float64).view(SHAPE)
+    size = SHAPE[1] // W
+    part = torch.arange(total.numel() // W, dtype=torch.float64).view(3, size, 5)
+    whole = torch.arange(W * total.numel(), dtype=torch.float64).view(3, 6 * W, 5)
+    factor = sum(range(1, W + 1))  # of what all ranks' weights have in common
+    for rank, found in enumerate(ranks.run(both_ways, share)):
+        mine = slice(rank * size, (rank + 1) * size)
+        expected = [
+            (every[rank], ramp * factor),
+            (total, ramp * (rank + 1)),
+            (torch.cat(every, 1), whole[:, rank * 6 : rank * 6 + 6] * factor),
+            (total[:, mine], torch.cat([part * (r + 1) for r in range(W)], 1)),
+        ]
+        for (y, dx), (wanted, gradient) in zip(found, expected, strict=True):
+            torch.testing.assert_close(y, wanted)
+            torch.testing.assert_close(dx, gradient)
+
+
+def same_bits(rank: int, world_size: int, share: bool) -> list[Tensor]:  # noqa: ARG001
+    """Sums of many sizes, the later ones larger than the first memory."""
+    mine = Ranks(torch.distributed.group.WORLD, share_memory=share)
+    found = []
+    for n in (1, 1000, 5 << 20, 3):
+        found.append(mine.all_reduce(torch.full((n,), 0.1 * (rank + 1))))
+    return [x[-2:] for x in found]
+
+
+def test_every_rank_has_the_same_bits_of_tensors_of_any_size(
+    three_ranks: processes.Ranks,
+) -> None:
+    first, *others = three_ranks.run(same_bits, True)
+    torch.testing.assert_close(torch.cat(first), torch.full((7,), 0.6))
+    for found in others:
+        assert all(a.equal(b) for a, b in zip(found, first, strict=True))
+
+
+def apart(rank: int, world_size: int) -> str:  # noqa: ARG001
+    mine, x = Ranks(torch.distributed.group.WORLD), torch.ones(2)
+    mine.all_reduce(x)
+    try:
+        if rank:
+            mine.all_reduce(x)
+        else:
+            mine.start_all_gather(x, 0)()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_make_other_calls_are_told(ranks: processes.Ranks) -> None:
+    told = "the ranks have come apart: they make different calls"
+    assert ranks.run(apart) == [told, told]

@@ -1,0 +1,165 @@
+"""GPT-2 cut over ranks beside GPT-2 on one: loss, every gradient, logits, next tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runtime.ranks import Ranks
+from tensor_parallel.gpt2 import HeadAndLoss, Part, cut, degrees
+from tensor_parallel.loss import likeliest
+from tests import ranks as processes
+from training.model import build_model, gpt2_config, gpt2_layers, loss_of_targets
+
+VOCABULARY = 67  # neither 2 nor 3 divides it
+B, T = 4, 12
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids, weights, keys, labels; some positions have no target."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (B, T), generator=g)
+    labels = torch.randint(VOCABULARY, (B, T), generator=g)
+    weights = (torch.rand(B, T, generator=g) < 0.6).long()
+    return ids, weights, torch.arange(B) * 7919 + 2**40, labels
+
+
+def config(dropout: float, tied: bool = True) -> Any:
+    size = {"n_layer": 2, "n_embd": 24, "n_head": 6}
+    found = gpt2_config("gpt2-mini", VOCABULARY, 2 * T, dropout=dropout, **size)
+    found.tie_word_embeddings = tied
+    return found
+
+
+def one_process(dropout: float, tied: bool = True) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Loss, gradients and logits."""
+    model = build_model(config(dropout, tied), 0).double()
+    ids, weights, keys, labels = batch()
+    layers = nn.Sequential(*gpt2_layers(model))
+    loss = loss_of_targets(layers((ids, weights, keys)), (labels, weights))
+    (2 * loss).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        return loss.detach(), gradients, layers.eval()((ids, weights))
+
+
+def laid_out(
+    ranks: Ranks, dropout: float, sequence_parallel: bool = False, tied: bool = True
+) -> tuple[Any, list[Any], dict[str, Part]]:
+    """The model with this rank's parts, its layers, and which parts those are."""
+    from transformers import GPT2LMHeadModel
+
+    settings = config(dropout, tied)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(settings)
+    parts = cut(model, ranks, sequence_parallel)
+    whole = dict(build_model(settings, 0).named_parameters())
+    model.double().to_empty(device="cpu")
+    if tied:
+        model.lm_head.weight = model.transformer.wte.weight
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(parts[name].of(whole[name]) if name in parts else whole[name])
+    layers: list[Any] = gpt2_layers(model)
+    layers[-1] = HeadAndLoss(model.transformer.ln_f, model.lm_head, sequence_parallel)
+    for layer in layers[:-1]:
+        layer.shard = ranks.rank
+    return model, layers, parts
+
+
+def on_ranks(
+    rank: int, world_size: int, dropout: float, sequence_parallel: bool, share: bool, tied: bool
+) -> Any:
+    """What `one_process` gives, and the likeliest tokens."""
+    del rank, world_size
+    ranks = Ranks(torch.distributed.group.WORLD, share_memory=share)
+    model, layers, parts = laid_out(ranks, dropout, sequence_parallel, tied)
+    net = nn.Sequential(*layers)
+    x = batch()
+    loss = net(x)
+    (2 * loss).backward()
+    gradients: dict[str, Any] = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        if name in parts:
+            rectangles = parts[name].rectangles((0,) * p.dim(), p.grad)
+            gradients[name] = [(at, g.clone()) for at, g in rectangles]
+        else:
+            whole = ranks.all_reduce(p.grad) if sequence_parallel else p.grad
+            gradients[name] = [((0,) * p.dim(), whole)]
+    net.eval()
+    with torch.no_grad():
+        measured = net(x)
+        logits = net(x[:2])
+        tokens = [likeliest(logits, n, ranks, model.lm_head.first) for n in (VOCABULARY, 5)]
+    return loss.detach(), gradients, measured, tokens
+
+
+@pytest.mark.parametrize("world", ["ranks", "three_ranks"])
+@pytest.mark.parametrize(
+    ("dropout", "sequence_parallel", "share", "tied"),
+    [
+        (0.0, False, True, True), (0.2, False, True, False),
+        (0.2, True, True, True), (0.2, True, False, True),
+    ],
+)  # fmt: skip
+def test_it_computes_what_one_process_does(
+    world: str, dropout: float, sequence_parallel: bool, share: bool, tied: bool,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    ranks: processes.Ranks = request.getfixturevalue(world)
+    loss, gradients, logits = one_process(dropout, tied)
+    assert dropout == 0 or not torch.isclose(loss, one_process(0.0, tied)[0])
+    _, weights, _, labels = batch()
+    labels = labels[weights != 0]
+    seen = {name: torch.zeros(g.shape, dtype=torch.bool) for name, g in gradients.items()}
+    for found, mine, measured, tokens in ranks.run(
+        on_ranks, dropout, sequence_parallel, share, tied
+    ):
+        torch.testing.assert_close(found, loss)
+        assert mine.keys() == gradients.keys()
+        for name, rectangles in mine.items():
+            for at, g in rectangles:
+                box = tuple(slice(o, o + n) for o, n in zip(at, g.shape, strict=True))
+                wanted = gradients[name][box]
+                torch.testing.assert_close(g, wanted, rtol=1e-9, atol=1e-12, msg=name)
+                seen[name][box] = True
+        right = (logits.argmax(-1) == labels).sum()
+        plain = nn.functional.cross_entropy(logits, labels, reduction="sum")
+        torch.testing.assert_close(
+            measured, torch.stack([plain, right, right.new_tensor(len(labels))]).double()
+        )
+        assert tokens[0].equal(logits.argmax(-1)) and tokens[1].equal(logits[:, :5].argmax(-1))
+    assert all(s.all() for s in seen.values())
+
+
+def test_the_degrees_that_work() -> None:
+    assert degrees(6, 100) == [1, 2, 3, 6]
+    with pytest.raises(ValueError, match="6 heads cannot be cut over 4 ranks; 1, 2, 3, 6 works"):
+        ranks = Ranks()
+        ranks.size = 4
+        cut(build_model(config(0.0), 0), ranks)
+
+
+def test_a_part_says_where_its_rectangles_lie() -> None:
+    whole = torch.arange(2 * 12).view(2, 12)
+    part = Part((2, 12), 1, blocks=3, rank=1, size=2)
+    mine = part.of(whole)
+    assert mine[0].tolist() == [2, 3, 6, 7, 10, 11]
+    for columns in ((0, 6), (1, 4), (3, 4), (5, 6)):
+        piece = mine[1:, slice(*columns)]
+        for at, view in part.rectangles((1, columns[0]), piece):
+            assert view.equal(whole[at[0] : at[0] + 1, at[1] : at[1] + view.size(1)])
+        assert sum(v.numel() for _, v in part.rectangles((1, columns[0]), piece)) == piece.numel()
+
+
+def test_parts_join_to_the_whole_and_padding_is_left_out() -> None:
+    whole = torch.arange(7 * 3).view(7, 3)
+    parts = [Part((7, 3), 0, blocks=1, rank=rank, size=3) for rank in range(3)]
+    every = [part.of(whole) for part in parts]
+    assert [len(tensor) for tensor in every] == [3, 3, 3]
+    assert every[2].tolist() == [[18, 19, 20], [0, 0, 0], [0, 0, 0]]
+    assert parts[0].join(every).equal(whole)

@@ -1,0 +1,156 @@
+"""A task's layers, cut over the ranks that share them: what changes for whoever lays them out.
+
+Three things do. The layers' matrices are parts of the model's, so initial values, checkpoints and
+exports go by `Part`. The head needs the labels, since it is fused with the loss: a micro-batch
+brings them along, (ids, weights, keys, labels). And what every rank has whole is counted once where
+norms are taken; with sequence parallelism its gradient is a sum over the ranks.
+
+With one rank nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runtime.mesh import Axis
+from runtime.ranks import Ranks
+from runtime.recorder import Recorder
+from tensor_parallel.gpt2 import HeadAndLoss, Part, VocabularyParallelHead, cut
+from tensor_parallel.loss import likeliest
+from training.checkpoint import Piece, whole
+from training.task import Task
+
+
+class Shared:
+    """The layers of a task that the ranks of `axis` share.
+
+    Args:
+        sequence_parallel: between the matrices each rank has a part of the positions.
+        share_memory: CPU ranks of one host exchange through it.
+
+    Attributes:
+        model, layers: on the meta device, with this rank's parts.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        axis: Axis,
+        dtype: torch.dtype,
+        sequence_parallel: bool = False,
+        share_memory: bool = True,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.task = task
+        self.ranks = Ranks(axis.group, share_memory, recorder)
+        self.sequence_parallel = sequence_parallel and axis.size > 1
+        skeleton: Any = task.skeleton().to(dtype)
+        self.model = skeleton
+        self.parts: Mapping[str, Part] = {}
+        if axis.size == 1:
+            self.layers = task.layers(self.model)
+            return
+        self.parts = cut(self.model, self.ranks, sequence_parallel)
+        self.layers = task.layers(self.model)
+        for layer in self.layers[:-1]:
+            layer.shard = axis.rank  # type: ignore[assignment]
+        self.head: VocabularyParallelHead = skeleton.lm_head
+        norm = skeleton.transformer.ln_f
+        self.layers[-1] = HeadAndLoss(norm, self.head, sequence_parallel)
+
+    def initialize(self, name: str, p: Tensor) -> None:
+        """Writes the initial values of this rank's part of a parameter."""
+        if name in self.parts:
+            every = p.new_empty(self.parts[name].shape)
+            self.task.initialize(name, every)
+            p.copy_(self.parts[name].of(every))
+        else:
+            self.task.initialize(name, p)
+
+    def input(self, x: Any, target: Any, training: bool = True) -> Any:
+        """What the first layer is given for a micro-batch whose loss is wanted."""
+        if not self.parts:
+            return x
+        (ids, weights, *rest), (labels, _) = x, target
+        keys = rest[0] if rest else torch.zeros_like(ids[:, 0])
+        # Positions that nobody looks at make the sequence a multiple of the ranks.
+        more = -ids.size(1) % self.ranks.size if training and self.sequence_parallel else 0
+        ids, weights, labels = (F.pad(t, (0, more)) for t in (ids, weights, labels))
+        return ids, weights, keys, labels
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        """The summed loss, of what the last layer gives."""
+        return output if self.parts else self.task.loss(output, target)
+
+    def measure(self, output: Tensor, target: Any) -> Tensor | None:
+        """As the task's, of what the last layer gives in evaluation; one of the ranks has it."""
+        if not self.parts:
+            return self.task.measure(output, target)
+        return output if self.ranks.rank == 0 else None
+
+    def logits(self, output: Tensor) -> Tensor | None:
+        """All logits [N, V], of the ranks' parts; one of the ranks has them."""
+        if not self.parts:
+            return output
+        every = self.ranks.start_all_gather(output, 1)()
+        return every[:, : self.head.vocabulary] if self.ranks.rank == 0 else None
+
+    def likeliest(self, output: Tensor, num_tokens: int) -> Tensor:
+        """The likeliest tokens, on every rank, of the ranks' parts of the logits."""
+        if not self.parts:
+            return output[:, :num_tokens].argmax(-1)
+        return likeliest(output, num_tokens, self.ranks, self.head.first)
+
+    def counted(self, name: str) -> bool:
+        """Whether this rank counts a parameter: one that all have is counted by the first."""
+        return name in self.parts or self.ranks.rank == 0
+
+    def pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """The same slices, as slices of the whole parameters."""
+        found = []
+        for piece in pieces:
+            part = self.parts.get(piece.name)
+            if part is None:
+                found.append(piece)
+                continue
+            for at, view in part.rectangles(piece.offsets, piece.tensor):
+                found.append(replace(piece, tensor=view, offsets=at, shape=part.shape))
+        return found
+
+    def held(self, name: str, p: Tensor) -> list[Piece]:
+        """What of a parameter of the model this rank's `p` has."""
+        return self.pieces([whole(name, p)])
+
+    def names(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters under names that say which part of one this rank has."""
+        rank, size = self.ranks.rank + 1, self.ranks.size
+        return {
+            f"{name} (part {rank} of {size})" if name in self.parts else name: p
+            for name, p in parameters.items()
+        }
+
+    @torch.no_grad()
+    def joined(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The whole parameters, one at a time. All ranks go through them together."""
+        for name, p in parameters:
+            if name not in self.parts:
+                yield name, p.detach()
+                continue
+            every = self.ranks.start_all_gather(p.detach()[None], 0)()
+            yield name, self.parts[name].join(list(every))
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Of what all ranks have, used on different positions by each."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not self.sequence_parallel or not gradients:
+            return
+        total = self.ranks.all_reduce(torch.cat([g.flatten() for g in gradients]))
+        for g, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+            g.copy_(part.view_as(g))

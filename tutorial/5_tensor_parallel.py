@@ -1,0 +1,118 @@
+"""Chapter 5: tensor parallelism. Two processes, all layers in each, half of every matrix.
+
+    python tutorial/5_tensor_parallel.py
+
+What differs from chapter 2: both ranks have the whole batch, and divide the arithmetic of a layer.
+Attention and MLP are a matrix, something that goes head by head or number by number, and a matrix.
+Cut the first by what comes out and the second by what goes in, and nothing need be said between:
+
+    x ──┬─▸ A0 ─▸ gelu ─▸ B0 ──┬─▸ sum          rank 0 has A0 and B0, rank 1 A1 and B1
+        └─▸ A1 ─▸ gelu ─▸ B1 ──┘
+
+`AddUp` is the sum; its gradient is everybody's as it is. `FanOut` is the fork, where nothing
+happens, but in backward the gradients of both ways must be added. What stands between the blocks'
+matrices (norms, embeddings, head) every rank has and computes, with equal results.
+
+Left out: heads that W does not divide; an embedding and a head that are cut by words; norms that
+are cut by positions (sequence parallelism).
+
+It grows into tensor_parallel/collectives.py (the fork and the sum), tensor_parallel/layers.py (the
+matrices) and tensor_parallel/loss.py (the loss, without ever holding the logits).
+"""
+
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+one = importlib.import_module("1_one_process")
+two = importlib.import_module("2_data_parallel")
+W = two.W
+
+
+class FanOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.clone()  # autograd may hand the same tensor to others
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # noqa: ARG004
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
+        return gradient, None
+
+
+def part(p: Tensor, rank: int, dim: int = 0) -> nn.Parameter:
+    """What this rank keeps of a parameter; parts may differ by one row."""
+    return nn.Parameter(p.detach().tensor_split(W, dim)[rank].clone())
+
+
+class Columns(nn.Module):
+    """Of a matrix that makes `blocks` things out of x, this rank's part of each: (B, T, N/W)."""
+
+    def __init__(self, whole: Any, rank: int, group: Any, blocks: int = 1) -> None:
+        super().__init__()
+        self.weight = part(whole.weight.unflatten(0, (blocks, -1)), rank, 1)  # (blocks, N/W, K)
+        self.bias = part(whole.bias.unflatten(0, (blocks, -1)), rank, 1)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(FanOut.apply(x, self.group), self.weight.flatten(0, 1), self.bias.flatten())
+
+
+class Rows(nn.Module):
+    """Of a matrix that takes x apart, this rank's part; then the sum of all: (B, T, C)."""
+
+    def __init__(self, whole: Any, rank: int, group: Any) -> None:
+        super().__init__()
+        self.weight, self.bias, self.group = part(whole.weight, rank, 1), whole.bias, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return AddUp.apply(F.linear(x, self.weight), self.group) + self.bias  # the bias once
+
+
+def cut(model: nn.Sequential, rank: int, group: Any = None) -> nn.Sequential:
+    """Leaves of each block what `rank` has. Attention sees H/W heads, the GELU 4C/W numbers."""
+    _, *blocks, _ = model
+    for block in blocks:
+        block.c_attn = Columns(block.c_attn, rank, group, 3)  # heads of q, of k and of v
+        block.c_proj = Rows(block.c_proj, rank, group)
+        block.mlp[0] = Columns(block.mlp[0], rank, group)
+        block.mlp[2] = Rows(block.mlp[2], rank, group)
+    return model
+
+
+def main(rank: int) -> None:
+    text, V = one.read_text()
+    model = cut(one.build_model(V), rank)
+    optimizer = torch.optim.AdamW(model.parameters(), one.LEARNING_RATE)
+    losses = []
+    for step in range(one.STEPS):
+        inputs, targets = one.get_batch(text, step)  # the same on all ranks
+        loss = one.loss_of(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()  # what all ranks have got equal gradients, and stays equal
+        losses.append(loss.item())
+    if rank == 0:
+        one.compare(tensor_parallel=losses)
+
+
+if __name__ == "__main__":
+    two.launch(main)
