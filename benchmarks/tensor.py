@@ -43,7 +43,7 @@ from training.launch import Settings, World, launch
 from training.model import build_model, gpt2_config, gpt2_layers, initializer, loss_of_targets
 
 TITLE = "Tensor parallelism, GPT-2 with 4 blocks of width 768, a core per rank"
-ROUNDS = 2
+ROUNDS = 7
 BLOCKS, WIDTH, HEADS, VOCABULARY = 4, 768, 12, 4096
 B, T = 8, 128
 PUBLISHED = 50257

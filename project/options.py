@@ -208,8 +208,17 @@ class Threads:
 class Strategy:
     """strategy"""
 
+    dp: Count | None = None
+    """of 3d: replicas, each with a part of the batch; default: 1"""
+    pp: Count | None = None
+    """of 3d: stages of layers; default: 1"""
+    tp: Count | None = None
+    """of 3d: parts of every matrix; default: 1; world_size is dp x pp x tp"""
+    sequence_parallel: bool = False
+    """of tensor and 3d: between matrices, a part of the positions per rank, which saves memory"""
     zero: Literal[1, 2, 3] | None = None
-    """of fsdp, the ZeRO stage: 1 optimizer state, 2 + gradients, 3 (default) + parameters"""
+    """of fsdp, the ZeRO stage: 1 optimizer state, 2 + gradients, 3 (default) + parameters; of 3d:
+    1 or 3 over the replicas, default none"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """with check_weights prefer sgd: AdamW cannot reveal gradients scaled by a constant"""
     momentum: Fraction = 0.9
@@ -237,7 +246,7 @@ class PipelineOptions(Training, Data, Model, Files, Threads, Stages):
 class TrainOptions(Training, Data, Model, Files, Ranks, Strategy, Stages):
     """Of train.py."""
 
-    strategy: Literal["single", "ddp", "fsdp", "pipeline", "model"] = "ddp"
+    strategy: Literal["single", "ddp", "fsdp", "pipeline", "model", "tensor", "3d"] = "ddp"
     """how the model is laid out on the processes; see above"""
     n_epochs: Count = 1
     batch_size: Count = 32
@@ -246,7 +255,7 @@ class TrainOptions(Training, Data, Model, Files, Ranks, Strategy, Stages):
     dropout: Fraction = 0.0
     cores_per_rank: Count | None = 1
     workdir: Path | None = None  # type: ignore[assignment]
-    """folder for results; default: workdir/STRATEGY and WORLD_SIZE"""
+    """folder for results; default: workdir/STRATEGY and WORLD_SIZE, or as workdir/3d2x2x2"""
     timeline: Whole = 20
 
 

@@ -52,7 +52,7 @@ from training.errors import UserError
 from training.timeline import Event, read_timelines
 
 OUTPUT, WORKDIR = Path("submit_figures"), Path("workdir")
-STRATEGIES = ("single", "ddp", "model", "fsdp", "pipeline")
+STRATEGIES = ("single", "ddp", "model", "fsdp", "pipeline", "tensor")
 TIME, THROUGHPUT = "training_time", "tokens_per_sec"
 YLABELS = {TIME: "training time of an epoch (s)", THROUGHPUT: "tokens per second, with padding"}
 ALIKE = (  # options that must be the same in all runs of a figure

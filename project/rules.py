@@ -53,14 +53,15 @@ def settle_training(args: Any) -> None:
         check_warmup(args, 0)
 
 
-def check_batch(args: Any) -> None:
-    """Raises UserError where a batch or a split has fewer examples than there are ranks."""
+def check_batch(args: Any, parts: int, option: str = "world_size") -> None:
+    """Raises UserError where a batch or a split has fewer examples than the `parts` it is dealt
+    out in; `option` is their number."""
     for name in ("batch_size", "n_train", "n_validation"):
         have = getattr(args, name)
-        if have is not None and have < args.world_size:
+        if have is not None and have < parts:
             raise UserError(
-                f"--{name} {have} --world_size {args.world_size}: each rank needs an example; "
-                + works("--world_size", have)
+                f"--{name} {have} --{option} {parts}: each rank needs an example; "
+                + works(f"--{option}", have)
             )
 
 
@@ -120,8 +121,17 @@ def check_model(args: Any) -> None:
 
 def number_of_blocks(args: Any) -> int:
     """The blocks of the model that the options name, which `check_model` found to be good."""
+    return _size(args, "n_layer")
+
+
+def number_of_heads(args: Any) -> int:
+    """Its attention heads."""
+    return _size(args, "n_head")
+
+
+def _size(args: Any, name: str) -> int:
     if args.model in PRESETS:
-        return args.n_layer or PRESETS[args.model]["n_layer"]
+        return getattr(args, name) or PRESETS[args.model][name]
     from transformers import AutoConfig  # here: it takes seconds to import
 
-    return AutoConfig.from_pretrained(args.model).n_layer
+    return getattr(AutoConfig.from_pretrained(args.model), name)

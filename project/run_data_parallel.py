@@ -71,7 +71,7 @@ def parse_data_parallel(description: str | None, argv: Sequence[str] | None = No
                     "--gradient_sync overlap have it"
                 )
     args.bucket_mb = args.bucket_mb or BUCKET_MB
-    check_batch(args)
+    check_batch(args, args.world_size)
     check_microbatches(args, args.world_size)
     settle_training(args)
     check_model(args)

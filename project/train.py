@@ -5,18 +5,21 @@
     fsdp       a shard of every layer on each rank, a part of each batch on each
     pipeline   some of the layers on each rank, micro-batches flowing through them
     model      the same with one micro-batch: one rank computes at a time
+    tensor     a part of every matrix on each rank, all of the batch (GPT-2)
+    3d         replicas of stages of layers that are cut: --dp 2 --pp 2 --tp 2
 
     python project/train.py ddp --num_workers 2 --num_batches 2 --learning_rate 1e-3 \\
         --batch_size 32 --check_weights --check_output
     torchrun --nproc-per-node 2 project/train.py ddp --model gpt2-mini
 
-Dropout is off by default: every strategy draws other masks, and nothing could be compared. A rank
-has one core unless --cores_per_rank says otherwise, so that the throughput of one, two and four
-ranks can be compared.
+Dropout is off by default. GPT-2's is the same under every strategy; VGG16's is drawn by each rank.
+A rank has one core unless --cores_per_rank says otherwise, so that the throughput of one, two and
+four ranks can be compared.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,10 +42,12 @@ from project.rules import (
     check_model,
     check_warmup,
     number_of_blocks,
+    number_of_heads,
     settle_ranks,
     settle_training,
 )
 from project.utils import announce, finish, launch_settings, plan_of, read_texts, run_program
+from tensor_parallel.gpt2 import degrees
 from training.check import check, outputs_on_main
 from training.errors import RunError, UserError, torchrun, works
 from training.launch import World, choose_backend, choose_device, launch, on_main
@@ -71,27 +76,35 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> A
     if args.model == "auto":
         raise UserError(f"--model auto: train.py needs one of {VGG}, {', '.join(PRESETS)}")
     _check_uses(args)
-    settle_ranks(args)
+    _settle_mesh(args)
     if args.strategy == "single" and args.world_size > 1:
         raise UserError(
             f"single --world_size {args.world_size}: single is one process; ddp takes several"
         )
-    parts = args.world_size if args.strategy in ("ddp", "fsdp") else 1
-    if parts > 1:
-        check_batch(args)
-    check_microbatches(args, parts)
+    if args.dp > 1:
+        check_batch(args, args.dp, "dp" if args.strategy == "3d" else "world_size")
+    check_microbatches(args, args.dp)
     settle_training(args)
     if args.model != VGG:
         check_model(args)
     _settle_strategy(args)
-    if args.dropout and (args.check_weights or args.check_output):
+    if args.tp > 1:
+        _check_tensor(args)
+    elif args.sequence_parallel:
         raise UserError(
-            f"--dropout {args.dropout:g} with --check_weights or --check_output: dropout draws "
-            "other masks under every strategy, so nothing can be compared; --dropout 0 works"
+            f"{args.strategy} --sequence_parallel: positions are shared by the ranks that share a "
+            "matrix; tensor, or 3d --tp 2, works"
+        )
+    checked = args.check_weights or args.check_output
+    if args.dropout and checked and args.precision == "bf16":
+        raise UserError(
+            f"--dropout {args.dropout:g} --precision bf16 with --check_weights or --check_output: "
+            "the plain run drops in fp32; --dropout 0, or --precision fp32, works"
         )
     if args.strategy not in ("single", "ddp"):
         _check_gpus(args)
-    args.workdir = args.workdir or Path("workdir") / f"{args.strategy}{args.world_size}"
+    name = f"{args.dp}x{args.pp}x{args.tp}" if args.strategy == "3d" else str(args.world_size)
+    args.workdir = args.workdir or Path("workdir") / f"{args.strategy}{name}"
     claim_folders(args)
     return args
 
@@ -113,11 +126,60 @@ def _check_uses(args: Any) -> None:
             raise UserError(f"{what} --{chosen} {getattr(args, chosen)}: it is only for {users}")
 
 
+def _settle_mesh(args: Any) -> None:
+    """dp x pp x tp and world_size. Raises UserError where they do not fit each other."""
+    axes = ("dp", "pp", "tp")
+    given = {name: getattr(args, name) for name in axes if getattr(args, name) is not None}
+    if args.strategy == "3d":
+        sizes = {name: given.get(name, 1) for name in axes}
+        product = math.prod(sizes.values())
+        started = args.world_size or torchrun("WORLD_SIZE", product)
+        if started != product:
+            raise UserError(
+                f"--world_size {started} --dp {sizes['dp']} --pp {sizes['pp']} --tp {sizes['tp']}: "
+                f"their product is {product}; leave --world_size out, or start {product} ranks"
+            )
+        args.world_size = product
+        settle_ranks(args)
+    else:
+        if given:
+            name, value = next(iter(given.items()))
+            raise UserError(
+                f"{args.strategy} --{name} {value}: it is an option of 3d; --world_size is the "
+                f"number of ranks of {args.strategy}"
+            )
+        settle_ranks(args)
+        axis = {"pipeline": "pp", "model": "pp", "tensor": "tp"}.get(args.strategy, "dp")
+        sizes = dict.fromkeys(axes, 1) | {axis: args.world_size}
+    args.dp, args.pp, args.tp = sizes.values()
+
+
+def _check_tensor(args: Any) -> None:
+    """Raises UserError for a model whose matrices cannot be cut."""
+    option = "tp" if args.strategy == "3d" else "world_size"
+    if args.model == VGG:
+        raise UserError(f"--{option} {args.tp} --model {VGG}: only GPT-2's matrices are cut")
+    divisors = degrees(number_of_heads(args), args.vocab_size or 256)
+    if args.tp not in divisors:
+        numbers = ", ".join(map(str, divisors[1:])) or "1"
+        raise UserError(
+            f"--{option} {args.tp} --model {args.model}: its {number_of_heads(args)} heads are "
+            f"dealt out evenly; --{option} {numbers} works"
+        )
+    length, more = args.model_max_length, -args.model_max_length % args.tp
+    if args.sequence_parallel and more:
+        raise UserError(
+            f"--sequence_parallel --model_max_length {length}: {args.tp} ranks cannot have equal "
+            f"parts; --model_max_length {length + more} works"
+        )
+
+
 def _settle_strategy(args: Any) -> None:
     """The options of one strategy. Raises UserError for one of another, or a cut that fails."""
-    staged = ("pipeline", "model")
+    staged = ("pipeline", "model", "3d")
     for name, default, users in (
-        ("schedule", "1f1b", ("pipeline",)), ("balance", "auto", staged), ("zero", 3, ("fsdp",)),
+        ("schedule", "1f1b", ("pipeline", "3d")), ("balance", "auto", staged),
+        ("zero", 3 if args.strategy == "fsdp" else None, ("fsdp", "3d")),
     ):  # fmt: skip
         given = getattr(args, name)
         if given is not None and args.strategy not in users:
@@ -125,19 +187,27 @@ def _settle_strategy(args: Any) -> None:
                 f"{args.strategy} --{name} {given}: it is an option of {' and '.join(users)}"
             )
         setattr(args, name, given or default)
+    if args.strategy == "3d" and args.zero is not None:
+        mesh = f"--zero {args.zero} --dp {args.dp} --pp {args.pp}"
+        if args.zero == 2:
+            raise UserError(f"3d {mesh}: 3d has --zero 1 and, without stages, --zero 3")
+        if args.zero == 3 and args.pp > 1:
+            raise UserError(f"3d {mesh}: stages keep their parameters; --zero 1, or --pp 1, works")
+        if args.dp == 1:
+            raise UserError(f"3d {mesh}: it shards over replicas; --dp 2 works")
     if args.strategy == "model" and (args.num_microbatches or 1) > 1:
         raise UserError(
             f"model --num_microbatches {args.num_microbatches}: with more than one it is pipeline"
         )
-    if args.strategy not in staged:
+    n, vgg, option = args.pp, args.model == VGG, "pp" if args.strategy == "3d" else "world_size"
+    if n == 1 and args.strategy not in ("pipeline", "model"):
         return
-    n, vgg = args.world_size, args.model == VGG
     blocks = 0 if vgg else number_of_blocks(args)
     layers = 16 if vgg else 2 * blocks + 2
     if n > layers:
         raise UserError(
-            f"{args.strategy} --world_size {n}: {args.model} has {layers} layers and every rank "
-            f"needs one; {works('--world_size', layers)}"
+            f"{args.strategy} --{option} {n}: {args.model} has {layers} layers and every rank "
+            f"needs one; {works(f'--{option}', layers)}"
         )
     try:
         if vgg and args.balance != "auto":
@@ -145,7 +215,7 @@ def _settle_strategy(args: Any) -> None:
         elif not vgg:
             sizes_of_blocks(args.balance, blocks, n)
     except ValueError as error:
-        raise UserError(f"--world_size {n} --{error}") from None
+        raise UserError(f"--{option} {n} --{error}") from None
 
 
 def _check_gpus(args: Any) -> None:
@@ -211,10 +281,11 @@ def read_data(args: Any) -> Texts | PictureSets:
         return read_texts(args)
     pictures = load_pictures(args.dataset, args.n_train, args.n_validation, seed=1234)
     fewest = min(len(pictures.train), len(pictures.test))
-    if args.strategy in ("ddp", "fsdp") and fewest < args.world_size:
+    if fewest < args.dp:
+        option = "dp" if args.strategy == "3d" else "world_size"
         raise UserError(
-            f"--world_size {args.world_size} --dataset {args.dataset}: it has {fewest} pictures, "
-            f"and each rank needs one; {works('--world_size', fewest)}"
+            f"--{option} {args.dp} --dataset {args.dataset}: it has {fewest} pictures, and each "
+            f"rank needs one; {works(f'--{option}', fewest)}"
         )
     check_warmup(args, len(pictures.train))
     return pictures

@@ -68,7 +68,7 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
 def read_texts(args: Any) -> Texts:
     """The sentence pairs of a run. Raises UserError where they cannot be read or do not suffice."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    dealt = args.world_size if args.strategy in ("ddp", "fsdp") else 1
+    dealt = args.world_size if args.strategy == "ddp" else getattr(args, "dp", 1)
     texts = load_texts(args.dataset, args.src, args.tgt, sizes, dealt)
     check_warmup(args, len(texts.splits["train"]))
     return texts
@@ -88,7 +88,11 @@ def announce(world: World, args: Any, model: LaidOutModel) -> None:
     """Says, on rank 0, how the run is laid out and how long it is."""
     n = getattr(args, "num_devices", args.world_size)
     facts = [f"{n} {'stage' if hasattr(args, 'num_devices') else 'rank'}{'s' * (n > 1)}"]
-    if args.strategy == "fsdp":
+    if args.strategy == "3d":
+        facts.append(f"data {args.dp} x pipeline {args.pp} x tensor {args.tp}")
+    if getattr(args, "sequence_parallel", False):
+        facts.append("sequence parallel")
+    if getattr(args, "zero", None):
         facts.append(f"ZeRO stage {args.zero}")
     if model.schedule is not None:
         facts.append(f"schedule {model.schedule}")

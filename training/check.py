@@ -141,6 +141,7 @@ class Plain:
         self, args: Any, task: Task, plan: Plan, layout: LaidOutModel, dtype: torch.dtype
     ) -> None:
         exact = dtype == torch.float64
+        self.task, self.dropout = task, getattr(args, "dropout", 0.0)
         self.device, self.dtype = layout.devices[0], dtype
         self.compute_dtype = None if exact else layout.compute_dtype
         self.autocast = None if exact or self.compute_dtype else plan
@@ -170,6 +171,11 @@ class Plain:
         dtype = self.compute_dtype or self.dtype
         # Gradients are those of the weights themselves, where a cast of them computes.
         weights = {name: p.to(dtype) for name, p in self.model.named_parameters()}
+        if self.model.training and self.dropout and isinstance(x, tuple):
+            # transformers' own dropout draws; that of the layers goes by the keys in x.
+            ids, _, keys = x
+            layers = nn.Sequential(*self.task.layers(self.model))
+            return layers((ids, torch.ones_like(ids), keys)).unflatten(0, ids.shape)
         if isinstance(x, tuple):  # (ids, weights): the weights only say which logits are wanted
             inputs = {"input_ids": x[0], "use_cache": False}
             return functional_call(self.model, weights, (), inputs).logits

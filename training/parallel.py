@@ -243,13 +243,18 @@ class Staged(LaidOutModel):
         if shard_optimizer and self.parts > 1:
 
             def kind(name: str) -> tuple[bool, str | None]:
-                # A tied parameter by itself, so that every stage that has it cuts it alike.
+                # All ranks that have a parameter must cut it alike: those that share layers what
+                # each has whole, and the stages that share a tied one.
                 tied = name if len(self.pipe.users(name)) > 1 else None
-                return name in owned and self.shared.counted(name), tied
+                return name in self.shared.parts, tied
 
             self.sharded = ShardedOptimizer(mine, plan.make_optimizer, self.replicas, kind)
             self.optimizers = [cast(torch.optim.Optimizer, self.sharded)]
-            self.counted = [p for (counts, _), p in self.sharded.shards.items() if counts]
+            self.counted = [
+                p
+                for (cut, tied), p in self.sharded.shards.items()
+                if (tied is None or tied in owned) and (cut or self.shard == 0)
+            ]
             plan.timeline.watch(self.sharded.optimizer)
         else:
             self.optimizers = [plan.make_optimizer(mine.values())]

@@ -91,6 +91,52 @@ def test_any_program_resumes_what_any_other_has_saved(ranks: Ranks) -> None:
         assert found[key] == pytest.approx(expected[key], rel=1e-9)
 
 
+# Each of which drops what one process does.
+MESHES = [
+    (2, "train tensor --sequence_parallel"),
+    (4, "train 3d --pp 2 --tp 2"),
+    (4, "train 3d --dp 2 --tp 2 --zero 3"),
+    (2, "train ddp"),
+    (4, "train 3d --dp 2 --pp 2 --zero 1 --schedule zb"),
+    (1, f"run_pipeline {FLOW} --n_chunk 3"),
+    (4, "train 3d --dp 2 --tp 2 --zero 1 --sequence_parallel"),
+    (2, "train fsdp"),
+]
+
+
+def test_in_three_dimensions(ranks: Ranks, four_ranks: Ranks) -> None:
+    """Eight layouts in eight steps, dropout on, are one process; so are the translations."""
+    line = TINY + MORE + "--n_head 4 --dropout 0.1 --precision fp64 --save_every 1"
+    assert run(f"train single {line} --workdir one")[1] is None
+    for stop_at, (n, layout) in enumerate(MESHES, 1):
+        on = {1: None, 2: ranks, 4: four_ranks}[n]
+        last = stop_at == len(MESHES)
+        printed, error = run(f"{layout} {line} --resume", on, stop_at=None if last else stop_at)
+        assert error is None, printed
+    found, expected = summary(), summary("one")
+    for key in ("loss", "validation_loss"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-9)
+
+
+@pytest.mark.parametrize("how", ["--pp 2 --tp 2 --sequence_parallel", "--dp 2 --tp 2 --zero 3"])
+def test_a_mesh_evaluates_and_exports_what_one_process_does(four_ranks: Ranks, how: str) -> None:
+    line = TINY + "--n_head 4 --n_epochs 1 --dropout 0.1 --precision fp64 --export"
+    assert run(f"train single {line} one/exported --workdir one")[1] is None
+    checks = "--check_weights --check_output --timeline 2"
+    folder = Path("work/exported").resolve()
+    printed, error = run(f"train 3d {how} {line} {folder} {checks}", four_ranks)
+    assert error is None, printed
+    assert "weights: agree with one process" in printed
+    assert "outputs" in printed and "DISAGREE" not in printed
+    found, expected = summary(), summary("one")
+    for key in ("loss", "validation_loss", "bleu"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-9)
+    weights = [load_file(f"{folder}/exported/model.safetensors") for folder in ("work", "one")]
+    assert weights[0].keys() == weights[1].keys()
+    for name, p in weights[0].items():
+        torch.testing.assert_close(p, weights[1][name])
+
+
 def test_of_vgg16_too(ranks: Ranks, three_ranks: Ranks) -> None:
     """With momentum, and on three ranks."""
     line = VGG + "--precision fp64 --n_epochs 2 --save_every 1 "
