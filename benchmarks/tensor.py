@@ -6,6 +6,8 @@ Two ranks, one core each; contestants live in the same two processes and take tu
   `torch.distributed.tensor.parallel.parallelize_module` with `loss_parallel`, both with and without
   sequence parallelism; and beside one rank with one core, while the other waits.
 - The head and its loss at the published vocabulary, beside gathering all logits on every rank.
+- A step of four ranks on two cores, which two axes are laid out over, beside half of the time that
+  one rank with one core takes: the same arithmetic on both cores.
 - Bytes of parameters, gradients and optimizer state of a rank, and of what autograd keeps of the
   blocks' activations, beside the formula of Korthikanti et al. (2022), which is for 2-byte numbers
   and 1-byte masks: here numbers have 4.
@@ -35,12 +37,22 @@ from torch.distributed.tensor.parallel import (
 from transformers import GPT2LMHeadModel
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
+from runtime.mesh import make_mesh
 from runtime.ranks import Ranks
 from tensor_parallel.collectives import replicate
 from tensor_parallel.gpt2 import HeadAndLoss, cut
 from tensor_parallel.loss import head_loss
 from training.launch import Settings, World, launch
-from training.model import build_model, gpt2_config, gpt2_layers, initializer, loss_of_targets
+from training.layout import Plan
+from training.model import (
+    build_model,
+    gpt2_config,
+    gpt2_layers,
+    initializer,
+    loss_of_targets,
+)
+from training.parallel import Staged
+from training.task import Step
 
 TITLE = "Tensor parallelism, GPT-2 with 4 blocks of width 768, a core per rank"
 ROUNDS = 7
@@ -379,6 +391,73 @@ def published(t: int, sequence_parallel: bool) -> float:
     return sbh * (whole + cut_by_t + scores)
 
 
+# Two axes at once
+
+
+class _Task:
+    """What `Staged` asks of a task."""
+
+    loss = staticmethod(loss_of_targets)
+
+    def __init__(self) -> None:
+        self.initialize = initializer(_config(), seed=0)
+
+    def skeleton(self) -> Any:
+        with torch.device("meta"):
+            return GPT2LMHeadModel(_config())
+
+    def layers(self, model: Any) -> list[nn.Module]:
+        return gpt2_layers(model)
+
+    def sizes(self, *_: Any) -> None:
+        """To be measured, if there were several stages without a cut."""
+
+
+CUT = (6, 4)  # layers per stage, of as much work as can be
+MESHES = ((2, 2, 1), (2, 1, 2), (1, 2, 2))
+
+
+def _mesh_steps(world: World, out: Path) -> None:
+    task: Any = _Task()
+    models = {}
+    for dp, pp, tp in MESHES:
+        mesh = make_mesh(dp, pp, tp, 300.0)
+        model = Staged(
+            task,
+            world,
+            Plan(_adamw),
+            num_microbatches=2 if pp > 1 else 1,
+            cut=CUT,
+            mesh=mesh,
+        )
+        models[f"{dp} x {pp} x {tp}"] = model
+    one = _One() if world.is_main else None
+    ids, weights, keys, labels = _batch()
+
+    def step(model: Staged) -> None:
+        model.optimizers[0].zero_grad()
+        mine = [t.chunk(model.parts)[model.part] for t in (ids, weights, keys, labels)]
+        parts = [t.chunk(model.num_microbatches or 1) for t in mine]
+        inputs = list(zip(*parts[:3], strict=True))
+        targets = list(zip(parts[3], parts[1], strict=True))
+        model.backward(Step(inputs, targets, ids.numel(), len(mine[0]), ids.numel(), ids.numel()))
+        model.optimizers[0].step()
+
+    def turn(name: str) -> None:
+        if name in models:
+            step(models[name])
+        elif one is not None:
+            one.step()
+        dist.barrier()
+
+    names = [*models, "one rank"]
+    seconds = alternate({name: lambda name=name: turn(name) for name in names}, ROUNDS)  # type: ignore[misc]
+    for model in models.values():
+        model.close()
+    if world.is_main:
+        torch.save(seconds, out)
+
+
 def run() -> list[Row]:
     """Prints the tables."""
     rows = []
@@ -413,6 +492,13 @@ def run() -> list[Row]:
                 Row(f"head and loss, {name}, peak", value, (value, value), "MiB", ratio,
                     "gathered", 2.0 if fused else None)
             )  # fmt: skip
+        seconds = on(4, _mesh_steps)
+        ideal = [s / 2 for s in seconds.pop("one rank")]  # its arithmetic, on two cores
+        for name, found in seconds.items():
+            value, spread = summarize([1000 * s for s in found])
+            ratio, goal = ratio_of(ideal, found), 1 / 1.15
+            what = "half of one rank's time"
+            rows.append(Row(f"{name}, 4 ranks on 2 cores", value, spread, "ms", ratio, what, goal))
         for t, sequence in ((1, False), (2, False), (2, True), (4, False), (4, True)):
             held = on(t, _held, sequence)
             name = f"tp {t}" + ", sequence" * sequence

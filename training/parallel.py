@@ -56,6 +56,8 @@ def lay_out(
     num_microbatches = {"model": 1}.get(args.strategy, plan.num_microbatches)
     if args.pp > 1:
         num_microbatches = num_microbatches or 4
+    elif args.tp > 1:  # each micro-batch costs the latency of its collectives
+        num_microbatches = num_microbatches or 1
     return Staged(
         task, world, plan, args.schedule or "gpipe", num_microbatches, args.balance, args.timeout,
         cut, mesh, args.sequence_parallel, bool(args.zero),
