@@ -3,8 +3,9 @@
     rank = (d * pp + p) * tp + t            2 x 2 x 2:   d=0   p=0  [0 1]      d=1   p=0  [4 5]
                                                                p=1  [2 3]            p=1  [6 7]
 
-The ranks that share layers (tensor) talk most and are neighbours; those that hand on activations
-(pipeline) talk less; those that add up gradients (data) talk once per step, and are furthest apart.
+The ranks that share layers (tensor) wait for each other several times in every layer, and are
+neighbours; those that hand on activations (pipeline) do so once per micro-batch; those that add up
+gradients (data) meet once per step, and are furthest apart.
 
 Not torch's `DeviceMesh`: its groups have the default time-out of half an hour.
 """

@@ -96,6 +96,23 @@ def test_every_command_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
         check(command, monkeypatch)
 
 
+def test_the_map_of_the_readme_has_every_file() -> None:
+    section = (ROOT / "README.md").read_text("utf-8").partition("## The map\n")[2]
+    named: list[str] = []
+    folder = ""
+    for line in section.split("```")[1].splitlines():
+        if start := re.match(r"(\w+)/", line):
+            folder = start[1]
+        named += [f"{folder}/{name}" for name in re.findall(r"\w+\.py", line)]
+    there = {
+        str(path.relative_to(ROOT))
+        for folder in {name.partition("/")[0] for name in named}
+        for path in (ROOT / folder).glob("*.py")
+        if path.stem != "__init__"
+    }
+    assert sorted(named) == sorted(there)
+
+
 QUOTED = re.compile(r"`([^`]+)`")
 FILE = re.compile(r"[\w*.]+(/[\w*.]+)+\.(py|png)")
 
@@ -120,6 +137,11 @@ def missing(text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 known = re.search(rf"^ *(def|class|from .* import.*) {quote}\b", code, re.MULTILINE)
                 found += [quote] * (known is None)
     return found
+
+
+def test_every_file_name_that_the_readme_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert missing(re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), monkeypatch) == []
 
 
 def test_every_file_name_and_command_of_the_map_of_assignments(

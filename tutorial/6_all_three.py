@@ -13,7 +13,7 @@ has three coordinates, and works in three groups of two ranks, each of which dif
     stages   0-2, 1-3, 4-6, 5-7   activations between stages; the tied embedding's gradient
     data     0-4, 1-5, 2-6, 3-7   gradients, once per step: these may be furthest apart
 
-The order is that of how much is said: most between t, least between d.
+The order is that of how often they meet: several times in a layer, per micro-batch, per step.
 
 It grows into runtime/mesh.py (who is where), training/parallel.py (a model on a mesh) and
 training/checkpoint.py (what is saved from one layout goes into any other).
