@@ -183,9 +183,8 @@ def _settle_strategy(args: Any) -> None:
     ):  # fmt: skip
         given = getattr(args, name)
         if given is not None and args.strategy not in users:
-            raise UserError(
-                f"{args.strategy} --{name} {given}: it is an option of {' and '.join(users)}"
-            )
+            others = f"{', '.join(users[:-1])} and {users[-1]}"
+            raise UserError(f"{args.strategy} --{name} {given}: it is an option of {others}")
         setattr(args, name, given or default)
     if args.strategy == "3d" and args.zero is not None:
         mesh = f"--zero {args.zero} --dp {args.dp} --pp {args.pp}"

@@ -20,7 +20,8 @@ Where t does not divide V, the last rank has rows of no token. They are 0, get n
 part of no product, and of no checkpoint.
 
 Cost per block and micro-batch, activations of G bytes: two all-reduces of G forward and two
-backward; with `sequence_parallel` twice as many collectives of half of it.
+backward; with `sequence_parallel` four collectives of half of it forward and six backward, since
+the inputs of column-parallel matrices are gathered again and not kept.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ said. The bias of a row-parallel layer is added once, after the sum.
 
 With `sequence_parallel` each rank has some positions of what stands between such pairs (norms,
 dropout, the residual stream): the sum after the pair is scattered over the sequence and gathered
-before the next. As many bytes travel, and those activations take 1/t of the memory.
+before the next. Those activations take 1/t of the memory. As many bytes travel, and in backward the
+inputs of column-parallel matrices once more.
 
 In backward the gradient of x is summed over the ranks while that of w is computed.
 

@@ -13,7 +13,7 @@ TINY = (
     "--model_max_length", "32", "--batch_size", "8", "--n_train", "64", "--n_validation", "8",
     "--n_test", "4", "--device", "cpu",
 )  # fmt: skip
-STRATEGIES = ("ddp", "fsdp", "pipeline", "model")  # of project/train.py, on processes
+STRATEGIES = ("ddp", "fsdp", "pipeline", "model", "tensor")  # of project/train.py, on processes
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ PROGRAMS = (
         ("project/run_pipeline.py", "--model_parallel_mode=pipeline_parallel", *TINY),
     ),
     *(Program(f"train {name}", OWN, trained(name)) for name in STRATEGIES),
+    Program("train 3d", OWN, (*trained("3d"), "--pp", "2", "--tp", "2")),
     *(
         Program(f"torchrun {name}", TORCHRUN, (*TORCHRUN_COMMAND, *trained(name)), restarts=True)
         for name in STRATEGIES

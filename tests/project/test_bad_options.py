@@ -104,10 +104,34 @@ TABLE = [
     (PP + f"{ONE} --pipeline blocks --n_chunk 3",
      f"--n_chunk 3 {ONE} --pipeline blocks: it is 1 there; leave it out, or use "
      "--pipeline whole"),
-    (TRAIN + "ddp --schedule zb", "ddp --schedule zb: it is an option of pipeline"),
-    (TRAIN + "ddp --balance uniform", "ddp --balance uniform: it is an option of pipeline and "
-     "model"),
-    (TRAIN + "pipeline --zero 2", "pipeline --zero 2: it is an option of fsdp"),
+    (TRAIN + "ddp --schedule zb", "ddp --schedule zb: it is an option of pipeline and 3d"),
+    (TRAIN + "ddp --balance uniform", "ddp --balance uniform: it is an option of pipeline, "
+     "model and 3d"),
+    (TRAIN + "pipeline --zero 2", "pipeline --zero 2: it is an option of fsdp and 3d"),
+    (TRAIN + "ddp --tp 2", "ddp --tp 2: it is an option of 3d; --world_size is the number of ranks "
+     "of ddp"),
+    (TRAIN + "3d --dp 2 --pp 2 --world_size 2",
+     "--world_size 2 --dp 2 --pp 2 --tp 1: their product is 4; leave --world_size out, or start 4 "
+     "ranks"),
+    (TRAIN + "tensor", "--world_size 2 --model vgg16: only GPT-2's matrices are cut"),
+    (TRAIN + "tensor --num_workers 3 --model gpt2-mini",
+     "--num_workers 3 --model gpt2-mini: its 4 heads are dealt out evenly; --num_workers 2, 4 "
+     "works"),
+    (TRAIN + "3d --tp 4 --model gpt2-mini --sequence_parallel --model_max_length 127",
+     "--sequence_parallel --model_max_length 127: 4 ranks cannot have equal parts; "
+     "--model_max_length 128 works"),
+    (TRAIN + "3d --pp 2 --sequence_parallel", "3d --sequence_parallel: positions are shared by the "
+     "ranks that share a matrix; tensor, or 3d --tp 2, works"),
+    (TRAIN + "3d --dp 2 --zero 2",
+     "3d --zero 2 --dp 2 --pp 1: 3d has --zero 1 and, without stages, --zero 3"),
+    (TRAIN + "3d --dp 2 --pp 2 --zero 3",
+     "3d --zero 3 --dp 2 --pp 2: stages keep their parameters; --zero 1, or --pp 1, works"),
+    (TRAIN + "3d --pp 2 --zero 1", "3d --zero 1 --dp 1 --pp 2: it shards over replicas; --dp 2 "
+     "works"),
+    (TRAIN + "3d --dp 4 --batch_size 3",
+     "--batch_size 3 --dp 4: each rank needs an example; --dp 1 to 3 works"),
+    (TRAIN + "3d --pp 9 --model gpt2-mini --n_layer 2",
+     "3d --pp 9: gpt2-mini has 6 layers and every rank needs one; --pp 1 to 6 works"),
     (TRAIN + "ddp --momentum 0.5",
      "--momentum 0.5 --optimizer adamw: it is only for --optimizer sgd"),
     (TRAIN + "ddp --model gpt2-mini --vgg_width 8",
@@ -115,9 +139,9 @@ TABLE = [
     *((TRAIN + f"ddp --{name} {value}",
        f"--{name} {value} --model vgg16: it is only for models of sentences, as gpt2-mini")
       for name, value in (("n_test", "all"), ("n_layer", "2"))),
-    (TRAIN + "ddp --model gpt2-mini --dropout 0.1 --check_weights",
-     "--dropout 0.1 with --check_weights or --check_output: dropout draws other masks under every "
-     "strategy, so nothing can be compared; --dropout 0 works"),
+    (TRAIN + "ddp --model gpt2-mini --dropout 0.1 --precision bf16 --check_weights",
+     "--dropout 0.1 --precision bf16 with --check_weights or --check_output: the plain run drops "
+     "in fp32; --dropout 0, or --precision fp32, works"),
     (DP + "--save_every 9 --keep 0",
      "--save_every 9 --keep 0: no checkpoint would stay; --keep 1 works"),
     (TRAIN + "ddp --num_batches 5 --warmup_steps 5",
