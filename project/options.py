@@ -213,12 +213,11 @@ class Strategy:
     pp: Count | None = None
     """of 3d: stages of layers; default: 1"""
     tp: Count | None = None
-    """of 3d: parts of every matrix; default: 1; world_size is dp x pp x tp"""
+    """of 3d: parts of every matrix; default: 1"""
     sequence_parallel: bool = False
-    """of tensor and 3d: between matrices, a part of the positions per rank, which saves memory"""
+    """of tensor and 3d: between matrices, each rank has a part of the positions"""
     zero: Literal[1, 2, 3] | None = None
-    """of fsdp, the ZeRO stage: 1 optimizer state, 2 + gradients, 3 (default) + parameters; of 3d:
-    1 or 3 over the replicas, default none"""
+    """ZeRO: 1 optimizer state, 2 + gradients, 3 (of fsdp the default) + parameters; of 3d 1 or 3"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """with check_weights prefer sgd: AdamW cannot reveal gradients scaled by a constant"""
     momentum: Fraction = 0.9
@@ -345,7 +344,11 @@ class _Help(DefaultHelpFormatter):
     """Help texts with defaults, without types."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=22, width=118)
+        super().__init__(prog, max_help_position=28, width=118)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """The description has lines of its own."""
+        return super()._fill_text(text, width, indent) if "\n" not in text else text
 
     def add_usage(self, *_: Any, **__: Any) -> None:
         """Of forty options it is no help."""

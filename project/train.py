@@ -1,20 +1,14 @@
 """Trains VGG16 or GPT-2 under any strategy, on processes that exchange tensors.
 
-    single     one process
-    ddp        the whole model on every rank, a part of each batch on each
-    fsdp       a shard of every layer on each rank, a part of each batch on each
-    pipeline   some of the layers on each rank, micro-batches flowing through them
-    model      the same with one micro-batch: one rank computes at a time
-    tensor     a part of every matrix on each rank, all of the batch (GPT-2)
-    3d         replicas of stages of layers that are cut: --dp 2 --pp 2 --tp 2
+single     one process
+ddp        the whole model on every rank, a part of each batch on each
+fsdp       a shard of every layer on each rank, a part of each batch on each
+pipeline   some of the layers on each rank, micro-batches flowing through them
+model      the same with one micro-batch: one rank computes at a time
+tensor     a part of every matrix on each rank, all of the batch (GPT-2)
+3d         replicas of stages of layers that are cut: --dp 2 --pp 2 --tp 2
 
-    python project/train.py ddp --num_workers 2 --num_batches 2 --learning_rate 1e-3 \\
-        --batch_size 32 --check_weights --check_output
-    torchrun --nproc-per-node 2 project/train.py ddp --model gpt2-mini
-
-Dropout is off by default. GPT-2's is the same under every strategy; VGG16's is drawn by each rank.
-A rank has one core unless --cores_per_rank says otherwise, so that the throughput of one, two and
-four ranks can be compared.
+python project/train.py ddp --num_workers 2 --num_batches 2 --check_weights --check_output
 """
 
 from __future__ import annotations
@@ -178,7 +172,8 @@ def _settle_strategy(args: Any) -> None:
     """The options of one strategy. Raises UserError for one of another, or a cut that fails."""
     staged = ("pipeline", "model", "3d")
     for name, default, users in (
-        ("schedule", "1f1b", ("pipeline", "3d")), ("balance", "auto", staged),
+        ("schedule", "gpipe" if args.strategy == "model" else "1f1b", ("pipeline", "3d")),
+        ("balance", "auto", staged),
         ("zero", 3 if args.strategy == "fsdp" else None, ("fsdp", "3d")),
     ):  # fmt: skip
         given = getattr(args, name)

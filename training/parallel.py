@@ -59,7 +59,7 @@ def lay_out(
     elif args.tp > 1:  # each micro-batch costs the latency of its collectives
         num_microbatches = num_microbatches or 1
     return Staged(
-        task, world, plan, args.schedule or "gpipe", num_microbatches, args.balance, args.timeout,
+        task, world, plan, args.schedule, num_microbatches, args.balance, args.timeout,
         cut, mesh, args.sequence_parallel, bool(args.zero),
     )  # fmt: skip
 

@@ -38,14 +38,19 @@ class _InOneProcess(LaidOutModel):
     @torch.no_grad()
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
         """Layer by layer, wherever each of them is: one position is too little to pipeline."""
-        self.module.eval()
+        self._train(False)
         value: Any = (ids, newest_alone(ids), prefix)
         with self.plan.autocast(self.devices[0]):
             for layer in self.layers:
                 device = next(layer.parameters()).device
                 value = layer(tuple(v.to(device) if isinstance(v, Tensor) else v for v in value))
-        self.module.train()
+        self._train(True)
         return likeliest(value, num_tokens)
+
+    def _train(self, mode: bool) -> None:
+        """The layers know of the model's modules, and the model nothing of its layers."""
+        for layer in self.layers:
+            layer.train(mode)
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """All of them."""

@@ -89,7 +89,8 @@ def test_every_option_refuses_what_it_cannot_be(capsys: pytest.CaptureFixture[st
         (DP + "--n_test none", "--n_test none: it must be a whole number, 1 or more or all"),
         (PP + "--schedule zero", "--schedule zero: it must be one of gpipe, 1f1b, zb"),
         ("train ", "the following arguments are required: strategy"),
-        ("train ddpp", "--strategy ddpp: it must be one of single, ddp, fsdp, pipeline, model"),
+        ("train ddpp", "--strategy ddpp: it must be one of single, ddp, fsdp, pipeline, model, "
+         "tensor, 3d"),
         (DP + "--config none.yaml", "--config: File does not exist: '{}/none.yaml'"),
         (DP + "--config wrong.yaml", "--batch_size many: it must be a whole number, 1 or more"),
         (DP + "--config other.yaml", "--batchsize: there is no such option; is it --batch_size?"),

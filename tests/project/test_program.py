@@ -100,7 +100,7 @@ def test_results_have_the_keys_that_figures_are_drawn_from(trained: Run) -> None
         assert [len(set(ranks)) for ranks in results(trained.workdir, key)] == [1, 1]
     for key in ("training_loss", "validation_loss"):
         (first, _), (second, _) = results(trained.workdir, key)
-        assert second < first < math.log(320) + 0.5
+        assert max(first, second) < math.log(320)
     summary = read_json(trained.workdir / "summary.json")
     assert len(summary["loss"]) == len(summary["step_seconds"]) == 10
     assert len(summary["peak_rss_bytes"]) == 2

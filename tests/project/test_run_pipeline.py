@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers.pytorch_utils import Conv1D
 
 from tests.project.programs import FLOW, TINY, names_in, read_json, run, summary
 from training.timeline import read_timelines
@@ -110,7 +110,7 @@ def test_a_stage_that_raises_ends_the_run_and_all_threads(
     pipeline: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a training step."""
-    forward, forwards = GPT2MLP.forward, []
+    forward, forwards = Conv1D.forward, []
 
     def fuse(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         forwards.append(threading.current_thread())
@@ -118,7 +118,7 @@ def test_a_stage_that_raises_ends_the_run_and_all_threads(
             raise ArithmeticError("blown")
         return forward(self, hidden)
 
-    monkeypatch.setattr(GPT2MLP, "forward", fuse)
+    monkeypatch.setattr(Conv1D, "forward", fuse)
     with pytest.raises(ArithmeticError, match="blown"):
         run(f"{LINE} --balance uniform --pipeline {pipeline}")
     assert forwards[-1] is not threading.main_thread()

@@ -71,9 +71,12 @@ def test_the_validation_loss_is_the_mean_over_all_targets() -> None:
     """(The mean of the batches' means would be 2.25.)"""
     task: Any = SimpleNamespace(
         validation_batches=lambda *_: [("x", (3.0, 1, 1)), ("y", (3.0, 0, 2))],
-        measure=lambda _, target: torch.tensor(target, dtype=torch.float64),
     )
-    model: Any = SimpleNamespace(part=0, parts=1, outputs=lambda x: x)
+
+    def measure(_: str, target: tuple[float, int, int]) -> torch.Tensor:
+        return torch.tensor(target, dtype=torch.float64)
+
+    model: Any = SimpleNamespace(part=0, parts=1, measure=measure)
     assert evaluate_loss(World(), task, model) == (6.0 / 3, 1 / 3)
 
 
