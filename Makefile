@@ -53,6 +53,8 @@ figures: $(VENV)/.installed
 	done; done
 	$(RUN) project/train.py model $(STEPS) --workdir workdir_figures/model2
 	$(RUN) project/train.py pipeline $(STEPS) --workdir workdir_figures/pipeline2
+	$(RUN) project/train.py 3d --dp 2 --pp 2 --tp 2 --model gpt2-mini --num_batches 6 \
+	  --workdir workdir_figures/3d2x2x2
 	$(RUN) project/plot.py data_parallel --single workdir_figures/dp1 --multiple workdir_figures/dp2
 	$(RUN) project/plot.py pipeline --model_parallel workdir_figures/mp --pipeline_parallel workdir_figures/pp
 	$(RUN) project/plot.py schedule --schedule gpipe
@@ -60,7 +62,7 @@ figures: $(VENV)/.installed
 	$(RUN) project/plot.py split_time $(RUNS)
 	$(RUN) project/plot.py throughput $(RUNS)
 	$(RUN) project/plot.py memory ddp=2,fsdp=2 --workdir workdir_figures
-	for r in dp2 pp pipeline2 fsdp2; do $(RUN) project/plot.py timeline workdir_figures/$$r || exit; done
+	for r in dp2 pp pipeline2 fsdp2 3d2x2x2; do $(RUN) project/plot.py timeline workdir_figures/$$r || exit; done
 
 bench: $(VENV)/.installed
 	$(RUN) -m benchmarks

@@ -53,7 +53,8 @@ def legend(fig: Figure, kinds: set[str], below: float = 3.6) -> None:
         if kind in kinds and not (kind == "backward of inputs" and "backward" in kinds)
     ]
     fig.axes[-1].legend(
-        handles=patches, loc="upper left", bbox_to_anchor=(0, 0), borderaxespad=below, ncols=8,
+        handles=patches, loc="upper left", bbox_to_anchor=(0, 0), borderaxespad=below,
+        ncols=6 if len(patches) > 8 else 8,
         handlelength=1, handleheight=1,
     )  # fmt: skip
 

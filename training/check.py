@@ -7,10 +7,11 @@ so narrow that a right run fails; the right one depends on the model, the steps 
 Idea: measure what rounding makes of this very training. One process, plain PyTorch, whole batches,
 does it twice: as asked, and in float64. The distance of the two is the rounding of the one,
 accumulated over all sums and steps. Another order of summation makes errors of the same kind and
-size; FACTOR times as many are allowed.
+size; FACTOR times as many are allowed. A small parameter may by chance be rounded much less in one
+order than in the next: it is granted the rounding of the model's average weight.
 
     distance   the 2-norm, over a parameter, of (strategy - plain)
-    rounding   the 2-norm of (plain - float64), at least one rounding of every weight
+    rounding   the 2-norm of (plain - float64), at least that of as many average weights
     agrees     distance <= FACTOR * rounding, for every parameter
 
 In float64 itself the rounding is that of float32 times 2^-29, the quotient of the two's precisions.
@@ -121,12 +122,16 @@ def compare(
         dtype: the type of the weights.
     """
     finer = torch.finfo(dtype).eps / EPS32
+    pairs = [(plain[name].double(), exact[name]) for name in plain]
+    squares = sum((p - e).square().sum().item() for p, e in pairs)
+    average = math.sqrt(squares / max(1, sum(p.numel() for p, _ in pairs)))
     differences = []
     for name in plain.keys() & got.keys():
         reference = exact[name] if dtype == torch.float64 else plain[name].double()
         delta = got[name].double().to(reference.device) - reference
-        noise = finer * (plain[name].double() - exact[name]).norm().item()
-        least = torch.finfo(dtype).eps * reference.norm().item() if noise else 0.0
+        own = (plain[name].double() - exact[name]).norm().item()
+        noise = finer * max(own, average * math.sqrt(reference.numel())) if own else 0.0
+        least = torch.finfo(dtype).eps * reference.norm().item() if own else 0.0
         largest = delta.abs().max().item() if delta.numel() else 0.0
         differences.append(Difference(name, largest, delta.norm().item(), max(noise, least)))
     differences.sort(key=lambda d: d.times_rounding, reverse=True)

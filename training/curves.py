@@ -100,8 +100,11 @@ def _facts(workdir: Path) -> list[str]:
     parts = [", ".join([options["model"], *sizes])] if "model" in options else []
     if "batch_size" in options:
         parts.append(f"batches of {options['batch_size']}")
-    if schedule := options.get("schedule"):
-        stages = options.get("num_devices") or options.get("world_size")
+    if options.get("strategy") == "3d":
+        parts.append("data {dp} x pipeline {pp} x tensor {tp}".format(**options))
+    stages = options.get("num_devices") or options.get("pp") or options.get("world_size", 1)
+    schedule = options.get("schedule")
+    if schedule and stages > 1:
         parts.append(f"{stages} stages, {schedule}, {options['num_microbatches']} micro-batches")
     if cores := options.get("cores"):
         who = "" if "num_devices" in options else " per process"
