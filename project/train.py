@@ -90,10 +90,13 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> A
             "matrix; tensor, or 3d --tp 2, works"
         )
     checked = args.check_weights or args.check_output
-    if args.dropout and checked and args.precision == "bf16":
+    on_gpu = choose_device(args.device, 0, torchrun("LOCAL_WORLD_SIZE", args.world_size))
+    drawn = args.precision == "bf16" or on_gpu.type != "cpu"
+    if args.model != VGG and args.dropout and checked and drawn:
         raise UserError(
-            f"--dropout {args.dropout:g} --precision bf16 with --check_weights or --check_output: "
-            "the plain run drops in fp32; --dropout 0, or --precision fp32, works"
+            f"--dropout {args.dropout:g} with --check_weights or --check_output: on a GPU, and in "
+            "bf16, the plain run drops other activations; --dropout 0, or --device cpu and "
+            "--precision fp32, works"
         )
     if args.strategy not in ("single", "ddp"):
         _check_gpus(args)
@@ -181,6 +184,10 @@ def _settle_strategy(args: Any) -> None:
             others = f"{', '.join(users[:-1])} and {users[-1]}"
             raise UserError(f"{args.strategy} --{name} {given}: it is an option of {others}")
         setattr(args, name, given or default)
+    if args.strategy == "3d" and args.pp == 1 and args.balance != "auto":
+        raise UserError(
+            f"3d --balance {args.balance} --pp 1: there are no stages to balance; --pp 2 works"
+        )
     if args.strategy == "3d" and args.zero is not None:
         mesh = f"--zero {args.zero} --dp {args.dp} --pp {args.pp}"
         if args.zero == 2:

@@ -60,7 +60,7 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         total = hidden.new_zeros((), dtype=_at_least_fp32(hidden.dtype))
-        for at in _chunks(len(hidden), len(weight)):
+        for at in _chunks(len(hidden), weight, ranks, first):
             chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
             count = weights[at].to(total.dtype)
             total += (chunk.losses * count).sum()
@@ -90,7 +90,7 @@ def measure(
     """[3], float64: the loss of `head_loss`, at how many positions the label is the likeliest
     token, and N."""
     total = torch.zeros(3, dtype=torch.float64)
-    for at in _chunks(len(hidden), len(weight)):
+    for at in _chunks(len(hidden), weight, ranks, first):
         chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
         largest = ranks.start_all_gather(chunk.largest[None], 0)().amax(0)
         loss = (chunk.losses * weights[at]).sum()
@@ -138,7 +138,9 @@ class _Chunk(NamedTuple):
         return cls(exps, largest, log_sum, at_label, here, log_sum - at_label)
 
 
-def _chunks(positions: int, rows: int) -> list[slice]:
+def _chunks(positions: int, weight: Tensor, ranks: Ranks, first: int) -> list[slice]:
+    """The same on all ranks, though the last may have fewer rows than the others."""
+    rows = first // ranks.rank if ranks.rank else len(weight)
     size = max(1, CHUNK // rows)
     return [slice(begin, begin + size) for begin in range(0, positions, size)]
 

@@ -268,7 +268,7 @@ class Staged(LaidOutModel):
     def backward(self, step: Step) -> Tensor:
         """All ranks of a replica get its loss; the first counts it."""
         count = max(1, step.count)
-        loss = torch.zeros((), dtype=torch.float64, device=self.devices[0])
+        loss = torch.zeros((), dtype=torch.float64)
         if step.inputs:
             inputs = map(self.shared.input, step.inputs, step.targets)
             with self.plan.autocast(self.devices[0]):
@@ -344,7 +344,11 @@ class Staged(LaidOutModel):
 
     def state_bytes(self) -> dict[str, int]:
         """Of this rank."""
-        return state_bytes(self.pipe.parameters(), self.optimizers)
+        held = state_bytes(self.pipe.parameters(), self.optimizers)
+        if self.sharded is not None:
+            gradients = (p.grad for p in self.sharded.shards.values())
+            held["gradients"] += sum(g.nbytes for g in gradients if g is not None)
+        return held
 
     def close(self) -> None:
         """Hangs up."""

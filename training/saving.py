@@ -180,7 +180,7 @@ class Saving:
         if random.keys() == random_states(model.devices).keys():
             set_random_states(random)
         else:  # masks that the run before has not drawn
-            torch.manual_seed(stream(args.seed, "dropout", model.part, state["steps"]))
+            torch.manual_seed(stream(args.seed, "dropout", model.part, model.shard, state["steps"]))
         self.optimizer.load_state_dict(state)
         self.saved = state["steps"]
         results.losses, results.seconds = list(state["losses"]), list(state["seconds"])
@@ -205,7 +205,8 @@ class Saving:
             self.saver.prune()
 
     def _layout(self) -> list[Any]:
-        return [self.world.world_size, self.model.parts, self.model.schedule]
+        axes = [getattr(self.args, axis, 1) for axis in ("dp", "pp", "tp")]
+        return [self.world.world_size, self.model.parts, self.model.schedule, *axes]
 
     def save(self, epoch: int, totals: Totals) -> None:
         """Saves, unless this step was saved already."""

@@ -140,8 +140,10 @@ TABLE = [
        f"--{name} {value} --model vgg16: it is only for models of sentences, as gpt2-mini")
       for name, value in (("n_test", "all"), ("n_layer", "2"))),
     (TRAIN + "ddp --model gpt2-mini --dropout 0.1 --precision bf16 --check_weights",
-     "--dropout 0.1 --precision bf16 with --check_weights or --check_output: the plain run drops "
-     "in fp32; --dropout 0, or --precision fp32, works"),
+     "--dropout 0.1 with --check_weights or --check_output: on a GPU, and in bf16, the plain run "
+     "drops other activations; --dropout 0, or --device cpu and --precision fp32, works"),
+    (TRAIN + "3d --dp 2 --balance 2,2 --model gpt2-mini",
+     "3d --balance 2,2 --pp 1: there are no stages to balance; --pp 2 works"),
     (DP + "--save_every 9 --keep 0",
      "--save_every 9 --keep 0: no checkpoint would stay; --keep 1 works"),
     (TRAIN + "ddp --num_batches 5 --warmup_steps 5",
