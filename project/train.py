@@ -90,8 +90,7 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> A
             "matrix; tensor, or 3d --tp 2, works"
         )
     checked = args.check_weights or args.check_output
-    on_gpu = choose_device(args.device, 0, torchrun("LOCAL_WORLD_SIZE", args.world_size))
-    drawn = args.precision == "bf16" or on_gpu.type != "cpu"
+    drawn = args.precision == "bf16" or choose_device(args.device, 0, 1).type != "cpu"
     if args.model != VGG and args.dropout and checked and drawn:
         raise UserError(
             f"--dropout {args.dropout:g} with --check_weights or --check_output: on a GPU, and in "
