@@ -279,7 +279,7 @@ class _AllLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return ranks.start_all_gather(logits, 1)()
+        return ranks.all_gather(logits, 1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -374,6 +374,8 @@ def _as_is(t: Tensor) -> Tensor:
 
 
 class _OneDropping:
+    """The whole model, with dropout."""
+
     def __init__(self) -> None:
         self.layers = gpt2_layers(build_model(_config(dropout=0.1), seed=0))
         self.net = nn.Sequential(*self.layers)

@@ -73,7 +73,7 @@ class ShardedOptimizer:
                 if p.grad is not None:
                     view.copy_(p.grad)
                     p.grad = None
-            shard.grad = self.ranks.start_reduce_scatter(whole, 0)()
+            shard.grad = self.ranks.reduce_scatter(whole, 0)
 
     def step(self) -> None:
         """Updates the shards; then all ranks have all new values."""
@@ -84,7 +84,7 @@ class ShardedOptimizer:
     def publish(self) -> None:
         """Hands the shards' values to all."""
         for flat, shard in zip(self._flat, self.shards.values(), strict=True):
-            flat.copy_(self.ranks.start_all_gather(shard.detach(), 0)())
+            flat.copy_(self.ranks.all_gather(shard.detach(), 0))
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""

@@ -7,6 +7,9 @@ a tensor that is there twice is one tensor on the other side too.
 
     head: (tensor at 0: float32 [8, 128, 256], tensor at 1048576: int64 [8, 128], None)
     body: | tensor | tensor |
+
+A pickle can run code when it is read. The ranks of a run trust each other, as they do in torch's
+own object collectives; nobody else can send (see shared_messages.py).
 """
 
 from __future__ import annotations

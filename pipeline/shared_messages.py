@@ -64,6 +64,12 @@ class SharedLink:
         self._look()
         if self._lost is not None:
             raise PeerError(self._lost)
+        if len(message.head) > _PACKET - _PLACE.size:
+            raise ValueError(
+                f"a value that passes between stages has {len(message.head):,} bytes beside the "
+                f"contents of its tensors, and at most {_PACKET - _PLACE.size:,} are sent: make "
+                "tensors of them"
+            )
         k, descriptors = self._buffer(message.nbytes)
         try:
             message.write(self._buffers[k])

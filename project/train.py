@@ -172,6 +172,9 @@ def _check_tensor(args: Any) -> None:
 
 def _settle_strategy(args: Any) -> None:
     """The options of one strategy. Raises UserError for one of another, or a cut that fails."""
+    for name in ("schedule", "balance") if args.strategy == "3d" and args.pp == 1 else ():
+        if (given := getattr(args, name)) is not None:
+            raise UserError(f"3d --{name} {given} --pp 1: there are no stages; --pp 2 works")
     staged = ("pipeline", "model", "3d")
     for name, default, users in (
         ("schedule", "gpipe" if args.strategy == "model" else "1f1b", ("pipeline", "3d")),
@@ -183,10 +186,6 @@ def _settle_strategy(args: Any) -> None:
             others = f"{', '.join(users[:-1])} and {users[-1]}"
             raise UserError(f"{args.strategy} --{name} {given}: it is an option of {others}")
         setattr(args, name, given or default)
-    if args.strategy == "3d" and args.pp == 1 and args.balance != "auto":
-        raise UserError(
-            f"3d --balance {args.balance} --pp 1: there are no stages to balance; --pp 2 works"
-        )
     if args.strategy == "3d" and args.zero is not None:
         mesh = f"--zero {args.zero} --dp {args.dp} --pp {args.pp}"
         if args.zero == 2:

@@ -91,7 +91,7 @@ def attention(
 
 
 def _low(x: Tensor) -> Tensor:
-    """The low 32 bits."""
+    """The low 31 bits, so that the result is not negative."""
     return (x & 0x7FFFFFFF).to(torch.int32)
 
 

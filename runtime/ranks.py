@@ -111,20 +111,24 @@ class Ranks:
 
         return self._finish("reduce_scatter", wait, result)
 
-    def start_all_gather(self, x: Tensor, dim: int) -> Finish:
-        """Begins to join all ranks' `x` along `dim`. They are of one shape."""
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part along `dim` of the sum of all ranks' `x`."""
+        return self.start_reduce_scatter(x, dim)()
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """All ranks' `x`, of one shape, joined along `dim`."""
         if self.size == 1:
-            return lambda: x
+            return x
         if not self._through_memory(x):
             whole = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
             work = _all_gather(whole.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
-            return self._finish("all_gather", work, lambda: torch.cat(whole.unbind(), dim))
+            return self._finish("all_gather", work, lambda: torch.cat(whole.unbind(), dim))()
         wait = self._publish(x, _ALL_GATHER)
 
         def result() -> Tensor:
             return torch.cat([self._view(r, x.shape, x.dtype) for r in range(self.size)], dim)
 
-        return self._finish("all_gather", wait, result)
+        return self._finish("all_gather", wait, result)()
 
     def part_of(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor along `dim`: a view."""

@@ -70,19 +70,19 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
         ctx.ranks, ctx.dim = ranks, dim
-        return ranks.start_all_gather(x, dim)()
+        return ranks.all_gather(x, dim)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return ctx.ranks.start_reduce_scatter(dy, ctx.dim)(), None, None
+        return ctx.ranks.reduce_scatter(dy, ctx.dim), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
         ctx.ranks, ctx.dim = ranks, dim
-        return ranks.start_reduce_scatter(x, dim)()
+        return ranks.reduce_scatter(x, dim)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return ctx.ranks.start_all_gather(dy, ctx.dim)(), None, None
+        return ctx.ranks.all_gather(dy, ctx.dim), None, None

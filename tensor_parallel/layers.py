@@ -38,7 +38,24 @@ from tensor_parallel.collectives import add_up, scatter
 SEQUENCE = 1  # the dimension of positions
 
 
-class ColumnParallelLinear(nn.Module):
+class _CutLayer(nn.Module):
+    """A layer of whose `weight` the `ranks` have a part each."""
+
+    def __init__(self, weight: nn.Parameter, ranks: Ranks, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight, self.ranks, self.sequence_parallel = weight, ranks, sequence_parallel
+
+    @property
+    def scattered(self) -> bool:
+        """Whether each rank has a part of the positions outside, as it does only in training."""
+        return self.sequence_parallel and self.training
+
+    def summed(self, y: Tensor) -> Tensor:
+        """The sum of all ranks' [B, T, C]; or, scattered, this rank's [B, T/t, C] of it."""
+        return scatter(y, self.ranks, SEQUENCE) if self.scattered else add_up(y, self.ranks)
+
+
+class ColumnParallelLinear(_CutLayer):
     """[B, T, K] to this rank's columns, [B, T, N/t]; with `sequence_parallel` of [B, T/t, K].
 
     Args:
@@ -48,9 +65,8 @@ class ColumnParallelLinear(nn.Module):
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter, ranks: Ranks, sequence_parallel: bool
     ) -> None:
-        super().__init__()
-        self.weight, self.bias, self.ranks = weight, bias, ranks
-        self.sequence_parallel = sequence_parallel
+        super().__init__(weight, ranks, sequence_parallel)
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
@@ -58,8 +74,7 @@ class ColumnParallelLinear(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
-        scattered = self.sequence_parallel and self.training
-        y: Tensor = _Columns.apply(x, weight, bias, self.ranks, scattered)
+        y: Tensor = _Columns.apply(x, weight, bias, self.ranks, self.scattered)
         return y
 
 
@@ -71,7 +86,7 @@ class _Columns(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.ranks, ctx.scattered = ranks, scattered
         if scattered:
-            x = ranks.start_all_gather(x, SEQUENCE)()
+            x = ranks.all_gather(x, SEQUENCE)
         y = torch.addmm(bias, x.reshape(-1, x.size(-1)), weight)
         return y.view(*x.shape[:-1], y.size(-1))
 
@@ -81,7 +96,7 @@ class _Columns(torch.autograd.Function):
         ranks, scattered = ctx.ranks, ctx.scattered
         rows = dy.reshape(-1, dy.size(-1))
         if scattered:  # only the rank's part was kept, which takes 1/t of the memory
-            x = ranks.start_all_gather(x, SEQUENCE)()
+            x = ranks.all_gather(x, SEQUENCE)
         dx = (rows @ weight.t()).view(x.shape)
         finish = (
             ranks.start_reduce_scatter(dx, SEQUENCE) if scattered else ranks.start_all_reduce(dx)
@@ -91,7 +106,7 @@ class _Columns(torch.autograd.Function):
         return finish(), dw, db, None, None
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_CutLayer):
     """This rank's [B, T, K/t] to the sum over all ranks, [B, T, N]; with `sequence_parallel` to
     [B, T/t, N].
 
@@ -103,19 +118,15 @@ class RowParallelLinear(nn.Module):
     def __init__(
         self, weight: nn.Parameter, bias: nn.Parameter, ranks: Ranks, sequence_parallel: bool
     ) -> None:
-        super().__init__()
-        self.weight, self.bias, self.ranks = weight, bias, ranks
-        self.sequence_parallel = sequence_parallel
+        super().__init__(weight, ranks, sequence_parallel)
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.mm(x.reshape(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
-        scattered = self.sequence_parallel and self.training
-        return (
-            scatter(y, self.ranks, SEQUENCE) if scattered else add_up(y, self.ranks)
-        ) + self.bias
+        return self.summed(y) + self.bias  # after the sum: once, and not once per rank
 
 
-class VocabularyParallelEmbedding(nn.Module):
+class VocabularyParallelEmbedding(_CutLayer):
     """Token ids [B, T] to their rows of the embedding, [B, T, C]; with `sequence_parallel`
     [B, T/t, C].
 
@@ -126,8 +137,7 @@ class VocabularyParallelEmbedding(nn.Module):
     """
 
     def __init__(self, weight: nn.Parameter, ranks: Ranks, sequence_parallel: bool) -> None:
-        super().__init__()
-        self.weight, self.ranks, self.sequence_parallel = weight, ranks, sequence_parallel
+        super().__init__(weight, ranks, sequence_parallel)
         self.rows = len(weight)
         self.first = ranks.rank * self.rows
 
@@ -135,6 +145,4 @@ class VocabularyParallelEmbedding(nn.Module):
         local = ids - self.first
         elsewhere = (local < 0) | (local >= self.rows)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        rows = rows.masked_fill(elsewhere[..., None], 0)
-        scattered = self.sequence_parallel and self.training
-        return scatter(rows, self.ranks, SEQUENCE) if scattered else add_up(rows, self.ranks)
+        return self.summed(rows.masked_fill(elsewhere[..., None], 0))

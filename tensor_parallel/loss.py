@@ -58,8 +58,10 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, ranks: Ranks,
         first: int,
     ) -> Tensor:  # fmt: skip
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        total = hidden.new_zeros((), dtype=_at_least_fp32(hidden.dtype))
+        wide = _at_least_fp32(hidden.dtype)
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight, dtype=wide)  # a sum over the chunks
+        total = hidden.new_zeros((), dtype=wide)
         for at in _chunks(len(hidden), weight, ranks, first):
             chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
             count = weights[at].to(total.dtype)
@@ -70,8 +72,11 @@ class _HeadLoss(torch.autograd.Function):
             d_logits[rows, (labels[at] - first)[rows]] -= count[rows]
             d_logits = d_logits.to(weight.dtype)
             torch.mm(d_logits, weight, out=d_hidden[at])
-            d_weight.addmm_(d_logits.t(), hidden[at])
-        ctx.gradients = d_hidden, d_weight
+            if weight.dtype == wide:
+                d_weight.addmm_(d_logits.t(), hidden[at])
+            else:
+                d_weight += d_logits.t() @ hidden[at]
+        ctx.gradients, ctx.dtype = (d_hidden, d_weight), weight.dtype
         return total
 
     @staticmethod
@@ -79,8 +84,9 @@ class _HeadLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients of the head are made once: no second backward")
         (d_hidden, d_weight), ctx.gradients = ctx.gradients, None
-        dy = dy.to(d_hidden.dtype)
-        return d_hidden.mul_(dy), d_weight.mul_(dy), None, None, None, None
+        # Multiplied before they are rounded: a rounded dy would scale all gradients of the step.
+        both = [d.to(dy.dtype).mul_(dy).to(ctx.dtype) for d in (d_hidden, d_weight)]
+        return *both, None, None, None, None
 
 
 @torch.no_grad()
@@ -92,7 +98,7 @@ def measure(
     total = torch.zeros(3, dtype=torch.float64)
     for at in _chunks(len(hidden), weight, ranks, first):
         chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
-        largest = ranks.start_all_gather(chunk.largest[None], 0)().amax(0)
+        largest = ranks.all_gather(chunk.largest[None], 0).amax(0)
         loss = (chunk.losses * weights[at]).sum()
         right = (chunk.at_label == largest).sum()
         total += torch.stack([loss.double(), right.double(), right.new_tensor(len(largest))]).cpu()
@@ -108,7 +114,7 @@ def likeliest(logits: Tensor, num_tokens: int, ranks: Ranks, first: int) -> Tens
         both = torch.stack([value.double(), token.double() + first])
     else:
         both = logits.new_full((2, len(logits)), -torch.inf, dtype=torch.float64)
-    values, tokens = ranks.start_all_gather(both[None], 0)().unbind(1)
+    values, tokens = ranks.all_gather(both[None], 0).unbind(1)
     return tokens.gather(0, values.argmax(0, keepdim=True))[0].long()
 
 
@@ -133,7 +139,7 @@ class _Chunk(NamedTuple):
         largest = logits.amax(-1)
         exps = logits.sub_(largest[:, None]).exp_()
         two = torch.stack([largest + exps.sum(-1).log(), mine])
-        log_sums, labelled = ranks.start_all_gather(two[None], 0)().unbind(1)
+        log_sums, labelled = ranks.all_gather(two[None], 0).unbind(1)
         log_sum, at_label = log_sums.logsumexp(0), labelled.sum(0)
         return cls(exps, largest, log_sum, at_label, here, log_sum - at_label)
 

@@ -21,8 +21,8 @@ SHA-256 of each, and renames the folder, which a file system does in one step.
         state.json, tokenizer.json      position, random states, options; other small files
         manifest.json
 
-Hosts need no common folder. Without one, rank 0 writes and reads for all: it must hold all of the
-pieces to save, and one rank's to load.
+Hosts need no common folder. Without one, rank 0 writes and reads for all, and must hold everything
+for that; the others get one tensor at a time.
 
 Cost: each rank writes its part; rank 0 reads all files back for the checksums. In the background
 the run waits only for a copy of what it holds.
@@ -350,8 +350,9 @@ class Saver:
         found = self._gather(manifest.read_bytes() if manifest.exists() else b"")
         self._one_folder = len(set(found)) == 1
         held = held_by_name(pieces)
-        if not self._one_folder:  # rank 0 reads all tensors, whole, and sends them to all
-            held = {n: torch.zeros(t.size, dtype=t.properties.dtype) for n, t in tensors.items()}
+        if not self._one_folder:  # rank 0 reads all tensors, whole, and sends them one by one
+            names_here = tensors if self.world.is_main else ()
+            held = {name: _empty(tensors[name]) for name in names_here}
 
         def check() -> None:
             for p in pieces:
@@ -369,7 +370,8 @@ class Saver:
         self._together(read, failure)
         if self._one_folder:
             return
-        for name, tensor in held.items():
+        for name, known in tensors.items():
+            tensor = held.pop(name) if self.world.is_main else _empty(known)
             dist.broadcast(tensor, 0, self._group)
             for p in pieces:
                 if p.name == name:
@@ -411,6 +413,11 @@ class Saver:
         self._pruned = True
         for old in names(self.folder)[: -self.keep]:
             shutil.rmtree(self.folder / old, ignore_errors=True)
+
+
+def _empty(known: Any) -> Tensor:
+    """Room for a tensor that the library describes."""
+    return torch.zeros(known.size, dtype=known.properties.dtype)
 
 
 # In a folder

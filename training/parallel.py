@@ -36,7 +36,6 @@ from training.replicated import Replicated
 from training.task import Step, Task
 from training.tensor import Shared
 
-STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "model", "tensor", "3d")
 _BUCKET = 4 << 20  # bytes of gradients that are summed together
 
 
@@ -96,7 +95,7 @@ class Sharded(LaidOutModel):
             device=world.device, group=mesh.data.group, share_memory=share_memory,
             recorder=plan.recorder, kind=lambda name: name in shared.parts,
         )  # fmt: skip
-        self.optimizers = [cast(torch.optim.Optimizer, ShardOptimizer(self.fsdp))]
+        self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]
         # A unit is of parameters that are cut, or of such as all ranks have.
         first_names = [(unit.unit.entries[0].name, unit.shard) for unit in self.fsdp.units]
         self.counted = [p for name, p in first_names if shared.counted(name)]
@@ -181,7 +180,7 @@ class Sharded(LaidOutModel):
         return {kind: getattr(held, kind) for kind in ("parameters", "gradients", "optimizer")}
 
 
-class ShardOptimizer:
+class FsdpOptimizer:
     """The optimizer of the shards. Its steps are collective: other ranks read these shards."""
 
     def __init__(self, fsdp: FullyShardedDataParallel) -> None:
@@ -239,31 +238,36 @@ class Staged(LaidOutModel):
         if stages > 1:
             self.description = f"layers per stage: {' | '.join(map(str, self.cut))}"
         mine = self.pipe.named_parameters()
-        owned = self.pipe.owned_parameters().keys()
         self.on_all = [p for name, p in mine.items() if name not in self.shared.parts]
         self.sharded: ShardedOptimizer | None = None
         if shard_optimizer and self.parts > 1:
-
-            def kind(name: str) -> tuple[bool, str | None]:
-                # All ranks that have a parameter must cut it alike: those that share layers what
-                # each has whole, and the stages that share a tied one.
-                tied = name if len(self.pipe.users(name)) > 1 else None
-                return name in self.shared.parts, tied
-
-            self.sharded = ShardedOptimizer(mine, plan.make_optimizer, self.replicas, kind)
-            self.optimizers = [cast(torch.optim.Optimizer, self.sharded)]
-            self.counted = [
-                p
-                for (cut, tied), p in self.sharded.shards.items()
-                if (tied is None or tied in owned) and (cut or self.shard == 0)
-            ]
-            plan.timeline.watch(self.sharded.optimizer)
+            self._shard_optimizer(mine)
         else:
             self.optimizers = [plan.make_optimizer(mine.values())]
-            # Every replica has all of the gradient: each counts a part of its norm.
+            owned = self.pipe.owned_parameters().keys()
             counts = [p for name, p in mine.items() if name in owned and self.shared.counted(name)]
+            # Every replica has all of the gradient: each counts a part of its norm.
             self.counted = counts[self.part :: self.parts]
             plan.timeline.watch(self.optimizers[0])
+
+    def _shard_optimizer(self, mine: dict[str, nn.Parameter]) -> None:
+        """ZeRO 1: each replica updates its part of this rank's parameters."""
+
+        def kind(name: str) -> tuple[bool, str | None]:
+            # All ranks that have a parameter must cut it alike: those that share layers what each
+            # has whole, and the stages that share a tied one.
+            tied = name if len(self.pipe.users(name)) > 1 else None
+            return name in self.shared.parts, tied
+
+        owned = self.pipe.owned_parameters().keys()
+        self.sharded = ShardedOptimizer(mine, self.plan.make_optimizer, self.replicas, kind)
+        self.optimizers = [cast(torch.optim.Optimizer, self.sharded)]
+        self.counted = [
+            p
+            for (cut, tied), p in self.sharded.shards.items()
+            if (tied is None or tied in owned) and (cut or self.shard == 0)
+        ]
+        self.plan.timeline.watch(self.sharded.optimizer)
 
     def backward(self, step: Step) -> Tensor:
         """All ranks of a replica get its loss; the first counts it."""

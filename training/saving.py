@@ -185,7 +185,7 @@ class Saving:
         self.saved = state["steps"]
         results.losses, results.seconds = list(state["losses"]), list(state["seconds"])
         results.history = [(seconds, speed) for seconds, speed in state["history"]]
-        return share_out(state["totals"], world, model.parts)
+        return share_out(state["totals"], world, model.parts, state["layout"][1])
 
     def after_step(self, epoch: int, totals: Totals) -> None:
         """Saves every --save_every steps."""
@@ -248,12 +248,22 @@ def set_random_states(states: Mapping[str, str]) -> None:
             torch.cuda.set_rng_state(state, device)
 
 
-def share_out(totals: Sequence[Mapping[str, Any]], world: World, parts: int) -> Totals:
-    """A rank's totals: its own, or an equal share of all where the layout has changed."""
+def share_out(
+    totals: Sequence[Mapping[str, Any]], world: World, parts: int, were: int | None = None
+) -> Totals:
+    """A rank's totals: its own, or an equal share of all where the layout has changed.
+
+    Args:
+        totals: of the ranks that saved them.
+        parts, were: into how many parts a batch is dealt out now, and was then, by default one per
+            rank. Ranks that share a part have all counted it.
+    """
     from training.loop import Totals
 
     own = Totals(**totals[world.rank % len(totals)])
-    if len(totals) == world.world_size:
+    were = were or len(totals)
+    if len(totals) == world.world_size and were == parts:
         return own
     counts = ("examples", "positions", "tokens")
-    return replace(own, **{name: sum(t[name] for t in totals) // parts for name in counts})
+    whole = {name: sum(t[name] for t in totals) * were // len(totals) for name in counts}
+    return replace(own, **{name: count // parts for name, count in whole.items()})

@@ -23,7 +23,7 @@ from runtime.ranks import Ranks
 from runtime.recorder import Recorder
 from tensor_parallel.gpt2 import HeadAndLoss, Part, VocabularyParallelHead, cut
 from tensor_parallel.loss import likeliest
-from training.checkpoint import Piece, whole
+from training.checkpoint import Piece
 from training.task import Task
 
 
@@ -98,7 +98,7 @@ class Shared:
         """All logits [N, V], of the ranks' parts; one of the ranks has them."""
         if not self.parts:
             return output
-        every = self.ranks.start_all_gather(output, 1)()
+        every = self.ranks.all_gather(output, 1)
         return every[:, : self.head.vocabulary] if self.ranks.rank == 0 else None
 
     def likeliest(self, output: Tensor, num_tokens: int) -> Tensor:
@@ -123,10 +123,6 @@ class Shared:
                 found.append(replace(piece, tensor=view, offsets=at, shape=part.shape))
         return found
 
-    def held(self, name: str, p: Tensor) -> list[Piece]:
-        """What of a parameter of the model this rank's `p` has."""
-        return self.pieces([whole(name, p)])
-
     def names(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parameters under names that say which part of one this rank has."""
         rank, size = self.ranks.rank + 1, self.ranks.size
@@ -142,12 +138,13 @@ class Shared:
             if name not in self.parts:
                 yield name, p.detach()
                 continue
-            every = self.ranks.start_all_gather(p.detach()[None], 0)()
+            every = self.ranks.all_gather(p.detach()[None], 0)
             yield name, self.parts[name].join(list(every))
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Of what all ranks have, used on different positions by each."""
+        """With sequence parallelism, where each rank has used these whole parameters on its own
+        positions: their gradients become the sums over the ranks."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not self.sequence_parallel or not gradients:
             return

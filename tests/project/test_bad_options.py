@@ -143,7 +143,9 @@ TABLE = [
      "--dropout 0.1 with --check_weights or --check_output: on a GPU, and in bf16, the plain run "
      "drops other activations; --dropout 0, or --device cpu and --precision fp32, works"),
     (TRAIN + "3d --dp 2 --balance 2,2 --model gpt2-mini",
-     "3d --balance 2,2 --pp 1: there are no stages to balance; --pp 2 works"),
+     "3d --balance 2,2 --pp 1: there are no stages; --pp 2 works"),
+    (TRAIN + "3d --dp 2 --zero 3 --schedule gpipe",
+     "3d --schedule gpipe --pp 1: there are no stages; --pp 2 works"),
     (DP + "--save_every 9 --keep 0",
      "--save_every 9 --keep 0: no checkpoint would stay; --keep 1 works"),
     (TRAIN + "ddp --num_batches 5 --warmup_steps 5",

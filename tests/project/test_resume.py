@@ -105,7 +105,7 @@ MESHES = [
 
 
 def test_in_three_dimensions(ranks: Ranks, four_ranks: Ranks) -> None:
-    """Eight layouts in eight steps, dropout on, are one process; so are the translations."""
+    """Eight layouts in eight steps, dropout on, are one process; so is what they translate."""
     line = TINY + MORE + "--n_head 4 --dropout 0.1 --precision fp64 --save_every 1"
     assert run(f"train single {line} --workdir one")[1] is None
     for stop_at, (n, layout) in enumerate(MESHES, 1):
@@ -116,6 +116,9 @@ def test_in_three_dimensions(ranks: Ranks, four_ranks: Ranks) -> None:
     found, expected = summary(), summary("one")
     for key in ("loss", "validation_loss"):
         assert found[key] == pytest.approx(expected[key], rel=1e-9)
+    written = [sorted(Path(folder).glob("*gen_epoch1.json"))[0] for folder in ("work", "one")]
+    assert read_json(written[0]) == read_json(written[1])
+    assert len(read_json(written[0])) == 2
 
 
 @pytest.mark.parametrize("how", ["--pp 2 --tp 2 --sequence_parallel", "--dp 2 --tp 2 --zero 3"])
@@ -209,7 +212,8 @@ def _random_states(rank: int, world_size: int, line: str) -> list[int]:
 
 
 def test_totals_are_shared_out() -> None:
-    """Among as many ranks, its own; else an equal share of what the ranks have done."""
+    """Among as many ranks, its own; else an equal share of what the ranks have done, which is
+    counted once where ranks had the same part of the batches."""
     of: dict[str, Any] = {"loss_sum": 3.0, "count": 5, "seconds": 2.0, "skipped": 1, "steps": 4}
     two = [
         {**of, "examples": 3, "positions": 9, "tokens": 7},
@@ -218,6 +222,7 @@ def test_totals_are_shared_out() -> None:
     assert share_out(two, World(1, 2), 2) == Totals(**two[1])
     shared = Totals(**of, examples=1, positions=5, tokens=4)
     assert share_out(two, World(2, 3), 3) == shared
+    assert share_out([two[0], two[0]], World(0, 1), 1, were=1) == Totals(**two[0])
 
 
 # ------------------------------------------------------------------------- what is not a number
