@@ -1,8 +1,9 @@
 """A distributed world that is started once per test session, and given functions to run.
 
-A process needs seconds to import its libraries, so the ranks live as long as the session. A test
-hands them a function of its module; each rank calls it with (rank, world_size, *args) and sends
-back what it returns. A failure on any rank fails the test with that rank's traceback.
+A process needs seconds to import its libraries, so the ranks live as long as the session, and are
+forked from a server that has imported them once. A test hands them a function of its module; each
+rank calls it with (rank, world_size, *args) and sends back what it returns. A failure on any rank
+fails the test with that rank's traceback.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from training.launch import listen, setup
 
 LIMIT = 60.0  # seconds that a function may take
+LIBRARIES = ["torch._dynamo", "transformers.models.gpt2.modeling_gpt2"]
 
 
 def _serve(
@@ -41,7 +43,8 @@ class Ranks:
 
     def __init__(self, world_size: int, limit: float = LIMIT) -> None:
         self.world_size, self.limit = world_size, limit
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(LIBRARIES)
         listener = listen(0)
         port = listener.getsockname()[1]
         self.pipes: list[Connection] = []

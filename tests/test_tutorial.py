@@ -23,33 +23,15 @@ def test_the_chapters_are_found() -> None:
     assert NAMES[:4] == ["1_one_process", "2_data_parallel", "3_pipeline", "4_sharded"]
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each chapter prints. They run at the same time: most of it is the import of torch."""
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "STEPS": "10"}
-    started = {
-        chapter.stem: subprocess.Popen(
-            [sys.executable, str(chapter)], cwd=tmp_path_factory.mktemp("chapter"),
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for chapter in CHAPTERS
-    }  # fmt: skip
-    printed = {}
-    for name, process in started.items():
-        try:
-            printed[name], errors = process.communicate(timeout=280)
-        finally:
-            process.kill()
-        assert process.returncode == 0, errors
-        assert errors == ""
-    return printed
-
-
-@pytest.mark.timeout(300)  # the machine may have other work
-@pytest.mark.parametrize("chapter", NAMES)
-def test_it_learns_and_agrees_with_one_process(said: dict[str, str], chapter: str) -> None:
-    *_, last = said[chapter].splitlines()
-    rows = re.findall(r"^ *\d+((?: +\d\.\d{6})+)$", said[chapter], re.MULTILINE)
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=NAMES)
+def test_it_learns_and_agrees_with_one_process(chapter: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(chapter)], cwd=tmp_path, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "STEPS": "10"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    *_, last = done.stdout.splitlines()
+    rows = re.findall(r"^ *\d+((?: +\d\.\d{6})+)$", done.stdout, re.MULTILINE)
     assert len(rows) == 2
     for first, final in zip(rows[0].split(), rows[-1].split(), strict=True):
         assert float(first) > 7 and float(final) < float(first) - 0.5

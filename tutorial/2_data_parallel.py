@@ -33,7 +33,7 @@ W = 2  # world size: how many ranks
 def launch(main: Callable[[int], None], ranks: int = W) -> None:
     """Runs main(rank) in new processes. The store is where they find each other's addresses."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # 0: a free port
-    mp.set_forkserver_preload(["torch"])  # imported once, and not by every rank
+    mp.set_forkserver_preload(["torch._dynamo"])  # with torch: imported once, and not by every rank
     mp.start_processes(run_rank, (main, ranks, store.port), ranks, start_method="forkserver")
 
 

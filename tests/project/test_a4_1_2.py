@@ -1,36 +1,39 @@
 """The course's check: after a step of the program all ranks hold the same gradients.
 
 `python project/run_data_parallel.py --pytest True --n_epochs 1` leaves them in tests/. Where they
-are not there, this runs the program in a temporary folder, which is what CI does.
+are not there, this runs the program's ranks in a temporary folder, which is what CI does.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.project.programs import on_rank
+from tests.ranks import Ranks
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("tests/model0_gradients.pth", "tests/model1_gradients.pth")
 
 
-@pytest.fixture(scope="module")
-def gradients(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+def _in_folder(folder: Path, _: int, patch: pytest.MonkeyPatch) -> None:
+    patch.chdir(folder)
+
+
+@pytest.fixture
+def gradients(ranks: Ranks, tmp_path: Path) -> list[dict[str, Tensor]]:
     folder = ROOT
     if not all((folder / file).exists() for file in FILES):
-        folder = tmp_path_factory.mktemp("gradients")
-        subprocess.run(
-            [
-                sys.executable, str(ROOT / "project/run_data_parallel.py"), "--pytest", "True",
-                "--n_epochs", "1", "--n_train", "192", "--n_validation", "2", "--n_test", "2",
-                "--batch_size", "128", "--device", "cpu", "--n_layer", "2", "--vocab_size", "512",
-            ],
-            cwd=folder, check=True, timeout=100,
-        )  # fmt: skip
+        folder = tmp_path
+        line = "--pytest True --n_train 192 --n_validation 2 --n_test 2 --batch_size 128 "
+        line += f"--device cpu --n_layer 2 --vocab_size 512 --n_epochs 1 --workdir {folder}/work"
+        line = f"run_data_parallel --world_size 2 {line}"
+        said = ranks.run(on_rank, line, partial(_in_folder, folder))
+        assert said == [(f"rank {r} wrote {FILES[r]}\n", None) for r in range(2)]
     return [torch.load(folder / file, weights_only=True) for file in FILES]
 
 
