@@ -64,9 +64,9 @@ class _Contestant:
         self.average: Callable[[], None] = lambda: None
         inner = self.model
         if name == "overlap":
-            self.average = GradientBuckets(inner).finish
+            self.average = GradientBuckets(inner.parameters()).finish
         elif name == "overlap, gloo":
-            self.average = GradientBuckets(inner, share_memory=False).finish
+            self.average = GradientBuckets(inner.parameters(), share_memory=False).finish
         elif name == "flat":
             self.average = lambda: average_gradients_flat(inner)
         elif name == "per_parameter":

@@ -116,7 +116,7 @@ class _Torch(_Contestant):
                 fully_shard(block)
             fully_shard(self.model)
         else:
-            self.average = GradientBuckets(self.model).finish
+            self.average = GradientBuckets(self.model.parameters()).finish
         self.parameters = list(self.model.parameters())
         self.optimizer = _optimizer(self.parameters)
 

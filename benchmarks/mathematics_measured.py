@@ -91,7 +91,7 @@ def _wire(world: World, out: Path) -> None:
 
 def _data_parallel_step() -> dict[str, float]:
     model = make_layers()
-    buckets = GradientBuckets(model, share_memory=False)
+    buckets = GradientBuckets(model.parameters(), share_memory=False)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(4, WIDTH)
 

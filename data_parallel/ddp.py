@@ -68,7 +68,7 @@ class DistributedDataParallel(nn.Module):
         self._check_that_all_have_the_same_module()
         self.broadcast_params()
         self.buckets = GradientBuckets(
-            module, group, bucket_bytes, comm_dtype, share_memory, recorder
+            module.parameters(), group, bucket_bytes, comm_dtype, share_memory, recorder
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -149,7 +149,7 @@ class _Bucket:
 class GradientBuckets:
     """Averages gradients over the ranks while backward is still running.
 
-        buckets = GradientBuckets(model)
+        buckets = GradientBuckets(model.parameters())
         with buckets.no_sync():          # accumulation: local, no communication
             loss(first).backward()
         loss(second).backward()          # the buckets leave as they fill
@@ -162,8 +162,7 @@ class GradientBuckets:
     full first, and nothing else may be sent over `group` between a backward and finish().
 
     Args:
-        model: its trainable parameters; a tied weight is one parameter and is sent once. Must
-            be on its device before, and keep its parameters after.
+        parameters: a model's; those that are trained, on their device, each once.
         group: the ranks to average over; by default all of them.
         bucket_bytes: at most, unless a single parameter is larger.
         comm_dtype: the type in which gradients travel and are summed, by default their own.
@@ -177,7 +176,7 @@ class GradientBuckets:
 
     def __init__(
         self,
-        model: nn.Module,
+        parameters: Iterable[nn.Parameter],
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = 4 << 20,
         comm_dtype: torch.dtype | None = None,
@@ -187,14 +186,14 @@ class GradientBuckets:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes {bucket_bytes} must be positive, for example {4 << 20}")
         # Backward reaches the parameters roughly in the reverse of the order of their creation.
-        parameters = [p for p in model.parameters() if p.requires_grad][::-1]
-        if not parameters:
+        trained = [p for p in parameters if p.requires_grad][::-1]
+        if not trained:
             raise ValueError("the model has no parameter that requires a gradient")
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.comm_dtype = comm_dtype
         self.recorder = recorder
-        self.buckets = [_Bucket(ps) for ps in group_parameters(parameters, bucket_bytes)]
+        self.buckets = [_Bucket(ps) for ps in group_parameters(trained, bucket_bytes)]
         self.shared: SharedBuffers | None = None
         on_cpu = all(bucket.device.type == "cpu" for bucket in self.buckets)
         if share_memory and on_cpu and comm_dtype is None:

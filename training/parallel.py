@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
-from data_parallel.gradients import group_parameters
+from data_parallel.gradients import GradientBuckets
 from data_parallel.sharded_optimizer import ShardedOptimizer
 from pipeline.microbatch import MicroBatches
 from pipeline.partition import balance, measure_costs
@@ -35,8 +35,6 @@ from training.memory import state_bytes
 from training.replicated import Replicated
 from training.task import Step, Task
 from training.tensor import Shared
-
-_BUCKET = 4 << 20  # bytes of gradients that are summed together
 
 
 def lay_out(
@@ -234,15 +232,20 @@ class Staged(LaidOutModel):
             model=self.shared.model, initialize=self.shared.initialize, recorder=plan.recorder,
             share_memory=share_memory, timeout=timeout,
         )  # fmt: skip
-        self.replicas = Ranks(mesh.data.group, share_memory, plan.recorder)
         if stages > 1:
             self.description = f"layers per stage: {' | '.join(map(str, self.cut))}"
         mine = self.pipe.named_parameters()
         self.on_all = [p for name, p in mine.items() if name not in self.shared.parts]
         self.sharded: ShardedOptimizer | None = None
+        self.buckets: GradientBuckets | None = None
         if shard_optimizer and self.parts > 1:
-            self._shard_optimizer(mine)
+            self._shard_optimizer(mine, Ranks(mesh.data.group, share_memory, plan.recorder))
         else:
+            if self.parts > 1:
+                self.buckets = GradientBuckets(
+                    mine.values(), mesh.data.group, share_memory=share_memory,
+                    recorder=plan.recorder,
+                )  # fmt: skip
             self.optimizers = [plan.make_optimizer(mine.values())]
             owned = self.pipe.owned_parameters().keys()
             counts = [p for name, p in mine.items() if name in owned and self.shared.counted(name)]
@@ -250,7 +253,7 @@ class Staged(LaidOutModel):
             self.counted = counts[self.part :: self.parts]
             plan.timeline.watch(self.optimizers[0])
 
-    def _shard_optimizer(self, mine: dict[str, nn.Parameter]) -> None:
+    def _shard_optimizer(self, mine: dict[str, nn.Parameter], replicas: Ranks) -> None:
         """ZeRO 1: each replica updates its part of this rank's parameters."""
 
         def kind(name: str) -> tuple[bool, str | None]:
@@ -260,7 +263,7 @@ class Staged(LaidOutModel):
             return name in self.shared.parts, tied
 
         owned = self.pipe.owned_parameters().keys()
-        self.sharded = ShardedOptimizer(mine, self.plan.make_optimizer, self.replicas, kind)
+        self.sharded = ShardedOptimizer(mine, self.plan.make_optimizer, replicas, kind)
         self.optimizers = [cast(torch.optim.Optimizer, self.sharded)]
         self.counted = [
             p
@@ -271,7 +274,8 @@ class Staged(LaidOutModel):
 
     def backward(self, step: Step) -> Tensor:
         """All ranks of a replica get its loss; the first counts it."""
-        count = max(1, step.count)
+        # The buckets hold the mean of the replicas' gradients; see `Replicated.backward`.
+        count = max(1, step.count) / (self.parts if self.buckets else 1)
         loss = torch.zeros((), dtype=torch.float64)
         if step.inputs:
             inputs = map(self.shared.input, step.inputs, step.targets)
@@ -280,11 +284,11 @@ class Staged(LaidOutModel):
                     MicroBatches(inputs), MicroBatches(step.targets), self.shared.loss,
                     self.schedule or "gpipe", scale=1 / count,
                 )  # fmt: skip
+        if self.buckets is not None:
+            self.buckets.finish()
         self.shared.sum_gradients(self.on_all)
         if self.sharded is not None:
             self.sharded.reduce()
-        elif self.parts > 1:
-            sum_over_replicas(self.pipe.parameters(), self.replicas)
         first = self.mesh.pipeline.rank == self.mesh.tensor.rank == 0
         return loss.detach() * (count if first else 0)
 
@@ -356,6 +360,8 @@ class Staged(LaidOutModel):
 
     def close(self) -> None:
         """Hangs up."""
+        if self.buckets is not None:
+            self.buckets.close()
         self.pipe.close()
 
 
@@ -363,15 +369,6 @@ def everyone(world: World) -> Axis:
     """All ranks, on one axis."""
     group = dist.group.WORLD if world.world_size > 1 else None
     return Axis(world.rank, world.world_size, group)
-
-
-def sum_over_replicas(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
-    """Replaces every gradient by its sum over the ranks, in buckets. A rank without one adds 0."""
-    for bucket in group_parameters([p for p in parameters if p.requires_grad], _BUCKET):
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        total = ranks.all_reduce(torch.cat([g.flatten() for g in gradients]))
-        for p, part in zip(bucket, total.split([p.numel() for p in bucket]), strict=True):
-            p.grad = part.view_as(p)
 
 
 def measured_sizes(task: Task, world: World, plan: Plan, num_stages: int) -> list[int]:

@@ -80,7 +80,7 @@ def _half(gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
 def _averaged(way: str, net: nn.Module) -> Callable[[], None]:
     if way in BY_HAND:
         return lambda: BY_HAND[way](net)
-    return GradientBuckets(net, share_memory=way == "overlap").finish
+    return GradientBuckets(net.parameters(), share_memory=way == "overlap").finish
 
 
 def _train_step(rank: int, _: int, way: str, odd: bool) -> dict[str, Tensor | None]:
@@ -115,7 +115,7 @@ def test_three_ranks(three_ranks: Ranks, way: str) -> None:
 
 def _with_bucket_bytes(rank: int, _: int, nbytes: int, share: bool) -> list[object]:
     net = _net()
-    buckets = GradientBuckets(net, bucket_bytes=nbytes, share_memory=share)
+    buckets = GradientBuckets(net.parameters(), bucket_bytes=nbytes, share_memory=share)
     _loss(net, seed=rank).backward()
     buckets.finish()
     memory = {b.flat.untyped_storage().data_ptr() for b in buckets.buckets}
@@ -158,7 +158,7 @@ def test_mixed_types(ranks: Ranks, way: str) -> None:
 
 def _accumulate(rank: int, _: int, share: bool, keep: bool) -> list[dict[str, Tensor | None]]:
     net = _net()
-    buckets = GradientBuckets(net, share_memory=share)
+    buckets = GradientBuckets(net.parameters(), share_memory=share)
     for step in range(2):
         net.zero_grad(set_to_none=not keep)
         with buckets.no_sync():
@@ -181,7 +181,7 @@ def test_accumulation(ranks: Ranks, share: bool, keep: bool) -> None:
 
 def _no_examples_left(rank: int, _: int, share: bool) -> dict[str, Tensor | None]:
     net = _net()
-    buckets = GradientBuckets(net, share_memory=share)
+    buckets = GradientBuckets(net.parameters(), share_memory=share)
     if rank == 0:
         _loss(net, seed=0).backward()
     buckets.finish()
@@ -196,7 +196,7 @@ def test_a_rank_without_examples_takes_part_with_zeros(ranks: Ranks, share: bool
 
 def _sent_during_backward(_: int, _world_size: int, share: bool) -> list[list[bool]]:
     net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-    buckets = GradientBuckets(net, bucket_bytes=8 * 8 * 4, share_memory=share)
+    buckets = GradientBuckets(net.parameters(), bucket_bytes=8 * 8 * 4, share_memory=share)
     seen: list[list[bool]] = []
     for weight in net.parameters():
         weight.register_hook(  # runs before the gradient reaches its bucket
@@ -221,7 +221,7 @@ def test_buckets_leave_while_backward_runs(ranks: Ranks, share: bool) -> None:
 
 def _in_bf16(rank: int, _: int) -> tuple[list[torch.dtype], dict[str, Tensor | None]]:
     net = _net(torch.float32)
-    buckets = GradientBuckets(net, bucket_bytes=1024, comm_dtype=torch.bfloat16)
+    buckets = GradientBuckets(net.parameters(), bucket_bytes=1024, comm_dtype=torch.bfloat16)
     _loss(net, seed=rank).backward()
     sent = [b.sent.dtype for b in buckets.buckets if b.sent is not None]
     buckets.finish()
@@ -241,7 +241,7 @@ def test_gradients_may_travel_in_bf16(ranks: Ranks) -> None:
 
 def _twice(_: int, _world_size: int) -> str:
     net = _net()
-    buckets = GradientBuckets(net)
+    buckets = GradientBuckets(net.parameters())
     _loss(net, seed=0).backward()
     try:
         _loss(net, seed=1).backward()
@@ -259,9 +259,9 @@ def test_a_second_backward_without_finish_is_an_error(ranks: Ranks) -> None:
 
 def test_what_cannot_be_averaged() -> None:
     with pytest.raises(ValueError, match="bucket_bytes 0 must be positive, for example"):
-        GradientBuckets(nn.Linear(1, 1), bucket_bytes=0)
+        GradientBuckets(nn.Linear(1, 1).parameters(), bucket_bytes=0)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        GradientBuckets(nn.Tanh())
+        GradientBuckets(nn.Tanh().parameters())
 
 
 def _leftovers(_: int, _world_size: int) -> tuple[bool, list[str], int]:
@@ -275,7 +275,7 @@ def _leftovers(_: int, _world_size: int) -> tuple[bool, list[str], int]:
         return sum("memfd:ranks" in link for link in links)
 
     before, files_before = names(), memory_files()
-    buckets = GradientBuckets(_net())
+    buckets = GradientBuckets(_net().parameters())
     dist.barrier()
     return buckets.shared is not None, sorted(names() - before), memory_files() - files_before
 
@@ -288,8 +288,11 @@ def test_shared_memory_has_no_name(ranks: Ranks) -> None:
 def _recorded(rank: int, _: int, share: bool) -> tuple[list[tuple[str, int, int]], bool, bool]:
     net, told = _net(), []
     buckets = GradientBuckets(
-        net, bucket_bytes=1, share_memory=share, recorder=lambda *event: told.append(event)
-    )
+        net.parameters(),
+        bucket_bytes=1,
+        share_memory=share,
+        recorder=lambda *event: told.append(event),
+    )  # fmt: skip
     start = time.perf_counter()
     _loss(net, seed=rank).backward()
     middle = time.perf_counter()

@@ -139,7 +139,7 @@ def _sent_by_an_all_reduce(_rank: int, _world_size: int) -> int:
 
 def _sent_by_a_data_parallel_step(_rank: int, _world_size: int) -> int:
     model = nn.Linear(NUMEL // 512, 512, bias=False)
-    buckets = GradientBuckets(model, bucket_bytes=1 << 16, share_memory=False)
+    buckets = GradientBuckets(model.parameters(), bucket_bytes=1 << 16, share_memory=False)
     dist.barrier()
     before = bytes_sent()
     model(torch.ones(1, NUMEL // 512)).sum().backward()
