@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.ranks import Ranks
+
+
+def pytest_collection_finish() -> None:
+    """What the libraries hold stays, and is not searched for garbage any more. Tensors are small:
+    a second thread would only spin."""
+    gc.freeze()
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ fails the test with that rank's traceback.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import socket
 import traceback
@@ -27,6 +28,7 @@ def _serve(
     rank: int, world_size: int, port: int, inbox: Connection, listener: socket.socket | None
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what the libraries hold is not searched for garbage any more
     setup(rank, world_size, "gloo", port=port, listener=listener, timeout=LIMIT)
     while True:
         function, args = inbox.recv()
