@@ -134,8 +134,7 @@ class Files:
     workdir: Path = Path("workdir")
     """folder for tokenizer, results, checkpoints and figures; earlier results are replaced"""
     resume: bool = False
-    """resume from the newest intact checkpoint in the workdir, or start from scratch if there is
-    none; with the same layout, bit-identical"""
+    """resume from the newest intact checkpoint in the workdir, if there is one"""
     save_every: Count | None = None
     """steps between checkpoints; there is always one at the end of an epoch"""
     keep: Whole = 2
@@ -147,7 +146,11 @@ class Files:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: a GPU if there is one"""
     timeline: Whole = 0
-    """record who does what when in the first N steps, for plot.py timeline and ui.perfetto.dev"""
+    """record what is done when in the first N steps, for plot.py timeline and ui.perfetto.dev"""
+    tensorboard: bool = False
+    """write metrics.jsonl for TensorBoard, too"""
+    wandb: bool = False
+    """write metrics.jsonl for Weights & Biases, too"""
 
 
 @dataclass
@@ -250,7 +253,7 @@ class TrainOptions(Training, Data, Model, Files, Ranks, Strategy, Stages):
     n_epochs: Count = 1
     batch_size: Count = 32
     model: str = "vgg16"
-    """vgg16 on pictures; or gpt2-mini, gpt2, ... on sentences, as in run_data_parallel.py"""
+    """vgg16 on pictures, or gpt2-mini, gpt2, ... on text, as in run_data_parallel.py"""
     dropout: Fraction = 0.0
     cores_per_rank: Count | None = 1
     workdir: Path | None = None  # type: ignore[assignment]

@@ -7,6 +7,7 @@ decides what was not given, so that options.json says it.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ def settle_training(args: Any) -> None:
         args.learning_rate = rate * (SGD_FACTOR if sgd else 1)
     if args.num_batches is not None:
         check_warmup(args, 0)
+    for name in ("tensorboard", "wandb"):
+        if getattr(args, name) and importlib.util.find_spec(name) is None:
+            raise UserError(f"--{name}: {name} is not installed; pip install {name} works")
 
 
 def check_batch(args: Any, parts: int, option: str = "world_size") -> None:

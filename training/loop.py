@@ -15,6 +15,7 @@ rank holds.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -30,6 +31,7 @@ from tqdm import tqdm
 from training.agreement import check_replicas, check_same, run_things
 from training.launch import World
 from training.layout import LaidOutModel, Plan
+from training.metrics import Metrics
 from training.optimization import Optimizers, Recipe
 from training.results import Results
 from training.saving import NO_RESUME, Resume, Saving
@@ -94,11 +96,11 @@ def train(
         loss = model.backward(step)
         if average_gradients_fn is not None:
             average_gradients_fn(cast(nn.Module, model.module))
-        skipped = optimizer.step(loss.cpu(), step.count)
-        if skipped is not None and rank == 0:
-            bar.write(skipped)
+        remark = optimizer.step(loss.cpu(), step.count, (step.positions, step.tokens))
+        if remark is not None and rank == 0:
+            bar.write(remark)
         seconds = time.perf_counter() - start
-        totals = _add(totals, step, optimizer.loss_sum, seconds, skipped is not None)
+        totals = _add(totals, step, optimizer.loss_sum, seconds, math.isnan(optimizer.loss))
         bar.set_postfix(
             loss=f"{optimizer.loss_sum / max(1, step.count):.3f}",
             tokens_per_sec=f"{totals.positions / totals.seconds:,.0f}",
@@ -185,6 +187,7 @@ def run(
     results = Results(world, args, task, model)
     saving = Saving(world, args, task, model, optimizer, results)
     before = saving.restore(resume) or NOTHING_YET
+    metrics = Metrics(world, args, task, model, saving.steps_done)
     check_replicas(world, model.whole_parameters(), "at the start")
     notes = [*plan.notes(world.device), *model.notes, *core_notes(world), *resume.notes]
     total, per_epoch = num_steps(args, task), task.steps_per_epoch
@@ -201,6 +204,7 @@ def run(
 
         def after_step(totals: Totals, seconds: float, epoch: int = epoch) -> None:
             results.add_step(optimizer.loss, seconds)
+            metrics.add_step(epoch, optimizer, seconds)
             saving.after_step(epoch, totals)
 
         totals = train(
@@ -210,7 +214,8 @@ def run(
         saving.save(epoch, totals)
         check_replicas(world, model.whole_parameters(), f"in epoch {epoch}")
         few = not whole_epochs and total < per_epoch  # too few steps to learn to translate
-        results.end_epoch(epoch, totals, *_evaluate(world, task, model, score=not few))
+        result = results.end_epoch(epoch, totals, *_evaluate(world, task, model, score=not few))
+        metrics.add_evaluation(optimizer.steps, epoch, result)
         before = NOTHING_YET
     saving.close()
     if args.timeline:

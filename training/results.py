@@ -6,8 +6,9 @@ once for all ranks of a pipeline:
     rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json     see `Results.end_epoch`
     rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json              [{"example": ..., "gen": ...}]
 
-and at the end summary.json: speed, memory and the loss of every step. options.json has the options
-of the run, config.json and tokenizer.json the model's. Figures are drawn from these files.
+and metrics.jsonl as it goes, see training/metrics.py; and at the end summary.json: speed, memory
+and the loss of every step. options.json has the options of the run, config.json and tokenizer.json
+the model's. Figures are drawn from these files.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _RESULT_FILE = re.compile(
     r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch(?P<epoch>\d+)\.json"
 )
 _OTHER_FILES = re.compile(r"timeline_rank\d+\.json|trace\.json|summary\.json|training\.png")
+METRICS = "metrics.jsonl"
 OPTIONS, SUMMARY, PICTURE = "options.json", "summary.json", "training.png"
 
 
@@ -77,8 +79,8 @@ class Results:
 
     def end_epoch(
         self, epoch: int, totals: Totals, validation_loss: float, score: Score | None
-    ) -> None:
-        """Writes the result files of this rank, and says a line.
+    ) -> dict[str, float]:
+        """Writes the result files of this rank, says a line, and returns what is in the files.
 
         training_time is in seconds, without evaluation. tokens_per_sec counts every position of
         this rank's batches, padding included, as the course does; real_tokens_per_sec only the
@@ -109,6 +111,7 @@ class Results:
             f"{epoch:>5}   {training_loss:>10.3f}   {validation_loss:>11.3f}{shown}   "
             f"{totals.seconds:>4.0f}s   {shown_speeds}"
         )
+        return result
 
     def over_ranks(self, *values: float) -> list[float]:
         """Sums of what the data-parallel ranks have; stages of one pipeline count once."""
@@ -222,7 +225,7 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json_text(content, indent=2))
 
 
-def json_text(content: Any, indent: int) -> str:
+def json_text(content: Any, indent: int | None) -> str:
     """As JSON, which has neither NaN nor infinities: null stands for them."""
     return json.dumps(_finite(content), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
 

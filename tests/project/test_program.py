@@ -65,9 +65,9 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
         for epoch in range(2)
     ]
     others = [
-        "checkpoints", "config.json", "notes.txt", "options.json", "summary.json", "tokenizer.json",
-        "tokenizer_config.json", "training.png", "timeline_rank0.json", "timeline_rank1.json",
-        "trace.json",
+        "checkpoints", "config.json", "metrics.jsonl", "notes.txt", "options.json", "summary.json",
+        "tokenizer.json", "tokenizer_config.json", "training.png", "timeline_rank0.json",
+        "timeline_rank1.json", "trace.json",
     ]  # fmt: skip
     assert names_in(trained.workdir) == sorted(of_epochs + others)
     assert names_in(trained.workdir / "checkpoints") == [

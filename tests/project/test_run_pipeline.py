@@ -40,6 +40,7 @@ def test_it_leaves_exactly_the_files_of_this_run() -> None:
         "eval_results_epoch1.json",
         "gen_epoch0.json",
         "gen_epoch1.json",
+        "metrics.jsonl",
         "options.json",
         "summary.json",
         "tokenizer.json",

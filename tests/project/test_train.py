@@ -88,7 +88,7 @@ def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
     )
     assert "time   pictures/s\n" in printed and "tokens/s" not in printed
     assert names_in("work") == [
-        "checkpoints", "config.json", "options.json", "rank0_results_epoch0.json",
+        "checkpoints", "config.json", "metrics.jsonl", "options.json", "rank0_results_epoch0.json",
         "rank1_results_epoch0.json", "summary.json",
     ]  # fmt: skip
 

@@ -1,0 +1,108 @@
+"""metrics.jsonl: every step once, also through a resume, and the same under every layout."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from project.utils import read_texts
+from tests.project.programs import TINY, parse, run, summary
+from tests.ranks import Ranks
+from training.launch import World
+from training.metrics import flops_of_forward, peak_flops
+from training.optimization import Optimizers, Recipe
+from training.translation import TranslationTask
+
+LINE = TINY + "--n_epochs 2 --dropout 0.1 --precision fp64 --lr_scheduler cosine --warmup_steps 2 "
+STEP = {
+    "epoch", "step", "loss", "learning_rate", "gradient_norm", "seconds", "tokens_per_sec",
+    "real_tokens_per_sec", "tflops_per_sec", "share_of_peak", "peak_rss_bytes", "skipped",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def read(workdir: str = "work") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The lines of steps, and those of evaluations."""
+    lines = [json.loads(line) for line in Path(workdir, "metrics.jsonl").read_text().splitlines()]
+    return [x for x in lines if "loss" in x], [x for x in lines if "loss" not in x]
+
+
+def test_every_step_has_a_line_and_every_layout_the_same_numbers(ranks: Ranks) -> None:
+    assert run(f"train single {LINE} --workdir one")[1] is None
+    steps, evaluations = read("one")
+    assert [x["step"] for x in steps] == list(range(1, 9))
+    assert [x["epoch"] for x in steps] == [0] * 4 + [1] * 4
+    assert [x["loss"] for x in steps] == summary("one")["loss"]
+    assert steps[0]["learning_rate"] == 0.005 and steps[1]["learning_rate"] == 0.01
+    assert all(x.keys() == STEP for x in steps)
+    assert [(x["step"], x["epoch"]) for x in evaluations] == [(4, 0), (8, 1)]
+    assert evaluations[1]["validation_loss"] == summary("one")["validation_loss"]
+
+    assert run(f"train ddp {LINE}", ranks)[1] is None
+    for here, there in zip(steps, read()[0], strict=True):
+        for key in ("loss", "learning_rate", "gradient_norm"):
+            assert there[key] == pytest.approx(here[key], rel=1e-9)
+        tokens = [x["real_tokens_per_sec"] * x["seconds"] for x in (here, there)]
+        assert tokens[1] == pytest.approx(tokens[0])
+
+
+def test_a_resumed_run_goes_on_in_the_same_file() -> None:
+    """The checkpoint is of step 2; what was written of later steps goes, and a line cut off."""
+    assert run(f"train single {LINE} --save_every 2", stop_at=3)[1] is None
+    with Path("work/metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 0, "st')
+    lines = Path("work/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines[:-1]] == [1, 2, 3]
+    assert run(f"train single {LINE} --resume")[1] is None
+    steps, evaluations = read()
+    assert [x["step"] for x in steps] == list(range(1, 9))
+    assert [x["step"] for x in evaluations] == [4, 8]
+
+
+def test_tensorboard_and_wandb_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing import event_accumulator
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert run(f"train single {TINY} --num_batches 2 --tensorboard --wandb")[1] is None
+    steps, _ = read()
+    events = event_accumulator.EventAccumulator("work/tensorboard").Reload()
+    assert [e.value for e in events.Scalars("loss")] == pytest.approx([x["loss"] for x in steps])
+    assert list(Path("work/wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_the_arithmetic_is_what_the_shapes_say() -> None:
+    """Twice the elements of every matrix that a position meets, and the attention."""
+    args = parse(f"train single {TINY} --workdir work")
+    args.workdir.mkdir(exist_ok=True)
+    task = TranslationTask(args, World(), read_texts(args), None)
+    L, C, V = 2, 16, 300
+    T = task.validation_batches(0, 1)[0][0][0].size(1)
+    assert flops_of_forward(task) == (2 * L * 12 * C * C + L * 4 * T * C, 2 * V * C)
+
+
+def test_the_peak_is_a_rate() -> None:
+    start = time.perf_counter()
+    rate = peak_flops(torch.device("cpu"), torch.float32)
+    assert 3 * 2 * 1024**3 / rate <= time.perf_counter() - start
+
+
+def test_a_loss_that_explodes_is_said_once() -> None:
+    p = nn.Parameter(torch.ones(1))
+    optimizer = Optimizers([torch.optim.SGD([p])], Recipe(1e-3, 10, 10))
+    p.grad = torch.ones(1)
+    said = [optimizer.step(torch.tensor(loss), 2) for loss in (6.0, 4.0, 60.0, 61.0, 600.0)]
+    assert said == [None] * 3 + [
+        "epoch 0, step 4 of 10: the loss is 30.5 and was 3 at first; try --learning_rate 0.0005, "
+        "--warmup_steps 100, --max_grad_norm 1 or --on_nan skip, which leaves such steps out",
+        None,
+    ]
