@@ -132,7 +132,7 @@ class Files:
     """files"""
 
     workdir: Path = Path("workdir")
-    """folder for tokenizer, results, checkpoints and figures; earlier results are replaced"""
+    """folder for tokenizer, results, checkpoints and figures; earlier results are set aside"""
     resume: bool = False
     """resume from the newest intact checkpoint in the workdir, if there is one"""
     save_every: Count | None = None

@@ -187,13 +187,13 @@ def run(
     results = Results(world, args, task, model)
     saving = Saving(world, args, task, model, optimizer, results)
     before = saving.restore(resume) or NOTHING_YET
-    metrics = Metrics(world, args, task, model, saving.steps_done)
     check_replicas(world, model.whole_parameters(), "at the start")
     notes = [*plan.notes(world.device), *model.notes, *core_notes(world), *resume.notes]
     total, per_epoch = num_steps(args, task), task.steps_per_epoch
     # A checkpoint at the end of an epoch is from before its evaluation, which is done (again).
     first = max(0, saving.steps_done - 1) // per_epoch
-    results.begin(first, notes)
+    results.begin(first, notes, resumed=saving.steps_done > 0)
+    metrics = Metrics(world, args, task, model, saving.steps_done)
     whole_epochs = args.num_batches is None
     if whole_epochs and saving.steps_done == 0:
         results.say_start(*_evaluate(world, task, model))

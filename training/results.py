@@ -13,6 +13,7 @@ the model's. Figures are drawn from these files.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -31,9 +32,11 @@ if TYPE_CHECKING:  # figures are drawn without torch
 _RESULT_FILE = re.compile(
     r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch(?P<epoch>\d+)\.json"
 )
-_OTHER_FILES = re.compile(r"timeline_rank\d+\.json|trace\.json|summary\.json|training\.png")
-METRICS = "metrics.jsonl"
-OPTIONS, SUMMARY, PICTURE = "options.json", "summary.json", "training.png"
+_OTHER_FILES = re.compile(
+    r"timeline_rank\d+\.json|(trace|summary|options)\.json|metrics\.jsonl|training\.png"
+)
+METRICS, OPTIONS = "metrics.jsonl", "options.json"
+SUMMARY, PICTURE = "summary.json", "training.png"
 
 
 class Results:
@@ -53,11 +56,13 @@ class Results:
         if self.world.is_main:
             print(text, flush=True)
 
-    def begin(self, first: int, notes: Sequence[str]) -> None:
-        """Removes the results of an earlier run, from epoch `first` on, and says what will be
-        trained."""
+    def begin(self, first: int, notes: Sequence[str], resumed: bool = False) -> None:
+        """Sets the results of an earlier run aside, or, where it is resumed, removes those from
+        epoch `first` on; and says what will be trained."""
         args, task = self.args, self.task
         if self.world.is_main:
+            if not resumed and (aside := set_aside(args.workdir)) is not None:
+                notes = [*notes, f"The results of the run before are in {aside}/."]
             clear_results(args.workdir, first)
             write_json(args.workdir / OPTIONS, options_of(args))
             for name, content in task.files.items():
@@ -181,13 +186,29 @@ def options_of(args: Any) -> dict[str, Any]:
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
 
 
+def set_aside(workdir: Path) -> Path | None:
+    """Moves what an earlier run left in `workdir`, if it came so far as to have results, into
+    earlier_1, or earlier_2, ... in it, and returns that folder."""
+    names = [path.name for path in workdir.iterdir()]
+    if not any(map(_RESULT_FILE.fullmatch, names)):
+        return None
+    n = next(n for n in itertools.count(1) if f"earlier_{n}" not in names)
+    aside = workdir / f"earlier_{n}"
+    with writing(aside):
+        aside.mkdir()
+        for name in names:
+            if _RESULT_FILE.fullmatch(name) or _OTHER_FILES.fullmatch(name):
+                (workdir / name).rename(aside / name)
+    return aside
+
+
 def clear_results(workdir: Path, first: int = 0) -> None:
     """Removes the result files of an earlier run, but those of epochs before `first`, so that no
     figure mixes two runs. Also what a killed run left half written."""
     for path in workdir.iterdir():
         found = _RESULT_FILE.fullmatch(path.name)
         stale = int(found["epoch"]) >= first if found else path.name.endswith(".json.part")
-        if stale or _OTHER_FILES.fullmatch(path.name) or path.name == OPTIONS:
+        if stale or (_OTHER_FILES.fullmatch(path.name) and path.name != METRICS):
             with writing(path):
                 path.unlink()
 

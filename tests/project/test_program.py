@@ -65,9 +65,9 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
         for epoch in range(2)
     ]
     others = [
-        "checkpoints", "config.json", "metrics.jsonl", "notes.txt", "options.json", "summary.json",
-        "tokenizer.json", "tokenizer_config.json", "training.png", "timeline_rank0.json",
-        "timeline_rank1.json", "trace.json",
+        "checkpoints", "config.json", "earlier_1", "metrics.jsonl", "notes.txt", "options.json",
+        "summary.json", "tokenizer.json", "tokenizer_config.json", "training.png",
+        "timeline_rank0.json", "timeline_rank1.json", "trace.json",
     ]  # fmt: skip
     assert names_in(trained.workdir) == sorted(of_epochs + others)
     assert names_in(trained.workdir / "checkpoints") == [
@@ -159,7 +159,7 @@ def test_torchrun_starts_it_and_a_killed_rank_costs_a_restart_and_nothing_else(
     ]
     assert names_in(folder) == ["000004-epoch1-step4", "000005-epoch1-step5"]
     timeline = {"timeline_rank0.json", "timeline_rank1.json", "trace.json"}
-    expected = set(names_in(trained.workdir)) - timeline - {"notes.txt"}
+    expected = set(names_in(trained.workdir)) - timeline - {"notes.txt", "earlier_1"}
     assert set(names_in(again.workdir)) == expected
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from training.launch import RunError, World
 from training.loop import Totals
-from training.results import Results, clear_results, read_results, spread, write_json
+from training.results import Results, clear_results, read_results, set_aside, spread, write_json
 from training.task import Score
 
 PAIRS = [{"de": "Bär", "en": "bear"}, {"de": "a", "en": "b"}]
@@ -129,3 +129,17 @@ def test_results_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) 
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept + before)
     clear_results(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_results_of_the_run_before_are_set_aside(tmp_path: Path) -> None:
+    """All of them, each time into a folder of their own; a run that wrote none leaves none."""
+    (tmp_path / "options.json").touch()
+    assert set_aside(tmp_path) is None
+    old = ["rank0_results_epoch0.json", "metrics.jsonl", "options.json", "training.png"]
+    for n in (1, 2):
+        for name in (*old, "config.json"):
+            (tmp_path / name).write_text(str(n))
+        folder = set_aside(tmp_path)
+        assert folder == tmp_path / f"earlier_{n}"
+        assert {p.name: p.read_text() for p in folder.iterdir()} == dict.fromkeys(old, str(n))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "earlier_1", "earlier_2"]
