@@ -1,0 +1,92 @@
+"""Where people run: rented GPUs, clusters, containers, a notebook. Each as far as it goes here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import modal_run
+import modal_run_pipeline
+from project import plot
+from tests.project.programs import TINY, run
+from tests.ranks import Ranks
+from tests.test_readme import check
+
+ROOT = Path(__file__).resolve().parents[1]
+BATCHES = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plot, "OUTPUT", tmp_path)
+
+
+def _here(command: list[str], **_: object) -> None:
+    """Runs a program of ours in this process, which has imported its libraries."""
+    assert Path(command[1]).is_file()
+    assert run(" ".join([Path(command[1]).stem, *command[2:]]))[1] is None
+
+
+@pytest.mark.filterwarnings("ignore:The train function is executing locally")
+def test_modal_trains_and_hands_back_what_is_to_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs in the container, run here: it needs no account."""
+    monkeypatch.setattr("modal_run.subprocess.run", _here)
+    files = modal_run.train.local(1, 1, TINY, str(tmp_path))
+    assert files.keys() == {"summary.json", "metrics.jsonl"}  # programs.py leaves out the picture
+    assert json.loads(files["summary.json"])["world_size"] == 1
+    modal_run.fetch(files, tmp_path / "here")
+    assert (tmp_path / "here" / "summary.json").read_bytes() == files["summary.json"]
+
+    files = modal_run_pipeline.train.local("pipeline_parallel", 1, TINY, str(tmp_path))
+    assert json.loads(files["summary.json"])["model_parallel_mode"] == "pipeline_parallel"
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=[batch.stem for batch in BATCHES])
+def test_slurm_gets_a_script_whose_command_is_good(
+    batch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many ranks as there are GPUs."""
+    subprocess.run(["bash", "-n", batch], check=True)
+    text = batch.read_text().replace("\\\n", " ")
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)", text, re.MULTILINE))
+    command = re.search(r"torchrun --.*", text)
+    assert command is not None
+    check(command[0] + "  # cuda", monkeypatch)
+    words = shlex.split(command[0])
+    sizes = [int(words[words.index(f"--{x}") + 1]) for x in ("dp", "pp", "tp") if f"--{x}" in words]
+    ranks = 1
+    for size in sizes:
+        ranks *= size
+    assert ranks == int(asked["nodes"]) * int(asked["gpus-per-node"])
+
+
+def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:
+    """Its commands, on a smaller model; the picture that it shows is there in the end."""
+    cells = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())["cells"]
+    lines = "".join("".join(c["source"]) + "\n" for c in cells if c["cell_type"] == "code")
+    for program, options in re.findall(r"^!python project/(\w+)\.py (.*)$", lines, re.MULTILINE):
+        options = options.replace("workdir_notebook", str(tmp_path / "workdir_notebook"))
+        if program == "plot":
+            plot.draw_figure(plot.parse(options.split()))
+            continue
+        smaller = f"{program} {options} {TINY} --n_epochs 1".replace("--world_size 2", "")
+        alone = program == "run_pipeline"
+        assert run(smaller, None if alone else ranks)[1] is None
+    (shown,) = re.findall(r'Image\("(.*)"\)', lines)
+    assert (tmp_path / shown).is_file()
+
+
+def test_the_image_has_what_the_requirements_say() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    copied = re.findall(r"^COPY (\S+)", text, re.MULTILINE)
+    assert copied == ["requirements.txt", "."]
+    (program,) = re.findall(r'"(project/\w+\.py)"', text)
+    assert (ROOT / program).is_file()
