@@ -206,13 +206,16 @@ def compare(
     Args:
         runs: of both, per rank, the results per epoch.
         labels: of the bars, and how the title names the baseline.
-        ideal: the speed-up that would be perfect.
+        ideal: the speed-up that would be perfect, where processes have as many cores in both.
     """
     check_alike(folders)
     if min(len(rank) for run in runs for rank in run) < 2:
         raise UserError(
             f"{folders[0]} and {folders[1]}: both need 2 epochs or more, as the first is left out"
         )
+    options = [read_options(folder) for folder in folders]
+    here = ["".join(f", {fact}" for fact in _size(o)) for o in options]
+    equal = len({o.get("cores") for o in options}) == 1
     paths = []
     for metric, file in ((TIME, "training_time"), (THROUGHPUT, "throughput")):
         (base, std), after = (over_epochs(run, metric) for run in runs)
@@ -220,21 +223,63 @@ def compare(
         if metric == TIME and 1 < len(runs[1]) <= 4:
             shown = {f"rank {r}": over_epochs([rank], TIME) for r, rank in enumerate(runs[1])}
         sign = -1 if metric == TIME else 1  # of time, less is better
-        bars = [Bar(labels[0], {"baseline": base}, std)]
+        bars = [Bar(labels[0] + here[0], {"baseline": base}, std)]
         bars += [
-            Bar(label, {"measured": mean}, std, f"{(mean / base) ** sign:.2f}x")
+            Bar(label + here[1], {"measured": mean}, std, f"{(mean / base) ** sign:.2f}x")
             for label, (mean, std) in shown.items()
         ]
-        bars.append(Bar("ideal", {"ideal": base * ideal**sign}, inside=f"{ideal:.3g}x"))
+        if equal:
+            bars.append(Bar("ideal", {"ideal": base * ideal**sign}, inside=f"{ideal:.3g}x"))
         verb = "as fast as" if metric == TIME else "the tokens/s of"
+        gain = (after[0] / base) ** sign
         about = [describe(folders[1]), "mean and standard deviation of all epochs but the first"]
+        about += _why(runs, labels, options, gain, ideal if equal else None)
         paths.append(output / f"{name}_{file}.png")
         draw_bars(
             paths[-1], bars, ylabel=YLABELS[metric], foot="; ".join(filter(None, about)),
-            title=f"{labels[1]}: {(after[0] / base) ** sign:.2f}x {verb} {labels[2]} "
-            f"(ideal {ideal:.3g}x)",
+            title=f"{labels[1]}: {gain:.2f}x {verb} {labels[2]}"
+            + (f" (ideal {ideal:.3g}x)" if equal else ""),
         )  # fmt: skip
     return paths
+
+
+def _size(options: Mapping[str, Any]) -> list[str]:
+    """What differs between two runs that are compared: the batch, and the cores of a process."""
+    found = [f"batch {options['batch_size']}"] if "batch_size" in options else []
+    if cores := options.get("cores"):
+        found.append(f"{cores} core{'s' * (cores > 1)}")
+    return found
+
+
+def _why(
+    runs: Sequence[list[Epochs]],
+    labels: tuple[str, str, str],
+    options: Sequence[Mapping[str, Any]],
+    gain: float,
+    ideal: float | None,
+) -> list[str]:
+    """What a reader of the figure would wonder about."""
+    found = []
+    if ideal is None:
+        cores = [o.get("cores") for o in options]
+        found.append(
+            f"no ideal is drawn, since a process has {cores[0]} cores in one run and {cores[1]} in "
+            "the other: --cores_per_rank 1 for both makes them equal"
+        )
+    elif gain > 1.01 * ideal and "pipeline" in labels:
+        found.append(
+            "more than ideal, since the baseline computes the whole batch at once, and "
+            "micro-batches stay in the caches"
+        )
+    before, after = (
+        sum(epoch[TIME] * epoch[THROUGHPUT] for rank in run for epoch in rank[1:]) for run in runs
+    )
+    if abs(after / before - 1) > 0.02:
+        found.append(
+            f"{labels[1]}: {abs(after / before - 1):.0%} {'fewer' if after < before else 'more'} "
+            "positions, by the padding, so that time and tokens/s say different things"
+        )
+    return found
 
 
 def over_epochs(ranks: list[Epochs], metric: str) -> tuple[float, float]:

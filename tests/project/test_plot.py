@@ -153,6 +153,31 @@ def test_data_parallel(
     assert title(throughput) == "2 processes: 1.92x the tokens/s of one (ideal 2x)"
 
 
+def test_processes_of_unequal_cores_have_no_ideal(
+    tmp_path: Path, drawn: dict[str, Figure]
+) -> None:
+    """One process had both cores, two have one each; and less padding."""
+    single, multiple = tmp_path / "one", tmp_path / "two"
+    write_epochs(single, "rank0_results", SINGLE, 8400, batch_size=64, cores=2)
+    for rank, times in enumerate(RANKS):
+        options = {"world_size": 2, "batch_size": 128, "cores": 1}
+        write_epochs(multiple, f"rank{rank}_results", times, 3780, **options)
+    plot.plot_data_parallel(single, multiple, tmp_path)
+    time = drawn["data_parallel_training_time.png"]
+    two = "batch 128 1 core"
+    assert labels(time.axes[0]) == ["1 process batch 64 2 cores", f"rank 0 {two}", f"rank 1 {two}"]
+    assert title(time) == "2 processes: 1.82x as fast as one"
+    *_, cores, padding = foot(time).split("; ")
+    assert cores == (
+        "no ideal is drawn, since a process has 2 cores in one run and 1 in the other: "
+        "--cores_per_rank 1 for both makes them equal"
+    )
+    assert padding == (
+        "2 processes: 10% fewer positions, by the padding, so that time and tokens/s say different "
+        "things"
+    )
+
+
 @pytest.mark.parametrize(
     ("command", "options", "ideal", "about"),
     [
@@ -180,7 +205,8 @@ def test_pipeline(
     plot.draw_figure(plot.parse([*line.split(), "--output", str(tmp_path)]))
     fig = drawn["pipeline_training_time.png"]
     (ax,) = fig.axes
-    assert labels(ax) == ["model parallel", "pipeline", "ideal"]
+    batch = " batch 64" if options else ""
+    assert labels(ax) == ["model parallel", f"pipeline{batch}", "ideal"]
     assert heights(ax) == pytest.approx([36.0, 24.0, 36 / ideal])
     assert title(fig) == f"pipeline: 1.50x as fast as model parallel (ideal {ideal}x)"
     assert foot(fig) == f"{about}mean and standard deviation of all epochs but the first"
