@@ -1,7 +1,7 @@
 """Forward again, right before backward: memory for time.
 
 Problem. Between forward and backward autograd keeps all that the layers have computed. For a block
-of GPT-2 that is over thirty times its input.
+of GPT-2 that is some thirty times its input.
 
 Idea. Keep the input of a segment of layers, forget the rest, and compute it again when backward
 gets there. Forward is a third of a step, so a step takes at most a third longer. What is kept, of L
