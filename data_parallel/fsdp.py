@@ -110,6 +110,8 @@ class FullyShardedDataParallel:
             none, all_reduce (of how many micro-batches ranks have), reduce_scatter (what is left
             of it after backward), optimizer, and barrier (shared memory, around an update).
 
+        recompute: computes layers again in backward (runtime/recompute.py), where they are
+            gathered for it anyway: all but the last and embeddings.
         kind: by name; parameters of different kinds are in different units.
 
     Raises:
@@ -130,6 +132,7 @@ class FullyShardedDataParallel:
         group: dist.ProcessGroup | None = None,
         share_memory: bool = True,
         recorder: Recorder | None = None,
+        recompute: bool = False,
         kind: Callable[[str], Hashable] = lambda name: None,  # noqa: ARG005
     ) -> None:
         if zero not in (1, 2, 3):
@@ -159,6 +162,9 @@ class FullyShardedDataParallel:
             ShardedLayer(k, module, places[k], self._used_by(k), self.device)
             for k, module in enumerate(modules)
         ]
+        self._forget_layers = [
+            recompute and layer.regathered == layer.units for layer in self.layers[:-1]
+        ] + [False]
         self._parameters = Parameters(self.units, self.exchange)
         self._gradients = Gradients(self.units, self.exchange, zero)
         self._trained = [u for u in self.units if u.unit.trainable]
@@ -187,7 +193,7 @@ class FullyShardedDataParallel:
             self._gather(k, layer.units, following)
             if x is not None:
                 with self._record("F", k):
-                    value, graph = layer.forward(value)
+                    value, graph = layer.forward(value, training and self._forget_layers[k])
             self._graphs.append(graph)
             # The last layer's stay for its backward, which is next.
             if following or not training:
@@ -222,6 +228,9 @@ class FullyShardedDataParallel:
             self._gather(k, layer.regathered, following)
             graph = self._graphs.pop()
             found: dict[int, list[Tensor | None]] = {}
+            if graph is not None and graph.forgotten:
+                with self._record("R", k):
+                    layer.recompute(graph)
             if graph is not None:
                 with self._record("B", k):
                     gradients, found = layer.backward(graph, gradients)

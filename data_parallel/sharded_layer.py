@@ -24,16 +24,20 @@ Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from data_parallel.sharding import Place
 from data_parallel.shards import ShardedUnit
 from runtime.graph import Graph
+from runtime.recompute import SameDraws, unchanged
 from runtime.sharing import Watch
 from runtime.unseen import Strangers, tensors_in
 
@@ -54,6 +58,7 @@ class LayerGraph(Graph):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.leaves: dict[int, list[nn.Parameter]] = {}
+        self.draws = SameDraws(device)
 
 
 class ShardedLayer:
@@ -78,10 +83,12 @@ class ShardedLayer:
         needed = {p.unit for p in places if not isinstance(p.module, nn.Embedding)}
         self.regathered = [u for u in units if u.unit.index in needed]
         self._places = [(p.module, p.attribute, p.unit, p.entry) for p in places]
+        self._looked = False  # for changes of its buffers
         self._resting = [p.module._parameters[p.attribute] for p in places]  # on the meta device
 
-    def forward(self, value: Any) -> tuple[Any, LayerGraph]:
-        """Runs the layer on gathered parameters; the output, detached, and its graph.
+    def forward(self, value: Any, forget: bool = False) -> tuple[Any, LayerGraph]:
+        """Runs the layer on gathered parameters; the output, detached, and its graph. With
+        `forget`, `recompute` must come before `backward`, when they are gathered again.
 
         Raises:
             RuntimeError: the output depends on a tensor that requires a gradient and was not handed
@@ -89,32 +96,42 @@ class ShardedLayer:
             ValueError: the layer writes to one of two tensors that share memory, or hands on a
                 parameter in what `pytree` does not know.
         """
-        parameters = self._parameters()
         graph = LayerGraph(self.device)
+        run = partial(self._run, graph, forget)
+        return graph.record(value, run, is_first=False, forget=forget), graph
+
+    def recompute(self, graph: LayerGraph) -> None:
+        """The forward again, if it was forgotten."""
+        graph.recompute(partial(self._run, graph, True))
+
+    def _run(self, graph: LayerGraph, forget: bool, entered: Any) -> Any:
+        parameters = self._parameters()
         graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
-
-        def run(entered: Any) -> Any:
-            leaves, watch = pytree.tree_leaves(entered), Watch()
-            watch.add(leaves[k] for k in graph.shared)
-            self._put(parameters)
-            try:
-                with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-                    output = self.module(entered)
-            finally:
-                self._take_back()
-            watch.check(self.name)
-            results = pytree.tree_leaves(output)
-            if torch.is_grad_enabled():
-                trained = [p for ps in graph.leaves.values() for p in ps]
-                Strangers([*graph.inputs, *trained]).refuse(results, self.name, entered)
-            if any(self._hides_a_parameter(y) for y in results):
-                raise ValueError(
-                    f"{self.name} hands on a parameter inside an object, and its memory is about "
-                    "to be used again: return it in a tuple, list or dict, or a copy"
-                )
-            return pytree.tree_map_only(Tensor, self._own, output)
-
-        return graph.record(value, run, is_first=False), graph
+        leaves, watch = pytree.tree_leaves(entered), Watch()
+        watch.add(leaves[k] for k in graph.shared)
+        self._put(parameters)
+        try:
+            with ExitStack() as around:
+                around.enter_context(saved_tensors_hooks(self._pack, _unpack))
+                if forget:
+                    around.enter_context(graph.draws)
+                if forget and not self._looked:
+                    around.enter_context(unchanged(self.module, self.name))
+                output = self.module(entered)
+        finally:
+            self._take_back()
+        self._looked = self._looked or forget
+        watch.check(self.name)
+        results = pytree.tree_leaves(output)
+        if torch.is_grad_enabled():
+            trained = [p for ps in graph.leaves.values() for p in ps]
+            Strangers([*graph.inputs, *trained]).refuse(results, self.name, entered)
+        if any(self._hides_a_parameter(y) for y in results):
+            raise ValueError(
+                f"{self.name} hands on a parameter inside an object, and its memory is about "
+                "to be used again: return it in a tuple, list or dict, or a copy"
+            )
+        return pytree.tree_map_only(Tensor, self._own, output)
 
     def backward(
         self, graph: LayerGraph, gradients: Sequence[Tensor | None]

@@ -33,6 +33,7 @@ from .stage import Stage
 from .worker import Stopped
 
 LossFunction = Callable[[Any, Any], Tensor]
+RECOMPUTE = "R"  # for the recorder
 
 
 class Channel:
@@ -170,6 +171,9 @@ class Dataflow:
     def _backward(self, action: Action) -> None:
         kind, s, i = action
         stage = self._stages[s]
+        if stage.forgot(i):  # while the gradient is on its way
+            with self._noted(action, RECOMPUTE):
+                stage.recompute(i)
         if s + 1 in self.down:
             gradients = self.down[s + 1].get(i)
         else:
@@ -188,8 +192,9 @@ class Dataflow:
             self._stages[action.stage].backward_weight(action.microbatch)
 
     @contextlib.contextmanager
-    def _noted(self, action: Action) -> Iterator[None]:
-        """Tells the recorder; an error gets a note of where it happened."""
+    def _noted(self, action: Action, part: str = "") -> Iterator[None]:
+        """Tells the recorder; an error gets a note of where it happened. ``part``: of the action,
+        recorded apart."""
         device = self._stages[action.stage].device
         recorder = listening(self._recorder)
         start = time.perf_counter() if recorder is not None else 0.0
@@ -203,7 +208,7 @@ class Dataflow:
             _add_note(error, f"in the {what} of micro-batch {action.microbatch} {where}")
             raise
         if recorder is not None:
-            recorder(action.kind.value, *action[1:], start, time.perf_counter())
+            recorder(part or action.kind.value, *action[1:], start, time.perf_counter())
 
 
 @contextlib.contextmanager

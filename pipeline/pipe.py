@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.randomness import StepSeed
+from runtime.recompute import NEVER
 from runtime.recorder import Recorder
 from runtime.unseen import refuse_hooks
 
@@ -65,6 +66,7 @@ class Pipe(nn.Module):
 
     ``split_size``: examples per micro-batch of `forward`. ``recorder``: see runtime/recorder.py.
     ``replicas``: copies of tied parameters on other devices (`partition.place` makes them).
+    ``recompute``: a mode of runtime/recompute.py.
     ``peak_alive``: after a step, the most micro-batches whose activations each stage held.
     """
 
@@ -74,11 +76,13 @@ class Pipe(nn.Module):
         split_size: int = 1,
         recorder: Recorder | None = None,
         replicas: Replicas | None = None,
+        recompute: str = NEVER,
     ) -> None:
         super().__init__()
         microbatch.sizes_by_split(1, split_size)  # raises if it is not positive
         self.split_size = int(split_size)
         self.recorder = recorder
+        self.recompute = recompute
         self.replicas = dict(replicas or {})
         self.partitions, self.devices = _split_module(module)
         self._uncalled = [  # in a list, since their parameters are those of the partitions
@@ -112,7 +116,7 @@ class Pipe(nn.Module):
         sizes = microbatch.sizes_by_split(microbatch.batch_size(x), self.split_size)
         with self._crew.alone():
             self._refresh_replicas()
-            self._stages = self._new_stages()
+            self._stages = self._new_stages(len(sizes))
             try:
                 return pipelined(self, self._stages, x, sizes)
             finally:
@@ -248,6 +252,8 @@ class Pipe(nn.Module):
         refuse_hooks([*self._uncalled, ("the Pipe", self)])
         losses = Losses(loss_fn, targets, scale, stages[-1].memory)
         n = len(stages)
+        for stage in stages:
+            stage.num_microbatches = len(inputs)
         flow = Dataflow(stages, channels(range(n)), channels(range(1, n)), losses, self.recorder)
         for i, value in enumerate(inputs):
             flow.up[0].put(i, value)
@@ -255,12 +261,13 @@ class Pipe(nn.Module):
         self._run_flow(flow, actions)
         return losses.total()
 
-    def _new_stages(self) -> list[Stage]:
+    def _new_stages(self, num_microbatches: int = 0) -> list[Stage]:
         seed = StepSeed()
         stages, layers = [], 0
         for j, device in enumerate(self.devices):
             partition = cast(nn.Sequential, self.partitions[j])
-            stages.append(Stage(j, partition, device, seed, layers))
+            stages.append(Stage(j, partition, device, seed, layers, recompute=self.recompute))
+            stages[-1].num_microbatches = num_microbatches
             layers += len(partition)
         return stages
 

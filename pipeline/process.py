@@ -49,6 +49,7 @@ from torch import Tensor, nn
 
 from runtime.graph import Initialize
 from runtime.randomness import StepSeed
+from runtime.recompute import NEVER
 from runtime.recorder import Recorder, listening
 from runtime.unseen import refuse_hooks
 
@@ -86,6 +87,7 @@ class ProcessPipe:
             and all_reduce (of tied gradients); micro-batch below 0: of none.
         by_layer: see stage.py.
         early_gradients: send a gradient before those of weights are computed.
+        recompute: a mode of runtime/recompute.py.
         share_memory: CPU ranks of one machine exchange through it, where they can.
         timeout: seconds that a neighbour may be silent.
 
@@ -104,6 +106,7 @@ class ProcessPipe:
         recorder: Recorder | None = None,
         by_layer: bool = True,
         early_gradients: bool = True,
+        recompute: str = NEVER,
         share_memory: bool = True,
         timeout: float = 300.0,
     ) -> None:
@@ -123,7 +126,7 @@ class ProcessPipe:
         self.module = parts[self.rank]
         self._first_layer = sum(len(part) for part in parts[: self.rank])
         self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
-        self._by_layer, self._early = by_layer, early_gradients
+        self._by_layer, self._early, self._recompute = by_layer, early_gradients, recompute
         self._ownership = Ownership(parts, self.rank, layers if model is None else model)
         self._ownership.materialize(self.device, initialize)
         tied = {name: users for name, users in self._ownership.stages.items() if len(users) > 1}
@@ -252,8 +255,9 @@ class ProcessPipe:
     def _stage(self, seed: StepSeed, beside: Any = None) -> Stage:
         module = self.module if beside is None else nn.Sequential(_With(self.module, beside))
         return Stage(
-            self.rank, module, self.device, seed, self._first_layer, by_layer=self._by_layer
-        )
+            self.rank, module, self.device, seed, self._first_layer, self._by_layer,
+            self._recompute,
+        )  # fmt: skip
 
     def _run(
         self,
@@ -268,6 +272,7 @@ class ProcessPipe:
         refuse_hooks(self._uncalled)
         sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         inputs, targets = microbatch.cut(x, target, sizes)
+        stage.num_microbatches = len(inputs)
         lists, _ = plan(schedule, self.num_stages, len(inputs), torch.is_grad_enabled())
         if self.rank > 0:
             stage.shared_before = self._neighbours.up[self.rank].shared

@@ -21,6 +21,9 @@ reach that once, by way of autograd (delivery.py). Transport is not here, and ne
 gradients of a layer's parameters are added up and freed before the next layer's are made; in one
 graph they all live until its end: as much memory as the stage's parameters. The bits are the same.
 
+``recompute`` makes a graph per segment instead, whose activations are forgotten after forward and
+made again before backward: runtime/recompute.py.
+
 Cost: between forward and backward (its second half) of a micro-batch, its activations here.
 """
 
@@ -28,9 +31,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,6 +43,7 @@ from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, Graph
 from runtime.randomness import NoDraws, StageRandomness, StepSeed
+from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments, unchanged
 from runtime.sharing import Watch
 from runtime.unseen import Strangers, hidden_type
 
@@ -70,6 +75,7 @@ class _Kept:
     graphs: list[_Graph] = field(default_factory=list)  # one per part
     sums: Gradients = field(default_factory=dict)  # to which something is yet to be added
     halved: bool = False  # only the second half is to come
+    tail: Callable[[Any], Any] | None = None
 
 
 class Stage:
@@ -88,6 +94,7 @@ class Stage:
         seed: StepSeed | None = None,
         first_layer: int = 0,
         by_layer: bool = False,
+        recompute: str = NEVER,
     ) -> None:
         self.index = index
         self.module = module
@@ -97,14 +104,18 @@ class Stage:
         self.peak_alive = 0
         # Per micro-batch, leaves of its input that lay in one memory where they come from.
         self.shared_before: Mapping[int, Sequence[int]] = {}
+        self.num_microbatches = 0  # of the step; 0: not known
         self._totals: Gradients = {}
         self._kept: dict[int, _Kept] = {}
         self._seed = seed or StepSeed()
         self._randomness = StageRandomness(device)
         self._later = WeightsLater(self.parameters)
         self._looked = False  # for what its layers use in secret: the first micro-batch shows it
-        cut = [[layer] for layer in module] if by_layer else [list(module)]
-        self._parts = [_Part(layers, first_layer + k) for k, layers in enumerate(cut)]
+        self._recompute = recompute
+        by_layer = by_layer and recompute == NEVER
+        cut = segments(list(module), LAYERS if by_layer else recompute)
+        firsts = accumulate(map(len, cut), initial=first_layer)
+        self._parts = [_Part(*part) for part in zip(cut, firsts, strict=False)]
         uses = Counter(p for part in self._parts for p in part.parameters)
         self._shared = {p for p, n in uses.items() if n > 1}  # each has one sum per micro-batch
 
@@ -123,24 +134,27 @@ class Stage:
         ``tail`` follows the layers and belongs to the last one's graph: the loss, on the last
         stage. Without grad mode nothing is kept.
         """
-        kept, watch = _Kept(), Watch()
-        shared = self.shared_before.get(i, ())
+        kept, watch = _Kept(tail=tail), Watch()
         for part in self._parts:
-            layers: list[Callable[[Any], Any]] = list(part.layers)
-            if tail and part is self._parts[-1]:
-                layers.append(tail)
             graph = _Graph(self.memory)
             is_first = self.index == 0 and not kept.graphs
-            with self._later.into(graph.products) if torch.is_grad_enabled() else nullcontext():
-                run = partial(self._layers, i, layers, part, graph, watch, shared)
-                value = graph.record(value, run, is_first)
-            shared = ()
+            run = partial(self._layers, i, part, graph, watch, tail)
+            value = graph.record(value, run, is_first, self._forgets(i, part, tail))
             kept.graphs.append(graph)
         self._looked = True
         if torch.is_grad_enabled():
             self._kept[i] = kept
             self.peak_alive = max(self.peak_alive, self.alive)
         return value
+
+    def forgot(self, i: int) -> bool:
+        """Whether the backward of micro-batch i starts with a forward: `recompute`."""
+        return self._with_graph(i).graphs[-1].forgotten
+
+    def recompute(self, i: int) -> None:
+        """Run the forward of micro-batch i again, or of its last segment. Backward would do so
+        itself; but this needs no gradient yet."""
+        self._run_again(i, self._with_graph(i), len(self._parts) - 1)
 
     def backward(
         self, i: int, gradients: Sequence[Tensor | None], retain_graph: bool = False
@@ -154,7 +168,8 @@ class Stage:
             del self._kept[i]
         graphs = list(kept.graphs) if retain_graph else kept.graphs
         sums: Gradients = {}
-        for part in reversed(self._parts):
+        for k, part in reversed(list(enumerate(self._parts))):
+            self._run_again(i, kept, k)
             graph = graphs.pop()
             gradients = self._differentiate(graph, part, gradients, sums, retain_graph)
             add_products(graph.products, self._totals, sums, self._shared)
@@ -164,7 +179,9 @@ class Stage:
     def backward_input(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """`backward` without the weight gradients of matrix products; those stay to be computed."""
         kept = self._with_graph(i)
-        for part, graph in zip(reversed(self._parts), reversed(kept.graphs), strict=True):
+        for k, part in reversed(list(enumerate(self._parts))):
+            self._run_again(i, kept, k)
+            graph = kept.graphs[k]
             gradients = self._differentiate(graph, part, gradients, kept.sums)
             graph.release()
         kept.halved = True
@@ -189,26 +206,46 @@ class Stage:
         self._totals = {}
         return pairs
 
+    def _forgets(self, i: int, part: _Part, tail: Callable[[Any], Any] | None) -> bool:
+        if self._recompute == EXCEPT_LAST:
+            return i + 1 != self.num_microbatches
+        if self._recompute == LAYERS and part is self._parts[-1]:
+            return tail is None  # with the loss, its backward is next
+        return self._recompute != NEVER
+
+    def _run_again(self, i: int, kept: _Kept, part: int) -> None:
+        """A part's forward, if it was forgotten."""
+        graph = kept.graphs[part]
+        graph.recompute(partial(self._layers, i, self._parts[part], graph, Watch(), kept.tail))
+
     def _layers(
         self,
         i: int,
-        layers: Sequence[Callable[[Any], Any]],
         part: _Part,
         graph: _Graph,
         watch: Watch,
-        shared: Sequence[int],
+        tail: Callable[[Any], Any] | None,
         value: Any,
     ) -> Any:
-        leaves = pytree.tree_leaves(value)
+        leaves, training = pytree.tree_leaves(value), torch.is_grad_enabled()
+        shared = self.shared_before.get(i, ()) if part is self._parts[0] else ()
         watch.add(leaves[k] for k in (*graph.shared, *shared))
         strangers = Strangers([*graph.inputs, *part.parameters])
+        layers: list[Callable[[Any], Any]] = list(part.layers)
+        if tail and part is self._parts[-1]:
+            layers.append(tail)
         name = ""
         for k, layer in enumerate(layers, part.first_layer):
-            with self._randomness.of(self._seed, k, i):
-                value = layer(value)
             name = layer_name(k, layer)
+            with ExitStack() as around:
+                if training:
+                    around.enter_context(self._later.into(graph.products))
+                if training and not self._looked and self._recompute != NEVER:
+                    around.enter_context(unchanged(layer, name))
+                around.enter_context(self._randomness.of(self._seed, k, i))
+                value = layer(value)
             watch.check(name)
-            if not self._looked and torch.is_grad_enabled():
+            if not self._looked and training:
                 strangers.refuse(value, name)
         refuse_hidden(value, name)
         graph.products.clear()  # of a layer that differentiates inside: not the model's gradients

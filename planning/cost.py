@@ -119,6 +119,20 @@ def held_activations(
     return activations / (stages * microbatches) * held
 
 
+def recomputed_activations(
+    inputs: float, activations: float, held: int, microbatches: int, segments: int = 1
+) -> float:
+    """Bytes on a stage at its peak that keeps the inputs of its segments and computes the rest of
+    one segment again at a time (Chen et al., 2016).
+
+    Args:
+        inputs, activations: bytes of the stage's input, and of all that its backward needs, for
+            the whole batch.
+        held: micro-batches between forward and backward, see `held_microbatches`.
+    """
+    return held / microbatches * segments * inputs + activations / (microbatches * segments)
+
+
 def gpt2_parameters(layers: int, width: int, vocabulary: int, positions: int) -> int:
     """Parameters of GPT-2 with tied embeddings: per block 12 H^2 + 13 H."""
     return layers * (12 * width**2 + 13 * width) + (vocabulary + positions + 2) * width

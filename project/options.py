@@ -83,6 +83,9 @@ class Training:
     num_microbatches: Count | None = None
     """micro-batches per step, in data parallelism per rank and step, to save memory; default: 4 in
     a pipeline, else 1, and on a CPU chosen to reduce padding"""
+    recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
+    """compute activations again in backward, to save memory: of all micro-batches, of all but the
+    last, or keeping the inputs of about sqrt(L) of L layers"""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
     python project/plot.py data_parallel --single workdir_1 --multiple workdir_2
     python project/plot.py pipeline --model_parallel workdir_mp --pipeline_parallel workdir_pp
-    python project/plot.py training workdir
+    python project/plot.py training workdir              of several: their losses beside each other
     python project/plot.py schedule --schedule 1f1b --num_devices 4 --num_microbatches 8
     python project/plot.py timeline workdir_pp
     python project/plot.py split_time ddp=1,ddp=2     also throughput, memory, timeline pipeline=3
@@ -59,6 +59,8 @@ ALIKE = (  # options that must be the same in all runs of a figure
     "model", "precision", "vgg_width", "n_layer", "n_embd", "n_head", "vocab_size", "dataset",
     "n_train",
 )  # fmt: skip
+NAMED = ("strategy", "precision", "recompute", "learning_rate", "schedule", "world_size", "dropout")
+STYLES = ("-", "--", ":", "-.", "-", "--", ":", "-.")  # lines that lie on each other still show
 TIMES = ("forward", "recompute", "backward", "optimizer", "other", "communication", "idle")
 
 
@@ -434,12 +436,36 @@ def plot_memory(runs: Sequence[Run], path: Path) -> Path:
     )  # fmt: skip
 
 
+def plot_losses(workdirs: Sequence[Path], path: Path) -> Path:
+    """The validation losses of runs, called by the options in which they differ."""
+    options = [read_options(workdir) for workdir in workdirs]
+    differ = [
+        key
+        for key, value in options[0].items()
+        if key in NAMED and any(other.get(key) != value for other in options)
+    ]
+    runs = {}
+    for workdir, given in zip(workdirs, options, strict=True):
+        name = ", ".join(str(given.get(key)) for key in differ) or workdir.name
+        runs[name] = [epoch["validation_loss"] for epoch in read_epochs(workdir, "rank0_results")]
+    ends = ", ".join(f"{name} {losses[-1]:.3f}" for name, losses in runs.items())
+    title = f"validation loss after {max(map(len, runs.values()))} epochs: {ends}"
+    with picture(path, title, describe(*workdirs)) as (_, (ax,)):
+        for (name, losses), style in zip(runs.items(), STYLES, strict=False):
+            done = range(1, len(losses) + 1)
+            ax.plot(done, losses, style, marker="o", label=name, clip_on=False)
+        ax.set(title="loss (nats per target)", xlabel="epoch", xticks=list(done))
+        ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
+        ax.legend()
+    return path
+
+
 # The command line
 
 COMMANDS = {
     "data_parallel": "time and throughput of one process against several, beside the ideal",
     "pipeline": "time and throughput of a pipeline against one stage at a time, beside the ideal",
-    "training": "loss and BLEU (or accuracy) of a run after each epoch",
+    "training": "loss and BLEU (or accuracy) of a run after each epoch; of runs, their losses",
     "schedule": "clock table of a pipeline schedule, printed and drawn",
     "split_time": "forward, backward, optimizer, exposed communication and idle time of a step",
     "throughput": "examples per second of runs, beside the ideal",
@@ -471,7 +497,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("schedule", *m, type=count, metavar="M", default=8, help="micro-batches (8)")
     option("schedule", *k, type=count, metavar="K", default=4, help="stages (4)")
     option("schedule", "--schedule", choices=list(SCHEDULES), default="1f1b", help="which (1f1b)")
-    option("training", "workdir", **one)
+    option("training", "workdir", nargs="+", **one)
     option("split_time throughput memory", "runs", type=run_names, help="e.g. ddp=1,ddp=2")
     option("timeline", "run", type=run_folder,
            help="the workdir of a run with --timeline, or e.g. pipeline=3")
@@ -504,7 +530,9 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
         runs = args.model_parallel, args.pipeline_parallel
         return plot_pipeline(*runs, folder, args.num_microbatches, args.num_devices)
     if name == "training":
-        return [plot_training(args.workdir, args.output and path("training"))]
+        if len(args.workdir) > 1:
+            return [plot_losses(args.workdir, path("losses"))]
+        return [plot_training(args.workdir[0], args.output and path("training"))]
     if name == "schedule":
         sizes = args.num_devices, args.num_microbatches
         return [plot_schedule(args.schedule, *sizes, path(f"schedule_{args.schedule}"))]

@@ -80,6 +80,27 @@ def check_microbatches(args: Any, parts: int) -> None:
         )
 
 
+def check_recompute(args: Any, one_at_a_time: bool) -> None:
+    """Raises UserError where --recompute has nothing to choose. `one_at_a_time`: of a micro-batch
+    the backward comes before the next one's forward."""
+    if args.recompute == "except_last" and (one_at_a_time or args.num_microbatches == 1):
+        raise UserError(
+            f"--recompute except_last {_layout(args)}: every micro-batch is the last one held, so "
+            "nothing would be computed again; always, or a pipeline with more micro-batches, works"
+        )
+    if args.recompute == "sqrt" and (args.strategy == "fsdp" or getattr(args, "zero", None) == 3):
+        raise UserError(
+            f"--recompute sqrt {_layout(args)}: shards are gathered for one layer at a time, and "
+            "segments of several would be gathered once more; --recompute always works"
+        )
+
+
+def _layout(args: Any) -> str:
+    if hasattr(args, "model_parallel_mode"):
+        return f"--model_parallel_mode {args.model_parallel_mode}"
+    return str(args.strategy)
+
+
 def check_warmup(args: Any, num_examples: int) -> None:
     """Raises UserError where the warm-up does not end before the run does."""
     steps = args.num_batches or args.n_epochs * -(-num_examples // args.batch_size)

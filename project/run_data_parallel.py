@@ -32,6 +32,7 @@ from project.rules import (
     check_batch,
     check_microbatches,
     check_model,
+    check_recompute,
     settle_ranks,
     settle_training,
 )
@@ -73,6 +74,7 @@ def parse_data_parallel(description: str | None, argv: Sequence[str] | None = No
     args.bucket_mb = args.bucket_mb or BUCKET_MB
     check_batch(args, args.world_size)
     check_microbatches(args, args.world_size)
+    check_recompute(args, one_at_a_time=True)
     settle_training(args)
     check_model(args)
     claim_folders(args)

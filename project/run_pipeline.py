@@ -26,7 +26,13 @@ from typing import Any
 import torch
 
 from project.options import PipelineOptions, parse
-from project.rules import check_microbatches, check_model, number_of_blocks, settle_training
+from project.rules import (
+    check_microbatches,
+    check_model,
+    check_recompute,
+    number_of_blocks,
+    settle_training,
+)
 from project.utils import announce, finish, plan_of, read_texts, run_program
 from training.errors import UserError, run_here, torchrun_world_size, works
 from training.launch import World, choose_device, quiet_libraries
@@ -49,6 +55,7 @@ def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -
     args.strategy, args.world_size = args.model_parallel_mode, 1
     _settle_stages(args)
     check_microbatches(args, 1)
+    check_recompute(args, args.schedule == "sequential" or args.num_devices == 1)
     settle_training(args)
     check_model(args)
     _check_stages(args)

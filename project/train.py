@@ -34,6 +34,7 @@ from project.rules import (
     check_batch,
     check_microbatches,
     check_model,
+    check_recompute,
     check_warmup,
     number_of_blocks,
     number_of_heads,
@@ -82,6 +83,7 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> A
     if args.model != VGG:
         check_model(args)
     _settle_strategy(args)
+    check_recompute(args, args.pp == 1 or args.strategy == "model")
     if args.tp > 1:
         _check_tensor(args)
     elif args.sequence_parallel:

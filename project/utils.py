@@ -81,7 +81,10 @@ def plan_of(args: Any, world: World, workers: str = "rank", **about: Any) -> Pla
         world.rank, world.world_size, num_steps=steps, workers=workers, device=world.device,
         about={"strategy": args.strategy, **about},
     )  # fmt: skip
-    return Plan(partial(make_optimizer, args), args.precision, args.num_microbatches, timeline)
+    return Plan(
+        partial(make_optimizer, args), args.precision, args.num_microbatches, timeline,
+        args.recompute,
+    )  # fmt: skip
 
 
 def announce(world: World, args: Any, model: LaidOutModel) -> None:

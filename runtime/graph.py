@@ -7,6 +7,8 @@ Whoever records several pieces one after the other joins them: the y of one, det
 the next, and the dx of one is the dy of the one before. So the stages of a pipeline are joined, on
 threads or in processes, the layers of a stage, and sharded layers, whose parameters are there only
 while they compute.
+
+A graph that is to be recomputed keeps x alone: see recompute.py.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
+from runtime.recompute import Autocast
 from runtime.sharing import overlapping
 
 Gradients = dict[nn.Parameter, Tensor]
@@ -33,6 +36,7 @@ class Graph:
     def __init__(self, memory: torch.device) -> None:
         self.shared: tuple[int, ...] = ()  # leaves of x that lie in the memory of another
         self._memory = memory
+        self._forgotten: tuple[Any, Autocast] | None = None  # x, as it came
         # Positions count the leaves of x and of y.
         self.inputs: list[Tensor] = []
         self._input_positions: list[int] = []
@@ -40,14 +44,38 @@ class Graph:
         self._outputs: list[Tensor] = []
         self._output_positions: list[int] = []
 
-    def record(self, value: Any, run: Callable[[Any], Any], is_first: bool) -> Any:
+    @property
+    def forgotten(self) -> bool:
+        """Whether `recompute` must come before `differentiate`."""
+        return self._forgotten is not None
+
+    def record(
+        self, value: Any, run: Callable[[Any], Any], is_first: bool, forget: bool = False
+    ) -> Any:
         """``run(value)``, detached; ``requires_grad`` says which leaves are part of the graph.
 
         ``run`` may write to the tensors of ``value``: only it will read them, and the model's first
         graph gets copies, for a batch is the caller's, and its micro-batches lie in one memory. But
         see ``shared``. A tensor that is there twice stays one, and its gradient is that of
         its first place.
+
+        ``forget`` frees what backward needs; `recompute`, of the same ``run``, makes it again.
         """
+        result = self._record(value, run, is_first or forget)
+        if forget and torch.is_grad_enabled():
+            self.release()
+            self._forgotten = value, Autocast()
+        return result
+
+    def recompute(self, run: Callable[[Any], Any]) -> None:
+        """What a `record` that forgot left out. ``run`` must compute the same bits again."""
+        if self._forgotten is None:
+            return
+        (value, autocast), self._forgotten = self._forgotten, None
+        with torch.enable_grad(), autocast.entered():
+            self._record(value, run, copy=True)
+
+    def _record(self, value: Any, run: Callable[[Any], Any], copy: bool) -> Any:
         leaves, spec = pytree.tree_flatten(value)
         self.shared = overlapping(leaves) if torch.is_grad_enabled() else ()
         self._num_inputs = len(leaves)
@@ -55,8 +83,7 @@ class Graph:
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and id(leaf) not in entered:
                 wanted = leaf.requires_grad and torch.is_grad_enabled()
-                copy = is_first and torch.is_grad_enabled()
-                inner = move(leaf.detach(), self._memory, copy)
+                inner = move(leaf.detach(), self._memory, copy and torch.is_grad_enabled())
                 if wanted:
                     self.inputs.append(inner.requires_grad_())
                     self._input_positions.append(k)
@@ -113,6 +140,7 @@ class Graph:
     def release(self) -> None:
         """Let go of x and y; of the products they hold their own."""
         self.inputs, self._outputs = [], []
+        self._input_positions, self._output_positions = [], []
 
 
 def move(tensor: Tensor, memory: torch.device, copy: bool = False) -> Tensor:

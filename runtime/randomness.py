@@ -182,7 +182,8 @@ class NoDraws(StageRandomness):
         raise RuntimeError(
             "a random number is drawn in a stage's backward. If this is activation checkpointing: "
             "the forward that it repeats would get other dropout masks, and the gradients would be "
-            "wrong. Set dropout to 0, or do not checkpoint inside a Pipe"
+            "wrong. Set dropout to 0, or do not checkpoint inside a Pipe: recompute='always' does "
+            "so for it"
         )
 
 

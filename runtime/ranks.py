@@ -14,6 +14,9 @@ slots 0. Sums are taken in the order of ranks, so every rank has the same bits. 
 also compared: ranks that make different calls end with an error. Which ranks share a host is found
 out by trying, not concluded from how many there are.
 
+Sums of 16-bit numbers, as autocast makes them, are taken in fp32 and rounded once: rounded at every
+rank, small terms would vanish. A group is sent fp32 for it, memory is not.
+
 Cost, t ranks, a tensor of G bytes: by the group an all-reduce sends 2 G (t-1)/t from each rank, the
 other two half of that; through memory each writes G and reads t G. Two slots of memory per rank.
 """
@@ -29,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.recorder import Recorder, listening
-from runtime.shared_memory import CHUNK, SharedBuffers, add_up, aligned
+from runtime.shared_memory import CHUNK, SharedBuffers, add_up, aligned, wide
 
 Finish = Callable[[], Tensor]
 """Waits for what was started, and gives its result; nothing else may be started before."""
@@ -71,9 +74,9 @@ class Ranks:
         if self.size == 1:
             return lambda: x
         if not self._through_memory(x):
-            total = x.clone(memory_format=torch.contiguous_format)
+            total = x.to(wide(x), copy=True, memory_format=torch.contiguous_format)
             work = dist.all_reduce(total, group=self.group, async_op=True)
-            return self._finish("all_reduce", work, lambda: total)
+            return self._finish("all_reduce", work, lambda: total.to(x.dtype))
         wait = self._publish(x, _ALL_REDUCE)
 
         def result() -> Tensor:
@@ -82,6 +85,9 @@ class Ranks:
             flat = total.view(-1)
             for begin in range(0, flat.numel(), CHUNK):  # a part that stays in cache
                 here = slice(begin, begin + CHUNK)
+                if wide(x) != x.dtype:
+                    flat[here] = add_up([part[here] for part in parts])
+                    continue
                 torch.add(parts[0][here], parts[1][here], out=flat[here])
                 for part in parts[2:]:
                     flat[here] += part[here]
@@ -99,10 +105,11 @@ class Ranks:
         if self.size == 1:
             return lambda: x
         if not self._through_memory(x):
-            whole = torch.cat(x.chunk(self.size, dim))
-            mine = torch.empty_like(self.part_of(x, dim), memory_format=torch.contiguous_format)
+            whole = torch.cat(x.chunk(self.size, dim)).to(wide(x))
+            shape = self.part_of(x, dim).shape
+            mine = torch.empty(shape, dtype=whole.dtype, device=x.device)
             work = _reduce_scatter(mine, whole, group=self.group, async_op=True)
-            return self._finish("reduce_scatter", work, lambda: mine)
+            return self._finish("reduce_scatter", work, lambda: mine.to(x.dtype))
         wait = self._publish(x, _REDUCE_SCATTER)
 
         def result() -> Tensor:

@@ -30,11 +30,19 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
 
 def add_up(parts: Sequence[Tensor]) -> Tensor:
-    """The sum, in the order of ranks; where there is one part, that part itself."""
-    total = parts[0] + parts[1] if len(parts) > 1 else parts[0]
+    """The sum, in the order of ranks, 16-bit numbers in fp32 and rounded once; where there is one
+    part, that part itself."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0].to(wide(parts[0])) + parts[1]
     for part in parts[2:]:
         total += part
-    return total
+    return total.to(parts[0].dtype)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The type in which such numbers are added up."""
+    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
 
 
 def sum_into(

@@ -42,6 +42,7 @@ class Plan:
     precision: str = "fp32"  # fp32, bf16 or fp64
     num_microbatches: int | None = None  # None: as suits the device
     timeline: Timeline = OFF
+    recompute: str = "never"  # never, always, except_last or sqrt: runtime/recompute.py
 
     @property
     def dtype(self) -> torch.dtype:

@@ -27,6 +27,7 @@ from pipeline.partition import balance, measure_costs
 from pipeline.process import ProcessPipe
 from runtime.mesh import Axis, Mesh, make_mesh
 from runtime.ranks import Ranks
+from runtime.recompute import NEVER, mode_of
 from training.checkpoint import Piece, flat_pieces, whole
 from training.generation import Prefix, newest_alone
 from training.launch import World
@@ -91,7 +92,8 @@ class Sharded(LaidOutModel):
             names={t: name for name, t in [*model.named_parameters(), *model.named_buffers()]},
             init=shared.initialize, zero=zero, compute_dtype=self.compute_dtype,
             device=world.device, group=mesh.data.group, share_memory=share_memory,
-            recorder=plan.recorder, kind=lambda name: name in shared.parts,
+            recorder=plan.recorder, recompute=plan.recompute != NEVER,
+            kind=lambda name: name in shared.parts,
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]
         # A unit is of parameters that are cut, or of such as all ranks have.
@@ -231,6 +233,7 @@ class Staged(LaidOutModel):
             nn.Sequential(*self.shared.layers), self.cut, world.device, mesh.pipeline.group,
             model=self.shared.model, initialize=self.shared.initialize, recorder=plan.recorder,
             share_memory=share_memory, timeout=timeout,
+            recompute=mode_of(plan.recompute, stages == 1 or num_microbatches == 1),
         )  # fmt: skip
         if stages > 1:
             self.description = f"layers per stage: {' | '.join(map(str, self.cut))}"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.gradients import average_gradients, average_gradients_flat
+from runtime.recompute import NEVER, Recomputed, mode_of
 from training.launch import World
 from training.layout import LaidOutModel, Plan
 from training.memory import state_bytes
@@ -49,6 +50,8 @@ class Replicated(LaidOutModel):
         self.num_microbatches = plan.num_microbatches
         self.module = materialize(task, world.device, plan.dtype)
         self.net: nn.Module = nn.Sequential(*task.layers(self.module))
+        if plan.recompute != NEVER:
+            self.net = Recomputed(task.layers(self.module), mode_of(plan.recompute, True))
         parameters = list(self.module.parameters())
         self.optimizers = [plan.make_optimizer(parameters)]
         plan.timeline.watch(self.optimizers[0])

@@ -19,6 +19,7 @@ from pipeline.partition import balance as balanced
 from pipeline.partition import measure_costs, place
 from pipeline.pipe import Pipe
 from runtime.cores import core_slice
+from runtime.recompute import mode_of
 from training.generation import Prefix, likeliest, newest_alone
 from training.launch import World
 from training.layout import LaidOutModel, Plan
@@ -94,7 +95,11 @@ class StagesInThreads(_InOneProcess):
             cut = balanced(costs, len(devices))
         self.cut = list(cut)
         module, replicas = place(layers, self.cut, devices)
-        self.pipe = Pipe(module, recorder=plan.recorder, replicas=replicas)
+        one_at_a_time = schedule == "sequential" or len(devices) == 1
+        self.pipe = Pipe(
+            module, recorder=plan.recorder, replicas=replicas,
+            recompute=mode_of(plan.recompute, one_at_a_time),
+        )  # fmt: skip
         where = ", ".join(map(str, devices))
         self.description = f"layers per stage: {' | '.join(map(str, self.cut))} on {where}"
         if schedule != "sequential":
@@ -168,6 +173,7 @@ class BlocksInThreads(_InOneProcess):
         if split_size is not None:
             self.module._prepare_pipeline_parallel(split_size)
         self.module.transformer.h_pp.recorder = plan.recorder
+        self.module.transformer.h_pp.recompute = mode_of(plan.recompute, split_size is None)
         where = ", ".join(map(str, devices))
         self.description = f"blocks per stage: {' | '.join(map(str, sizes))} on {where}"
         self.optimizers = [plan.make_optimizer(self.module.parameters())]

@@ -139,7 +139,8 @@ def laid_out(row: Row, world: World, dtype: torch.dtype, seed: int = 0) -> Itera
 
     task = row.problem.task(world, dtype)
     precision = "fp64" if dtype == torch.float64 else "fp32"
-    model = row.build(task, world, Plan(adamw, precision, row.num_microbatches))
+    plan = Plan(adamw, precision, row.num_microbatches, recompute=row.recompute)
+    model = row.build(task, world, plan)
     optimizer = Optimizers(
         model.optimizers, row.problem.recipe, world, counted=model.counted, run=model.run
     )
@@ -198,8 +199,9 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
         worst = compare(found, like(found, reference), reference)
     else:
         bound = 0.0
-        again = trained if row.beside == "second run" else interrupted
-        worst = compare(found, again(row, world, dtype, n_steps), reference)
+        again = interrupted if row.beside == "resumed run" else trained
+        other = replace(row, recompute="never") if row.beside == "nothing recomputed" else row
+        worst = compare(found, again(other, world, dtype, n_steps), reference)
     by_rank = gather_over_ranks((worst, held(found, reference)), world)
     for kind in KINDS:
         rank, worst[kind] = max(

@@ -23,6 +23,7 @@ from data_parallel.sharded_optimizer import ShardedOptimizer
 from pipeline import autograd, dataflow, pipe
 from pipeline.delivery import gradients_by_stage
 from pipeline.neighbours import Neighbours
+from runtime.randomness import StageRandomness, StepSeed
 from runtime.ranks import Ranks
 from runtime.shared_memory import SharedBuffers, sum_into
 from tensor_parallel import collectives, layers, loss
@@ -218,6 +219,25 @@ def dropout_is_not_seeded() -> Iterator[None]:
 def random_states_are_not_restored() -> Iterator[None]:
     """A resumed run draws other dropout masks."""
     with patch.object(torch, "set_rng_state", lambda _: None):
+        yield
+
+
+@mutation
+def other_dropout_is_recomputed() -> Iterator[None]:
+    """Masks are drawn, and the second forward draws others."""
+    of, seen = StageRandomness.of, set[tuple[int, int, int]]()
+
+    def anew(self: StageRandomness, step: StepSeed, layer: int, microbatch: int) -> StageRandomness:
+        place = id(step), layer, microbatch
+        again = place in seen
+        seen.add(place)
+        return of(self, step, layer, microbatch + (1000 if again else 0))
+
+    with (
+        patch.object(model, "_keys", lambda _: None),
+        patch.object(torch, "set_rng_state", lambda _: None),
+        patch.object(StageRandomness, "of", anew),
+    ):
         yield
 
 

@@ -50,7 +50,9 @@ class Row:
     Attributes:
         num_microbatches: of a rank's part of a batch; None: as many as fit `Sentences.positions`.
         beside: what it must equal: one process up to rounding; or, bit for bit, which is for
-            dropout, a second run of itself, or one that was interrupted.
+            dropout, a second run of itself, one that was interrupted, or one that recomputes
+            nothing.
+        recompute: as --recompute.
     """
 
     name: str
@@ -58,7 +60,10 @@ class Row:
     build: Build
     problem: Problem
     num_microbatches: int | None = None
-    beside: Literal["one process", "second run", "resumed run"] = "one process"
+    beside: Literal["one process", "second run", "resumed run", "nothing recomputed"] = (
+        "one process"
+    )
+    recompute: str = "never"
 
 
 # What lays a model out
@@ -315,7 +320,46 @@ def _same_bits() -> Iterator[Row]:
         yield Row(f"{name}-resumed", ranks, build, problem, 2, "resumed run")
 
 
-TABLE: tuple[Row, ...] = (*_whole_models(), *_shards(), *_stages(), *_meshes(), *_same_bits())
+def _recomputed() -> Iterator[Row]:
+    """Dropout on: activations that are computed again are those that were forgotten."""
+    problem = Sentences(11, n_layer=3, n_head=4, dropout=0.1)
+    text: dict[str, tuple[int, Build, tuple[str, ...]]] = {
+        "single": (1, replicated(), ("always", "sqrt")),
+        "ddp2-overlap": (2, replicated(), ("always", "sqrt")),
+        "fsdp2-zero1": (2, sharded(1), ("always",)),
+        "fsdp2-zero3": (2, sharded(3), ("always",)),
+        **{
+            f"threads2-{s}": (1, threads((3, 5), s, 4), ("always", "except_last", "sqrt"))
+            for s in SCHEDULES
+        },
+        **{
+            f"pipeline2-{s}": (2, staged((3, 5), s, 4), ("always", "except_last", "sqrt"))
+            for s in SCHEDULES
+        },
+        "module3": (1, module((3, 2, 3), 3), ("always", "except_last")),
+        "blocks3": (1, blocks(3, 3), ("always", "except_last", "sqrt")),
+        "mesh2-1x1x2": (2, mesh(1, 1, 2), ("always", "sqrt")),
+        "mesh4-2x1x2-zero3": (4, mesh(2, 1, 2, sequence_parallel=True, zero=3), ("always",)),
+        "mesh4-1x2x2": (4, mesh(1, 2, 2, "zb", True), ("always", "except_last")),
+        "mesh8-2x2x2": (8, mesh(2, 2, 2, zero=1), ("always",)),
+    }
+    for name, (ranks, build, modes) in text.items():
+        for mode in modes:
+            m = 2 if "x" not in name or ranks < 4 else 3
+            beside: Any = "nothing recomputed"
+            yield Row(f"{name}-recompute_{mode}", ranks, build, problem, m, beside, mode)
+    for name, ranks, build in (
+        ("ddp2-overlap", 2, replicated()),
+        ("fsdp2-zero3", 2, sharded(3)),
+        ("pipeline2-zb", 2, staged(VGG[1], "zb", 4)),
+    ):
+        name = f"{name}-recompute_vgg16"
+        yield Row(name, ranks, build, Noise(11, 8), 2, "nothing recomputed", "always")
+
+
+TABLE: tuple[Row, ...] = (
+    *_whole_models(), *_shards(), *_stages(), *_meshes(), *_same_bits(), *_recomputed(),
+)  # fmt: skip
 
 
 def find(name: str) -> Row:

@@ -76,6 +76,9 @@ SHORT = (
     "mesh2-1x1x2", "mesh2-1x1x2-sequence", "mesh2-1x1x2-odd", "mesh2-1x1x2-gloo", "mesh2-2x1x1",
     "mesh2-2x1x1-zero1", "mesh3-1x1x3", "mesh4-1x2x2", "mesh4-2x1x2-sequence-zero3",
     "mesh4-1x2x2-sequence", "mesh4-2x2x1-zero1-resumed", "mesh4-1x2x2-resumed",
+    "threads2-zb-recompute_sqrt", "pipeline2-1f1b-recompute_except_last",
+    "ddp2-overlap-recompute_always", "fsdp2-zero3-recompute_always",
+    "mesh4-1x2x2-recompute_always",
 )  # fmt: skip
 
 
@@ -154,6 +157,19 @@ RED: list[tuple[str, list[str]]] = [
     ("a_piece_is_not_held", ["ddp2-flat-even", "fsdp2-zero2-m2", "pipeline2-1f1b-m3"]),
     ("a_piece_is_not_held", ["single-one_more"]),
 ]
+
+
+RECOMPUTED = ["ddp2-overlap-recompute_sqrt", "fsdp2-zero3-recompute_always"]
+RED += [
+    ("other_dropout_is_recomputed", [*RECOMPUTED, "pipeline2-gpipe-recompute_sqrt"]),
+    ("other_dropout_is_recomputed", ["threads2-1f1b-recompute_always", "blocks3-recompute_sqrt"]),
+]
+
+
+def test_random_numbers_are_drawn_again(ranks: Ranks) -> None:
+    """GPT-2's dropout is hashed; here it draws, as other models do."""
+    names = [*RECOMPUTED, "pipeline2-gpipe-recompute_sqrt"]
+    assert failures(ranks, names, "dropout_is_drawn") == [""] * 3
 
 
 @pytest.mark.parametrize(("mutation", "names"), RED, ids=[f"{m}-{n[0]}" for m, n in RED])

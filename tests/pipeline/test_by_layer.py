@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.live_bytes import LiveBytes
 from pipeline.stage import Stage
 from tests.pipeline.pipeline_models import Call, assert_same_bits, batch, square_error
 from tests.pipeline.test_gpt2_pipeline import gpt2, sentences
@@ -82,41 +80,6 @@ def test_a_parameter_that_layers_share_and_that_is_another_s_gradient() -> None:
         torch.testing.assert_close(totals[q], 3 * x.cos(), rtol=0, atol=1e-14)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-class _LiveBytes(TorchDispatchMode):
-    """The bytes of all tensors that operators made inside and that still exist; their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in _tensors(args)}
-        for tensor in _tensors(result):
-            if tensor.untyped_storage()._cdata not in given:
-                self._note(tensor.untyped_storage())
-        return result
-
-    def _note(self, storage: Any) -> None:
-        key = storage._cdata
-        if key not in self._seen:
-            nbytes = storage.nbytes()
-
-            def gone(_: Any) -> None:
-                self.now -= nbytes
-                del self._seen[key]
-
-            self._seen[key] = weakref.ref(storage, gone)
-            self.now += nbytes
-            self.peak = max(self.peak, self.now)
-
-
 WIDTH, LAYERS, ROWS = 64, 8, 4
 WEIGHT = WIDTH * WIDTH * 8  # bytes
 OUTPUT = ROWS * WIDTH * 8
@@ -141,7 +104,7 @@ def _peak_of_backward(by_layer: bool) -> int:
     one = [torch.ones((), dtype=torch.float64)]
     stage.forward(0, x, lambda y: square_error(y, x))
     stage.backward(0, one)
-    live = _LiveBytes()
+    live = LiveBytes()
     with live:
         stage.forward(1, x, lambda y: square_error(y, x))
         live.peak = live.now

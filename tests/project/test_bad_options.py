@@ -49,8 +49,22 @@ def ended(line: str, capfd: pytest.CaptureFixture[str]) -> tuple[Any, str]:
 
 MODE, ONE = (f"--model_parallel_mode {mode}" for mode in ("none", "model_parallel"))
 
+NOTHING = (
+    "every micro-batch is the last one held, so nothing would be computed again; always, or a "
+    "pipeline with more micro-batches, works"
+)
+
 # The line, and what is said; what is proposed is tried in test_options.py.
 TABLE = [
+    # what is computed again
+    (DP + "--recompute except_last", f"--recompute except_last ddp: {NOTHING}"),
+    (PP + f"{ONE} --recompute except_last", f"--recompute except_last {ONE}: {NOTHING}"),
+    (TRAIN + "tensor --model gpt2-mini --recompute except_last",
+     f"--recompute except_last tensor: {NOTHING}"),
+    (TRAIN + "pipeline --recompute except_last --num_microbatches 1",
+     f"--recompute except_last pipeline: {NOTHING}"),
+    (TRAIN + "fsdp --recompute sqrt", "--recompute sqrt fsdp: shards are gathered for one layer at "
+     "a time, and segments of several would be gathered once more; --recompute always works"),
     # ranks and examples
     (DP + "--world_size 4 --n_train 3",
      "--n_train 3 --world_size 4: each rank needs an example; --world_size 1 to 3 works"),

@@ -232,6 +232,19 @@ def test_training_draws_losses_and_score(single: Path, drawn: dict[str, Figure])
     assert title(drawn["training.png"]).endswith(" after 5 steps")
 
 
+def test_losses_of_runs_are_named_by_what_differs(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    runs = [write_epochs(tmp_path / name, "rank0_results", [1.0] * 2) for name in "ab"]
+    for run, precision in zip(runs, ("fp32", "bf16"), strict=True):
+        about = {"model": "gpt2-mini", "precision": precision, "workdir": str(run), "dropout": 0.1}
+        (run / "summary.json").write_text(json.dumps(about), encoding="utf-8")
+    (tmp_path / "b" / "rank0_results_epoch1.json").write_text('{"validation_loss": 2.0}')
+    args = ["training", *map(str, runs), "--output", str(tmp_path / "losses.png")]
+    assert plot.draw_figure(plot.parse(args)) == [tmp_path / "losses.png"]
+    (ax,) = drawn["losses.png"].axes
+    found = {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in ax.lines}
+    assert found == {"fp32": [4.5, 3.5], "bf16": [4.5, 2.0]}
+
+
 def test_training_of_pictures_and_of_runs_without_a_loss(
     tmp_path: Path, drawn: dict[str, Figure]
 ) -> None:

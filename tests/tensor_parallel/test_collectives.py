@@ -85,6 +85,20 @@ def test_every_rank_has_the_same_bits_of_tensors_of_any_size(
         assert all(a.equal(b) for a, b in zip(found, first, strict=True))
 
 
+def sums_of_bf16(rank: int, world_size: int, share: bool) -> list[list[float]]:  # noqa: ARG001
+    mine = Ranks(torch.distributed.group.WORLD, share_memory=share)
+    x = torch.full((3,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    sums = [mine.all_reduce(x), mine.reduce_scatter(x, 0)]
+    assert [y.dtype for y in sums] == [torch.bfloat16] * 2
+    return [y.tolist() for y in sums]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_sums_of_16_bit_numbers_are_rounded_once(three_ranks: processes.Ranks, share: bool) -> None:
+    """Next to 256 comes 258 in bf16: 256 + 1, rounded, and + 1, rounded, is 256."""
+    assert three_ranks.run(sums_of_bf16, share) == [[[258.0] * 3, [258.0]]] * 3
+
+
 def apart(rank: int, world_size: int) -> str:  # noqa: ARG001
     mine, x = Ranks(torch.distributed.group.WORLD), torch.ones(2)
     mine.all_reduce(x)

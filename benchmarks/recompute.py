@@ -1,0 +1,167 @@
+"""Recomputation: the peak of activations beside the formula, and what it costs in time.
+
+Memory: the first of two stages goes through its list of actions alone, its gradients made up, and
+the bytes of all tensors that exist are counted. What backward makes in passing is in them, the
+gradients of the parameters are not. The formula is `planning.cost.recomputed_activations`, of one
+micro-batch's activations as they were counted.
+
+Time: a step of both stages in threads, a core each, M=16. Forward is a third of a step, so a step
+that repeats all of it takes 1.33 times as long.
+
+Draws submit_figures/recompute.png.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
+from benchmarks.live_bytes import LiveBytes
+from pipeline.partition import WithDevice
+from pipeline.pipe import Pipe
+from pipeline.schedule import BACKWARD, FORWARD, plan
+from pipeline.stage import Stage
+from planning.cost import held_activations, held_microbatches, recomputed_activations
+from runtime.recompute import segments
+from training.curves import BLUE, GREEN, GREY, picture
+from training.model import build_model, gpt2_config, gpt2_layers
+
+BLOCKS, HEADS, LENGTH, BATCH, K = 8, 4, 128, 16, 2
+COUNTED, TIMED = 128, 256  # widths
+MICROBATCHES, ROUNDS = (4, 8, 16), 7
+MODES = ("never", "always", "except_last", "sqrt")
+COLOURS = {"never": GREY, "always": BLUE, "sqrt": GREEN}
+FIGURE = Path("submit_figures/recompute.png")
+SETTING = f"{BLOCKS} GPT-2 blocks, batch {BATCH} x {LENGTH}, dropout 0.1, {K} stages"
+
+
+def make_layers(width: int) -> list[nn.Module]:
+    """Halves of blocks."""
+    config = gpt2_config(
+        "gpt2-mini", 320, LENGTH, dropout=0.1, n_layer=BLOCKS, n_embd=width, n_head=HEADS
+    )
+    return gpt2_layers(build_model(config, 0).train())[1:-1]
+
+
+def batch(examples: int, width: int) -> tuple[Tensor, ...]:
+    """Hidden states, weights of positions, keys of dropout."""
+    torch.manual_seed(1)
+    keys = torch.arange(examples)
+    return torch.randn(examples, LENGTH, width), torch.ones(examples, LENGTH), keys
+
+
+def squares(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return (output[0] - target).square().sum()
+
+
+def peak(schedule: str, m: int, mode: str) -> tuple[int, int]:
+    """Bytes at the peak of the first stage; and of one micro-batch after its forward."""
+    stage = Stage(
+        0, nn.Sequential(*make_layers(COUNTED)[:BLOCKS]), torch.device("cpu"), recompute=mode
+    )
+    stage.num_microbatches = m
+    hidden, weights, keys = batch(BATCH // m, COUNTED)
+    one: list[Tensor | None] = [torch.ones_like(hidden), None, None]
+    stage.forward(m, (hidden, weights, keys))
+    stage.backward(m, one)  # from here on the sums of the parameters' gradients exist
+    live, first = LiveBytes(), 0
+    with live:
+        for kind, _, i in plan(schedule, K, m, True)[0][0]:
+            if kind is FORWARD:
+                stage.forward(i, (hidden.clone(), weights, keys))
+                first = first or live.now
+            elif kind is BACKWARD:
+                stage.backward(i, one)
+    return live.peak, first
+
+
+def memory() -> tuple[list[Row], dict[tuple[str, str, int], tuple[float, float]]]:
+    """The table's rows; and by schedule, mode and M, predicted and measured MB."""
+    rows, points, inputs = [], {}, BATCH * LENGTH * COUNTED * 4
+    for schedule in ("gpipe", "1f1b"):
+        for m in MICROBATCHES:
+            held, activations = held_microbatches(schedule, K, m, 0), 0
+            for mode in ("never", "always", "sqrt"):
+                found, first = peak(schedule, m, mode)
+                activations = activations or first * m
+                number = len(segments(range(BLOCKS), mode))
+                predicted = recomputed_activations(inputs, activations, held, m, number)
+                if mode == "never":
+                    predicted = held_activations(K * activations, schedule, K, m, 0)
+                points[schedule, mode, m] = predicted / 1e6, found / 1e6
+                name = f"activations of stage 0, {schedule}, M={m}, {mode}"
+                ratio = found / predicted
+                against = f"of {predicted / 1e6:.2f} MB"
+                rows.append(Row(name, found / 1e6, (found / 1e6,) * 2, "MB", ratio, against))
+    return rows, points
+
+
+def times() -> list[Row]:
+    """Rows of a step's seconds, recomputation beside none."""
+    x, m = batch(BATCH, TIMED), MICROBATCHES[-1]
+    target, losses, pipes = torch.zeros_like(x[0]), dict[str, float](), dict[str, Pipe]()
+    turns: dict[str, Callable[[], None]] = {}
+
+    def turn(name: str, schedule: str, pipe: Any) -> None:
+        pipe.zero_grad()
+        losses[name] = pipe.train_step(x, target, squares, schedule, m).item()
+
+    for mode in MODES:
+        devices = [f"cpu:{k * K // (2 * BLOCKS)}" for k in range(2 * BLOCKS)]
+        layers = map(WithDevice, make_layers(TIMED), devices)
+        pipes[mode] = Pipe(nn.Sequential(*layers), recompute=mode)
+        for schedule in ("gpipe", "1f1b"):
+            name = f"step, {schedule}, M={m}, {mode}"
+            turns[name] = partial(turn, name, schedule, pipes[mode])
+    seconds = alternate(turns, ROUNDS)
+    agree(losses, tolerance=0.0)
+    for pipe in pipes.values():
+        pipe.close()
+    rows = []
+    for name, found in seconds.items():
+        never = f"{name.rpartition(', ')[0]}, never"
+        value, spread = summarize(found)
+        longer = 1 / ratio_of(seconds[never], found)
+        against = "" if name == never else "of never; a third more is predicted"
+        rows.append(Row(name, value, spread, "s", None if name == never else longer, against))
+    return rows
+
+
+def draw(points: dict[tuple[str, str, int], tuple[float, float]]) -> None:
+    """Measured peaks, and the formula as a line."""
+    m = MICROBATCHES[-1]
+    saved = points["gpipe", "never", m][1] / points["gpipe", "always", m][1]
+    title = f"GPipe with M={m}: recomputing takes 1/{saved:.0f} of the memory"
+    foot = (
+        f"{SETTING}, width {COUNTED}; tensors on the first stage; lines: formula, points: counted"
+    )
+    with picture(FIGURE, title, foot, ncols=2, sharey=True) as (_, axes):
+        for ax, schedule in zip(axes, ("gpipe", "1f1b"), strict=True):
+            for mode, colour in COLOURS.items():
+                found = [points[schedule, mode, m] for m in MICROBATCHES]
+                ax.plot(MICROBATCHES, [p for p, _ in found], color=colour)
+                ax.plot(MICROBATCHES, [f for _, f in found], "o", color=colour, label=mode, ms=9)
+            ax.set(title=f"{schedule}: MB at the peak", xlabel="micro-batches M")
+            ax.set(xticks=MICROBATCHES, yscale="log")
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.legend(labelcolor="linecolor", prop={"weight": "bold"})
+
+
+def run() -> list[Row]:
+    """Counts, times, prints the table, draws."""
+    rows, points = memory()
+    draw(points)
+    rows += times()
+    title = f"Recomputation: {SETTING}, widths {COUNTED} (memory) and {TIMED} (time)"
+    write_rows("recompute", title, rows)
+    return rows
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,160 @@
+"""Forward again, right before backward: memory for time.
+
+Problem. Between forward and backward autograd keeps all that the layers have computed. For a block
+of GPT-2 that is some thirty times its input.
+
+Idea. Keep the input of a segment of layers, forget the rest, and compute it again when backward
+gets there. Forward is a third of a step, so a step takes at most a third longer. What is kept, of L
+layers in K stages, for M micro-batches of a batch of N examples:
+
+    never         N L/K                          everything
+    always        N  +  N/M L/K                  a stage's inputs; one micro-batch, computed again
+    except_last   the same                       the last one's backward is next: it keeps its own
+    sqrt          N sqrt(L/K)  +  N/M sqrt(L/K)  the inputs of segments; of one segment, the rest
+
+Where one micro-batch is held at a time (one stage, data parallelism, shards) `always` would gain
+nothing by stages: every layer is a segment there, but the last one, whose backward is next.
+
+No bit changes. The second forward has the first one's autocast and draws the same random numbers:
+in a stage they are seeded anew for each layer and micro-batch (randomness.py), elsewhere the
+generators are restored. A segment works on a copy of its input, so it may write to it. A layer that
+changes its buffers would do so twice: `unchanged` refuses it.
+
+    threads, processes    pipeline/stage.py                    a Graph per segment (graph.py)
+    shards                data_parallel/sharded_layer.py       the same, a layer being a segment
+    whole models          `Recomputed`                         torch.utils.checkpoint
+
+Papers: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016 (sqrt); Huang et al.,
+"GPipe", 2019 (always); Kim et al., "torchgpipe", 2020 (except_last).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
+MODES = ("never", "always", "except_last", "sqrt", "layers")
+NEVER, EXCEPT_LAST, SQRT, LAYERS = "never", "except_last", "sqrt", "layers"
+
+
+def mode_of(asked: str, one_at_a_time: bool) -> str:
+    """What --recompute means in a layout: `always` is `layers` where one micro-batch is held."""
+    return LAYERS if asked == "always" and one_at_a_time else asked
+
+
+def segments(layers: Sequence[T], mode: str) -> list[list[T]]:
+    """The layers, cut where inputs are kept. ValueError for a mode that there is not."""
+    if mode not in MODES:
+        raise ValueError(f"recompute={mode!r}: one of {', '.join(MODES)}")
+    number = {SQRT: round(math.sqrt(len(layers))), LAYERS: len(layers)}.get(mode, 1)
+    edges = [len(layers) * k // number for k in range(number + 1)]
+    return [list(layers[a:b]) for a, b in pairwise(edges)]
+
+
+class Autocast:
+    """This thread's autocast, to be entered again."""
+
+    def __init__(self) -> None:
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        self._dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, dtype in self._dtypes.items():
+                stack.enter_context(torch.autocast(kind, dtype))
+            yield
+
+
+class SameDraws:
+    """Inside ``with``, torch's generators start as they did the first time; after a later time
+    they go on as if it had not been. Not for threads, which share the CPU's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._first: list[Tensor] | None = None
+        self._before: list[Tensor] | None = None
+
+    def __enter__(self) -> None:
+        now = self._states()
+        if self._first is None:
+            self._first = now
+        else:
+            self._before = now
+            self._set(self._first)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            self._set(self._before)
+            self._before = None
+
+    def _states(self) -> list[Tensor]:
+        more = [] if self._cuda is None else [torch.cuda.get_rng_state(self._cuda)]
+        return [torch.get_rng_state(), *more]
+
+    def _set(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(states[1], self._cuda)
+
+
+@contextlib.contextmanager
+def unchanged(layer: Any, name: str) -> Iterator[None]:
+    """Around the forward of a layer, called ``name``. ValueError if it changes a buffer of its."""
+    if not isinstance(layer, nn.Module):
+        yield
+        return
+    # Values, for batch norm's kernel does not count its writes.
+    before = {key: b.clone() for key, b in layer.named_buffers()}
+    yield
+    for key, b in layer.named_buffers():
+        if key not in before or not torch.equal(before[key], b):
+            raise ValueError(
+                f"{name} changes its buffer {key} in forward, as batch norm does its running "
+                "averages; computed again for its backward, it would do so twice. Take a layer "
+                "without such state, as group norm, or --recompute never"
+            )
+
+
+class Recomputed(nn.Sequential):
+    """An `nn.Sequential` whose segments, but for the last, are computed again in backward.
+
+    Hooks and gradients of the parameters are as without. ValueError at the first forward in
+    training if a layer changes its buffers.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], mode: str) -> None:
+        super().__init__(*layers)
+        self._segments = segments(list(enumerate(layers)), mode)
+        self._looked = False
+
+    def forward(self, value: Any) -> Any:
+        """The output of the last layer."""
+        if not torch.is_grad_enabled():
+            return super().forward(value)
+        for segment in self._segments[:-1]:
+            again = partial(self._run_on_copy, segment)
+            value = checkpoint(again, value, use_reentrant=False)
+        value = self._run(self._segments[-1], value)
+        self._looked = True
+        return value
+
+    def _run_on_copy(self, segment: Sequence[tuple[int, nn.Module]], value: Any) -> Any:
+        return self._run(segment, pytree.tree_map_only(Tensor, torch.clone, value))
+
+    def _run(self, segment: Sequence[tuple[int, nn.Module]], value: Any) -> Any:
+        for k, layer in segment:
+            name = f"layer {k} ({type(layer).__name__})"
+            with contextlib.nullcontext() if self._looked else unchanged(layer, name):
+                value = layer(value)
+        return value
