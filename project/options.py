@@ -219,6 +219,8 @@ class Strategy:
     """of 3d: parts of every matrix; default: 1"""
     sequence_parallel: bool = False
     """of tensor and 3d: between matrices, each rank has a part of the positions"""
+    trace: bool = False
+    """of pipeline and model: cut GPT-2 by tracing transformers' own model, not by hand"""
     zero: Literal[1, 2, 3] | None = None
     """ZeRO: 1 optimizer state, 2 + gradients, 3 (of fsdp the default) + parameters; of 3d 1 or 3"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
