@@ -51,7 +51,9 @@ class Program:
             else:
                 name = spec.target.removeprefix("module.")
                 tensor = _attribute(module, name)
-                tensor = self.exported.constants[spec.target] if tensor is None else tensor
+                if tensor is None:  # a constant that forward makes; those of the other mode differ
+                    name = f"{name}_{'training' if module.training else 'evaluation'}"
+                    tensor = self.exported.constants[spec.target]
                 self.tensors[node] = names.get(tensor, name), tensor
         self.starts: dict[str, int] = {}
         for k, node in enumerate(self.nodes):
@@ -119,8 +121,8 @@ class _Inputs:
                 said = text.replace("L['value']", "input").replace(".size()", ".shape")
                 shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
                 raise ValueError(
-                    f"inputs of shapes {shapes}: the trace holds only where {said}, for the code "
-                    "of the module asks; give an example_inputs of such a shape"
+                    f"inputs of shapes {shapes}: the trace holds only where {said}, on which "
+                    "forward depends; give example_inputs of such shapes"
                 )
         return leaves
 
@@ -138,9 +140,17 @@ class _AnyInput(nn.Module):
         self.module = module
 
     def forward(self, value: Any) -> Any:
+        before = list(self.module.named_buffers())
         if isinstance(value, dict):
-            return self.module(**value)
-        return self.module(*value) if isinstance(value, tuple) else self.module(value)
+            output = self.module(**value)
+        else:
+            output = self.module(*value) if isinstance(value, tuple) else self.module(value)
+        for name, buffer in before:
+            if self.module.get_buffer(name) is not buffer:
+                raise ValueError(
+                    f"it sets the buffer {name} anew, and must write to it, as copy_()"
+                )
+        return output
 
 
 def _export(module: nn.Module, example: Any) -> ExportedProgram:

@@ -328,6 +328,16 @@ class TwoNorms(nn.Module):
         return self.norm(self.a(self.norm(x)))
 
 
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x * self.calls
+
+
 def test_what_cannot_be_traced_is_said_with_its_line() -> None:
     line = Chooses.forward.__code__.co_firstlineno + 1
     said = rf"test_trace.py:{line}: `if x.sum\(\) > 0:.*asks for the values .* torch.where"
@@ -335,6 +345,8 @@ def test_what_cannot_be_traced_is_said_with_its_line() -> None:
         split(Chooses(), noise(2, 4), stages=1)
     with pytest.raises(ValueError, match=r"`return self.b.*` cannot be traced \(a and b must"):
         split(Short(), noise(2, 3).float(), stages=1)
+    with pytest.raises(ValueError, match="it sets the buffer calls anew: write to it"):
+        split(Counts(), noise(2, 4), stages=1)
 
 
 @pytest.mark.parametrize(
