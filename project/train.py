@@ -121,7 +121,7 @@ def _check_uses(args: Any) -> None:
     for name, chosen, users in unused:
         given = getattr(args, name)
         if given != getattr(defaults, name):
-            what = f"--{name} {'all' if given is None else given}"
+            what = f"--{name}" + ("" if given is True else f" {'all' if given is None else given}")
             raise UserError(f"{what} --{chosen} {getattr(args, chosen)}: it is only for {users}")
 
 
