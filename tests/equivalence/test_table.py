@@ -70,7 +70,7 @@ SHORT = (
     "fsdp2-zero1-no_target", "fsdp2-zero2-one_more", "fsdp2-zero3-m2", "fsdp2-zero1-gloo",
     "fsdp2-zero3-gloo", "fsdp2-zero2-vgg16", "fsdp2-zero3-twice", "fsdp2-zero1-resumed",
     "pipeline2-gpipe-m3", "pipeline2-1f1b-m8", "pipeline2-zb-untied", "pipeline2-zb-vgg16",
-    "pipeline2-1f1b-twice", "pipeline2-zb-resumed", "pipeline2-zb-traced", "threads2-1f1b-traced",
+    "pipeline2-1f1b-twice", "pipeline2-zb-resumed", "threads2-1f1b-traced",
     "ddp3-overlap-none_left", "fsdp3-zero3-none_left", "pipeline3-zb-gloo", "single-dropout",
     "threads3-1f1b-dropout", "ddp2-overlap-dropout", "fsdp2-zero3-dropout", "pipeline2-zb-dropout",
     "mesh2-1x1x2", "mesh2-1x1x2-sequence", "mesh2-1x1x2-odd", "mesh2-1x1x2-gloo", "mesh2-2x1x1",
