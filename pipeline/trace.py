@@ -156,7 +156,7 @@ class _Code:
         spec = program.exported.call_spec.out_spec
         self.leave: Callable[[Any], Any] = spec.unflatten if last else tuple
         graph = fx.Graph()
-        device = graph.placeholder("device")
+        device = graph.placeholder("stage_device")  # generated code calls torch.device "device"
         copies = {node: graph.placeholder(node.name) for node in (*self.tensors, *takes)}
 
         def copied(leaf: Any) -> Any:
