@@ -69,7 +69,9 @@ class TracedLayer(nn.Module):
 
     def forward(self, value: tuple[Any, ...]) -> Any:
         if isinstance(value[-1], Prefix):
-            parameters = {n: self.traced.get_parameter(name) for n, name in self._names.items()}
+            parameters: dict[str, Tensor] = {
+                by_hand: self.traced.get_parameter(name) for by_hand, name in self._names.items()
+            }
             return functional_call(self._by_hand[0], parameters, (value,))
         return self.traced(value)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
@@ -136,16 +138,18 @@ def everything(module: nn.Module) -> dict[str, Any]:
     return gradients(module) | {name: b.clone() for name, b in module.named_buffers()}
 
 
+def _part(num_microbatches: int, i: int, t: Tensor) -> Tensor:
+    return torch.tensor_split(t, num_microbatches)[i]
+
+
 def plain(case: Case, num_microbatches: int) -> dict[str, Any]:
     """What the module does by itself, a micro-batch at a time: batch norm is over one."""
     make, _, x, target, loss_fn, _ = case
     module, total = make(), torch.zeros((), dtype=FLOAT)
     for i in range(num_microbatches):
-        part = torch.tensor_split(target, num_microbatches)[i]
-        piece = torch.utils._pytree.tree_map_only(
-            Tensor, lambda t, i=i: torch.tensor_split(t, num_microbatches)[i], x
-        )
-        loss = loss_fn(module(**piece) if isinstance(x, dict) else module(piece), part)
+        take = partial(_part, num_microbatches, i)
+        piece = pytree.tree_map_only(Tensor, take, x)
+        loss = loss_fn(module(**piece) if isinstance(x, dict) else module(piece), take(target))
         loss.backward()
         total += loss.detach()
     return everything(module) | {"loss": total}
@@ -244,7 +248,8 @@ def test_dropout_is_that_of_the_mode_and_of_layers_called_by_hand() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.c(self.drop(self.a(x)))
 
-    found, x = [], noise(6, 4)
+    found: list[dict[str, Any]] = []
+    x = noise(6, 4)
     for layers in (by_hand(), split(Named(by_hand().eval()), noise(2, 4), ["drop", "c"])):
         layers.train()
         with in_threads(layers) as pipe:
@@ -260,7 +265,7 @@ def test_dropout_is_that_of_the_mode_and_of_layers_called_by_hand() -> None:
 
 def test_a_module_is_left_in_its_mode_and_so_are_the_stages() -> None:
     module = three().eval()
-    module.b.train()
+    module.get_submodule("b").train()
     modes = [m.training for m in module.modules()]
     stages = split(module, {"x": noise(2, 4), "scale": noise(2)}, ["b"])
     assert [m.training for m in module.modules()] == modes
@@ -329,6 +334,8 @@ class TwoNorms(nn.Module):
 
 
 class Counts(nn.Module):
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
