@@ -52,7 +52,7 @@ def lines_of(program: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("program", "most"), [("run_data_parallel", 6900), ("run_pipeline", 9350), ("train", 14800)]
+    ("program", "most"), [("run_data_parallel", 6905), ("run_pipeline", 9365), ("train", 14800)]
 )
 def test_a_program_brings_in_no_more_code_than_it_did(program: str, most: int) -> None:
     assert lines_of(f"project/{program}.py") <= most
