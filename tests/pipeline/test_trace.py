@@ -103,7 +103,7 @@ def loss_of_all(output: Any, target: Tensor) -> Tensor:
     return sum(
         (weight * (value.reshape(len(value), -1).sum(1) - target).square()).sum()
         for weight, value in enumerate(output.values(), 1)
-    )  # type: ignore[return-value]
+    )
 
 
 def loss_of_images(output: Tensor, target: Tensor) -> Tensor:
