@@ -149,7 +149,7 @@ class Files:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: a GPU if there is one"""
     timeline: Whole = 0
-    """record what is done when in the first N steps, for plot.py timeline and ui.perfetto.dev"""
+    """record what is done in the first N steps, for plot.py timeline and ui.perfetto.dev"""
     tensorboard: bool = False
     """write metrics.jsonl for TensorBoard, too"""
     wandb: bool = False
@@ -222,6 +222,8 @@ class Strategy:
     """of 3d: parts of every matrix; default: 1"""
     sequence_parallel: bool = False
     """of tensor and 3d: between matrices, each rank has a part of the positions"""
+    trace: bool = False
+    """of pipeline and model: trace the model of transformers and cut that"""
     zero: Literal[1, 2, 3] | None = None
     """ZeRO: 1 optimizer state, 2 + gradients, 3 (of fsdp the default) + parameters; of 3d 1 or 3"""
     optimizer: Literal["adamw", "sgd"] = "adamw"

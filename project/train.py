@@ -55,13 +55,14 @@ from training.results import SUMMARY, write_json
 from training.saving import NO_RESUME, Resume, find_resume
 from training.task import Task
 from training.text import Texts
+from training.traced import TracedTranslationTask
 from training.translation import FILES, TranslationTask
 from training.vgg import VGG, PictureTask
 from training.workdir import alone_in_workdir, claim_folders
 
 SENTENCES_ONLY = (
     "n_layer", "n_embd", "n_head", "vocab_size", "dropout", "n_test", "padding", "src", "tgt",
-    "model_max_length",
+    "model_max_length", "trace",
 )  # fmt: skip
 
 
@@ -84,6 +85,8 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> A
         check_model(args)
     _settle_strategy(args)
     check_recompute(args, args.pp == 1 or args.strategy == "model")
+    if args.trace:
+        _check_trace(args)
     if args.tp > 1:
         _check_tensor(args)
     elif args.sequence_parallel:
@@ -120,7 +123,7 @@ def _check_uses(args: Any) -> None:
     for name, chosen, users in unused:
         given = getattr(args, name)
         if given != getattr(defaults, name):
-            what = f"--{name} {'all' if given is None else given}"
+            what = f"--{name}" + ("" if given is True else f" {'all' if given is None else given}")
             raise UserError(f"{what} --{chosen} {getattr(args, chosen)}: it is only for {users}")
 
 
@@ -219,6 +222,17 @@ def _settle_strategy(args: Any) -> None:
         raise UserError(f"--{option} {n} --{error}") from None
 
 
+def _check_trace(args: Any) -> None:
+    """Raises UserError for what is not traced, or would differ from what is not."""
+    if args.strategy not in ("pipeline", "model"):
+        raise UserError(f"{args.strategy} --trace: it is an option of pipeline and model")
+    if args.dropout:
+        raise UserError(
+            f"--trace --dropout {args.dropout:g}: transformers' dropout draws, so that its masks "
+            "would depend on the cut, and a run without --trace has others; --dropout 0 works"
+        )
+
+
 def _check_gpus(args: Any) -> None:
     """Raises UserError where ranks that send each other tensors would share a GPU. NCCL wants one
     for each rank, and gloo can sum what is on a GPU, but neither send nor gather it."""
@@ -244,7 +258,8 @@ def run_rank(
     if isinstance(data, PictureSets):
         task = PictureTask(args, world, data)
     else:
-        task = TranslationTask(args, world, data, resume.files(FILES) if world.is_main else None)
+        kind = TracedTranslationTask if args.trace else TranslationTask
+        task = kind(args, world, data, resume.files(FILES) if world.is_main else None)
     plan = plan_of(args, world)
     model = lay_out(args, task, world, plan, resume.cut)
     plan.timeline.about |= {

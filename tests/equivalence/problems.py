@@ -24,6 +24,7 @@ from training.model import generator_for, gpt2_config, initializer, loss_of_targ
 from training.optimization import Recipe
 from training.pictures import Pictures, PictureSets
 from training.seeds import stream
+from training.traced import traced_layers
 from training.translation import CPU_POSITIONS, TranslationTask
 from training.vgg import PictureTask, initialize_vgg_parameter
 
@@ -81,6 +82,7 @@ class Sentences(Problem):
         odd: of the first epoch, batch 1 has no target at all, and an example of batch 2 is so long
             that it meets a position whose embedding is infinite.
         positions: of a micro-batch at most, where their number is not given.
+        traced: transformers' own model is cut, not the layers of training/model.py.
     """
 
     n_layer: int = 2
@@ -93,11 +95,12 @@ class Sentences(Problem):
     odd: bool = False
     dropout: float = 0.0
     positions: int = CPU_POSITIONS
+    traced: bool = False
 
     @property
     def reference(self) -> Sentences:
-        """The same; micro-batches change nothing."""
-        return replace(self, positions=CPU_POSITIONS)
+        """The same; micro-batches and tracing change nothing."""
+        return replace(self, positions=CPU_POSITIONS, traced=False)
 
     def config(self) -> GPT2Config:
         """The model's sizes."""
@@ -146,6 +149,10 @@ class SentenceTask(TranslationTask):
         self.cpu_positions = problem.positions
         self.config, self.loss = problem.config(), loss_of_targets
         self._initialize = initializer(self.config, SEED)
+
+    def layers(self, model: Any) -> list[Any]:
+        """The product's, by hand or traced."""
+        return traced_layers(model) if self.problem.traced else super().layers(model)
 
     def initialize(self, name: str, p: Tensor) -> None:
         """Nothing is 0, and norms are not 1, so that every gradient matters."""

@@ -119,6 +119,12 @@ TABLE = [
      f"--n_chunk 3 {ONE} --pipeline blocks: it is 1 there; leave it out, or use "
      "--pipeline whole"),
     (TRAIN + "ddp --schedule zb", "ddp --schedule zb: it is an option of pipeline and 3d"),
+    (TRAIN + "ddp --trace --model gpt2-mini", "ddp --trace: it is an option of pipeline and model"),
+    (TRAIN + "pipeline --trace", "--trace --model vgg16: it is only for models of sentences, "
+     "as gpt2-mini"),
+    (TRAIN + "pipeline --trace --model gpt2-mini --dropout 0.1",
+     "--trace --dropout 0.1: transformers' dropout draws, so that its masks would depend on the "
+     "cut, and a run without --trace has others; --dropout 0 works"),
     (TRAIN + "ddp --balance uniform", "ddp --balance uniform: it is an option of pipeline, "
      "model and 3d"),
     (TRAIN + "pipeline --zero 2", "pipeline --zero 2: it is an option of fsdp and 3d"),

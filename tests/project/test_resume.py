@@ -68,7 +68,7 @@ STEPS = [
     "run_data_parallel",
     f"run_pipeline {FLOW} --n_chunk 3",
     "train fsdp --zero 3",
-    "train pipeline --schedule zb",
+    "train pipeline --schedule zb --trace",
     f"run_pipeline {FLOW} --pipeline blocks",
     "train fsdp --zero 1",
     "train ddp",

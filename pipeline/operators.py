@@ -1,0 +1,204 @@
+"""The operators of a module in their order, as `torch.export` notes them.
+
+`torch.export` runs ``forward`` once, in Python, on tensors that have shapes and no values. What it
+notes is the same for other sizes, under conditions, which `Program.check_inputs` looks at: where
+``forward`` asked ``if x.size(1) > 4``, inputs must answer as the example did. An answer that
+depends on values cannot be noted, and is refused with the line that asks.
+
+What is not torch.export's public interface: ``_guards_code``, its conditions as Python
+expressions, and ``backed_size_oblivious``, without which a size that may be 1 is taken for one that
+never is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as symbols
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram, export
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+
+
+class Program:
+    """The operators of a module in one mode.
+
+    Attributes:
+        nodes: the operators, in their order.
+        inputs, output: what they begin with, and what they end in.
+        tensors: the parameters, buffers and constants that they use, with their names.
+        starts: by the name of a submodule, how many operators come before its first call.
+    """
+
+    def __init__(self, module: nn.Module, example: Any, device: torch.device) -> None:
+        self.device, self.exported = device, _export(module, example)
+        specs = self.exported.graph_signature.input_specs
+        nodes = list(self.exported.graph.nodes)
+        *self.nodes, self.output = nodes[len(specs) :]
+        names = {t: n for n, t in [*module.named_parameters(), *module.named_buffers()]}
+        self.inputs: list[fx.Node] = []
+        self.tensors: dict[fx.Node, tuple[str, Tensor]] = {}
+        for spec, node in zip(specs, nodes[: len(specs)], strict=True):
+            if spec.target is None:
+                self.inputs.append(node)
+            else:
+                name = spec.target.removeprefix("module.")
+                tensor = _attribute(module, name)
+                if tensor is None:  # a constant that forward makes; those of the other mode differ
+                    name = f"{name}_{'training' if module.training else 'evaluation'}"
+                    tensor = self.exported.constants[spec.target]
+                self.tensors[node] = names.get(tensor, name), tensor
+        self.starts: dict[str, int] = {}
+        for k, node in enumerate(self.nodes):
+            for name, _ in node.meta.get("nn_module_stack", {}).values():
+                self.starts.setdefault(name.removeprefix("module."), k)
+        self.order = {node: k for k, node in enumerate([*self.nodes, self.output])}
+        self.check_inputs = _Inputs(example, self.exported._guards_code)
+
+    def uses(self, node: fx.Node) -> list[int]:
+        """The operators that use a value; the output counts as the one after the last."""
+        return [self.order[user] for user in node.users]
+
+    def crossing(self, place: int) -> list[fx.Node]:
+        """The values that a cut behind so many operators hands on."""
+        before = (*self.inputs, *self.nodes[:place])
+        return [node for node in before if any(k >= place for k in self.uses(node))]
+
+    def differentiable(self) -> set[fx.Node]:
+        """The values that gradients come back for, and trained parameters."""
+        found = {node for node, (_, tensor) in self.tensors.items() if tensor.requires_grad}
+        for node in self.nodes:
+            leaves = pytree.tree_leaves(node.meta.get("val"))
+            real = any(isinstance(t, Tensor) and t.is_floating_point() for t in leaves)
+            if real and not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def written(self) -> dict[str, list[int]]:
+        """The buffers that operators write to, and by which operators they are used."""
+        found = set[fx.Node]()
+        for node in self.nodes:
+            if isinstance(node.target, torch._ops.OpOverload):
+                arguments = node.target._schema.arguments
+                for given, argument in zip(node.args, arguments, strict=False):
+                    # Statistics of a batch norm are written without being declared so.
+                    if argument.is_write or argument.name.startswith("running_"):
+                        found |= {given} & self.tensors.keys()
+        return {self.tensors[node][0]: self.uses(node) for node in found}
+
+
+class _Inputs:
+    """Makes a list of what the first stage is given; ValueError unless it is as the example was,
+    but for sizes."""
+
+    def __init__(self, example: Any, conditions: Sequence[str]) -> None:
+        leaves, self._spec = pytree.tree_flatten(example)
+        self._types = _types(example)
+        self._keys = list(example) if isinstance(example, dict) else None
+        self._fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._conditions = [(text, compile(text, "<trace>", "eval")) for text in conditions]
+
+    def __call__(self, value: Any) -> list[Any]:
+        if isinstance(value, dict) and self._keys is not None and value.keys() == set(self._keys):
+            value = {key: value[key] for key in self._keys}
+        leaves, spec = pytree.tree_flatten(value)
+        if spec != self._spec:
+            found = _types(value)
+            raise ValueError(f"the stages were traced for {self._types}, and are given {found}")
+        for fixed, leaf in zip(self._fixed, leaves, strict=True):
+            if not isinstance(leaf, Tensor) and leaf != fixed:
+                raise ValueError(f"the stages were traced for {fixed}, and are given {leaf}")
+        given = {"value": pytree.tree_map_only(Tensor, at_least_two, value)}
+        for text, code in self._conditions:
+            if not eval(code, {"L": given}):
+                said = text.replace("L['value']", "input").replace(".size()", ".shape")
+                shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+                raise ValueError(
+                    f"inputs of shapes {shapes}: the trace holds only where {said}, on which "
+                    "forward depends; give example_inputs of such shapes"
+                )
+        return leaves
+
+
+def _types(value: Any) -> Any:
+    """For messages: types instead of leaves."""
+    return pytree.tree_map(lambda leaf: type(leaf).__name__, value)
+
+
+class _AnyInput(nn.Module):
+    """Takes one argument, so that all there is to an input has one name in the trace."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, value: Any) -> Any:
+        before = list(self.module.named_buffers())
+        if isinstance(value, dict):
+            output = self.module(**value)
+        else:
+            output = self.module(*value) if isinstance(value, tuple) else self.module(value)
+        for name, buffer in before:
+            if self.module.get_buffer(name) is not buffer:
+                raise ValueError(f"it sets the buffer {name} anew: write to it, as with copy_()")
+        return output
+
+
+def _export(module: nn.Module, example: Any) -> ExportedProgram:
+    """Traced for any sizes; ValueError with the line of the user's code that prevents it."""
+    sizes = pytree.tree_map(
+        lambda t: dict.fromkeys(range(t.dim()), Dim.AUTO) if isinstance(t, Tensor) else None,
+        example,
+    )
+    try:
+        with (
+            symbols.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+            contextlib.redirect_stderr(io.StringIO()),  # where it prints the graph of a failure
+        ):
+            return export(_AnyInput(module), (example,), dynamic_shapes=(sizes,), strict=False)
+    except Exception as error:
+        raise ValueError(_why(error, module)) from error
+
+
+def _why(error: Exception, module: nn.Module) -> str:
+    """What prevents a trace, where, and what to do."""
+    outside = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_file()
+        and not Path(frame.filename).is_relative_to(Path(torch.__file__).parent)
+        and frame.filename != __file__
+    ]
+    where, line = type(module).__name__, ""
+    if outside:
+        where, line = f"{outside[-1].filename}:{outside[-1].lineno}", f"`{outside[-1].line}` "
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return (
+            f"{where}: {line}asks for the values of a tensor, and a trace has none. Keep it a "
+            "tensor, as torch.where(condition, a, b) does instead of an if; or cut the model by "
+            "hand: nn.Sequential(*layers)"
+        )
+    said = str(error).strip().split("\n")[0] or repr(error)
+    return (
+        f"{where}: {line}cannot be traced ({said}): change it, or cut the model by hand: "
+        "nn.Sequential(*layers)"
+    )
+
+
+def _attribute(module: Any, name: str) -> Tensor | None:
+    """A parameter, buffer or tensor by its dotted name, if there is one."""
+    for key in name.split("."):
+        module = getattr(module, key, None)
+    return module
+
+
+def at_least_two(t: Tensor) -> Tensor:
+    """A batch of one example as one of two, which is no special size to a trace."""
+    return t.expand(2, *t.shape[1:]) if t.dim() and t.size(0) == 1 else t

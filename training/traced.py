@@ -1,0 +1,87 @@
+"""GPT-2's layers, cut out of a trace of transformers' own model instead of written by hand.
+
+`training.model.gpt2_layers` writes GPT-2 once more, as a list. Here nobody does: the model of
+`transformers` is traced as it is (pipeline/trace.py), and cut where the list by hand is cut. Losses
+and gradients are the same up to rounding, and a checkpoint of one is continued by the other.
+
+Two things only the list by hand can do. It drops by hash, where transformers draws, so a traced
+model has no dropout. And it continues sentences with a cache of keys and values, whose sizes no
+trace knows; there it takes the place of the traced layers, with their parameters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipeline.trace import split
+from training.generation import Prefix
+from training.model import gpt2_layers
+from training.translation import TranslationTask
+
+if TYPE_CHECKING:  # see training/model.py
+    from transformers import GPT2LMHeadModel
+
+
+class TracedTranslationTask(TranslationTask):
+    """The same training, with traced layers."""
+
+    def layers(self, model: Any) -> list[Any]:
+        """Embedding, two halves per block, head."""
+        return traced_layers(model)
+
+
+class LogitsOfTargets(nn.Module):
+    """Token ids [B, T] and weights [B, T] to the logits [N, V] where the weight is not 0."""
+
+    def __init__(self, model: GPT2LMHeadModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+        hidden = self.model.transformer(input_ids=ids, use_cache=False).last_hidden_state
+        return self.model.lm_head(hidden[weights != 0])
+
+
+def traced_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
+    """As many as `gpt2_layers` gives, with the same parameters each."""
+    begins = [f"h.{k}{half}" for k in range(model.config.n_layer) for half in ("", ".ln_2")]
+    at = [f"model.transformer.{name}" for name in (*begins, "ln_f")]
+    example = torch.zeros(2, 2, dtype=torch.long), torch.ones(2, 2)
+    traced = split(LogitsOfTargets(model), example, at)
+    first, *rest = zip(traced, gpt2_layers(model), strict=True)
+    return [FirstTracedLayer(*first), *(TracedLayer(*pair) for pair in rest)]
+
+
+class TracedLayer(nn.Module):
+    """A traced layer; where sentences are continued, the one by hand."""
+
+    def __init__(self, traced: nn.Module, by_hand: nn.Module) -> None:
+        super().__init__()
+        self.traced = traced
+        self._by_hand = [by_hand.eval()]  # in a list, since its parameters are the traced layer's
+        names = {p: name for name, p in traced.named_parameters()}
+        self._names = {name: names[p] for name, p in by_hand.named_parameters()}
+
+    def forward(self, value: tuple[Any, ...]) -> Any:
+        if isinstance(value[-1], Prefix):
+            parameters: dict[str, Tensor] = {
+                by_hand: self.traced.get_parameter(name) for by_hand, name in self._names.items()
+            }
+            return functional_call(self._by_hand[0], parameters, (value,))
+        return self.traced(value)
+
+
+class FirstTracedLayer(TracedLayer):
+    """Takes (ids, weights, keys); keys are for dropout."""
+
+    def forward(self, value: tuple[Any, ...]) -> Any:
+        if not isinstance(value[-1], Prefix):
+            ids, weights, *_ = value
+            short = ids.size(1) == 1  # to transformers a special case: position 1 has no target
+            value = tuple(F.pad(t, (0, 1)) if short else t for t in (ids, weights))
+        return super().forward(value)
