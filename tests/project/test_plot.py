@@ -153,9 +153,7 @@ def test_data_parallel(
     assert title(throughput) == "2 processes: 1.92x the tokens/s of one (ideal 2x)"
 
 
-def test_processes_of_unequal_cores_have_no_ideal(
-    tmp_path: Path, drawn: dict[str, Figure]
-) -> None:
+def test_processes_of_unequal_cores_have_no_ideal(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     """One process had both cores, two have one each; and less padding."""
     single, multiple = tmp_path / "one", tmp_path / "two"
     write_epochs(single, "rank0_results", SINGLE, 8400, batch_size=64, cores=2)
