@@ -58,7 +58,8 @@ def traced_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
 
 
 class TracedLayer(nn.Module):
-    """A traced layer; where sentences are continued, the one by hand."""
+    """A traced layer; the one by hand where sentences are continued, or where there are no weights,
+    and all logits are wanted."""
 
     def __init__(self, traced: nn.Module, by_hand: nn.Module) -> None:
         super().__init__()
@@ -67,8 +68,8 @@ class TracedLayer(nn.Module):
         names = {p: name for name, p in traced.named_parameters()}
         self._names = {name: names[p] for name, p in by_hand.named_parameters()}
 
-    def forward(self, value: tuple[Any, ...]) -> Any:
-        if isinstance(value[-1], Prefix):
+    def forward(self, value: Any) -> Any:
+        if is_by_hand(value):
             parameters: dict[str, Tensor] = {
                 by_hand: self.traced.get_parameter(name) for by_hand, name in self._names.items()
             }
@@ -79,9 +80,14 @@ class TracedLayer(nn.Module):
 class FirstTracedLayer(TracedLayer):
     """Takes (ids, weights, keys); keys are for dropout."""
 
-    def forward(self, value: tuple[Any, ...]) -> Any:
-        if not isinstance(value[-1], Prefix):
+    def forward(self, value: Any) -> Any:
+        if not is_by_hand(value):
             ids, weights, *_ = value
             short = ids.size(1) == 1  # to transformers a special case: position 1 has no target
             value = tuple(F.pad(t, (0, 1)) if short else t for t in (ids, weights))
         return super().forward(value)
+
+
+def is_by_hand(value: Any) -> bool:
+    """Whether no trace is of such an input."""
+    return isinstance(value, Tensor) or isinstance(value[-1], Prefix)
