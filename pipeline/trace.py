@@ -171,6 +171,9 @@ class _Code:
         graph.output(map_aggregate(gives, copied))
         self.run = fx.GraphModule(program.exported.graph_module, graph)
 
+    def __deepcopy__(self, _: object) -> _Code:
+        return self  # copies of a layer share what never changes
+
 
 def _cut(programs: dict[bool, Program], names: Sequence[str]) -> nn.Sequential:
     """The layers that begin with the calls of these submodules."""
