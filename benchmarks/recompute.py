@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from benchmarks.live_bytes import LiveBytes
+from pipeline.catalogue import plan
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
-from pipeline.schedule import BACKWARD, FORWARD, plan
+from pipeline.schedule import BACKWARD, FORWARD
 from pipeline.stage import Stage
 from planning.cost import held_activations, held_microbatches, recomputed_activations
 from runtime.recompute import segments
@@ -72,7 +73,7 @@ def peak(schedule: str, m: int, mode: str) -> tuple[int, int]:
     stage.backward(m, one)  # from here on the sums of the parameters' gradients exist
     live, first = LiveBytes(), 0
     with live:
-        for kind, _, i in plan(schedule, K, m, True)[0][0]:
+        for kind, _, i in plan(schedule, range(K), m)[0][0]:
             if kind is FORWARD:
                 stage.forward(i, (hidden.clone(), weights, keys))
                 first = first or live.now

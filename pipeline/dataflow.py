@@ -134,14 +134,18 @@ class Dataflow:
         self._retain_graph = retain_graph
         self._stopped = False
 
-    def run(self, actions: Sequence[Action]) -> None:
-        """The work of one worker."""
+    def run(self, actions: Sequence[Action]) -> int:
+        """The work of one worker; returns the most micro-batches it held at a time, counted once
+        for each of its stages."""
+        mine = [self._stages[s] for s in sorted({action.stage for action in actions})]
+        peak = 0
         try:
             for action in actions:
                 if self._stopped:
                     raise Stopped
                 if action.kind is FORWARD:
                     self._forward(action)
+                    peak = max(peak, sum(stage.alive for stage in mine))
                 elif action.kind is BACKWARD_WEIGHT:
                     self._backward_weight(action)
                 else:
@@ -149,6 +153,7 @@ class Dataflow:
         except BaseException:
             self.stop()
             raise
+        return peak
 
     def stop(self) -> None:
         self._stopped = True

@@ -1,14 +1,17 @@
 """What one rank of a pipeline of processes has around it, and all that passes there.
 
-Besides activations and gradients, which `Dataflow` puts and gets: the loss, known to the last rank
-only; and the gradients of parameters that several stages use. All go through the same links, so
-that a rank that fails, or dies, ends every kind of waiting alike.
+Besides activations and gradients, which `Dataflow` puts and gets: the loss, known only to the rank
+that has the last stage; and the gradients of parameters that several ranks use. All go through the
+same links, so that a rank that fails, or dies, ends every kind of waiting alike. Two ranks have one
+link, however many of their stages are neighbours: a message says what it is and which stage wants
+it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +26,9 @@ from .group_messages import GroupLinks
 from .messages import Message, PeerError, read
 from .shared_messages import open_shared_links
 
-Record = Callable[[str, int, float, float], None]  # kind, micro-batch, start, end
+Record = Callable[[str, int, int, float, float], None]  # kind, stage, micro-batch, start, end
 
+UP, DOWN = "activations", "gradients"
 FROM_LAST, TIED = "what the last stage found", "the gradients of shared parameters"
 _NONE = -1  # the micro-batch of what belongs to none
 
@@ -43,51 +47,59 @@ class Link(Protocol):
 
 
 class Neighbour:
-    """The other end of a link: stage ``peer``, seen from stage ``own``."""
+    """The other end of a link: the rank ``peer``, seen from the rank ``own``.
+
+    What passes is told apart by ``what`` it is, the stage it goes to, and the micro-batch; what
+    belongs to no stage goes to a rank.
+    """
 
     def __init__(self, link: Link, own: int, peer: int, record: Record) -> None:
         self.link = link
         self._own, self._peer, self._record = own, peer, record
-        self._early: dict[tuple[str, int], Any] = {}
+        self._early: dict[tuple[str, int, int], Any] = {}
 
-    def put(self, what: str, i: int, value: Any) -> None:
-        """Hand over ``value`` of micro-batch i; does not wait until it is received."""
+    def put(self, what: str, i: int, value: Any, stages: tuple[int, int] | None = None) -> None:
+        """Hand over ``value`` of micro-batch i, from the first of the ``stages`` to the second;
+        does not wait until it is received."""
+        begin, end = stages or (self._own, self._peer)
         start = time.perf_counter()
         try:
-            self.link.send(Message((what, i, value)))
+            self.link.send(Message((what, end, i, value)))
         except PeerError as error:
-            way = f"handing {what} from stage {self._own} to stage {self._peer}"
+            way = f"handing {what} from stage {begin} to stage {end}"
             raise PeerError(f"{way}{_of(i)}: {error}") from None
-        self._record("send", i, start, time.perf_counter())
+        self._record("send", begin, i, start, time.perf_counter())
 
-    def get(self, what: str, i: int) -> Any:
+    def get(self, what: str, i: int, stages: tuple[int, int] | None = None) -> Any:
         """Wait for micro-batch i. A schedule may want it later than it comes."""
+        begin, end = stages or (self._peer, self._own)
         start = time.perf_counter()
-        while (what, i) not in self._early:
+        while (what, end, i) not in self._early:
             try:
-                sent, number, value = read(*self.link.receive())
+                sent, place, number, value = read(*self.link.receive())
             except PeerError as error:
-                way = f"stage {self._own} waited for {what} of stage {self._peer}"
+                way = f"stage {end} waited for {what} of stage {begin}"
                 raise PeerError(f"{way}{_of(i)}: {error}") from None
-            self._early[sent, number] = value
-        self._record("receive", i, start, time.perf_counter())
-        return self._early.pop((what, i))
+            self._early[sent, place, number] = value
+        self._record("receive", end, i, start, time.perf_counter())
+        return self._early.pop((what, end, i))
 
 
 class Channel:
-    """As `Dataflow` has them, its other end with a neighbour. ``shared``: by micro-batch, leaves of
-    what was got that lay in one memory where they come from."""
+    """As `Dataflow` has them, its other end with a neighbour: from the first of the ``stages`` to
+    the second. ``shared``: by micro-batch, leaves of what was got that lay in one memory where they
+    come from."""
 
-    def __init__(self, neighbour: Neighbour, what: str) -> None:
-        self._neighbour, self._what = neighbour, what
+    def __init__(self, neighbour: Neighbour, what: str, stages: tuple[int, int]) -> None:
+        self._neighbour, self._what, self._stages = neighbour, what, stages
         self.shared: dict[int, tuple[int, ...]] = {}
 
     def put(self, i: int, value: Any) -> None:
         shared = overlapping(pytree.tree_leaves(value)) if torch.is_grad_enabled() else ()
-        self._neighbour.put(self._what, i, (value, shared))
+        self._neighbour.put(self._what, i, (value, shared), self._stages)
 
     def get(self, i: int) -> Any:
-        value, self.shared[i] = self._neighbour.get(self._what, i)
+        value, self.shared[i] = self._neighbour.get(self._what, i, self._stages)
         return value
 
     def stop(self) -> None:
@@ -95,16 +107,16 @@ class Channel:
 
 
 class Neighbours:
-    """All links of one rank of a pipeline: with the stage before, the one after, and those that
-    share parameters with it.
+    """All links of one rank of a pipeline: with those whose stages come before and after its own,
+    and with those that share parameters with it.
 
-    ``tied``: for each parameter of the model that several stages use, its name and those stages.
-    All ranks must make theirs together.
+    ``ranks``: by stage, the rank that has it. ``tied``: for each parameter of the model that
+    several ranks use, its name and those ranks. All ranks must make theirs together.
     """
 
     def __init__(
         self,
-        num_stages: int,
+        ranks: Sequence[int],
         rank: int,
         tied: Mapping[str, Sequence[int]],
         group: dist.ProcessGroup | None,
@@ -113,12 +125,13 @@ class Neighbours:
         timeout: float,
         record: Record,
     ) -> None:
-        self.num_stages, self.rank = num_stages, rank
+        self.rank, self._last = rank, ranks[-1]
         self._record = record
         self._tied = {name: users for name, users in sorted(tied.items()) if rank in users}
-        pairs = {(s, s + 1) for s in range(num_stages - 1)}
+        pairs = {(min(ends), max(ends)) for ends in pairwise(ranks) if ends[0] != ends[1]}
+        pairs |= {(r, r + 1) for r in range(max(ranks))}  # for `from_last`
         pairs |= {(a, b) for users in tied.values() for a in users for b in users if a < b}
-        links: Mapping[int, Link] | None = {} if num_stages == 1 else None
+        links: Mapping[int, Link] | None = None if pairs else {}
         self._groups: GroupLinks | None = None
         if links is None and share_memory and device.type == "cpu":
             links = open_shared_links(sorted(pairs), group, timeout)
@@ -128,28 +141,32 @@ class Neighbours:
         # As `Dataflow` has them: activations into stage s, and gradients out of it.
         self.up: dict[int, Channel] = {}
         self.down: dict[int, Channel] = {}
-        for s in (rank, rank + 1):  # the boundary below stage s
-            if 0 < s < num_stages:
-                neighbour = self._all[s - 1 if s == rank else s]
-                self.up[s] = Channel(neighbour, "activations")
-                self.down[s] = Channel(neighbour, "gradients")
+        for s, ends in enumerate(pairwise(ranks), 1):  # the boundary below stage s
+            if rank in ends and ends[0] != ends[1]:
+                neighbour = self._all[ends[1] if rank == ends[0] else ends[0]]
+                self.up[s] = Channel(neighbour, UP, (s - 1, s))
+                self.down[s] = Channel(neighbour, DOWN, (s, s - 1))
 
     def from_last(self, value: Tensor | None) -> Tensor:
-        """A tensor of the last rank's, passed down from stage to stage."""
-        if self.rank + 1 < self.num_stages:
-            value = self._all[self.rank + 1].get(FROM_LAST, _NONE)
+        """A tensor of the rank that has the last stage, passed on from rank to rank."""
+        away = (self.rank > self._last) - (self.rank < self._last)  # 0: it is this rank's
+        if away:
+            value = self._all[self.rank - away].get(FROM_LAST, _NONE)
         assert value is not None
-        if self.rank > 0:
-            self._all[self.rank - 1].put(FROM_LAST, _NONE, value)
+        for way in (away,) if away else (-1, 1):
+            if (neighbour := self._all.get(self.rank + way)) is not None:
+                neighbour.put(FROM_LAST, _NONE, value)
         return value
 
     def sum_tied(
-        self, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor | None]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        parts: Mapping[str, Mapping[int, Tensor | None]],
     ) -> Gradients:
-        """For parameters that several stages use, the sum of their gradients, in the order of the
-        stages: the same bits on all of those."""
+        """For parameters that several ranks use, the sum of their gradients, in the order of the
+        stages, by which this rank's ``parts`` are given: the same bits on all of those."""
         start = time.perf_counter()
-        peers = sorted({s for users in self._tied.values() for s in users} - {self.rank})
+        peers = sorted({r for users in self._tied.values() for r in users} - {self.rank})
         for peer in peers:
             both = {name: parts[name] for name, users in self._tied.items() if peer in users}
             self._all[peer].put(TIED, _NONE, both)
@@ -157,12 +174,12 @@ class Neighbours:
         sums: Gradients = {}
         for name, users in self._tied.items():
             p = parameters[name]
-            for stage in users:
-                part = of[stage][name]
+            every = {s: part for r in users for s, part in of[r][name].items()}
+            for _, part in sorted(every.items()):
                 if part is not None:
                     sums[p] = sums[p] + part if p in sums else part
         if self._tied:
-            self._record("all_reduce", _NONE, start, time.perf_counter())
+            self._record("all_reduce", self.rank, _NONE, start, time.perf_counter())
         return sums
 
     def flush(self) -> None:
@@ -171,7 +188,7 @@ class Neighbours:
             try:
                 neighbour.link.flush()
             except PeerError as error:
-                way = f"handing messages from stage {self.rank} to stage {peer}"
+                way = f"handing messages from rank {self.rank} to rank {peer}"
                 raise PeerError(f"{way}: {error}") from None
 
     def fail(self, reason: str) -> None:

@@ -1,10 +1,10 @@
 """What a rank holds of a model that is spread over ranks: its own layers, under the model's names.
 
-The layers of all stages are built on the meta device, where a parameter is a shape without memory.
-A rank gives memory to those of its own stage, and an initial value that depends on the name, never
+The layers of all ranks are built on the meta device, where a parameter is a shape without memory.
+A rank gives memory to those of its own layers, and an initial value that depends on the name, never
 on the layout: so every cut starts from the same model, and no rank ever holds all of it.
 
-A parameter that several stages use (tied weights) has a copy on each of them. The first of them
+A parameter that several ranks use (tied weights) has a copy on each of them. The first of them
 owns it: norms count it, and checkpoints hold it, once.
 """
 
@@ -19,9 +19,10 @@ from runtime.graph import Initialize
 
 
 class Ownership:
-    """The parameters of the ``own`` one of the ``partitions`` of a model, by the model's names.
+    """The parameters of the ``own`` one of the ``partitions`` of a model, by the model's names: all
+    layers of a rank, whether they are one stage or several.
 
-    ``stages``: for every parameter of the model, the stages that use it, in order.
+    ``ranks``: for every parameter of the model, the ranks that use it, in order.
     """
 
     def __init__(self, partitions: Sequence[nn.Sequential], own: int, model: nn.Module) -> None:
@@ -29,15 +30,15 @@ class Ownership:
         self._module = partitions[own]
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._names.update((b, name) for name, b in model.named_buffers())
-        self.stages: dict[str, list[int]] = {}
-        for s, part in enumerate(partitions):
+        self.ranks: dict[str, list[int]] = {}
+        for r, part in enumerate(partitions):
             for name, p in part.named_parameters():
                 if p not in self._names:
                     raise ValueError(
-                        f"parameter {name} of stage {s} is not one of the model's: give the model "
+                        f"parameter {name} of rank {r} is not one of the model's: give the model "
                         "whose layers these are"
                     )
-                self.stages.setdefault(self._names[p], []).append(s)
+                self.ranks.setdefault(self._names[p], []).append(r)
 
     def materialize(self, device: torch.device, initialize: Initialize | None) -> None:
         """Give memory on ``device`` to what is on the meta device; move the rest there."""
@@ -52,16 +53,16 @@ class Ownership:
         self._module.to(device)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of this stage."""
+        """All parameters of this rank."""
         return {self._names[p]: p for p in self._module.parameters()}
 
     def owned(self) -> dict[str, nn.Parameter]:
-        """Those that this stage owns: over all stages, each parameter of the model once."""
-        return {n: p for n, p in self.parameters().items() if self.stages[n][0] == self._own}
+        """Those that this rank owns: over all ranks, each parameter of the model once."""
+        return {n: p for n, p in self.parameters().items() if self.ranks[n][0] == self._own}
 
     def tied(self) -> dict[str, nn.Parameter]:
-        """Those that other stages use too, in an order that is the same on all of them."""
-        return {n: p for n, p in sorted(self.parameters().items()) if len(self.stages[n]) > 1}
+        """Those that other ranks use too, in an order that is the same on all of them."""
+        return {n: p for n, p in sorted(self.parameters().items()) if len(self.ranks[n]) > 1}
 
     def _make(self, tensor: Tensor, device: torch.device, initialize: Initialize | None) -> Tensor:
         name = self._names[tensor]

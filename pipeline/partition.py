@@ -74,6 +74,38 @@ def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.dev
     return nn.ModuleList(nn.Sequential(*layers) for layers in partitions), devices
 
 
+def split_into(modules: nn.Sequential, sizes: Sequence[int]) -> list[nn.Sequential]:
+    """``sizes[s]`` of its layers for each stage s, a nested Sequential counting as one, and then
+    taken apart. ValueError unless the sizes add up to the layers."""
+    if sum(sizes) != len(modules) or min(sizes, default=0) < 1:
+        raise ValueError(
+            f"sizes {list(sizes)} for {len(modules)} layers: one number per stage, each at least "
+            "1, their sum the layers"
+        )
+    layers = list(modules)
+    parts = [layers[end - n : end] for n, end in zip(sizes, accumulate(sizes), strict=True)]
+    return [nn.Sequential(*(layer for layer, _ in flatten(nn.Sequential(*p)))) for p in parts]
+
+
+def split_by_sizes(
+    modules: nn.Sequential, sizes: Sequence[int]
+) -> tuple[nn.ModuleList, list[torch.device]]:
+    """As `_split_module`, cut by ``sizes`` as `split_into`."""
+    partitions, devices, first = nn.ModuleList(), [], 0
+    layers = list(modules)
+    for part, n in zip(split_into(modules, sizes), sizes, strict=True):
+        _, found = _split_module(nn.Sequential(*layers[first : first + n]))
+        if len(found) > 1:
+            raise ValueError(
+                f"the {n} layers from number {first} are a stage, but on "
+                f"{' and '.join(map(str, found))}: a stage is on one device"
+            )
+        partitions.append(part)
+        devices += found
+        first += n
+    return partitions, devices
+
+
 def flatten(
     modules: nn.Sequential, inherited: torch.device | None = None
 ) -> Iterator[tuple[nn.Module, torch.device | None]]:

@@ -36,6 +36,7 @@ from runtime.unseen import refuse_hooks
 
 from . import microbatch
 from .autograd import pipelined
+from .catalogue import plan
 from .dataflow import Dataflow, Losses, LossFunction, channels
 from .delivery import (
     Replicas,
@@ -45,15 +46,8 @@ from .delivery import (
     hooks_held,
     trained_parameters,
 )
-from .partition import _split_module, containers
-from .schedule import (
-    BACKWARD,
-    FORWARD,
-    Action,
-    BuildSchedule,
-    clock_cycles,
-    plan,
-)
+from .partition import _split_module, containers, split_by_sizes
+from .schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
 from .worker import Context, Crew, Task
 
@@ -67,7 +61,10 @@ class Pipe(nn.Module):
     ``split_size``: examples per micro-batch of `forward`. ``recorder``: see runtime/recorder.py.
     ``replicas``: copies of tied parameters on other devices (`partition.place` makes them).
     ``recompute``: a mode of runtime/recompute.py.
-    ``peak_alive``: after a step, the most micro-batches whose activations each stage held.
+    ``sizes``: layers per stage; by default a stage ends where the device changes. With them, each
+    device may have several stages, its chunks, for a schedule that has them: chunks.py.
+    ``peak_alive``: after a step, the most micro-batches whose activations each worker held,
+    counted once for each of its stages.
     """
 
     def __init__(
@@ -77,6 +74,7 @@ class Pipe(nn.Module):
         recorder: Recorder | None = None,
         replicas: Replicas | None = None,
         recompute: str = NEVER,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         microbatch.sizes_by_split(1, split_size)  # raises if it is not positive
@@ -84,16 +82,23 @@ class Pipe(nn.Module):
         self.recorder = recorder
         self.recompute = recompute
         self.replicas = dict(replicas or {})
-        self.partitions, self.devices = _split_module(module)
+        if sizes is None:
+            self.partitions, self.devices = _split_module(module)
+        else:
+            self.partitions, self.devices = split_by_sizes(module, sizes)
         self._uncalled = [  # in a list, since their parameters are those of the partitions
             *containers(module),
             *((f"partitions.{j}", part) for j, part in enumerate(self.partitions)),
         ]
-        self.peak_alive = [0] * len(self.devices)
+        self.peak_alive: list[int] = []
         self._crew = Crew(self.devices)
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
         # Stages that share a device share a worker: by stage, the first that has the same.
         self._workers = [self.in_queues.index(queue) for queue in self.in_queues]
+        workers = sorted(set(self._workers))
+        self._ranks = [workers.index(k) for k in self._workers]  # as schedules count them
+        if sizes is None:
+            self._ranks = [*range(len(self.devices))]
         self._stages: list[Stage] = []  # those of the forward in progress
 
     def close(self) -> None:
@@ -175,14 +180,17 @@ class Pipe(nn.Module):
             )
         return pairs
 
-    def _run_flow(self, flow: Dataflow, actions: Sequence[Action]) -> None:
-        """Each worker does the actions of its stages, in this order."""
+    def _run_flow(self, flow: Dataflow, actions: Sequence[Action]) -> list[int]:
+        """Each worker does the actions of its stages, in this order; by worker, the most
+        micro-batches it held."""
         by_worker: dict[int, list[Action]] = {}
         for action in actions:
             by_worker.setdefault(self._workers[action.stage], []).append(action)
         context = Context()
-        jobs = [(s, Task(partial(flow.run, mine), context)) for s, mine in by_worker.items()]
-        self._crew.run(jobs, stop=flow.stop)
+        jobs = [
+            (s, Task(partial(flow.run, mine), context)) for s, mine in sorted(by_worker.items())
+        ]
+        return self._crew.run(jobs, stop=flow.stop)
 
     def train_step(
         self,
@@ -208,7 +216,6 @@ class Pipe(nn.Module):
             stages = self._new_stages()
             with hooks_held(trained_parameters(stages, self.replicas)), torch.enable_grad():
                 loss = self._run(stages, x, target, loss_fn, schedule, num_microbatches, scale)
-            self.peak_alive = [stage.peak_alive for stage in stages]
             own, tied = gradients_by_stage(stages, self.replicas)
             if any(has_hooks(p) for gradients in own for p in gradients):
                 for gradients in own:
@@ -257,8 +264,8 @@ class Pipe(nn.Module):
         flow = Dataflow(stages, channels(range(n)), channels(range(1, n)), losses, self.recorder)
         for i, value in enumerate(inputs):
             flow.up[0].put(i, value)
-        _, actions = plan(schedule, n, len(targets), torch.is_grad_enabled())
-        self._run_flow(flow, actions)
+        _, actions = plan(schedule, self._ranks, len(targets))
+        self.peak_alive = self._run_flow(flow, actions)
         return losses.total()
 
     def _new_stages(self, num_microbatches: int = 0) -> list[Stage]:

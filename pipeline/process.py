@@ -1,4 +1,4 @@
-"""A pipeline of many processes: a rank per stage, joined by send and receive.
+"""A pipeline of many processes: the stages are on its ranks, joined by send and receive.
 
     layers = nn.Sequential(*gpt2_layers(model))           # on every rank, on the meta device
     pipe = ProcessPipe(layers, sizes=(3, 3), model=model, initialize=initial_value)
@@ -15,8 +15,11 @@ parallelism is the pipeline with one micro-batch.
     rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
                           ◂══gradients════         ◂══gradients════
 
+A rank has one stage, or several, its chunks (chunks.py): ``ranks`` says who has which. It runs the
+actions of its own in the order of its list; between two of them on one rank nothing is sent.
+
 All ranks call the same methods with the same global batch, as the data loader gives it to each: the
-first uses x, the last the target, the others only the number of micro-batches.
+first stage's uses x, the last one's the target, the others only the number of micro-batches.
 
 With `early_gradients` a whole backward runs in its two halves (zero_bubble.py), the gradient sent
 in between: the stage below starts earlier by the time of the weights' half. With GPipe and 1F1B,
@@ -31,7 +34,7 @@ Cost: per boundary and micro-batch, one tensor each way. Memory: a stage, and wh
 keeps alive of activations. Adding the tied weights' gradients (GPT-2's embedding is used on the
 first rank and the last) takes one exchange of them per step.
 
-Glossary: n stages, m micro-batches, s stage, i micro-batch.
+Glossary: n ranks, m micro-batches, s stage, r rank, i micro-batch.
 """
 
 from __future__ import annotations
@@ -54,19 +57,21 @@ from runtime.recorder import Recorder, listening
 from runtime.unseen import refuse_hooks
 
 from . import microbatch
+from .catalogue import plan
 from .dataflow import Dataflow, Losses, LossFunction, channels
 from .delivery import deliver, gradients_by_stage, hooks_held
 from .messages import PeerError
 from .neighbours import Neighbours
 from .ownership import Ownership
-from .partition import containers, flatten
+from .partition import containers, split_into
 from .schedule import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     Action,
     BuildSchedule,
-    plan,
+    Schedule,
+    forwards,
 )
 from .stage import Stage
 
@@ -74,13 +79,15 @@ _GRACE = 0.2  # seconds by which a failure's cause is to be reported before its 
 
 
 class ProcessPipe:
-    """The stages of ``layers``, ``sizes[s]`` of them on rank s of ``group``; this rank has one.
+    """The stages of ``layers``, stage s of ``sizes[s]`` of them, on the ranks of ``group``.
 
     Args:
-        layers: all of them, on every rank; those of other stages are best on the meta device.
-        sizes: layers per stage, a nested Sequential counting as one; as many as there are ranks.
+        layers: all of them, on every rank; those of other ranks are best on the meta device.
+        sizes: layers per stage, a nested Sequential counting as one.
+        ranks: by stage, the rank that has it, as `catalogue.places` says of a schedule; by default
+            stage s is on rank s.
         device: of this rank.
-        group: the ranks; by default all.
+        group: of the ranks; by default all.
         model: whose names the parameters have; by default those of ``layers``.
         initialize: writes the values of parameters that are on the meta device.
         recorder: see runtime/recorder.py; kinds are those of schedule.Kind, and send, receive
@@ -101,6 +108,7 @@ class ProcessPipe:
         device: str | torch.device = "cpu",
         group: dist.ProcessGroup | None = None,
         *,
+        ranks: Sequence[int] | None = None,
         model: nn.Module | None = None,
         initialize: Initialize | None = None,
         recorder: Recorder | None = None,
@@ -111,28 +119,26 @@ class ProcessPipe:
         timeout: float = 300.0,
     ) -> None:
         world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-        _check(len(layers), sizes, world_size)
+        self.ranks = [*range(len(sizes))] if ranks is None else list(ranks)
+        _check(len(layers), sizes, self.ranks, world_size)
         self.rank = dist.get_rank(group) if world_size > 1 else 0
-        self.num_stages = len(sizes)
         self.recorder = recorder
         self.device = torch.device(device)
         self.layers = layers
         self.peak_alive = 0
-        ends = [sum(sizes[: s + 1]) for s in range(self.num_stages)]
-        cut = [
-            nn.Sequential(*list(layers)[end - n : end]) for n, end in zip(sizes, ends, strict=True)
-        ]
-        parts = [nn.Sequential(*(layer for layer, _ in flatten(part))) for part in cut]
-        self.module = parts[self.rank]
-        self._first_layer = sum(len(part) for part in parts[: self.rank])
+        self._parts = split_into(layers, sizes)
+        self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
+        by_rank = [nn.Sequential() for _ in range(world_size)]
+        for part, r in zip(self._parts, self.ranks, strict=True):
+            by_rank[r].extend(part)
+        self.module = by_rank[self.rank]
         self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
         self._by_layer, self._early, self._recompute = by_layer, early_gradients, recompute
-        self._ownership = Ownership(parts, self.rank, layers if model is None else model)
+        self._ownership = Ownership(by_rank, self.rank, layers if model is None else model)
         self._ownership.materialize(self.device, initialize)
-        tied = {name: users for name, users in self._ownership.stages.items() if len(users) > 1}
+        tied = {name: users for name, users in self._ownership.ranks.items() if len(users) > 1}
         self._neighbours = Neighbours(
-            self.num_stages, self.rank, tied, group, self.device, share_memory, timeout,
-            self._record,
+            self.ranks, self.rank, tied, group, self.device, share_memory, timeout, self._record,
         )  # fmt: skip
         self._broken: str | None = None
 
@@ -167,16 +173,25 @@ class ProcessPipe:
         with self._step(), torch.enable_grad():
             seed = StepSeed()
             seed.get()  # also where no layer draws, so that all ranks have drawn as often
-            stage = self._stage(seed)
+            stages = self._stages(seed)
+            sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
+            inputs, targets = microbatch.cut(x, target, sizes)
+            lists, _ = plan(schedule, self.ranks, len(inputs))
             with hooks_held(list(self.module.parameters())):
-                loss = self._run(stage, x, target, loss_fn, schedule, num_microbatches, scale)
-            self.peak_alive = stage.peak_alive
-            (own,), _ = gradients_by_stage([stage], {})
+                loss = self._run(stages, inputs, targets, loss_fn, lists, scale)
             tied = self._ownership.tied()
-            parts = {name: own.pop(p, None) for name, p in tied.items()}
+            found = [(k.index, dict(zip(k.parameters, k.gradients, strict=True))) for k in stages]
+            parts = {
+                name: {s: gradients[p] for s, gradients in found if p in gradients}
+                for name, p in tied.items()
+            }
+            own, both = gradients_by_stage(stages, {})
+            for p in tied.values():
+                for gradients in (*own, both):
+                    gradients.pop(p, None)
             sums = self._neighbours.sum_tied(tied, parts)
-            deliver(own)
-            deliver(sums)
+            for gradients in (*own, both, sums):
+                deliver(gradients)
             return loss
 
     def eval(
@@ -188,7 +203,8 @@ class ProcessPipe:
         scale: float | Tensor = 1.0,
         beside: Any = None,
     ) -> tuple[Tensor | None, Any]:
-        """The loss, on all ranks, and the output of the last layer, on the last rank, else None.
+        """The loss, on all ranks, and the output of the last layer, on the rank that has the last
+        stage, else None.
 
         Layers are in evaluation mode meanwhile. Without ``loss_fn`` there is no loss. ``beside``,
         as a cache, is this rank's own: its layers find it at the end of the tuple that goes
@@ -205,33 +221,33 @@ class ProcessPipe:
         sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         with self._step(), torch.no_grad(), _evaluating(self.layers):
             inputs, targets = microbatch.cut(x, target, sizes)
-            numbered = microbatch.MicroBatches(enumerate(targets))
-            cut = microbatch.MicroBatches(inputs)
-            stage = self._stage(StepSeed(peek=True), beside)
-            loss = self._run(stage, cut, numbered, loss_of, "gpipe", len(cut), scale)
+            numbered = list(enumerate(targets))
+            stages = self._stages(StepSeed(peek=True), beside)
+            lists = forwards(self.ranks, len(inputs))
+            loss = self._run(stages, inputs, numbered, loss_of, lists, scale)
             joined = microbatch.join([outputs[i] for i in sorted(outputs)]) if outputs else None
         return (None if loss_fn is None else loss), joined
 
     def from_last(self, value: Tensor | None) -> Tensor:
-        """``value`` of the last rank, on all ranks."""
+        """``value`` of the rank that has the last stage, on all ranks."""
         with self._step():
             return self._neighbours.from_last(value)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this stage."""
+        """Those of this rank's stages."""
         return iter(self.named_parameters().values())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Those of this stage, by the model's names."""
+        """Those of this rank's stages, by the model's names."""
         return self._ownership.parameters()
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
-        """Of those, the ones this stage owns. Over all ranks: each parameter of the model once."""
+        """Of those, the ones this rank owns. Over all ranks: each parameter of the model once."""
         return self._ownership.owned()
 
     def users(self, name: str) -> list[int]:
-        """The stages that have a parameter: several where it is tied."""
-        return self._ownership.stages[name]
+        """The ranks that have a parameter: several where it is tied."""
+        return self._ownership.ranks[name]
 
     def train(self, mode: bool = True) -> None:
         """Of all layers, as nn.Module.train."""
@@ -252,55 +268,59 @@ class ProcessPipe:
                 time.sleep(_GRACE)
             raise
 
-    def _stage(self, seed: StepSeed, beside: Any = None) -> Stage:
-        module = self.module if beside is None else nn.Sequential(_With(self.module, beside))
-        return Stage(
-            self.rank, module, self.device, seed, self._first_layer, self._by_layer,
-            self._recompute,
-        )  # fmt: skip
+    def _stages(self, seed: StepSeed, beside: Any = None) -> list[Stage]:
+        """This rank's, for one step."""
+        stages, first_layer = [], 0
+        for s, part in enumerate(self._parts):
+            if s in self._own:
+                module = part if beside is None else nn.Sequential(_With(part, beside))
+                stage = Stage(
+                    s, module, self.device, seed, first_layer, self._by_layer, self._recompute
+                )
+                if s in self._neighbours.up:
+                    stage.shared_before = self._neighbours.up[s].shared
+                stages.append(stage)
+            first_layer += len(part)
+        return stages
 
     def _run(
         self,
-        stage: Stage,
-        x: Any,
-        target: Any,
+        stages: Sequence[Stage],
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
         loss_fn: LossFunction,
-        schedule: str | BuildSchedule,
-        num_microbatches: int,
+        lists: Schedule,
         scale: float | Tensor,
     ) -> Tensor:
         refuse_hooks(self._uncalled)
-        sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
-        inputs, targets = microbatch.cut(x, target, sizes)
-        stage.num_microbatches = len(inputs)
-        lists, _ = plan(schedule, self.num_stages, len(inputs), torch.is_grad_enabled())
-        if self.rank > 0:
-            stage.shared_before = self._neighbours.up[self.rank].shared
-        losses = Losses(loss_fn, targets, scale, stage.memory)
-        inbox = channels([0])
-        up = {**inbox, **self._neighbours.up}
-        flow = Dataflow([stage], up, self._neighbours.down, losses, self.recorder)
+        for stage in stages:
+            stage.num_microbatches = len(inputs)
+        losses = Losses(loss_fn, targets, scale, stages[-1].memory)
+        here = [s for s in self._own if s > 0 and s - 1 in self._own]  # from one's own stage
+        up: dict[int, Any] = {**channels([0, *here]), **self._neighbours.up}
+        down = {**channels(here), **self._neighbours.down}
+        flow = Dataflow(stages, up, down, losses, self.recorder)
         for i, value in enumerate(inputs):
-            inbox[0].put(i, value)  # on other stages nobody takes it
-        actions = lists[self.rank]
-        flow.run(_halved(actions) if self._early and self.rank > 0 else actions)
-        last = self.rank + 1 == self.num_stages
+            up[0].put(i, value)  # where stage 0 is not, nobody takes it
+        self.peak_alive = flow.run(self._halved(lists[self.rank]))
+        last = self.rank == self.ranks[-1]
         return self._neighbours.from_last(losses.total().double() if last else None)
 
-    def _record(self, kind: str, i: int, start: float, end: float) -> None:
+    def _halved(self, actions: Sequence[Action]) -> list[Action]:
+        """The same work, a whole backward as its two halves where between them its gradient can be
+        sent to another rank."""
+        result: list[Action] = []
+        for action in actions:
+            sent = action.stage in self._neighbours.down
+            if self._early and sent and action.kind is BACKWARD:
+                result += [action._replace(kind=kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT)]
+            else:
+                result.append(action)
+        return result
+
+    def _record(self, kind: str, s: int, i: int, start: float, end: float) -> None:
         if (recorder := listening(self.recorder)) is not None:
-            recorder(kind, self.rank, i, start, end)
-
-
-def _halved(actions: Sequence[Action]) -> list[Action]:
-    """The same work, a whole backward as its two halves: between them the gradient is sent."""
-    result = []
-    for action in actions:
-        if action.kind is BACKWARD:
-            result += [action._replace(kind=kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT)]
-        else:
-            result.append(action)
-    return result
+            recorder(kind, s, i, start, end)
 
 
 class _With(nn.Module):
@@ -334,9 +354,10 @@ def _in_one_line(error: BaseException) -> str:
     return "; ".join([*text.splitlines(), *notes])
 
 
-def _check(num_layers: int, sizes: Sequence[int], world_size: int) -> None:
-    if len(sizes) != world_size or sum(sizes) != num_layers or min(sizes, default=0) < 1:
+def _check(num_layers: int, sizes: Sequence[int], ranks: Sequence[int], world_size: int) -> None:
+    if {*ranks} != {*range(world_size)} or len(ranks) != len(sizes) or sum(sizes) != num_layers:
         raise ValueError(
-            f"sizes {list(sizes)} for {num_layers} layers on {world_size} ranks: one number per "
-            "rank, each at least 1, their sum the layers"
+            f"sizes {list(sizes)} for {num_layers} layers, on the ranks {list(ranks)} of "
+            f"{world_size}: one number per stage, each at least 1, their sum the layers, and every "
+            "rank has a stage"
         )

@@ -1,13 +1,16 @@
 """Which stage runs which action, in which order. Pure: no torch, no threads, no clocks.
 
-Problem. A model is cut into n stages. A batch, cut into m micro-batches, flows forward through
+Problem. A model is cut into stages. A batch, cut into m micro-batches, flows forward through
 the stages and its gradients flow back. Which work does stage s do next? The answer decides how
 long the stages idle (the bubble) and how many activations they hold.
 
-Idea. A schedule is a list, per stage, of actions. It says only the order *on each stage*; when an
+Idea. A schedule is a list, per rank, of actions. It says only the order *on each rank*; when an
 action starts follows from the dependencies: F(i) on stage s needs F(i) on stage s-1, B(i) on
 stage s needs B(i) on stage s+1 (on the last stage: its own F(i)). The same lists are run by
 threads, run by processes, timed, drawn and checked.
+
+Here each of n ranks has one stage, of its own number. In chunks.py it has several; which rank has
+a stage is not said apart, for the lists say it: `ranks_of`. All schedules by name: catalogue.py.
 
 GPipe (Huang et al., 2019): all forwards, then all backwards. Every stage holds m micro-batches.
 
@@ -38,7 +41,7 @@ zero_bubble.py.
 Backwards, and both their halves, run in the order of the micro-batches in every schedule, so that
 every schedule adds the gradients in the same order and gives the same bits.
 
-Glossary: m micro-batches, n stages, i micro-batch, s stage, k clock.
+Glossary: m micro-batches, n ranks, i micro-batch, r rank, s stage, k clock.
 """
 
 from __future__ import annotations
@@ -46,7 +49,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from fractions import Fraction
-from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -76,8 +78,8 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.microbatch}"
 
 
-Schedule = list[list[Action]]  # per stage, its actions in order
-BuildSchedule = Callable[[int, int], Schedule]  # of the numbers of stages and micro-batches
+Schedule = list[list[Action]]  # per rank, its actions in order
+BuildSchedule = Callable[[int, int], Schedule]  # of the numbers of ranks and micro-batches
 
 _HALVES = (BACKWARD_INPUT, BACKWARD_WEIGHT)
 _BORN = {FORWARD: 1, BACKWARD: -1, BACKWARD_WEIGHT: -1}  # what an action adds to those alive
@@ -86,7 +88,7 @@ _BORN = {FORWARD: 1, BACKWARD: -1, BACKWARD_WEIGHT: -1}  # what an action adds t
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards: the clocks of `clock_cycles` up the stages, and the same
     clocks down again."""
-    _check_sizes(num_stages, num_microbatches)
+    check_sizes(num_stages, num_microbatches)
     schedule: Schedule = [[] for _ in range(num_stages)]
     clocks = list(clock_cycles(num_microbatches, num_stages))
     for clock in clocks:
@@ -100,7 +102,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """One forward, one backward: the least activations at GPipe's bubble."""
-    _check_sizes(num_stages, num_microbatches)
+    check_sizes(num_stages, num_microbatches)
     schedule = []
     for s in range(num_stages):
         warm_up = min(num_microbatches, num_stages - s - 1)
@@ -117,7 +119,7 @@ def sequential(num_stages: int, num_microbatches: int) -> Schedule:
 
     This is naive model parallelism, the baseline a pipeline is measured against.
     """
-    _check_sizes(num_stages, num_microbatches)
+    check_sizes(num_stages, num_microbatches)
     return [
         [Action(kind, s, i) for i in range(num_microbatches) for kind in (FORWARD, BACKWARD)]
         for s in range(num_stages)
@@ -138,53 +140,29 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
     return schedule
 
 
-SCHEDULES: dict[str, BuildSchedule] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "zb": zero_bubble,
-    "sequential": sequential,
-}
+def forwards(ranks: Sequence[int], num_microbatches: int) -> Schedule:
+    """Evaluation, where stage s is on rank ``ranks[s]``: a rank's stages one after the other."""
+    schedule: Schedule = [[] for _ in range(max(ranks) + 1)]
+    for s, r in enumerate(ranks):
+        schedule[r] += [Action(FORWARD, s, i) for i in range(num_microbatches)]
+    return schedule
 
 
-def find(name: str) -> BuildSchedule:
-    """The schedule function called ``name``; ValueError that lists them otherwise."""
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r}: choose one of {', '.join(SCHEDULES)}, e.g. '1f1b'")
-    return SCHEDULES[name]
-
-
-def plan(
-    schedule: str | BuildSchedule, num_stages: int, num_microbatches: int, backward: bool = True
-) -> tuple[Schedule, list[Action]]:
-    """The checked lists of a schedule, by its name or as a function; and all actions `in_order`.
-
-    Without ``backward`` only the forwards. What was checked by name is kept.
-    """
-    make = _known if isinstance(schedule, str) else _plan
-    return make(schedule, num_stages, num_microbatches, backward)
-
-
-def _plan(
-    schedule: str | BuildSchedule, num_stages: int, num_microbatches: int, backward: bool
-) -> tuple[Schedule, list[Action]]:
-    build = find(schedule) if isinstance(schedule, str) else schedule
-    lists = build(num_stages, num_microbatches)
-    if len(lists) != num_stages:
+def ranks_of(schedule: Schedule) -> list[int]:
+    """By stage, the rank that has it. ValueError unless each stage is on one rank."""
+    ranks: dict[int, int] = {}
+    for r, actions in enumerate(schedule):
+        for action in actions:
+            if ranks.setdefault(action.stage, r) != r:
+                raise ValueError(
+                    f"rank {r}: {action!r} does not belong here: rank {ranks[action.stage]} has "
+                    "that stage"
+                )
+    if sorted(ranks) != list(range(len(ranks))):
         raise ValueError(
-            f"the schedule has {len(lists)} stages and the pipeline {num_stages}: a list of "
-            "actions for each stage is needed, of the number the schedule is called with"
+            f"the lists have the stages {sorted(ranks)}: they are counted from 0, none left out"
         )
-    validate(lists, num_microbatches)
-    lists = lists if backward else forward_only(lists)
-    return lists, in_order(lists)
-
-
-_known = lru_cache(maxsize=256)(_plan)
-
-
-def forward_only(schedule: Schedule) -> Schedule:
-    """The same schedule without its backwards: evaluation."""
-    return [[action for action in actions if action.kind is FORWARD] for actions in schedule]
+    return [ranks[s] for s in sorted(ranks)]
 
 
 def clock_cycles(num_batches: int, num_partitions: int) -> Iterator[list[tuple[int, int]]]:
@@ -206,12 +184,12 @@ def clock_cycles(num_batches: int, num_partitions: int) -> Iterator[list[tuple[i
 
 
 def clock_table(schedule: Schedule) -> list[list[Action | None]]:
-    """Row k: what each stage does in clock k if every action takes one clock, None where idle.
+    """Row k: what each rank does in clock k if every action takes one clock, None where idle.
 
     Raises ValueError, naming an action that waits for ever, if the schedule deadlocks.
     """
-    num_stages = len(schedule)
-    position = [0] * num_stages
+    num_stages = len(ranks_of(schedule))
+    position = [0] * len(schedule)
     done: set[Action] = set()
     rows: list[list[Action | None]] = []
     while any(p < len(actions) for p, actions in zip(position, schedule, strict=True)):
@@ -221,12 +199,12 @@ def clock_table(schedule: Schedule) -> list[list[Action | None]]:
                 needed in done for needed in dependencies(actions[p], num_stages)
             )
             row.append(actions[p] if ready else None)
-        started = [action for action in row if action is not None]
-        if not started:
+        if not any(row):
             raise ValueError(_deadlock(schedule, position, done))
-        for action in started:
-            position[action.stage] += 1
-        done.update(started)
+        for r, action in enumerate(row):
+            if action is not None:
+                position[r] += 1
+                done.add(action)
         rows.append(row)
     return rows
 
@@ -247,37 +225,44 @@ def validate(
 ) -> None:
     """Raise ValueError, naming the action, unless ``schedule`` can run and does all the work.
 
-    Each stage runs F(i), and either B(i) or I(i) and W(i), of each micro-batch exactly once;
-    nothing waits for ever (B waits for B and I for I, so all stages do a micro-batch in the same
-    way); and, where ``max_alive`` gives a limit per stage, no stage holds more micro-batches.
+    Each stage is on one rank, which runs F(i), and either B(i) or I(i) and W(i), of each
+    micro-batch exactly once; nothing waits for ever (B waits for B and I for I, so all stages do a
+    micro-batch in the same way); and, where ``max_alive`` gives a limit per rank, none holds more
+    micro-batches, counted once for each of its stages.
     """
-    for s, actions in enumerate(schedule):
-        halved = {i for kind, _, i in actions if kind in _HALVES}
+    ranks = ranks_of(schedule)
+    for r, actions in enumerate(schedule):
+        halved = {(s, i) for kind, s, i in actions if kind in _HALVES}
         expected = {
             Action(kind, s, i)
+            for s in range(len(ranks))
+            if ranks[s] == r
             for i in range(num_microbatches)
-            for kind in (FORWARD, *(_HALVES if i in halved else (BACKWARD,)))
+            for kind in (FORWARD, *(_HALVES if (s, i) in halved else (BACKWARD,)))
         }
         seen: set[Action] = set()
         for action in actions:
             if action not in expected:
-                raise ValueError(f"stage {s}: {action!r} does not belong here")
+                raise ValueError(f"rank {r}: {action!r} does not belong here")
             if action in seen:
-                raise ValueError(f"stage {s}: {action} is there twice")
+                raise ValueError(f"stage {action.stage}: {action} is there twice")
             seen.add(action)
         for action in sorted(expected - seen):
-            raise ValueError(f"stage {s}: {action} is missing")
+            raise ValueError(f"stage {action.stage}: {action} is missing")
     clock_table(schedule)
-    for s, limit in enumerate(max_alive or []):
+    for r, limit in enumerate(max_alive or []):
         alive = 0
-        for action in schedule[s]:
+        for action in schedule[r]:
             alive += _BORN.get(action.kind, 0)
             if alive > limit:
-                raise ValueError(f"stage {s}: {action} makes {alive} micro-batches alive > {limit}")
+                raise ValueError(
+                    f"stage {action.stage}: {action} makes {alive} micro-batches alive > {limit}"
+                )
 
 
 def peak_alive(schedule: Schedule) -> list[int]:
-    """Per stage, the most micro-batches whose activations it holds at once, until B or W."""
+    """Per rank, the most micro-batches whose activations it holds at once, until B or W, counted
+    once for each of its stages."""
     peaks = []
     for actions in schedule:
         alive = peak = 0
@@ -289,38 +274,48 @@ def peak_alive(schedule: Schedule) -> list[int]:
 
 
 def bubble(schedule: Schedule) -> Fraction:
-    """The share of all clocks in which a stage idles, at one clock per action, be it B or I."""
+    """The share of all clocks in which a rank idles, at one clock per action, be it B or I."""
     slots = [action for row in clock_table(schedule) for action in row]
     return Fraction(slots.count(None), len(slots))
 
 
 def draw(schedule: Schedule) -> str:
-    """The clock table as text, one line per stage: see the top of this file."""
+    """The clock table as text, one line per rank: see the top of this file. Where a rank has
+    several stages, a letter says which of them: see chunks.py."""
+    ranks = ranks_of(schedule)
+    word = "stage" if len(ranks) == len(schedule) else "rank"
     lines = []
-    for s, column in enumerate(zip(*clock_table(schedule), strict=True)):
-        cells = ["." if action is None else str(action) for action in column]
-        width = max(len(str(action)) for action in schedule[s])
-        lines.append(f"stage {s}: " + " ".join(f"{cell:{width}}" for cell in cells).rstrip())
+    for r, column in enumerate(zip(*clock_table(schedule), strict=True)):
+        cells = ["." if action is None else name_of(action, ranks) for action in column]
+        width = max(len(name_of(action, ranks)) for action in schedule[r])
+        lines.append(f"{word} {r}: " + " ".join(f"{cell:{width}}" for cell in cells).rstrip())
     return "\n".join(lines)
 
 
+def name_of(action: Action, ranks: Sequence[int]) -> str:
+    """F0; where its rank, as `ranks_of` gives it, has several stages F0a, F0b, ..."""
+    mine = [s for s, r in enumerate(ranks) if r == ranks[action.stage]]
+    return str(action) + (chr(ord("a") + mine.index(action.stage)) if len(mine) > 1 else "")
+
+
 def in_order(schedule: Schedule) -> list[Action]:
-    """The actions of all stages in order of their clocks: each comes after those it waits for. So
-    no deadlock arises where one worker does the actions of several stages in this order."""
+    """The actions of all ranks in order of their clocks: each comes after those it waits for. So
+    no deadlock arises where one worker does the actions of several ranks in this order."""
     return [action for row in clock_table(schedule) for action in row if action is not None]
 
 
 def _deadlock(schedule: Schedule, position: Sequence[int], done: set[Action]) -> str:
-    stuck = []
+    stuck, num_stages = [], len(ranks_of(schedule))
     for p, actions in zip(position, schedule, strict=True):
         if p < len(actions):
-            needed = next(a for a in dependencies(actions[p], len(schedule)) if a not in done)
+            needed = next(a for a in dependencies(actions[p], num_stages) if a not in done)
             stuck.append(f"{actions[p]} on stage {actions[p].stage} waits for {needed} on stage "
                          f"{needed.stage}")  # fmt: skip
     return "deadlock: " + "; ".join(stuck)
 
 
-def _check_sizes(num_stages: int, num_microbatches: int) -> None:
+def check_sizes(num_stages: int, num_microbatches: int) -> None:
+    """ValueError unless there is at least one of each."""
     if num_stages < 1 or num_microbatches < 1:
         raise ValueError(
             f"{num_stages} stages, {num_microbatches} micro-batches: at least 1 of each, e.g. 2, 4"

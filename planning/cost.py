@@ -110,6 +110,24 @@ def held_microbatches(schedule: str, stages: int, microbatches: int, stage: int)
     return held[schedule]
 
 
+def held_chunks(schedule: str, ranks: int, chunks: int = 2) -> int:
+    """The most chunks of micro-batches whose activations a rank holds at once, where each has
+    several chunks of layers and there are micro-batches enough: of `interleaved` the first rank, of
+    the V-shaped schedules, which have two, every rank but for one or two chunks.
+
+    Raises:
+        ValueError: no formula for this schedule.
+    """
+    n = ranks
+    held = {
+        "interleaved": (chunks - 1) * n + 2 * (n - 1) + 1,
+        "zbv": 2 * n, "vhalf": 2 * math.ceil((n + 1) / 2), "vmin": 2 * math.ceil((n + 2) / 3),
+    }  # fmt: skip
+    if schedule not in held:
+        raise ValueError(f"schedule={schedule!r}: one of {', '.join(held)}")
+    return held[schedule]
+
+
 def held_activations(
     activations: float, schedule: str, stages: int, microbatches: int, stage: int
 ) -> float:
@@ -191,6 +209,17 @@ def boundary_bytes(sequences: int, positions: int, width: int, element: int = 2)
 def pipeline_bubble(stages: int, microbatches: int) -> Fraction:
     """The share of time in which a stage of GPipe or 1F1B idles: (n-1)/(m+n-1)."""
     return Fraction(stages - 1, microbatches + stages - 1)
+
+
+def interleaved_bubble(ranks: int, microbatches: int, chunks: int) -> Fraction:
+    """The same under interleaved 1F1B with m >= n: (n-1)/(v m + n-1) for v chunks per rank."""
+    return Fraction(ranks - 1, chunks * microbatches + ranks - 1)
+
+
+def v_shaped_bubble(ranks: int, microbatches: int) -> Fraction:
+    """The least under ZB-V, with F, I and W of a chunk of one clock each and m >= n: the last rank
+    waits n-1 clocks for its first input, and a rank has 6m clocks of work."""
+    return Fraction(ranks - 1, 6 * microbatches + ranks - 1)
 
 
 def zero_bubble_share(stages: int, microbatches: int) -> Fraction:

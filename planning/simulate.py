@@ -1,6 +1,6 @@
 """When each action of a schedule runs, if every action takes as long as it is said to take.
 
-A stage starts the next action of its list as soon as it has ended the one before and what the
+A rank starts the next action of its list as soon as it has ended the one before and what the
 action depends on has ended elsewhere; transfers take no time. That is the ideal that a measured
 timeline is drawn beside.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pipeline.schedule import Action, Schedule, clock_table, dependencies
+from pipeline.schedule import Action, Schedule, clock_table, dependencies, ranks_of
 
 
 class Timed(NamedTuple):
@@ -22,19 +22,19 @@ class Timed(NamedTuple):
 
 
 def simulate(schedule: Schedule, seconds: Callable[[Action], float]) -> list[list[Timed]]:
-    """Per stage, its actions with start and end, from 0.
+    """Per rank, its actions with start and end, from 0.
 
     Raises:
         ValueError: the schedule waits for ever.
     """
     ended: dict[Action, float] = {}
+    num_stages = len(ranks_of(schedule))
     rows: list[list[Timed]] = [[] for _ in schedule]
     for clock in clock_table(schedule):  # an order in which all dependencies come before
-        for action in clock:
+        for row, action in zip(rows, clock, strict=True):
             if action is None:
                 continue
-            row = rows[action.stage]
-            ready = [ended[needed] for needed in dependencies(action, len(schedule))]
+            ready = [ended[needed] for needed in dependencies(action, num_stages)]
             start = max([*ready, row[-1].end if row else 0.0], default=0.0)
             ended[action] = start + seconds(action)
             row.append(Timed(action, start, ended[action]))

@@ -188,9 +188,10 @@ class DataParallel:
 class Stages:
     """stages of a pipeline"""
 
-    schedule: Literal["gpipe", "1f1b", "zb"] | None = None
-    """order of forwards and backwards; default: 1f1b, which holds fewer activations than gpipe; zb
-    (zero bubble) idles least"""
+    schedule: Literal["gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin"] | None = None
+    """gpipe, 1f1b (default), zb; with several stages per rank: interleaved, zbv, vhalf, vmin"""
+    chunks: Count | None = None
+    """stages per rank, of interleaved; default: 2"""
     balance: str | None = None
     """auto (default): by measured time, may split a block in half; uniform: equal numbers of
     blocks; 3,5: explicit numbers (vgg16: of layers)"""
@@ -233,8 +234,7 @@ class Strategy:
     vgg_width: Count = 64
     """of vgg16: channels of the first layers; later ones have up to 8 times as many"""
     check_weights: bool = False
-    """train again without parallelism and compare every weight by name; exit status 1 if they
-    disagree"""
+    """train again on one process and compare every weight by name; exit status 1 if they differ"""
     check_output: bool = False
     """the same for the outputs on a batch of test data"""
 

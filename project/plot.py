@@ -25,7 +25,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.schedule import SCHEDULES
+from pipeline.catalogue import SCHEDULES
 from project.plot_timeline import (
     COLOURS,
     draw_step,
@@ -497,6 +497,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("schedule", *m, type=count, metavar="M", default=8, help="micro-batches (8)")
     option("schedule", *k, type=count, metavar="K", default=4, help="stages (4)")
     option("schedule", "--schedule", choices=list(SCHEDULES), default="1f1b", help="which (1f1b)")
+    option("schedule", "--chunks", type=count, metavar="V", help="chunks of layers per rank, of "
+           "interleaved (2)")
     option("training", "workdir", nargs="+", **one)
     option("split_time throughput memory", "runs", type=run_names, help="e.g. ddp=1,ddp=2")
     option("timeline", "run", type=run_folder,
@@ -535,7 +537,8 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
         return [plot_training(args.workdir[0], args.output and path("training"))]
     if name == "schedule":
         sizes = args.num_devices, args.num_microbatches
-        return [plot_schedule(args.schedule, *sizes, path(f"schedule_{args.schedule}"))]
+        stem = f"schedule_{args.schedule}"
+        return [plot_schedule(args.schedule, *sizes, args.chunks, path(stem))]
     if name == "timeline":
         run = args.run if args.run.exists() else args.workdir / args.run
         workers, about = timeline_of(run)

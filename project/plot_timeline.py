@@ -10,7 +10,7 @@ says.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,7 +20,17 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from pipeline.schedule import SCHEDULES, bubble, clock_table, draw, find, peak_alive
+from pipeline.catalogue import SCHEDULES, find
+from pipeline.schedule import (
+    FORWARD,
+    Action,
+    bubble,
+    clock_table,
+    draw,
+    name_of,
+    peak_alive,
+    ranks_of,
+)
 from planning.simulate import simulate
 from training.curves import BLUE, FAINT, GREEN, GREY, INK, picture, readable
 from training.errors import UserError
@@ -119,21 +129,37 @@ def shares(workers: Workers) -> dict[str, float]:
     return {category: fmean(row[category] for row in rows) for category in rows[0]}
 
 
-def plot_schedule(name: str, num_stages: int, num_microbatches: int, path: Path) -> Path:
-    """Prints the clock table of a schedule and draws it; every action takes one clock."""
-    schedule = find(name)(num_stages, num_microbatches)
+def plot_schedule(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int | None, path: Path
+) -> Path:
+    """Prints the clock table of a schedule and draws it; every action takes one clock.
+
+    Raises:
+        UserError: the schedule has another number of chunks.
+    """
+    try:
+        schedule = find(name, chunks)(num_ranks, num_microbatches)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     print(draw(schedule))
-    table = clock_table(schedule)
-    workers: dict[str, list[Event]] = {f"stage {s}": [] for s in range(num_stages)}
+    table, ranks = clock_table(schedule), ranks_of(schedule)
+    several = len(ranks) > num_ranks
+    word, places = ("rank", "ranks") if several else ("stage", "stages")
+    workers: dict[str, list[Event]] = {f"{word} {r}": [] for r in range(num_ranks)}
     for k, clock in enumerate(table):
-        for kind, s, i in filter(None, clock):
-            workers[f"stage {s}"].append(Event(kind.value, s, i, k, k + 1))
+        for events, action in zip(workers.values(), clock, strict=True):
+            if action is not None:
+                kind, s, i = action
+                events.append(Event(kind.value, s, i, k, k + 1))
+    of_them = f"{places} with {len(ranks) // num_ranks} chunks" if several else places
+    held = ", ".join(map(str, peak_alive(schedule)))
+    letters = ", letters: chunks" if several else ""
     return draw_timeline(
-        path, {"": workers}, "clock",
-        title=f"{name}: {num_stages} stages, {num_microbatches} micro-batches, {len(table)} "
+        path, {"": workers}, "clock", ranks,
+        title=f"{name}: {num_ranks} {of_them}, {num_microbatches} micro-batches, {len(table)} "
         f"clocks, {float(bubble(schedule)):.0%} idle",
-        foot="numbers: micro-batches; the stages hold the activations of at most "
-        f"{', '.join(map(str, peak_alive(schedule)))} of them",
+        foot=f"numbers: micro-batches{letters}; the {places} hold the activations of at most {held}"
+        f" of them{' in a chunk' if several else ''}",
     )  # fmt: skip
 
 
@@ -154,13 +180,17 @@ def draw_step(
     measured = in_step(workers, step)
     if not any(measured.values()):
         raise UserError(f"--step {step}: it was not recorded; take one up to {max(steps)}")
-    ideal, n = ideal_of(measured, about.get("schedule")), len(measured)
+    n, ranks = len(measured), about.get("ranks")
+    ideal = ideal_of(measured, about.get("schedule"), ranks)
     panels: dict[str, Workers] = {"": measured}
     title = str(about.get("strategy", "run")).replace("_", " ")
     if ideal:
         panels = {"measured": measured, "ideal": ideal}
         idle = [fmean(bubbles(panel).values()) for panel in panels.values()]
-        title += f", {about['schedule']}, {n} stages: {idle[0]:.1%} idle, ideal {idle[1]:.1%}"
+        several = f", {len(ranks) // n} chunks each" if ranks else ""
+        title += (
+            f", {about['schedule']}, {n} stages{several}: {idle[0]:.1%} idle, ideal {idle[1]:.1%}"
+        )
         meaning = "ideal: equal stages and micro-batches, transfers take no time"
     else:
         times, total = shares(measured), duration(measured)
@@ -168,19 +198,24 @@ def draw_step(
         title += f", {n} worker{'s' * (n > 1)}: communication {sent:.0%}, idle {idling:.0%}"
         meaning = "communication: the part that no computation hides"
     numbers = "layers" if any(map(by_layer, measured.values())) else "micro-batches"
+    numbers = "micro-batches, letters: chunks" if ranks else numbers
     foot = "; ".join(filter(None, [run, f"step {step}", meaning, f"numbers: {numbers}"]))
-    return draw_timeline(path, panels, "time", title=title, foot=foot)
+    return draw_timeline(path, panels, "time", ranks, title=title, foot=foot)
 
 
-def ideal_of(workers: Workers, schedule: str | None) -> dict[str, list[Event]] | None:
+def ideal_of(
+    workers: Workers, schedule: str | None, ranks: Sequence[int] | None = None
+) -> dict[str, list[Event]] | None:
     """The same step by the same schedule, if every stage took the mean time for every micro-batch
-    and transfers took none; None where the schedule is not known."""
+    and transfers took none; None where the schedule is not known. ``ranks``: by stage, the worker
+    that has it; None: each has one."""
     rows = list(actions_of(workers).values())
     actions = [event for row in rows for event in row]
     stages = sorted({event.stage for event in actions})
-    if schedule not in SCHEDULES or stages != list(range(len(workers))) or len(stages) < 2:
+    n, num_stages = len(workers), len(ranks or workers)
+    if schedule not in SCHEDULES or stages != list(range(num_stages)) or n < 2:
         return None
-    table = SCHEDULES[schedule](len(stages), len({event.microbatch for event in actions}))
+    table = find(schedule, num_stages // n)(n, len({event.microbatch for event in actions}))
     seconds = {}
     # Per action, which events are counted, and whose time is its own: a backward includes its
     # recomputation and, where the schedule has it whole, both of its halves.
@@ -199,10 +234,16 @@ def ideal_of(workers: Workers, schedule: str | None) -> dict[str, list[Event]] |
 
 
 def draw_timeline(
-    path: Path, panels: Mapping[str, Workers], unit: str, *, title: str, foot: str
+    path: Path,
+    panels: Mapping[str, Workers],
+    unit: str,
+    ranks: Sequence[int] | None = None,
+    *,
+    title: str,
+    foot: str,
 ) -> Path:
     """Panels by their headings, one below the other, with one scale, and in each a row per worker.
-    The `unit` is `time` for seconds, or `clock`."""
+    The `unit` is `time` for seconds, or `clock`. `ranks`: of the stages of a schedule."""
     total = max(map(duration, panels.values())) or 1.0
     factor, name = handy(total) if unit == "time" else (1.0, "")
     size = (13.33, 2.3 + sum(0.65 * len(panel) + 0.4 for panel in panels.values()))
@@ -217,7 +258,8 @@ def draw_timeline(
             begin = min(event.start for events in workers.values() for event in events)
             for y, events in enumerate(workers.values()):
                 ax.barh(y, duration(workers) * factor, 0.86, color=FAINT)
-                draw_row(ax, y, events, begin, factor, points=72 * 11.5 / total)
+                label = label_of(events, ranks)
+                draw_row(ax, y, events, begin, factor, 72 * 11.5 / total, label)
                 found |= {KINDS.get(event.kind, ("other",))[0] for event in events}
             ax.grid(visible=False)
             ax.spines["bottom"].set_visible(ax is axes[-1])
@@ -237,13 +279,26 @@ def by_layer(events: Sequence[Event]) -> bool:
     return len({event.stage for event in events if event.kind in ACTIONS}) > 1
 
 
-def draw_row(
-    ax: Axes, y: float, events: Sequence[Event], begin: float, factor: float, points: float
-) -> None:
-    """A box per event, with the number of its micro-batch, or of its layer where a worker has
-    several, if it is legible at `points` of the page per second. Transfers are thinner, at the
-    foot of the row, one below the other where they overlap."""
+def label_of(events: Sequence[Event], ranks: Sequence[int] | None) -> Callable[[Event], str]:
+    """What is written on an event: the number of its micro-batch, and the letter of its chunk if
+    there are several; or the number of its layer, where a worker has several and no stages."""
+    if ranks:
+        return lambda e: name_of(Action(FORWARD, e.stage, e.microbatch), ranks)[1:]
     layers = by_layer(events)
+    return lambda e: str(e.stage if layers else e.microbatch)
+
+
+def draw_row(
+    ax: Axes,
+    y: float,
+    events: Sequence[Event],
+    begin: float,
+    factor: float,
+    points: float,
+    label: Callable[[Event], str],
+) -> None:
+    """A box per event, with its `label` if that is legible at `points` of the page per second.
+    Transfers are thinner, at the foot of the row, one below the other where they overlap."""
     strips = without_crossings([event for event in events if event.lane == COMMUNICATION])
     work = [event for event in events if event.lane != COMMUNICATION]
     height, thin = 0.62 if strips else 0.86, 0.22 / max(1, len(strips))
@@ -256,9 +311,11 @@ def draw_row(
             top, width * factor, high, left, align="edge", color=colour, edgecolor="white",
             linewidth=min(1.2, width * points / 8),
         )  # fmt: skip
-        number = str(event.stage if layers else event.microbatch)
+        if event.kind not in ACTIONS:
+            continue
+        number = label(event)
         size = min(14, 1.2 * width * points / max(2, len(number)))
-        if event.kind in ACTIONS and size >= 6:
+        if size >= 6:
             ax.text(
                 left + width * factor / 2, top + high / 2, number, size=size, color=on(colour),
                 ha="center", va="center_baseline",

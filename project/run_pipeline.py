@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from pipeline.catalogue import chunks_of
 from project.options import PipelineOptions, parse
 from project.rules import (
     check_microbatches,
@@ -75,12 +76,14 @@ def _settle_stages(args: Any) -> None:
         fixed["schedule"] = "sequential", f"{flow} {whole}" if blocks else flow
     elif blocks:
         fixed["schedule"] = "gpipe", whole
+    if "schedule" in fixed:
+        fixed["chunks"] = 1, fixed["schedule"][1]
     if blocks and mode != "pipeline_parallel":
         fixed["num_microbatches"] = 1, whole
     on_gpu = choose_device(args.device, 0, 1).type == "cuda"
     defaults = {
         "num_devices": torch.cuda.device_count() if on_gpu else 2,
-        "balance": "auto", "schedule": "1f1b", "num_microbatches": 4,
+        "balance": "auto", "schedule": "1f1b", "num_microbatches": 4, "chunks": None,
     }  # fmt: skip
     for name, default in defaults.items():
         given = getattr(args, name)
@@ -91,23 +94,29 @@ def _settle_stages(args: Any) -> None:
                 f"--{name} {given} {form}: it is {value} there; leave it out, or use {instead}"
             )
         setattr(args, name, value)
+    try:
+        args.chunks = chunks_of(args.schedule, args.chunks)
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
 
 
 def _check_stages(args: Any) -> None:
     """Raises UserError where the model cannot be cut into the stages of run_pipeline.py."""
     n, blocks = args.num_devices, number_of_blocks(args)
+    stages, each = n * args.chunks, f" --chunks {args.chunks}" if args.chunks > 1 else ""
     halves = args.pipeline == "whole" and args.balance == "auto"
     cuts = 2 * blocks + 2 if halves else blocks
-    if n > cuts:
+    if stages > cuts:
+        most = ("--num_devices", cuts // args.chunks) if n > 1 else ("--chunks", cuts)
         what = f"{cuts} layers (embedding, halves of blocks, head)" if halves else f"{cuts} blocks"
         raise UserError(
-            f"--num_devices {n} --balance {args.balance}: the model has {what} and every stage "
-            f"needs one; {works('--num_devices', cuts)}, or a larger --n_layer"
+            f"--num_devices {n}{each} --balance {args.balance}: the model has {what} and every "
+            f"stage needs one; {works(*most)}, or a larger --n_layer"
         )
     try:
-        sizes_of_blocks(args.balance, blocks, n)
+        sizes_of_blocks(args.balance, blocks, stages)
     except ValueError as error:
-        raise UserError(f"--num_devices {n} --{error}") from None
+        raise UserError(f"--num_devices {n}{each} --{error}") from None
 
 
 def choose_devices(args: Any) -> list[torch.device]:
@@ -140,8 +149,9 @@ def run_pp(args: Any, devices: list[torch.device]) -> None:
     else:
         model = StagesInThreads(
             task, world, plan, devices, args.schedule, args.num_microbatches, args.balance,
-            resume.cut,
+            resume.cut, args.chunks,
         )  # fmt: skip
+    plan.timeline.about["ranks"] = model.ranks
     announce(world, args, model)
     try:
         results = run(world, args, task, model, plan, resume=resume)

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from pipeline.catalogue import chunks_of
 from project.options import TrainOptions, parse
 from project.rules import (
     check_batch,
@@ -177,12 +178,13 @@ def _check_tensor(args: Any) -> None:
 
 def _settle_strategy(args: Any) -> None:
     """The options of one strategy. Raises UserError for one of another, or a cut that fails."""
-    for name in ("schedule", "balance") if args.strategy == "3d" and args.pp == 1 else ():
+    for name in ("schedule", "chunks", "balance") if args.strategy == "3d" and args.pp == 1 else ():
         if (given := getattr(args, name)) is not None:
             raise UserError(f"3d --{name} {given} --pp 1: there are no stages; --pp 2 works")
     staged = ("pipeline", "model", "3d")
     for name, default, users in (
         ("schedule", "gpipe" if args.strategy == "model" else "1f1b", ("pipeline", "3d")),
+        ("chunks", None, ("pipeline", "3d")),
         ("balance", "auto", staged),
         ("zero", 3 if args.strategy == "fsdp" else None, ("fsdp", "3d")),
     ):  # fmt: skip
@@ -191,6 +193,10 @@ def _settle_strategy(args: Any) -> None:
             others = f"{', '.join(users[:-1])} and {users[-1]}"
             raise UserError(f"{args.strategy} --{name} {given}: it is an option of {others}")
         setattr(args, name, given or default)
+    try:
+        args.chunks = chunks_of(args.schedule, args.chunks)
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
     if args.strategy == "3d" and args.zero is not None:
         mesh = f"--zero {args.zero} --dp {args.dp} --pp {args.pp}"
         if args.zero == 2:
@@ -206,20 +212,22 @@ def _settle_strategy(args: Any) -> None:
     n, vgg, option = args.pp, args.model == VGG, "pp" if args.strategy == "3d" else "world_size"
     if n == 1 and args.strategy not in ("pipeline", "model"):
         return
+    stages, each = n * args.chunks, f" --chunks {args.chunks}" if args.chunks > 1 else ""
     blocks = 0 if vgg else number_of_blocks(args)
     layers = 16 if vgg else 2 * blocks + 2
-    if n > layers:
+    if stages > layers:
+        most = (f"--{option}", layers // args.chunks) if n > 1 else ("--chunks", layers)
         raise UserError(
-            f"{args.strategy} --{option} {n}: {args.model} has {layers} layers and every rank "
-            f"needs one; {works(f'--{option}', layers)}"
+            f"{args.strategy} --{option} {n}{each}: {args.model} has {layers} layers and every "
+            f"{'chunk' if each else 'rank'} needs one; {works(*most)}"
         )
     try:
         if vgg and args.balance != "auto":
-            split_by(args.balance, layers, n, "layers")
+            split_by(args.balance, layers, stages, "layers")
         elif not vgg:
-            sizes_of_blocks(args.balance, blocks, n)
+            sizes_of_blocks(args.balance, blocks, stages)
     except ValueError as error:
-        raise UserError(f"--{option} {n} --{error}") from None
+        raise UserError(f"--{option} {n}{each} --{error}") from None
 
 
 def _check_trace(args: Any) -> None:
@@ -263,7 +271,8 @@ def run_rank(
     plan = plan_of(args, world)
     model = lay_out(args, task, world, plan, resume.cut)
     plan.timeline.about |= {
-        "schedule": model.schedule, "num_microbatches": model.num_microbatches
+        "schedule": model.schedule, "num_microbatches": model.num_microbatches,
+        "ranks": model.ranks,
     }  # fmt: skip
     announce(world, args, model)
     average = model.average_gradients if isinstance(model, Replicated) else None

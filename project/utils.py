@@ -98,7 +98,8 @@ def announce(world: World, args: Any, model: LaidOutModel) -> None:
     if getattr(args, "zero", None):
         facts.append(f"ZeRO stage {args.zero}")
     if model.schedule is not None:
-        facts.append(f"schedule {model.schedule}")
+        chunks = f" with {args.chunks} chunks per rank" if model.ranks else ""
+        facts.append(f"schedule {model.schedule}{chunks}")
     facts.append(f"micro-batches: {model.num_microbatches or 'automatic'}")
     n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
     facts.append(f"{n} {unit}{'s' * (n > 1)}")

@@ -105,7 +105,10 @@ def _facts(workdir: Path) -> list[str]:
     stages = options.get("num_devices") or options.get("pp") or options.get("world_size", 1)
     schedule = options.get("schedule")
     if schedule and stages > 1:
-        parts.append(f"{stages} stages, {schedule}, {options['num_microbatches']} micro-batches")
+        chunks = options.get("chunks") or 1
+        each = f" with {chunks} chunks" if chunks > 1 else ""
+        micro_batches = f"{options['num_microbatches']} micro-batches"
+        parts.append(f"{stages} stages{each}, {schedule}, {micro_batches}")
     if cores := options.get("cores"):
         who = "" if "num_devices" in options else " per process"
         parts.append(f"{cores} core{'s' * (cores > 1)}{who}")

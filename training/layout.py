@@ -84,6 +84,7 @@ class LaidOutModel(ABC):
         module: what holds this rank's parameters; None where no single module does.
         num_microbatches: into how many a rank's part is cut; None: as suits the device.
         schedule: the name of the order in which stages work; None: there are no stages.
+        ranks: by stage, the rank or device that has it, where each has several; else None.
         compute_dtype: the type to which weights are cast for a forward; None: autocast does that.
         optimizers: of what this rank holds; each parameter is in one of them.
         counted: the parameters whose gradients this rank adds to the norm of the whole gradient,
@@ -102,6 +103,7 @@ class LaidOutModel(ABC):
     module: nn.Module | None = None
     num_microbatches: int | None = None
     schedule: str | None = None
+    ranks: Sequence[int] | None = None
     compute_dtype: torch.dtype | None = None
     devices: Sequence[torch.device]
     optimizers: Sequence[torch.optim.Optimizer]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
 from data_parallel.sharded_optimizer import ShardedOptimizer
+from pipeline.catalogue import places
 from pipeline.microbatch import MicroBatches
 from pipeline.partition import balance, measure_costs
 from pipeline.process import ProcessPipe
@@ -58,7 +59,7 @@ def lay_out(
         num_microbatches = num_microbatches or 1
     return Staged(
         task, world, plan, args.schedule, num_microbatches, args.balance, args.timeout,
-        cut, mesh, args.sequence_parallel, bool(args.zero),
+        cut, mesh, args.sequence_parallel, bool(args.zero), chunks=args.chunks,
     )  # fmt: skip
 
 
@@ -200,6 +201,7 @@ class Staged(LaidOutModel):
     Args:
         mesh: by default a stage on every rank.
         shard_optimizer: ZeRO 1 over the replicas.
+        chunks: stages per rank; None: as many as the schedule has.
     """
 
     def __init__(
@@ -216,13 +218,16 @@ class Staged(LaidOutModel):
         sequence_parallel: bool = False,
         shard_optimizer: bool = False,
         share_memory: bool = True,
+        chunks: int | None = None,
     ) -> None:
         mesh = mesh or Mesh(pipeline=everyone(world))
         self.task, self.world, self.plan, self.mesh = task, world, plan, mesh
         self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
         self.devices, self.num_microbatches = [world.device], num_microbatches
         self.schedule = schedule
-        stages = mesh.pipeline.size
+        ranks = places(schedule, mesh.pipeline.size, chunks)
+        stages = len(ranks)
+        self.ranks = ranks if stages > mesh.pipeline.size else None
         if balance != "auto" or cut is None or len(cut) != stages:
             cut = task.sizes(balance, stages)
         self.cut = cut or measured_sizes(task, world, plan, stages)
@@ -231,12 +236,14 @@ class Staged(LaidOutModel):
         )
         self.pipe = ProcessPipe(
             nn.Sequential(*self.shared.layers), self.cut, world.device, mesh.pipeline.group,
-            model=self.shared.model, initialize=self.shared.initialize, recorder=plan.recorder,
-            share_memory=share_memory, timeout=timeout,
+            ranks=ranks, model=self.shared.model, initialize=self.shared.initialize,
+            recorder=plan.recorder, share_memory=share_memory, timeout=timeout,
             recompute=mode_of(plan.recompute, stages == 1 or num_microbatches == 1),
         )  # fmt: skip
         if stages > 1:
             self.description = f"layers per stage: {' | '.join(map(str, self.cut))}"
+        if self.ranks:
+            self.description += f", on the ranks {', '.join(map(str, ranks))}"
         mine = self.pipe.named_parameters()
         self.on_all = [p for name, p in mine.items() if name not in self.shared.parts]
         self.sharded: ShardedOptimizer | None = None
@@ -325,7 +332,7 @@ class Staged(LaidOutModel):
             yield from gather_on_main(self.world, self.mesh, self.shared, owned)
 
     def held(self) -> Iterable[Tensor]:
-        """The parameters of this stage, or shards of them."""
+        """The parameters of this rank's stages, or shards of them."""
         if self.sharded is None:
             return self.pipe.parameters()
         return self.sharded.shards.values()
@@ -350,7 +357,7 @@ class Staged(LaidOutModel):
         return {p: name for name, p in self.pipe.named_parameters().items()}
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """Those of this stage; a tied one has a copy on every stage that uses it."""
+        """Those of this rank's stages; a tied one has a copy on every rank that uses it."""
         return self.shared.names(self.pipe.named_parameters())
 
     def state_bytes(self) -> dict[str, int]:

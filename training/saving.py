@@ -206,7 +206,8 @@ class Saving:
 
     def _layout(self) -> list[Any]:
         axes = [getattr(self.args, axis, 1) for axis in ("dp", "pp", "tp")]
-        return [self.world.world_size, self.model.parts, self.model.schedule, *axes]
+        ranks = self.model.ranks or ()  # of stages, if each has several
+        return [self.world.world_size, self.model.parts, self.model.schedule, *axes, *ranks]
 
     def save(self, epoch: int, totals: Totals) -> None:
         """Saves, unless this step was saved already."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.catalogue import places
 from pipeline.microbatch import MicroBatches
 from pipeline.partition import balance as balanced
 from pipeline.partition import measure_costs, place
@@ -67,6 +68,7 @@ class StagesInThreads(_InOneProcess):
 
     Args:
         devices: of the stages; cpu:0, cpu:1 are slices of the cores.
+        chunks: stages per device; None: as many as the schedule has.
         cut: the layers per stage of a checkpoint, so that nothing is measured again.
     """
 
@@ -80,27 +82,30 @@ class StagesInThreads(_InOneProcess):
         num_microbatches: int = 4,
         balance: str = "auto",
         cut: Sequence[int] | None = None,
+        chunks: int | None = None,
     ) -> None:
         self.task, self.plan, self.devices = task, plan, devices
+        ranks = places(schedule, len(devices), chunks)
         self.schedule, self.num_microbatches = schedule, num_microbatches
         self.module = materialize(task, world.device, plan.dtype)
         self.layers = layers = task.layers(self.module)
-        if balance != "auto" or cut is None or len(cut) != len(devices):
-            cut = task.sizes(balance, len(devices))
+        if balance != "auto" or cut is None or len(cut) != len(ranks):
+            cut = task.sizes(balance, len(ranks))
         if cut is None:  # layers are measured where the first stage is
             step = next(task.steps(0, 0, 1, num_microbatches))
             x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
             with plan.autocast(world.device):
                 costs = measure_costs(layers, x, lambda output: task.loss(output, target))
-            cut = balanced(costs, len(devices))
+            cut = balanced(costs, len(ranks))
         self.cut = list(cut)
-        module, replicas = place(layers, self.cut, devices)
-        one_at_a_time = schedule == "sequential" or len(devices) == 1
+        module, replicas = place(layers, self.cut, [devices[r] for r in ranks])
+        one_at_a_time = schedule == "sequential" or len(ranks) == 1
         self.pipe = Pipe(
-            module, recorder=plan.recorder, replicas=replicas,
+            module, recorder=plan.recorder, replicas=replicas, sizes=self.cut,
             recompute=mode_of(plan.recompute, one_at_a_time),
         )  # fmt: skip
-        where = ", ".join(map(str, devices))
+        self.ranks = ranks if len(ranks) > len(devices) else None
+        where = ", ".join(str(devices[r]) for r in ranks)
         self.description = f"layers per stage: {' | '.join(map(str, self.cut))} on {where}"
         if schedule != "sequential":
             cores = [("", core_slice(s, len(devices))) for s in range(len(devices))]

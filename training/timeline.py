@@ -215,7 +215,8 @@ OFF = Timeline(num_steps=0)  # records nothing
 
 def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
     """What all workers of a run did, by name (`rank 0`, or `stage 0`), and what rank 0's timeline
-    is `about`. An event without a stage counts for the first one.
+    is `about`. An event without a stage counts for the first one. Where a device
+    has several stages, `ranks` there says which, and its worker is `device 0`.
 
     Raises:
         FileNotFoundError: a rank's file is missing.
@@ -233,8 +234,11 @@ def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any
             about = about or content["about"]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a timeline ({error!r})") from error
+        ranks = about.get("ranks")
         for event in [] if by_rank else events:
-            workers.setdefault(f"stage {max(0, event.stage)}", []).append(event)
+            s = max(0, event.stage)
+            name = f"device {ranks[s]}" if ranks else f"stage {s}"
+            workers.setdefault(name, []).append(event)
         if by_rank:
             workers[f"rank {rank}"] = events
         rank += 1

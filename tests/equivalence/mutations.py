@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.sharded_optimizer import ShardedOptimizer
-from pipeline import autograd, dataflow, pipe, trace
+from pipeline import autograd, dataflow, pipe, process, trace
 from pipeline.delivery import gradients_by_stage
 from pipeline.neighbours import Neighbours
 from runtime.randomness import StageRandomness, StepSeed
@@ -142,11 +142,25 @@ def a_tied_weight_loses_a_gradient() -> Iterator[None]:
 
 
 @mutation
+def a_rank_loses_what_its_chunks_share() -> Iterator[None]:
+    """In a V the embedding and the head are on one rank: their gradients are forgotten."""
+
+    def own_alone(*args: Any) -> Any:
+        return gradients_by_stage(*args)[0], {}
+
+    with patch.object(process, "gradients_by_stage", own_alone):
+        yield
+
+
+@mutation
 def a_rank_keeps_its_part_of_a_tied_gradient() -> Iterator[None]:
     """Of the embedding's two uses, on the first rank and on the last, each counts its own."""
 
     def own(_: Neighbours, parameters: Any, parts: Any) -> Any:
-        return {parameters[name]: part for name, part in parts.items() if part is not None}
+        return {
+            parameters[name]: sum(part for part in mine.values() if part is not None)
+            for name, mine in parts.items()
+        }
 
     with patch.object(Neighbours, "sum_tied", own):
         yield

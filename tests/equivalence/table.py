@@ -38,6 +38,16 @@ Cut = tuple[int, ...]  # layers per stage
 
 SCHEDULES = ("gpipe", "1f1b", "zb")
 EQUAL: tuple[Cut, ...] = ((8,), (3, 5), (3, 2, 3))  # of the eight layers of three blocks
+# Schedules with several stages per rank: how many ranks and chunks, and a cut.
+CHUNKED: tuple[tuple[str, int, int, Cut], ...] = (
+    ("interleaved", 2, 2, (3, 2, 1, 2)),
+    ("interleaved", 2, 3, (2, 1, 2, 1, 1, 1)),
+    ("interleaved", 3, 2, (1, 2, 1, 1, 1, 2)),
+    ("zbv", 2, 2, (3, 2, 1, 2)),
+    ("zbv", 3, 2, (1, 2, 1, 1, 1, 2)),
+    ("vhalf", 3, 2, (1, 2, 1, 1, 1, 2)),
+    ("vmin", 3, 2, (1, 2, 1, 1, 1, 2)),
+)
 UNEVEN = {1: (8,), 2: (3, 5), 4: (1, 3, 3, 1), 8: (1,) * 8}
 VGG: tuple[Cut, ...] = ((16,), (7, 9), (4, 5, 7))
 BUCKET = 8 << 10  # bytes: several buckets even of these models
@@ -80,7 +90,7 @@ def sharded(zero: int = 3, **how: Any) -> Build:
 
 
 def staged(cut: Cut, schedule: str, m: int, **how: Any) -> Build:
-    """A rank per stage, m micro-batches."""
+    """A rank per stage, or per ``chunks`` of them; m micro-batches."""
     return partial(Staged, schedule=schedule, num_microbatches=m, cut=cut, **how)
 
 
@@ -91,6 +101,7 @@ def mesh(
     schedule: str = "1f1b",
     sequence_parallel: bool = False,
     zero: int | None = None,
+    chunks: int = 1,
     **how: Any,
 ) -> Build:
     """dp x pp x tp ranks, layers cut unevenly."""
@@ -100,8 +111,9 @@ def mesh(
         if zero == 3:
             return Sharded(task, world, plan, 3, places, sequence_parallel, **how)
         return Staged(
-            task, world, plan, schedule, plan.num_microbatches, cut=UNEVEN[pp], mesh=places,
-            sequence_parallel=sequence_parallel, shard_optimizer=zero == 1, **how,
+            task, world, plan, schedule, plan.num_microbatches, cut=UNEVEN[pp * chunks],
+            mesh=places, sequence_parallel=sequence_parallel, shard_optimizer=zero == 1,
+            chunks=chunks, **how,
         )  # fmt: skip
 
     return build
@@ -112,13 +124,16 @@ def _mesh(dp: int, pp: int, tp: int) -> Mesh:
     return make_mesh(dp, pp, tp, 60.0)
 
 
-def threads(cut: Cut | int, schedule: str, m: int) -> Build:
-    """A thread per stage, m micro-batches. A number of stages is cut by the time that layers
-    take."""
-    n, given = (cut, None) if isinstance(cut, int) else (len(cut), cut)
+def threads(cut: Cut | int, schedule: str, m: int, chunks: int = 1) -> Build:
+    """A thread per stage, or per ``chunks`` of them; m micro-batches. A number of stages is cut by
+    the time that layers take."""
+    stages, given = (cut, None) if isinstance(cut, int) else (len(cut), cut)
+    n = stages // chunks
 
     def build(task: Task, world: World, plan: Plan) -> LaidOutModel:
-        return StagesInThreads(task, world, plan, devices(world, n), schedule, m, cut=given)
+        return StagesInThreads(
+            task, world, plan, devices(world, n), schedule, m, cut=given, chunks=chunks
+        )
 
     return build
 
@@ -258,6 +273,42 @@ def _stages() -> Iterator[Row]:
     yield Row("blocks2-odd", 1, blocks(2, 3), ODD)
 
 
+def _chunks() -> Iterator[Row]:
+    """Several stages per rank; in a V the first rank has the embedding and the head."""
+    problem = Sentences(11, n_layer=3)
+    special = {
+        "untied": replace(problem, tied=False),
+        "same_length": Sentences(16, n_layer=3, same_length=True),
+        "clipped": Sentences(16, n_layer=3, max_grad_norm=0.1),
+        "dropout": replace(problem, dropout=0.1),
+        "odd": ODD,
+    }
+    for schedule, n, v, cut in CHUNKED:
+        for m in (3, 8):
+            name, here = f"{n}-{schedule}-v{v}_m{m}", threads(cut, schedule, m, v)
+            yield Row(f"threads{name}", 1, here, problem)
+            yield Row(f"pipeline{name}", n, staged(cut, schedule, m, chunks=v), problem)
+        if (n, v) != (2, 2):
+            continue
+        on_ranks = staged(cut, schedule, 4, chunks=2)
+        for what, trained in special.items():
+            yield Row(f"threads2-{schedule}-{what}", 1, threads(cut, schedule, 4, 2), trained)
+            yield Row(f"pipeline2-{schedule}-{what}", 2, on_ranks, trained)
+        gloo = staged(cut, schedule, 4, chunks=2, share_memory=False)
+        yield Row(f"pipeline2-{schedule}-gloo", 2, gloo, problem)
+        build = staged((4, 3, 5, 4), schedule, 4, chunks=2)
+        yield Row(f"pipeline2-{schedule}-vgg16", 2, build, Noise(11, 8))
+        dropped = special["dropout"]
+        yield Row(f"pipeline2-{schedule}-twice", 2, on_ranks, dropped, 2, "second run")
+        yield Row(f"pipeline2-{schedule}-resumed", 2, on_ranks, dropped, 2, "resumed run")
+        meshed = Sentences(22, n_layer=3, n_head=4, vocabulary=67, dropout=0.1, max_grad_norm=1.0)
+        for layout in ((2, 2, 1), (1, 2, 2)):
+            name = f"mesh4-{'x'.join(map(str, layout))}-{schedule}"
+            yield Row(name, 4, mesh(*layout, schedule, chunks=2), meshed, 3)
+        zero1 = mesh(2, 2, 1, schedule, zero=1, chunks=2)
+        yield Row(f"mesh4-2x2x1-{schedule}-zero1", 4, zero1, meshed, 3)
+
+
 def _meshes() -> Iterator[Row]:
     """Every way to lay 2, 4 and 8 ranks out in three dimensions. The last batch is smaller, the
     vocabulary has no divisor, and dropout is on."""
@@ -359,7 +410,8 @@ def _recomputed() -> Iterator[Row]:
 
 
 TABLE: tuple[Row, ...] = (
-    *_whole_models(), *_shards(), *_stages(), *_meshes(), *_same_bits(), *_recomputed(),
+    *_whole_models(), *_shards(), *_stages(), *_chunks(), *_meshes(), *_same_bits(),
+    *_recomputed(),
 )  # fmt: skip
 
 

@@ -79,6 +79,10 @@ SHORT = (
     "threads2-zb-recompute_sqrt", "pipeline2-1f1b-recompute_except_last",
     "ddp2-overlap-recompute_always", "fsdp2-zero3-recompute_always",
     "mesh4-1x2x2-recompute_always",
+    "threads2-interleaved-v2_m3", "threads2-zbv-clipped", "threads3-vhalf-v2_m8",
+    "threads3-vmin-v2_m3", "pipeline2-interleaved-resumed", "pipeline2-zbv-vgg16",
+    "pipeline3-vhalf-v2_m3", "pipeline3-vmin-v2_m8", "mesh4-2x2x1-zbv-zero1",
+    "mesh4-1x2x2-interleaved",
 )  # fmt: skip
 
 
@@ -136,8 +140,13 @@ RED: list[tuple[str, list[str]]] = [
     ("a_micro_batch_is_not_scaled", ["threads2-gpipe-m3", "threads2-1f1b-m8", "threads3-zb-m3"]),
     ("two_micro_batches_are_swapped", [f"threads2-{s}-same_length" for s in ("gpipe", "zb")]),
     ("two_micro_batches_are_swapped", ["blocks3-split_size3"]),
+    ("two_micro_batches_are_swapped", ["threads2-interleaved-same_length"]),
+    ("a_rank_loses_what_its_chunks_share", ["pipeline2-zbv-clipped"]),
     ("a_tied_weight_loses_a_gradient", ["threads2-1f1b-m3", "threads3-zb-m3"]),
-    ("a_rank_keeps_its_part_of_a_tied_gradient", ["pipeline2-1f1b-m3", "pipeline2-zb-m3"]),
+    (
+        "a_rank_keeps_its_part_of_a_tied_gradient",
+        ["pipeline2-1f1b-m3", "pipeline2-interleaved-v2_m3"],
+    ),
     ("a_traced_shortcut_has_no_gradient", ["threads2-1f1b-traced"]),
     ("gradients_are_kept", ["ddp2-flat-even", "ddp2-per_parameter-even"]),
     ("gradients_are_kept", ["threads2-1f1b-m3", "blocks2-split_size3"]),

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import average_gradients, average_gradients_flat
+from pipeline.catalogue import ONE_EACH
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
-from pipeline.schedule import SCHEDULES
 from tests.data_parallel.sharded_models import DTYPE, fill, whole
 from tests.fuzz.models import Plan, loss_of
 from tests.pipeline.pipeline_models import cut
@@ -116,7 +116,7 @@ def _draw(seed: int, rng: Random) -> Case:
     n = rng.randint(1, min(num_layers, 4 if kind in ("forward", "train_step") else 3))
     options = {
         "m": rng.choice((1, 2, 3, 4, 5, 12)),
-        "schedule": rng.choice(tuple(SCHEDULES)),
+        "schedule": rng.choice(ONE_EACH),
         "flat": rng.random() < 0.5,
         "small buckets": rng.random() < 0.5,
         "share_memory": rng.random() < 0.6,
@@ -322,7 +322,7 @@ def _compare(case: Case, rank: int, group: Any) -> Verdict:
         expected = plain(case)
     else:
         rng = Random(case.seed)
-        options = case.options | {"schedule": rng.choice(tuple(SCHEDULES))}
+        options = case.options | {"schedule": rng.choice(ONE_EACH)}
         sizes = case.sizes
         if case.kind != "process":
             sizes = _sizes(rng, sum(case.sizes), case.n)

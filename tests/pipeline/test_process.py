@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline import schedule as sched
+from pipeline.catalogue import ONE_EACH
 from pipeline.microbatch import MicroBatches
 from pipeline.partition import place
 from pipeline.pipe import Pipe
@@ -32,7 +33,7 @@ from tests.ranks import Ranks
 from tests.recorder import Paused
 from training.model import gpt2_layers, loss_of_targets
 
-NAMES = list(sched.SCHEDULES)
+NAMES = list(ONE_EACH)
 TRANSPORTS = ["shared memory", "groups"]
 SIZES = {1: (6,), 2: (2, 4), 3: (1, 2, 3)}
 Found = dict[str, Any]

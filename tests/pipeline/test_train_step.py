@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline import catalogue
 from pipeline import schedule as sched
+from pipeline.catalogue import ONE_EACH
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.schedule import BACKWARD, FORWARD, Action
@@ -24,7 +26,7 @@ from tests.pipeline.pipeline_models import (
 )  # fmt: skip
 from tests.recorder import Paused
 
-NAMES = list(sched.SCHEDULES)
+NAMES = list(ONE_EACH)
 
 
 @pytest.mark.parametrize("devices", DEVICES)
@@ -79,7 +81,7 @@ def test_stages_hold_no_more_micro_batches_than_the_schedule_says(
     x, y = batch(8)
     with Pipe(cut(tower(), (1, 1, 2, 2), [f"cpu:{s}" for s in range(4)])) as pipe:
         pipe.train_step(x, y, square_error, schedule=name, num_microbatches=8)
-        assert pipe.peak_alive == peaks == sched.peak_alive(sched.find(name)(4, 8))
+        assert pipe.peak_alive == peaks == sched.peak_alive(catalogue.find(name)(4, 8))
 
 
 def test_activations_are_really_freed_not_just_not_counted() -> None:
@@ -140,7 +142,7 @@ def test_a_schedule_of_ones_own() -> None:
 
 def test_a_schedule_for_another_number_of_stages_is_refused() -> None:
     for n in (1, 3):
-        with Pipe(cut(tower())) as pipe, pytest.raises(ValueError, match=f"has {n} stages and the"):
+        with Pipe(cut(tower())) as pipe, pytest.raises(ValueError, match=f"has {n} lists and the"):
             pipe.train_step(*batch(8), square_error, schedule=lambda _, m, n=n: sched.gpipe(n, m))  # type: ignore[misc]
 
 

@@ -16,9 +16,11 @@ from benchmarks.wire import bytes_sent
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
 from data_parallel.sharding import Unit
+from pipeline.catalogue import SCHEDULES
+from pipeline.chunks import interleaved_1f1b
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
-from pipeline.schedule import SCHEDULES, bubble, peak_alive
+from pipeline.schedule import bubble, peak_alive
 from planning import cost
 from planning.cost import FP32, MIXED, SGD_FP32, Link, State
 from tests.ranks import Ranks
@@ -100,6 +102,19 @@ def test_closed_forms_are_the_schedules(name: str, n: int, m: int) -> None:
         assert cost.pipeline_bubble(n, m) == bubble(schedule)
     if name == "zb" and m >= n:
         assert cost.zero_bubble_share(n, m) == bubble(schedule)
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 8), (3, 6), (4, 8), (6, 12)])
+def test_closed_forms_of_several_chunks_are_the_schedules(n: int, m: int) -> None:
+    for v in (2, 3):
+        schedule = interleaved_1f1b(n, m, v)
+        assert cost.held_chunks("interleaved", n, v) == max(peak_alive(schedule))
+        assert cost.interleaved_bubble(n, m, v) == bubble(schedule)
+    for name in ("zbv", "vhalf", "vmin"):
+        assert cost.held_chunks(name, n) == max(peak_alive(SCHEDULES[name](n, m)))
+    assert cost.v_shaped_bubble(n, m) == bubble(SCHEDULES["zbv"](n, m))
+    with pytest.raises(ValueError, match="one of interleaved, zbv, vhalf, vmin"):
+        cost.held_chunks("1f1b", n)
 
 
 def test_pipelines() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.schedule import SCHEDULES, Action, Kind, clock_table, gpipe, one_f_one_b, zero_bubble
+from pipeline.catalogue import SCHEDULES
+from pipeline.schedule import Action, Kind, clock_table, gpipe, one_f_one_b, zero_bubble
 from planning.simulate import simulate
 
 

@@ -118,6 +118,16 @@ TABLE = [
     (PP + f"{ONE} --pipeline blocks --n_chunk 3",
      f"--n_chunk 3 {ONE} --pipeline blocks: it is 1 there; leave it out, or use "
      "--pipeline whole"),
+    (TRAIN + "pipeline --schedule 1f1b --chunks 2",
+     "--schedule 1f1b, chunks 2: a rank has 1 stage there; schedule interleaved, chunks 2 works"),
+    (PP + FLOW + "--schedule vmin --chunks 3",
+     "--schedule vmin, chunks 3: a rank has 2 stages there; schedule interleaved, chunks 3 works"),
+    (PP + f"{ONE} --chunks 2", f"--chunks 2 {ONE}: it is 1 there; leave it out, or use "
+     "--model_parallel_mode pipeline_parallel"),
+    (TRAIN + "pipeline --schedule interleaved --chunks 9",
+     "pipeline --world_size 2 --chunks 9: vgg16 has 16 layers and every chunk needs one; "
+     "--world_size 1 works"),
+    (TRAIN + "fsdp --chunks 2", "fsdp --chunks 2: it is an option of pipeline and 3d"),
     (TRAIN + "ddp --schedule zb", "ddp --schedule zb: it is an option of pipeline and 3d"),
     (TRAIN + "ddp --trace --model gpt2-mini", "ddp --trace: it is an option of pipeline and model"),
     (TRAIN + "pipeline --trace", "--trace --model vgg16: it is only for models of sentences, "

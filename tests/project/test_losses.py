@@ -65,7 +65,7 @@ ON_RANKS = [
     "run_data_parallel --bucket_mb 0.002",
     "train ddp",
     "train fsdp --zero 1 --num_microbatches 2",
-    "train pipeline --num_microbatches 3",
+    "train pipeline --num_microbatches 3 --schedule interleaved",
     "train pipeline --schedule zb --balance 1,1",
     "train pipeline --trace",
 ]

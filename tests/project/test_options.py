@@ -87,7 +87,8 @@ def test_every_option_refuses_what_it_cannot_be(capsys: pytest.CaptureFixture[st
         (DP + "--batch_size", "argument --batch_size: expected one argument"),
         (DP + "--n_chunk 0", "--n_chunk 0: it must be a whole number, 1 or more"),
         (DP + "--n_test none", "--n_test none: it must be a whole number, 1 or more or all"),
-        (PP + "--schedule zero", "--schedule zero: it must be one of gpipe, 1f1b, zb"),
+        (PP + "--schedule zero", "--schedule zero: it must be one of gpipe, 1f1b, zb, "
+         "interleaved, zbv, vhalf, vmin"),
         ("train ", "the following arguments are required: strategy"),
         ("train ddpp", "--strategy ddpp: it must be one of single, ddp, fsdp, pipeline, model, "
          "tensor, 3d"),

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from project import plot
-from project.plot_timeline import bubbles, duration, ideal_of, in_step, shares, steps_of
+from project.plot_timeline import bubbles, duration, ideal_of, in_step, label_of, shares, steps_of
 from tests.project.made_up import (
     DDP1,
     DDP2,
@@ -397,8 +397,24 @@ def test_the_ideal_counts_recomputation_and_both_halves_as_backward() -> None:
         ideal = ideal_of(rows(("F", 0, 1), *backward), "1f1b")
         assert ideal is not None
         assert [(e.kind, e.start, e.end) for e in ideal["rank 0"]] == [("F", 0, 1), ("B", 5, 8)]
-    assert ideal_of(rows(("F", 0, 1), ("B", 1, 2)), "interleaved") is None
+    assert ideal_of(rows(("F", 0, 1), ("B", 1, 2)), "one of one's own") is None
     assert ideal_of(rows(("F", 0, 1)), "1f1b") is None  # no backward was measured
+
+
+def test_the_ideal_of_two_chunks_and_their_letters() -> None:
+    """A V: stages 0 and 3 on one worker, all actions a second."""
+    ranks = [0, 1, 1, 0]
+    workers: dict[str, list[Event]] = {"rank 0": [], "rank 1": []}
+    for s, r in enumerate(ranks):
+        workers[f"rank {r}"] += [Event(kind, s, 0, 9 * s + k, 9 * s + k + 1)
+                                 for k, kind in enumerate("FIW")]  # fmt: skip
+    ideal = ideal_of(workers, "zbv", ranks)
+    assert ideal is not None
+    assert [(e.kind, e.stage, e.start) for e in ideal["rank 0"]] == [
+        ("F", 0, 0), ("F", 3, 3), ("I", 3, 4), ("W", 3, 5), ("I", 0, 7), ("W", 0, 8)
+    ]  # fmt: skip
+    assert [label_of(workers["rank 0"], ranks)(e) for e in ideal["rank 0"][:2]] == ["0a", "0b"]
+    assert label_of(workers["rank 0"], None)(ideal["rank 0"][1]) == "3"  # a layer
 
 
 # Mistakes

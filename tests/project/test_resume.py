@@ -66,8 +66,9 @@ def test_with_the_same_layout_bit_for_bit(ranks: Ranks, line: str, n: int) -> No
 PLAIN = TINY + MORE + "--dropout 0 --precision fp64 --save_every 1 "
 STEPS = [
     "run_data_parallel",
-    f"run_pipeline {FLOW} --n_chunk 3",
+    f"run_pipeline {FLOW} --n_chunk 3 --schedule zbv",
     "train fsdp --zero 3",
+    "train pipeline --schedule interleaved --chunks 3",
     "train pipeline --schedule zb --trace",
     f"run_pipeline {FLOW} --pipeline blocks",
     "train fsdp --zero 1",
@@ -76,7 +77,7 @@ STEPS = [
 
 
 def test_any_program_resumes_what_any_other_has_saved(ranks: Ranks) -> None:
-    """Each makes a step or so: seven layouts in eight steps, which are those of one process."""
+    """Each makes a step or so: eight layouts in eight steps, which are those of one process."""
     assert run(f"train single {PLAIN} --workdir one")[1] is None
     for stop_at, line in enumerate(STEPS, 1):
         on = None if line.startswith("run_pipeline") else ranks
@@ -97,8 +98,8 @@ MESHES = [
     (4, "train 3d --pp 2 --tp 2"),
     (4, "train 3d --dp 2 --tp 2 --zero 3"),
     (2, "train ddp"),
-    (4, "train 3d --dp 2 --pp 2 --zero 1 --schedule zb"),
-    (1, f"run_pipeline {FLOW} --n_chunk 3"),
+    (4, "train 3d --dp 2 --pp 2 --zero 1 --schedule zbv"),
+    (1, f"run_pipeline {FLOW} --n_chunk 3 --schedule interleaved"),
     (4, "train 3d --dp 2 --tp 2 --zero 1 --sequence_parallel"),
     (2, "train fsdp"),
 ]

@@ -55,7 +55,7 @@ def line_of(how: str, num_sentences: int) -> str:
 
 @pytest.mark.parametrize(
     ("strategy", "num_sentences"),
-    [("ddp", 7), ("fsdp --zero 1", 7), ("fsdp", 7), ("fsdp", 2), ("pipeline", 7)],
+    [("ddp", 7), ("fsdp --zero 1", 7), ("fsdp", 7), ("fsdp", 2), ("pipeline --schedule zbv", 7)],
 )
 def test_two_ranks_translate_as_one_process(
     ranks: Ranks, strategy: str, num_sentences: int

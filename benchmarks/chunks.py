@@ -1,0 +1,251 @@
+"""Two stages per rank: this project's schedules and PyTorch's, in two processes with a core each.
+
+The blocks, batch and loss of the benchmark `pipeline`, a block per stage:
+
+- 1f1b: a stage of two blocks per rank, for the reader;
+- interleaved, zbv: this project's `ProcessPipe`, and its `Pipe` (threads);
+- torch interleaved, interleaved zb, zbv: `torch.distributed.pipelining`'s ScheduleInterleaved1F1B,
+  ScheduleInterleavedZeroBubble and ScheduleZBVZeroBubble.
+
+Of each of ours also the share of time in which a rank computes nothing, in a step of its own that
+is recorded, beside that of the schedule if every action took its mean time and nothing was sent.
+Nothing is updated: every step computes the same loss and gradients, and those are compared.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
+from benchmarks.pipeline import BATCH, BLOCKS, LENGTH, WIDTH, K, make_blocks, square_error
+from pipeline.catalogue import places
+from pipeline.partition import place
+from pipeline.pipe import Pipe
+from pipeline.process import ProcessPipe
+from project.plot_timeline import bubbles, ideal_of
+from training.launch import Settings, World, gather_over_ranks, launch
+from training.timeline import Event
+
+MICROBATCHES, ROUNDS, RECORDED = (4, 8), 5, 3
+OURS = ("1f1b", "interleaved", "zbv")
+TORCH = {
+    "torch interleaved": ("interleaved", ScheduleInterleaved1F1B),
+    "torch interleaved zb": ("interleaved", ScheduleInterleavedZeroBubble),
+    "torch zbv": ("zbv", ScheduleZBVZeroBubble),
+}
+AGAINST = {
+    "interleaved": ("torch interleaved",),
+    "zbv": ("torch zbv", "torch interleaved zb"),
+}
+Recorded = list[tuple[str, int, int, float, float]]
+
+
+class _Bench:
+    """The contestants of one rank. Threads live on rank 0, while rank 1 waits."""
+
+    def __init__(self, world: World, cores: Sequence[int]) -> None:
+        self.world, self.cores = world, list(cores)
+        self.own = self.cores[world.rank : world.rank + 1]
+        self.x, self.y = torch.randn(2, BATCH, LENGTH, WIDTH).unbind(0)
+        self.losses: dict[str, float] = {}
+        self.gradients: dict[str, list[tuple[int, Tensor]]] = {}  # with the number of the block
+        self.blocks = make_blocks()
+        self._use(self.own)
+        self.pipes, self.threads = {}, {}
+        for name in OURS:
+            ranks = places(name, K)
+            sizes = [BLOCKS // len(ranks)] * len(ranks)
+            self.pipes[name] = ProcessPipe(make_blocks(), sizes, ranks=ranks)
+            placed, _ = place(list(make_blocks()), sizes, [f"cpu:{r}" for r in ranks])
+            self._use(self.cores)
+            self.threads[name] = Pipe(placed, BATCH, sizes=sizes)
+            self._use(self.own)
+
+    @staticmethod
+    def _use(cores: Sequence[int]) -> None:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+
+    def contestants(self) -> dict[str, Callable[[], None]]:
+        """As steps that all ranks call."""
+        turns: dict[str, Callable[[], None]] = {}
+        for m in MICROBATCHES:
+            for name in OURS:
+                turns[f"{name}, M={m}"] = self._ours(name, m)
+                turns[f"threads, {name}, M={m}"] = self._in_threads(name, m)
+            for name in TORCH:
+                turns[f"{name}, M={m}"] = self._torch(name, m)
+        return turns
+
+    def _note(self, name: str, loss: float, blocks: dict[int, nn.Module]) -> None:
+        dist.barrier()
+        self.losses[name] = loss
+        if name not in self.gradients:  # in the round that is not timed
+            self.gradients[name] = [
+                (k, p.grad.clone())  # type: ignore[union-attr]
+                for k, block in blocks.items() for p in block.parameters()
+            ]  # fmt: skip
+
+    def _mine(self, ranks: Sequence[int]) -> list[int]:
+        """The numbers of the blocks of this rank."""
+        size = BLOCKS // len(ranks)
+        return [k for k in range(BLOCKS) if ranks[k // size] == self.world.rank]
+
+    def _ours(self, name: str, m: int) -> Callable[[], None]:
+        pipe = self.pipes[name]
+        blocks = {k: pipe.layers[k] for k in self._mine(pipe.ranks)}
+
+        def turn() -> None:
+            self._use(self.own)
+            pipe.module.zero_grad()
+            loss = pipe.train_step(self.x, self.y, square_error, name, m)
+            self._note(f"{name}, M={m}", loss.item(), blocks)
+
+        return turn
+
+    def _in_threads(self, name: str, m: int) -> Callable[[], None]:
+        pipe = self.threads[name]
+
+        def turn() -> None:
+            if self.world.is_main:
+                self._use(self.cores)
+                pipe.zero_grad()
+                loss = pipe.train_step(self.x, self.y, square_error, name, m)
+                layers = [block for part in pipe.partitions for block in part.children()]
+                self._note(f"threads, {name}, M={m}", loss.item(), dict(enumerate(layers)))
+            else:
+                dist.barrier()
+
+        return turn
+
+    def _torch(self, name: str, m: int) -> Callable[[], None]:
+        placed, kind = TORCH[name]
+        ranks, rank = places(placed, K), self.world.rank
+        blocks = {k: make_blocks()[k] for k in self._mine(ranks)}
+        stages: list[Any] = [
+            PipelineStage(b, k, BLOCKS, torch.device("cpu")) for k, b in blocks.items()
+        ]
+        run: Any = kind(stages, m, loss_fn=square_error, scale_grads=False)
+
+        def turn() -> None:
+            self._use(self.own)
+            for block in blocks.values():
+                block.zero_grad()
+            losses: list[Tensor] = []
+            given: dict[str, Any] = (
+                {"target": self.y, "losses": losses} if rank == ranks[-1] else {}
+            )
+            run.step(*[self.x] * (rank == ranks[0]), **given)
+            total = torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros(())
+            dist.all_reduce(total)
+            self._note(f"{name}, M={m}", total.item(), blocks)
+
+        return turn
+
+    def idle(self, name: str, m: int, threads: bool) -> tuple[float, float] | None:
+        """Of a recorded step: the mean share of time in which a rank computes nothing, and the
+        schedule's own. On rank 0."""
+        events: Recorded = []
+        pipe: Any = self.threads[name] if threads else self.pipes[name]
+        ranks = places(name, K)
+        pipe.recorder = lambda *event: events.append(event)
+        if not threads or self.world.is_main:
+            self._use(self.cores if threads else self.own)
+            pipe.train_step(self.x, self.y, square_error, name, m)
+        pipe.recorder = None
+        found = gather_over_ranks(events, self.world)
+        rows: dict[str, list[Event]] = {f"rank {r}": [] for r in range(K)}
+        for event in (Event(*e) for of_rank in found for e in of_rank):
+            rows[f"rank {ranks[event.stage]}"].append(event)
+        ideal = ideal_of(rows, name, ranks)
+        if ideal is None:
+            return None
+        shares = [statistics.fmean(bubbles(workers).values()) for workers in (rows, ideal)]
+        return shares[0], shares[1]
+
+    def check(self) -> None:
+        """Raises AssertionError where a loss or gradient is not the plain one: see pipeline.py."""
+        agree(self.losses)
+        square_error(self.blocks(self.x), self.y).backward()
+        for name, found in self.gradients.items():
+            numbers = dict.fromkeys(k for k, _ in found)
+            plain = [p.grad for k in numbers for p in self.blocks[k].parameters()]
+            for k, ((_, got), want) in enumerate(zip(found, plain, strict=True)):
+                assert want is not None
+                difference = ((got - want).abs().max() / want.abs().max()).item()
+                assert difference < 1e-3, f"{name}: gradient {k} is off by {difference:.1e}"
+
+
+def _rank(world: World, cores: Sequence[int], out: Path) -> None:
+    torch.manual_seed(1)  # the same batch on both ranks
+    bench = _Bench(world, cores)
+    seconds = alternate(bench.contestants(), ROUNDS)
+    bench.check()
+    idle = {
+        (name, m, threads): [bench.idle(name, m, threads) for _ in range(RECORDED)]
+        for m in MICROBATCHES for name in OURS for threads in (False, True)
+    }  # fmt: skip
+    if world.is_main:
+        torch.save((seconds, idle), out)
+    for pipe in bench.threads.values():
+        pipe.close()
+    for process_pipe in bench.pipes.values():
+        process_pipe.close()
+    dist.barrier()
+
+
+def run() -> list[Row]:
+    """Times all contestants and prints their table."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.pt"
+        cores = sorted(os.sched_getaffinity(0))[:K]
+        launch(_rank, Settings(world_size=K, device="cpu", cores_per_rank=1), cores, out)
+        seconds, idle = torch.load(out, weights_only=True)
+    rows = []
+
+    def add(name: str, against: str, goal: float | None = None) -> None:
+        value, spread = summarize(seconds[name])
+        ratio = ratio_of(seconds[against], seconds[name])
+        rows.append(Row(name, value, spread, "s", ratio, against, goal))
+
+    for m in MICROBATCHES:
+        for name in TORCH:
+            add(f"{name}, M={m}", f"1f1b, M={m}")
+        for name in OURS:
+            add(f"{name}, M={m}", f"1f1b, M={m}")
+            add(f"threads, {name}, M={m}", f"1f1b, M={m}")
+            for other in AGAINST.get(name, ()):
+                add(f"{name}, M={m}", f"{other}, M={m}", 1.0)
+        for name in OURS:
+            for threads in (False, True):
+                measured, own = zip(*filter(None, idle[name, m, threads]), strict=True)
+                value, spread = summarize([100 * share for share in measured])
+                how = "threads, " if threads else ""
+                ideal = f"of {100 * statistics.median(own):.1f} % of the schedule's own"
+                ratio = value / (100 * statistics.median(own))
+                rows.append(Row(f"idle: {how}{name}, M={m}", value, spread, "%", ratio, ideal))
+    title = (
+        f"Two stages per rank, {BLOCKS} GPT-2 blocks of width {WIDTH}, batch {BATCH} x {LENGTH}, "
+        f"{K} ranks with a core each"
+    )
+    write_rows("chunks", title, rows)
+    return rows
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,111 @@
+"""All schedules by name, and what a run of one needs: its lists, and which rank has which stage.
+
+    gpipe 1f1b zb sequential   a stage per rank                    schedule.py
+    interleaved                v of them, in loops: --chunks v     chunks.py
+    zbv vhalf vmin             two of them, in a V
+
+Nothing else in the project knows what 1F1B is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+from .chunks import folded, interleaved_1f1b, looped, v_half, v_min, zb_v
+from .schedule import (
+    Action,
+    BuildSchedule,
+    Schedule,
+    gpipe,
+    in_order,
+    one_f_one_b,
+    ranks_of,
+    sequential,
+    validate,
+    zero_bubble,
+)
+
+SCHEDULES: dict[str, BuildSchedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb": zero_bubble,
+    "sequential": sequential,
+    "interleaved": interleaved_1f1b,
+    "zbv": zb_v,
+    "vhalf": v_half,
+    "vmin": v_min,
+}
+V_SHAPED = ("zbv", "vhalf", "vmin")
+ONE_EACH = tuple(name for name in SCHEDULES if name not in ("interleaved", *V_SHAPED))
+
+
+def chunks_of(name: str, chunks: int | None = None) -> int:
+    """The stages per rank of the schedule called ``name``: those asked for, or what it has.
+
+    Raises ValueError, with what works, where it has another number, or there is no such schedule.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule={name!r}: choose one of {', '.join(SCHEDULES)}, e.g. '1f1b'")
+    if name == "interleaved":
+        return chunks or 2
+    own = 1 if name in ONE_EACH else 2
+    if chunks not in (None, own):
+        raise ValueError(
+            f"schedule {name}, chunks {chunks}: a rank has {own} stage{'s' * (own > 1)} there; "
+            f"schedule interleaved, chunks {chunks} works"
+        )
+    return own
+
+
+def find(name: str, chunks: int | None = None) -> BuildSchedule:
+    """The schedule called ``name``, a function of the numbers of ranks and micro-batches.
+
+    Raises ValueError as `chunks_of`.
+    """
+    chunks = chunks_of(name, chunks)
+    if name == "interleaved":
+        return partial(interleaved_1f1b, chunks=chunks)
+    return SCHEDULES[name]
+
+
+def places(name: str, num_ranks: int, chunks: int | None = None) -> list[int]:
+    """By stage, the rank that has it. Raises ValueError as `chunks_of`."""
+    chunks = chunks_of(name, chunks)
+    return folded(num_ranks) if name in V_SHAPED else looped(num_ranks, chunks)
+
+
+def plan(
+    schedule: str | BuildSchedule, ranks: Sequence[int], num_microbatches: int
+) -> tuple[Schedule, list[Action]]:
+    """The checked lists of a schedule, by its name or as a function; and all actions `in_order`.
+
+    ``ranks[s]`` has stage s. What was checked by name is kept.
+    """
+    make = _known if isinstance(schedule, str) else _plan
+    return make(schedule, tuple(ranks), num_microbatches)
+
+
+def _plan(
+    schedule: str | BuildSchedule, ranks: tuple[int, ...], num_microbatches: int
+) -> tuple[Schedule, list[Action]]:
+    num_ranks = len(set(ranks))
+    build = schedule
+    if isinstance(build, str):
+        build = find(build, len(ranks) // num_ranks)
+    lists = build(num_ranks, num_microbatches)
+    if len(lists) != num_ranks:
+        raise ValueError(
+            f"the schedule has {len(lists)} lists and the pipeline {num_ranks} ranks: a list of "
+            "actions for each rank is needed, of the number the schedule is called with"
+        )
+    validate(lists, num_microbatches)
+    if (found := ranks_of(lists)) != list(ranks):
+        raise ValueError(
+            f"the schedule has the {len(found)} stages on the ranks {found}, and the pipeline its "
+            f"{len(ranks)} on {list(ranks)}: make the pipeline with the ranks of the schedule"
+        )
+    return lists, in_order(lists)
+
+
+_known = lru_cache(maxsize=256)(_plan)

@@ -1,0 +1,223 @@
+"""Schedules in which a rank has several stages, its chunks of the model.
+
+Problem. Of n ranks the last waits for n-1 others before it can start, and a rank's work on a
+micro-batch is long: the bubble is n-1 times that work. And 1F1B's first rank holds n micro-batches.
+
+Idea. Cut the model into more stages than ranks. A stage takes a v-th of the time, so the first
+micro-batch is at the last rank v times as early. Which rank has a stage is read off the lists, and
+nothing else changes: an action names its stage, and waits for the stages before and after it,
+wherever they are. Letters are chunks: F0b is a forward of micro-batch 0 on a rank's second stage.
+
+Interleaved 1F1B (Narayanan et al., 2021; Megatron-LM): stage s is on rank s mod n. n micro-batches
+pass through a rank's first stage, then the same n through its second, and so on. Between two
+micro-batches a rank sends v times as many messages, and it holds up to (v-1)/v n micro-batches
+more.
+
+    Interleaved, 2 ranks with 2 chunks, 4 micro-batches      bubble = (n-1)/(vm+n-1) = 1/9
+    rank 0: F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a .   B2b .   B3b B2a B3a
+    rank 1: .   F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a .
+
+V-shaped (Qi et al., 2024, "Pipeline Parallelism with Controllable Memory"): two chunks per rank,
+the stages going up the ranks and down again, and backward in halves I and W. A rank's memory is
+how long its two chunks wait for their backwards: where the one waits long, the other waits
+shortly, so all ranks hold the same. Every six clocks a rank does F, I and W of both chunks, for the
+next micro-batch. How many clocks apart neighbours do the same decides the memory:
+
+    clocks from rank to rank   F up   F down   I up   I down    held at most, in whole ranks' layers
+    ZB-V                       4      2        4      2         n        as 1F1B's first rank
+    V-Half                     2      1        2      1         (n+1)/2, rounded up
+    V-Min                      1      1        1      1         (n+2)/3, rounded up
+
+    ZB-V, 2 ranks, 3 micro-batches                      bubble = (n-1)/(6m+n-1) = 1/19
+    rank 0: F0a F1a F2a F0b I0b W0b F1b I1b I0a W1b W0a I1a W1a F2b I2b W2b .   I2a W2a
+    rank 1: .   F0a F0b F1a F1b I0b I0a W0b F2a I1b I1a W0a F2b W1b W1a I2b I2a W2b W2a
+
+Those are the clocks of a pattern that repeats for ever. A step has a beginning and an end, where it
+would leave gaps; `_close_up` fills them with what is ready, as far as the memory allows.
+
+The gradients of a stage are added up in the order of the micro-batches here too, so the bits are
+those of every other schedule.
+
+Glossary: m micro-batches, n ranks, v chunks per rank, i micro-batch, r rank, s stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise, product
+
+from .schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Schedule,
+    check_sizes,
+    dependencies,
+)
+
+_PERIOD = 6  # clocks in which a rank does F, I and W of its two chunks
+_BORN = {FORWARD: 1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
+Pattern = list[tuple[int, Action]]  # the actions of micro-batch 0 on a rank, with their clocks
+
+
+def looped(num_ranks: int, chunks: int) -> list[int]:
+    """By stage, its rank: 0, 1, ..., and from the last rank on to 0 again."""
+    return [*range(num_ranks)] * chunks
+
+
+def folded(num_ranks: int) -> list[int]:
+    """By stage, its rank: 0, 1, ..., the last, and back: a V. The last stage is on rank 0."""
+    return [*range(num_ranks), *reversed(range(num_ranks))]
+
+
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
+    """1F1B over ``chunks`` stages per rank, stage s on rank s mod n. One chunk: 1F1B.
+
+    Micro-batches pass in groups of n. Where n does not divide their number, in fewer and larger
+    groups, alike but for one micro-batch: no rank ever waits longer, but it holds up to n - 1 more.
+    """
+    check_sizes(num_ranks, num_microbatches)
+    if chunks < 1:
+        raise ValueError(f"{chunks} chunks per rank: at least 1, e.g. 2")
+    n, m = num_ranks, num_microbatches
+    count = max(1, m // n)
+    edges = [m * k // count for k in range(count + 1)]
+    groups = [range(a, b) for a, b in pairwise(edges)]
+    largest = max(map(len, groups))
+    ups = [(c, i) for group in groups for c in range(chunks) for i in group]
+    downs = [(c, i) for group in groups for c in reversed(range(chunks)) for i in group]
+    schedule = []
+    for r in range(n):
+        # While a micro-batch goes on to the last rank, and while its gradient comes back, a rank
+        # does one forward per rank on the way. With one chunk it need not: it only holds more.
+        ahead = (n - r - 1) * (2 if chunks > 1 else 1)
+        warm_up = min(m * chunks, (chunks - 1) * largest + ahead)
+        forwards = [Action(FORWARD, c * n + r, i) for c, i in ups]
+        backwards = [Action(BACKWARD, c * n + r, i) for c, i in downs]
+        steady = zip(forwards[warm_up:], backwards, strict=False)
+        pairs = [action for pair in steady for action in pair]
+        schedule.append(forwards[:warm_up] + pairs + backwards[len(ups) - warm_up :])
+    return schedule
+
+
+def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """The least idle time, for the memory of 1F1B's first rank."""
+    return _v_shaped(num_ranks, num_microbatches, (4, 2, 4, 2))
+
+
+def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Half of its memory, idling somewhat less than 1F1B."""
+    return _v_shaped(num_ranks, num_microbatches, (2, 1, 2, 1))
+
+
+def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
+    """A third of its memory, idling about as long as 1F1B."""
+    return _v_shaped(num_ranks, num_microbatches, (1, 1, 1, 1))
+
+
+def _v_shaped(num_ranks: int, num_microbatches: int, steps: tuple[int, int, int, int]) -> Schedule:
+    """The pattern that holds least, repeated, its actions in order of their clocks, closed up."""
+    check_sizes(num_ranks, num_microbatches)
+    found = []
+    for waits in product(range(_PERIOD), repeat=3):
+        patterns = list(_patterns(num_ranks, steps, waits))
+        if len(patterns) == num_ranks:
+            held = max(map(_held, patterns))
+            found.append((held, sum(waits), patterns))
+    held, _, patterns = min(found, key=lambda entry: entry[:2])
+    lists = []
+    for pattern in patterns:
+        clocks = [
+            (clock + _PERIOD * i, action._replace(microbatch=i))
+            for i in range(num_microbatches)
+            for clock, action in pattern
+        ]
+        lists.append([action for _, action in sorted(clocks)])
+    return _close_up(lists, 2 * num_ranks, held)
+
+
+def _patterns(
+    num_ranks: int, steps: tuple[int, int, int, int], waits: tuple[int, ...]
+) -> Iterator[Pattern]:
+    """Per rank, when it does what of a micro-batch; fewer than there are ranks if two actions of
+    one come at the same clock of the period. ``steps``: clocks from rank to rank; ``waits``: before
+    the last rank's second chunk, before the loss's gradient on rank 0, and at the last rank."""
+    n, (up, down, back_up, back_down) = num_ranks, steps
+    turn = (n - 1) * up + 1 + waits[0]
+    loss = turn + (n - 1) * down + 1 + waits[1]
+    end = loss + (n - 1) * back_up + 1 + waits[2]
+    for r in range(n):
+        first, second = r, 2 * n - 1 - r
+        pattern = [
+            (up * r, Action(FORWARD, first, 0)),
+            (turn + down * (n - 1 - r), Action(FORWARD, second, 0)),
+            (loss + back_up * r, Action(BACKWARD_INPUT, second, 0)),
+            (end + back_down * (n - 1 - r), Action(BACKWARD_INPUT, first, 0)),
+        ]
+        free = {*range(_PERIOD)} - {clock % _PERIOD for clock, _ in pattern}
+        if len(free) > 2:
+            return
+        # The weights' halves take the two clocks that are left, as soon as that can be.
+        later = []
+        for places in (sorted(free), sorted(free, reverse=True)):
+            halves = pattern[2:]
+            ends = [c + 1 + (p - c - 1) % _PERIOD for p, (c, _) in zip(places, halves, strict=True)]
+            later.append(ends)
+        ends = min(later, key=sum)
+        pattern += [
+            (ends[0], Action(BACKWARD_WEIGHT, second, 0)),
+            (ends[1], Action(BACKWARD_WEIGHT, first, 0)),
+        ]
+        yield pattern
+
+
+def _held(pattern: Pattern) -> int:
+    """The most chunks of micro-batches whose activations a rank holds while the pattern repeats."""
+    at = {(action.kind, action.stage): clock for clock, action in pattern}
+    lives = [(at[FORWARD, s], at[BACKWARD_WEIGHT, s]) for s in {a.stage for _, a in pattern}]
+    return max(
+        sum((t - born) // _PERIOD - (t - dies) // _PERIOD for born, dies in lives)
+        for t in range(_PERIOD)
+    )
+
+
+def _close_up(lists: Schedule, num_stages: int, most: int) -> Schedule:
+    """The same actions, each rank doing at every clock the first of its list that is ready.
+
+    W only where nothing else is. A forward may come before others of the list if the rank, doing
+    these later, never holds more than ``most``: so what the list has can always be done.
+    """
+    rest = [list(actions) for actions in lists]
+    closed: Schedule = [[] for _ in lists]
+    alive = [0] * len(lists)
+    done: set[Action] = set()
+    while any(rest):
+        started = []
+        for r, actions in enumerate(rest):
+            k = _next(actions[: 2 * _PERIOD * len(lists)], num_stages, done, alive[r], most)
+            if k is not None:
+                started.append((r, actions.pop(k)))
+        for r, action in started:
+            alive[r] += _BORN[action.kind]
+            closed[r].append(action)
+            done.add(action)
+    return closed
+
+
+def _next(
+    actions: list[Action], num_stages: int, done: set[Action], alive: int, most: int
+) -> int | None:
+    """The place of the action to do now."""
+    peak, weight = alive, None
+    for k, action in enumerate(actions):
+        born = _BORN[action.kind]
+        if all(needed in done for needed in dependencies(action, num_stages)):
+            if action.kind is BACKWARD_WEIGHT:
+                weight = k if weight is None else weight
+            elif peak + born <= most:
+                return k
+        alive += born
+        peak = max(peak, alive)
+    return weight
