@@ -216,10 +216,12 @@ def _settle_strategy(args: Any) -> None:
     blocks = 0 if vgg else number_of_blocks(args)
     layers = 16 if vgg else 2 * blocks + 2
     if stages > layers:
-        most = (f"--{option}", layers // args.chunks) if n > 1 else ("--chunks", layers)
+        fewer = works(f"--{option}", layers // args.chunks)
+        if args.chunks > 1 and layers // n > 1:
+            fewer = works("--chunks", layers // n, least=2)
         raise UserError(
             f"{args.strategy} --{option} {n}{each}: {args.model} has {layers} layers and every "
-            f"{'chunk' if each else 'rank'} needs one; {works(*most)}"
+            f"{'chunk' if each else 'rank'} needs one; {fewer}"
         )
     try:
         if vgg and args.balance != "auto":

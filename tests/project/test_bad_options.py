@@ -126,7 +126,7 @@ TABLE = [
      "--model_parallel_mode pipeline_parallel"),
     (TRAIN + "pipeline --schedule interleaved --chunks 9",
      "pipeline --world_size 2 --chunks 9: vgg16 has 16 layers and every chunk needs one; "
-     "--world_size 1 works"),
+     "--chunks 2 to 8 works"),
     (TRAIN + "fsdp --chunks 2", "fsdp --chunks 2: it is an option of pipeline and 3d"),
     (TRAIN + "ddp --schedule zb", "ddp --schedule zb: it is an option of pipeline and 3d"),
     (TRAIN + "ddp --trace --model gpt2-mini", "ddp --trace: it is an option of pipeline and model"),
