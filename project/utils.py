@@ -126,7 +126,7 @@ def finish(world: World, results: Results, args: Any, task: Task, model: LaidOut
     """Shows outputs, draws the curves, says where everything is, exports; all ranks call it."""
     on_main(world, lambda: _show(results, args))
     if args.export is not None:
-        results.say(task.export(world, args.export, model.weights()))
+        results.say(task.export(world, args.export, model.weights(), results.summary))
 
 
 def _show(results: Results, args: Any) -> None:

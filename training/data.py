@@ -57,8 +57,9 @@ def train_tokenizer(
         show_progress=False,
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, pad_token=PAD, clean_up_tokenization_spaces=False
-    )
+        tokenizer_object=bpe._tokenizer, pad_token=PAD, eos_token=eos(tgt),
+        extra_special_tokens=[eos(src)], clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 def get_tokenizer(
@@ -72,13 +73,14 @@ def get_tokenizer(
 
 
 def load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
-    """The tokenizer of these files, as `save_pretrained` writes them."""
+    """The tokenizer of these files, as `save_pretrained` writes them. It pads on the left, where
+    sentences do not grow when they are continued."""
     from transformers import PreTrainedTokenizerFast
 
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
             (Path(folder) / name).write_bytes(content)
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ good its outputs are. Layouts see layers, inputs and targets, never what they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -87,9 +87,15 @@ class Task(Protocol):
     def examples_to_show(self, generated: list[str]) -> str:
         """A few outputs of the trained model, for a person; empty where there are none."""
 
-    def export(self, world: World, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> str:
+    def export(
+        self,
+        world: World,
+        folder: Path,
+        weights: Iterator[tuple[str, Tensor]],
+        summary: Mapping[str, Any],
+    ) -> str:
         """Writes the trained model from `LaidOutModel.weights`; returns what was written, for a
-        person. All ranks call it together."""
+        person. `summary` is of `Results`. All ranks call it together."""
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each split's examples, in their order."""

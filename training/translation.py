@@ -30,7 +30,7 @@ from training.data import (
     get_tokenizer,
     load_tokenizer,
 )
-from training.export import export
+from training.export import export, model_card, write_gpt2
 from training.generation import evaluate_bleu, translate
 from training.launch import UserError, World, gather_over_ranks, on_main
 from training.layout import LaidOutModel
@@ -234,15 +234,22 @@ class TranslationTask:
             for pair, sentence in zip(self.tested()[:SHOWN], generated, strict=False)
         )
 
-    def export(self, world: World, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> str:
-        """Writes model and tokenizer for `transformers`."""
+    def export(
+        self,
+        world: World,
+        folder: Path,
+        weights: Iterator[tuple[str, Tensor]],
+        summary: Mapping[str, Any],
+    ) -> str:
+        """Writes model, tokenizer and model card for `transformers`."""
+        args = self.args
 
         def write(aside: Path) -> None:
-            model = self.skeleton()
-            model.config.architectures = [type(model).__name__]
-            model.config.save_pretrained(aside)
-            model.generation_config.save_pretrained(aside)
-            self.tokenizer.save_pretrained(aside)
+            write_gpt2(aside, self.skeleton(), load_tokenizer(self.files), args.model_max_length)
+            title = f"GPT-2 that translates {args.src} to {args.tgt}"
+            prompt = self.texts.splits["test"][0][args.src] + eos(args.src)
+            card = model_card(folder, title, self.describe(), prompt, summary, "bleu")
+            (aside / "README.md").write_text(card, encoding="utf-8")
 
         export(world, folder, ((name, p.float()) for name, p in weights), write)
         return f"Model and tokenizer, for transformers, are in {folder}/."
@@ -296,7 +303,7 @@ def make_tokenizer(args: Any, pairs: Sequence[dict[str, str]], workdir: Path) ->
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)  # which check_pretrained has seen
     tokenizer.add_special_tokens(
-        {"pad_token": PAD, "additional_special_tokens": [eos(args.src), eos(args.tgt)]}
+        {"pad_token": PAD, "eos_token": eos(args.tgt), "extra_special_tokens": [eos(args.src)]}
     )
     with writing(workdir / "tokenizer.json"):
         tokenizer.save_pretrained(workdir)
