@@ -7,8 +7,8 @@ Idea. The loop asks one thing of the model: the next token of each sentence, giv
 (`Decoder`). How that is found is the layout's affair. Ranks that hold stages of one model run the
 loop on the same sentences and are told the same tokens; ranks that hold shards run it on sentences
 of their own, and one that has finished takes part until all have. Keys and values stay in the
-process that computed them: each has a `Prefix` (training/prefix.py), which the attention layers that
-it runs fill.
+process that computed them: each has a `Prefix` (training/prefix.py), filled by the attention layers
+that it runs.
 
 Cost: a forward of one position per token.
 

@@ -168,7 +168,7 @@ class PictureTask:
         count = torch.tensor(len(target), device=output.device)
         return torch.stack([self.loss(output, target), right, count]).double().cpu()
 
-    def score(self, world: World, model: LaidOutModel, accuracy: float) -> Score:  # noqa: ARG002
+    def score(self, world: World, model: LaidOutModel, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """Accuracy in percent."""
         return Score(100 * accuracy)
 

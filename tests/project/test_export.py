@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,8 @@ def test_transformers_loads_it_and_finds_the_losses_of_the_run(exported: Path) -
     assert tokenizer.convert_tokens_to_ids(["<pad>", "<eos_de>", "<eos_en>"]) == [0, 1, 2]
     model = GPT2LMHeadModel.from_pretrained(exported).eval()
     total = count = 0.0
-    for pair in read_texts(parse(f"run_pipeline {SHORT}")).splits["validation"]:
+    pairs: Any = read_texts(parse(f"run_pipeline {SHORT}")).splits["validation"]
+    for pair in pairs:
         source = tokenizer(pair["de"] + "<eos_de>")["input_ids"]
         ids = torch.tensor([(source + tokenizer(pair["en"] + "<eos_en>")["input_ids"])[:65]])
         with torch.no_grad():
