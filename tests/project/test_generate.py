@@ -44,6 +44,7 @@ def trained() -> Trained:
     for name, p in model.named_parameters():
         if p.dim() == 2 and name != "transformer.wpe.weight":
             p.data *= 8
+    model.transformer.wte.weight.data[2] *= 2  # the end: some lines come to it soon, some late
     return Trained(model.eval().requires_grad_(False), tokenizer, 64)
 
 
