@@ -80,7 +80,8 @@ def test_the_snippet_translates_as_generate_py_does(
 ) -> None:
     """Where the model itself ends its sentence, and where it runs into the length."""
     text = (page or exported / "README.md").read_text("utf-8")
-    (snippet,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (snippet,) = (block for block in blocks if "from_pretrained" in block)
     snippet = re.sub(r'from_pretrained\(".*?"\)', f'from_pretrained("{exported}")', snippet)
     source = re.findall(r'tokenizer\("(.*)<eos_de>"', snippet)[0]
     trained = load_trained(str(exported))
