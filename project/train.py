@@ -268,7 +268,7 @@ def run_rank(
     else:
         task = text_task(args, world, data, resume)
         if args.trace:
-            task.layers = traced_layers
+            task.layers_of = traced_layers
     plan = plan_of(args, world)
     model = lay_out(args, task, world, plan, resume.cut)
     plan.timeline.about |= {

@@ -84,8 +84,7 @@ class SequenceTask(ABC):
         # Pad all to this; None: each micro-batch to its longest sentence.
         self.length = args.model_max_length if args.padding == "max_length" else None
         self.loss = loss_of_targets
-        # Embedding, two halves per block, head.
-        self.layers: Callable[[Any], list[Any]] = gpt2_layers
+        self.layers_of: Callable[[Any], list[Any]] = gpt2_layers  # or training/traced.py's
 
     @abstractmethod
     def make_tokenizer(self, workdir: Path) -> None:
@@ -125,6 +124,10 @@ class SequenceTask(ABC):
     def initialize(self, name: str, p: Tensor) -> None:
         """From the seed and the parameter's name, or from pretrained weights."""
         self._initialize(name, p)
+
+    def layers(self, model: Any) -> list[Any]:
+        """Embedding, two halves per block, head."""
+        return self.layers_of(model)
 
     def sizes(self, balance: str, num_stages: int) -> list[int] | None:
         """Layers per stage; --balance counts blocks."""
