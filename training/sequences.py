@@ -66,6 +66,7 @@ class SequenceTask(ABC):
     score_name = "BLEU"
     units: Sequence[str] = ("positions/s", "real tokens/s")
     cpu_positions = CPU_POSITIONS
+    layers_of: Callable[[Any], list[Any]] = staticmethod(gpt2_layers)  # or training/traced.py's
 
     def __init__(
         self, args: Any, world: World, texts: Any, files: Mapping[str, bytes] | None = None
@@ -84,7 +85,6 @@ class SequenceTask(ABC):
         # Pad all to this; None: each micro-batch to its longest sentence.
         self.length = args.model_max_length if args.padding == "max_length" else None
         self.loss = loss_of_targets
-        self.layers_of: Callable[[Any], list[Any]] = gpt2_layers  # or training/traced.py's
 
     @abstractmethod
     def make_tokenizer(self, workdir: Path) -> None:
