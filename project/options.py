@@ -93,8 +93,8 @@ class Data:
     """data"""
 
     dataset: str = "builtin"
-    """builtin, a folder with train.de train.en validation.* test.*, a JSONL, CSV or Parquet file or
-    folder, or the name of a dataset on the hub"""
+    """builtin, a folder with train.de train.en validation.* test.*, a JSONL, CSV or Parquet file,
+    a dataset on the hub; plain text: a .txt file or a folder of them"""
     n_train: Count | Literal["all"] = 5000
     """training examples at most, or all"""
     n_validation: Count | Literal["all"] = 1000

@@ -111,6 +111,17 @@ def check_warmup(args: Any, num_examples: int) -> None:
         )
 
 
+def check_plain_text(args: Any) -> None:
+    """Raises UserError for an option that a language model ignores."""
+    for name, default in (("src", "de"), ("tgt", "en"), ("n_test", 100)):
+        given = getattr(args, name)
+        if given != default:
+            raise UserError(
+                f"--{name} {'all' if given is None else given} --dataset {args.dataset}: it is for "
+                "pairs of sentences, and this is plain text; leave it out"
+            )
+
+
 def check_model(args: Any) -> None:
     """Raises UserError for a model that cannot be built."""
     least = 256 + 3

@@ -44,15 +44,17 @@ from project.utils import (
     read_texts,
     run_program,
     save_grad_weights,
+    text_task,
 )
+from training.documents import Documents
 from training.errors import UserError
 from training.launch import World, launch, setup
 from training.loop import recipe_of, run, train
 from training.optimization import Optimizers
 from training.replicated import Replicated
 from training.saving import NO_RESUME, Resume, find_resume
+from training.sequences import SequenceTask
 from training.text import Texts
-from training.translation import FILES, TranslationTask
 from training.workdir import alone_in_workdir, claim_folders
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
@@ -81,10 +83,10 @@ def parse_data_parallel(description: str | None, argv: Sequence[str] | None = No
     return args
 
 
-def run_dp(world: World, args: Any, texts: Texts, resume: Resume = NO_RESUME) -> None:
+def run_dp(world: World, args: Any, texts: Texts | Documents, resume: Resume = NO_RESUME) -> None:
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
     resume = resume.of_main(world)
-    task = TranslationTask(args, world, texts, resume.files(FILES) if world.is_main else None)
+    task = text_task(args, world, texts, resume)
     plan = plan_of(args, world)
     model = Replicated(
         task, world, plan, args.gradient_sync,
@@ -100,7 +102,7 @@ def run_dp(world: World, args: Any, texts: Texts, resume: Resume = NO_RESUME) ->
     model.close()
 
 
-def write_gradients(world: World, args: Any, task: TranslationTask, model: Replicated) -> None:
+def write_gradients(world: World, args: Any, task: SequenceTask, model: Replicated) -> None:
     """An epoch without evaluation; then each rank writes the gradients of its last step."""
     optimizer = Optimizers(model.optimizers, recipe_of(args, task), world, counted=model.counted)
     steps = task.steps(0, model.part, model.parts, model.num_microbatches)
@@ -114,7 +116,7 @@ def main() -> None:
     args = parse_data_parallel(__doc__)
     with alone_in_workdir(args):
         texts = read_texts(args)
-        resume = find_resume(args, len(texts.splits["train"]), texts.fingerprint())
+        resume = find_resume(args, texts.fingerprint())
         launch(run_dp, launch_settings(args), args, texts, resume)
 
 

@@ -34,14 +34,13 @@ from project.rules import (
     number_of_blocks,
     settle_training,
 )
-from project.utils import announce, finish, plan_of, read_texts, run_program
+from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
 from training.errors import UserError, run_here, torchrun_world_size, works
 from training.launch import World, choose_device, quiet_libraries
 from training.loop import run
 from training.model import sizes_of_blocks
 from training.saving import find_resume
 from training.staged import BlocksInThreads, StagesInThreads
-from training.translation import FILES, TranslationTask
 from training.workdir import alone_in_workdir, claim_folders
 
 
@@ -136,8 +135,8 @@ def run_pp(args: Any, devices: list[torch.device]) -> None:
     """The program: trains, evaluates after each epoch, writes its results."""
     world = World(device=torch.device("cpu") if devices[0].type == "cpu" else devices[0])
     texts = read_texts(args)
-    resume = find_resume(args, len(texts.splits["train"]), texts.fingerprint())
-    task = TranslationTask(args, world, texts, resume.files(FILES))
+    resume = find_resume(args, texts.fingerprint())
+    task = text_task(args, world, texts, resume)
     plan = plan_of(args, world, workers="stage", schedule=args.schedule)
     model: BlocksInThreads | StagesInThreads
     if args.pipeline == "blocks":

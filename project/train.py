@@ -42,9 +42,18 @@ from project.rules import (
     settle_ranks,
     settle_training,
 )
-from project.utils import announce, finish, launch_settings, plan_of, read_texts, run_program
+from project.utils import (
+    announce,
+    finish,
+    launch_settings,
+    plan_of,
+    read_texts,
+    run_program,
+    text_task,
+)
 from tensor_parallel.gpt2 import degrees
 from training.check import check, outputs_on_main
+from training.documents import Documents
 from training.errors import RunError, UserError, torchrun, works
 from training.launch import World, choose_backend, choose_device, launch, on_main
 from training.loop import run
@@ -56,8 +65,7 @@ from training.results import SUMMARY, write_json
 from training.saving import NO_RESUME, Resume, find_resume
 from training.task import Task
 from training.text import Texts
-from training.traced import TracedTranslationTask
-from training.translation import FILES, TranslationTask
+from training.traced import traced_layers
 from training.vgg import VGG, PictureTask
 from training.workdir import alone_in_workdir, claim_folders
 
@@ -260,7 +268,7 @@ def _check_gpus(args: Any) -> None:
 
 
 def run_rank(
-    world: World, args: Any, data: Texts | PictureSets, resume: Resume = NO_RESUME
+    world: World, args: Any, data: Texts | Documents | PictureSets, resume: Resume = NO_RESUME
 ) -> None:
     """One rank of the program. Raises RunError where it does not compute what one process does."""
     task: Task
@@ -268,8 +276,9 @@ def run_rank(
     if isinstance(data, PictureSets):
         task = PictureTask(args, world, data)
     else:
-        kind = TracedTranslationTask if args.trace else TranslationTask
-        task = kind(args, world, data, resume.files(FILES) if world.is_main else None)
+        task = text_task(args, world, data, resume)
+        if args.trace:
+            task.layers_of = traced_layers
     plan = plan_of(args, world)
     model = lay_out(args, task, world, plan, resume.cut)
     plan.timeline.about |= {
@@ -301,8 +310,8 @@ def run_rank(
     on_main(world, conclude)
 
 
-def read_data(args: Any) -> Texts | PictureSets:
-    """Pictures or sentence pairs, whichever the model wants. Raises UserError where there are none,
+def read_data(args: Any) -> Texts | Documents | PictureSets:
+    """Pictures or texts, whichever the model wants. Raises UserError where there are none,
     or fewer than ranks."""
     if args.model != VGG:
         return read_texts(args)
@@ -323,8 +332,7 @@ def main() -> None:
     args = parse_train(__doc__)
     with alone_in_workdir(args):
         data = read_data(args)
-        size = len(data.train if isinstance(data, PictureSets) else data.splits["train"])
-        resume = find_resume(args, size, data.fingerprint())
+        resume = find_resume(args, data.fingerprint())
         launch(run_rank, launch_settings(args), args, data, resume)
 
 

@@ -16,17 +16,22 @@ import torch
 from torch import nn
 
 from project.options import as_typed
-from project.rules import check_warmup
+from project.rules import check_plain_text, check_warmup
 from training.data import collate_batch, get_tokenizer
+from training.documents import Documents, load_data
 from training.errors import refuse, signals_end
 from training.generation import evaluate_bleu, translate
+from training.language import LanguageTask
 from training.launch import RunError, Settings, UserError, World, on_main, quiet_libraries
 from training.layout import LaidOutModel, Plan
 from training.loop import evaluate_loss, train
 from training.results import Results
+from training.saving import Resume
+from training.sequences import FILES, SequenceTask
 from training.task import Task
-from training.text import SPLITS, Texts, load_texts
+from training.text import SPLITS, Texts
 from training.timeline import TRACE, Timeline
+from training.translation import TranslationTask
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import PreTrainedTokenizerFast
@@ -65,13 +70,25 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
     return path
 
 
-def read_texts(args: Any) -> Texts:
-    """The sentence pairs of a run. Raises UserError where they cannot be read or do not suffice."""
+def read_texts(args: Any) -> Texts | Documents:
+    """The pairs or documents of a run. Raises UserError where they cannot be read or do not
+    suffice."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
     dealt = args.world_size if args.strategy == "ddp" else getattr(args, "dp", 1)
-    texts = load_texts(args.dataset, args.src, args.tgt, sizes, dealt)
-    check_warmup(args, len(texts.splits["train"]))
+    texts = load_data(args.dataset, args.src, args.tgt, sizes, dealt)
+    if isinstance(texts, Documents):
+        check_plain_text(args)  # how many steps an epoch has is known when there is a tokenizer
+    else:
+        check_warmup(args, len(texts.splits["train"]))
     return texts
+
+
+def text_task(args: Any, world: World, texts: Texts | Documents, resume: Resume) -> SequenceTask:
+    """To translate, or to model plain text."""
+    kind = LanguageTask if isinstance(texts, Documents) else TranslationTask
+    task = kind(args, world, texts, resume.files(FILES) if world.is_main else None)
+    check_warmup(args, len(task.num_targets))
+    return task
 
 
 def plan_of(args: Any, world: World, workers: str = "rank", **about: Any) -> Plan:
@@ -127,7 +144,7 @@ def finish(world: World, results: Results, args: Any, task: Task, model: LaidOut
     """Shows outputs, draws the curves, says where everything is, exports; all ranks call it."""
     on_main(world, lambda: _show(results, args))
     if args.export is not None:
-        results.say(task.export(world, args.export, model.weights()))
+        results.say(task.export(world, args.export, model.weights(), results.summary))
 
 
 def _show(results: Results, args: Any) -> None:

@@ -52,7 +52,7 @@ def lines_of(program: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("program", "most"), [("run_data_parallel", 7500), ("run_pipeline", 10200), ("train", 15800)]
+    ("program", "most"), [("run_data_parallel", 7750), ("run_pipeline", 10250), ("train", 15750)]
 )
 def test_a_program_brings_in_no_more_code_than_it_did(program: str, most: int) -> None:
     assert lines_of(f"project/{program}.py") <= most
@@ -75,5 +75,5 @@ def test_no_two_files_have_one_name() -> None:
     assert [name for name, n in stems.items() if n > 1 and name != "__init__"] == []
 
 
-def test_project_has_ten_files_at_most() -> None:
-    assert len(list((ROOT / "project").glob("*.py"))) <= 10
+def test_project_has_eleven_files_at_most() -> None:
+    assert len(list((ROOT / "project").glob("*.py"))) <= 11

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks
-from project import plot
+from project import generate, plot
 from project.run_data_parallel import parse_data_parallel
 from project.run_pipeline import parse_pipeline
 from project.train import parse_train
@@ -26,6 +26,7 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
     "project/run_pipeline.py": partial(parse_pipeline, None),
     "project/train.py": partial(parse_train, None),
     "project/plot.py": plot.parse,
+    "project/generate.py": generate.parse,
 }
 MARKED = {
     name

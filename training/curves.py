@@ -54,6 +54,12 @@ def picture(
             fig.savefig(path)
 
 
+SCORES = (
+    ("bleu", "BLEU", "test"), ("accuracy", "accuracy", "test"),
+    ("perplexity", "perplexity", "validation"),
+)  # fmt: skip
+
+
 def readable(value: float) -> str:
     """A number with about three digits: 0.0123, 4.56, 78.9, 12,345, 6.79 M."""
     if abs(value) >= 1e6:
@@ -122,9 +128,9 @@ def plot_training(workdir: Path, output: Path | None = None) -> Path:
     epochs = read_epochs(workdir, "eval_results" if pipeline else "rank0_results")
     panels = [("loss (nats per target)", {"training_loss": GREY, "validation_loss": BLUE})]
     found = f"validation loss {epochs[-1]['validation_loss']:.2f}"
-    for key, name in (("bleu", "BLEU"), ("accuracy", "accuracy")):
+    for key, name, split in SCORES:
         if any(math.isfinite(epoch.get(key, math.nan)) for epoch in epochs):
-            panels.append((f"{name} on the test split", {key: GREEN}))
+            panels.append((f"{name} on the {split} split", {key: GREEN}))
             found = f"{name} {epochs[-1][key]:.1f}, {found}"
     steps = read_options(workdir).get("num_batches")
     n, unit = (steps, "step") if steps else (len(epochs), "epoch")

@@ -1,4 +1,4 @@
-"""Pairs of sentences as token ids: the tokenizer, and rectangles of padded examples.
+"""Texts as token ids: the tokenizer, and rectangles of padded examples.
 
 A pair is one sequence, and only its second half is learnt:
 
@@ -14,7 +14,7 @@ epoch of Multi30k ended at a validation loss of 5.2 instead of 4.5 (docs/log.md)
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,18 +46,25 @@ def train_tokenizer(
         vocab_size: the most tokens it may have: 256 bytes, 3 special ones, and merges, of which
             a small text may give fewer.
     """
+    texts = (pair[key] for pair in pairs for key in (src, tgt))
+    tokenizer = train_bpe(texts, vocab_size, [PAD, eos(src), eos(tgt)])
+    ends = {"eos_token": eos(tgt), "extra_special_tokens": [eos(src)]}
+    tokenizer.add_special_tokens({"pad_token": PAD, **ends})
+    return tokenizer
+
+
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, special_tokens: list[str]
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE; the special tokens come first."""
     from transformers import PreTrainedTokenizerFast
 
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(
-        (pair[key] for pair in pairs for key in (src, tgt)),
-        vocab_size=vocab_size,
-        min_frequency=2,
-        special_tokens=[PAD, eos(src), eos(tgt)],
-        show_progress=False,
+        texts, vocab_size, min_frequency=2, special_tokens=special_tokens, show_progress=False
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, pad_token=PAD, clean_up_tokenization_spaces=False
+        tokenizer_object=bpe._tokenizer, clean_up_tokenization_spaces=False
     )
 
 
@@ -72,21 +79,22 @@ def get_tokenizer(
 
 
 def load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
-    """The tokenizer of these files, as `save_pretrained` writes them."""
+    """The tokenizer of these files, as `save_pretrained` writes them. It pads on the left, where
+    sentences do not grow when they are continued."""
     from transformers import PreTrainedTokenizerFast
 
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
             (Path(folder) / name).write_bytes(content)
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of a pair, how many of them are its source (with its end token), and the pair's
-    number in its split."""
+    """The token ids of a pair or of a stretch of text, how many of them are not to be learnt (the
+    source with its end token, or the first token), and its number in its split."""
 
-    ids: list[int]
+    ids: Sequence[int]
     num_source: int
     number: int = 0
 

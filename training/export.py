@@ -1,20 +1,24 @@
 """Trained weights as the rest of the world reads them: a folder for `transformers`.
 
-    model = GPT2LMHeadModel.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
-The parameters have the names that they have there, so nothing is converted. They come to rank 0
-one at a time: it holds a file's worth of them, however large the model is. The folder is put in
-place whole, as a checkpoint is; an earlier export in it is replaced.
+Its `generate` ends where the model ends, and README.md there says what the model was trained on.
+The parameters have the names that they have there, so nothing is converted. They come to rank 0 one
+at a time: it holds a file's worth of them, however large the model is. The folder is put in place
+whole, as a checkpoint is; an earlier export in it is replaced.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -79,6 +83,64 @@ def export(
     finally:
         deque(weights, maxlen=0)  # what other ranks still send, if it could not be written
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_gpt2(folder: Path, model: Any, tokenizer: Any, max_length: int) -> None:
+    """Everything but the weights: `generate` knows where a text ends, the tokenizer how long one
+    may be."""
+    from transformers import GenerationConfig
+
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model.config.update({"architectures": [type(model).__name__], "use_cache": True, **special})
+    model.config.save_pretrained(folder)
+    GenerationConfig(max_length=max_length, **special).save_pretrained(folder)
+    tokenizer.model_max_length = max_length
+    tokenizer.save_pretrained(folder)
+
+
+def model_card(
+    folder: Path, title: str, about: str, prompt: str, summary: Mapping[str, Any], score: str
+) -> str:
+    """README.md of an exported model, in the form of the hub.
+
+    Args:
+        folder: its name is in the example.
+        about: what the model was trained on, in lines.
+        prompt: of the example.
+        summary: of `Results`.
+        score: the name of the score, as in `summary`.
+    """
+    steps = len(summary["loss"])
+    lines = "\n".join(f"- {line}" for line in about.splitlines())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gpt2]
+---
+
+# {title}
+
+{lines}
+- {steps} step{"s" * (steps != 1)}, seed {summary["seed"]}
+- validation loss {summary["validation_loss"]:.3f} nats per token, {score} {summary[score]:.1f}
+
+Trained with
+
+```sh
+{shlex.join(["python", *sys.argv])}
+```
+
+Use it with
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+ids = tokenizer("{prompt}", return_tensors="pt")
+print(tokenizer.decode(model.generate(**ids)[0, ids.input_ids.size(1) :], skip_special_tokens=True))
+```
+"""
 
 
 def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:

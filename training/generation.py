@@ -1,4 +1,4 @@
-"""Greedy translation, many sentences at a time, by whatever holds the model.
+"""Continues sentences, many at a time, by whatever holds the model: translations among them.
 
 Problem. A token needs a forward, and the next one that of all before it. A model that fits only in
 shards or stages cannot be brought together for that, and its ranks must not lose step.
@@ -7,16 +7,17 @@ Idea. The loop asks one thing of the model: the next token of each sentence, giv
 (`Decoder`). How that is found is the layout's affair. Ranks that hold stages of one model run the
 loop on the same sentences and are told the same tokens; ranks that hold shards run it on sentences
 of their own, and one that has finished takes part until all have. Keys and values stay in the
-process that computed them: each has a `Prefix`, filled by the attention layers that it runs.
+process that computed them: each has a `Prefix` (training/prefix.py), filled by the attention layers
+that it runs.
 
-Cost: a forward of one position per token. Memory: keys and values, 2 B S C per attention layer.
+Cost: a forward of one position per token.
 
-Shapes: B sentences that have not ended, S positions so far, T the newest of them, C width, V
-vocabulary.
+Shapes: B sentences that have not ended, T their newest positions, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,46 +26,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from training.data import eos
+from training.prefix import Prefix
+
+CPU_READ = 256  # positions that are read at a time, at least; a GPU wants all it can get
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import PreTrainedTokenizerFast
-
-
-class Prefix:
-    """What the sentences have been so far.
-
-    Attributes:
-        keep: B S, 1 where there is a token and 0 where there is padding.
-        cache: the keys and values of the positions before the newest. Attention layers add to it by
-            their number in the model; this process need not run all of them.
-    """
-
-    def __init__(self, keep: Tensor) -> None:
-        from transformers import DynamicCache
-
-        self.keep = keep
-        self.cache = DynamicCache()
-
-    def positions(self, T: int) -> Tensor:
-        """B T: where in its sentence each of the newest tokens is, from 0."""
-        return (self.keep.cumsum(1) - 1).clamp(min=0)[:, -T:]
-
-    def select(self, rows: Tensor) -> None:
-        """Goes on with these sentences only."""
-        self.keep = self.keep[rows]
-        self.cache.batch_select_indices(rows)
-
-    def extend(self) -> None:
-        """Every sentence has one more token."""
-        self.keep = torch.cat([self.keep, torch.ones_like(self.keep[:, :1])], dim=1)
 
 
 class Decoder(Protocol):
     """A model in evaluation mode, or this rank's part of one, that continues sentences."""
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
-        """The likeliest next token, of the first `num_tokens` of the vocabulary, of each sentence:
-        B, on every rank. `ids`, B T, are the newest of the prefix."""
+        """The next token of each sentence, B, on every rank: the likeliest, unless it draws, of the
+        first `num_tokens` of the vocabulary. `ids`, B T, are the newest of the prefix."""
 
     def end(self) -> None:
         """This rank has no sentences left. Returns when no rank has."""
@@ -73,6 +48,25 @@ class Decoder(Protocol):
 def likeliest(logits: Tensor, num_tokens: int) -> Tensor:
     """B of B V. Rows of the embedding beyond the tokenizer's are no tokens."""
     return logits[:, :num_tokens].argmax(-1)
+
+
+def drawn(
+    logits: Tensor, num_tokens: int, chances: Tensor, temperature: float, top_k: int | None
+) -> Tensor:
+    """B of B V: each token as often as its probability says.
+
+    Args:
+        chances: [B], float64, from 0 to 1: where in the sum of the probabilities the token lies.
+        temperature: by which logits are divided; a small one leaves only the likeliest.
+        top_k: so many tokens, the likeliest, are drawn from; None: all.
+    """
+    logits = logits[:, :num_tokens].double() / temperature
+    if top_k is not None and top_k < num_tokens:
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    ends = logits.softmax(-1).cumsum(-1)
+    wanted = chances.to(ends.device)[:, None] * ends[:, -1:]
+    return torch.searchsorted(ends, wanted, right=True)[:, 0].clamp(max=ends.size(1) - 1)
 
 
 def newest_alone(ids: Tensor) -> Tensor:
@@ -93,76 +87,107 @@ def translate(
     batch_size: int = 128,
     bar: str | None = None,
 ) -> list[str]:
-    """Translates this rank's sentences. All ranks that share the model must call it.
+    """Translates this rank's sentences, greedily. All ranks that share the model must call it.
 
-    A sentence ends at its end token, or where source and translation fill `max_length`.
-
-    Args:
-        batch_size: of sentences of like lengths.
-        bar: the text of a progress bar; None shows none.
+    A sentence ends at its end token, or where source and translation fill `max_length`. See
+    `continue_all`.
     """
     prompts = [tokenizer(source + eos(src_key))["input_ids"] for source in sources]
     stop = tokenizer.convert_tokens_to_ids(eos(tgt_key))
+    most = [max_length - len(prompt) for prompt in prompts]
+    rows = continue_all(decoder, prompts, most, stop, len(tokenizer), device, batch_size, bar)
+    return [tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
+
+
+def continue_all(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    most: Sequence[int],
+    stop: int,
+    num_tokens: int,
+    device: torch.device | str,
+    batch_size: int = 128,
+    bar: str | None = None,
+    seeds: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """The continuations of this rank's prompts, in their order. All ranks that share the model must
+    call it.
+
+    Args:
+        most: new tokens of each prompt, at most; it may end before, with the token `stop`.
+        num_tokens: of the vocabulary; rows of the embedding beyond are no tokens.
+        batch_size: prompts of like lengths that are continued together.
+        bar: the text of a progress bar; None shows none.
+        seeds: of each prompt, for a decoder that draws: its tokens depend on nothing else.
+    """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    sentences = [""] * len(prompts)
+    rows: list[list[int]] = [[] for _ in prompts]
     for chunk in tqdm(chunks, bar, disable=True if bar is None else None, leave=False):
-        rows = continue_greedily(
-            decoder, [prompts[i] for i in chunk], stop, len(tokenizer), max_length, device
-        )
-        for i, row in zip(chunk, rows, strict=True):
-            sentences[i] = tokenizer.decode(row, skip_special_tokens=True).strip()
+        live = [i for i in chunk if most[i] > 0]
+        chances = None
+        if seeds is not None and live:
+            n = max(most[i] for i in live)
+            rows_of = [torch.Generator().manual_seed(seeds[i]) for i in live]
+            drawn = [torch.rand(n, dtype=torch.float64, generator=g) for g in rows_of]
+            chances = torch.stack(drawn).to(device)
+        found = continue_together(
+            decoder, [prompts[i] for i in live], [most[i] for i in live], stop, num_tokens, device,
+            chances,
+        )  # fmt: skip
+        for i, row in zip(live, found, strict=True):
+            rows[i] = row
     decoder.end()
-    return sentences
+    return rows
 
 
 @torch.no_grad()
-def continue_greedily(
+def continue_together(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
+    most: Sequence[int],
     stop: int,
     num_tokens: int,
-    max_length: int,
     device: torch.device | str,
+    chances: Tensor | None = None,
 ) -> list[list[int]]:
-    """The continuation of each prompt, up to `stop` or to `max_length` with the prompt.
-
-    A sentence that has ended is computed no further.
-    """
+    """One batch of `continue_all`. A sentence that has ended is computed no further."""
     rows: list[list[int]] = [[] for _ in prompts]
-    live = [k for k, prompt in enumerate(prompts) if len(prompt) < max_length]
-    if not live:
+    if not prompts:
         return rows
-    ids, keep = _padded([prompts[k] for k in live], device)
-    prefix = Prefix(keep)
+    prefix = Prefix([len(prompt) for prompt in prompts], device, chances)
+    tokens = torch.cat(
+        [decoder.next_tokens(_padded(prompts[at], device), prefix, num_tokens)
+         for at in prefix.in_parts(CPU_READ if torch.device(device).type == "cpu" else None)]
+    )  # fmt: skip
+    live = list(range(len(prompts)))  # the sentence of each row
     while True:
-        tokens = decoder.next_tokens(ids, prefix, num_tokens)
-        going = []  # places in `live`
-        for place, (k, token) in enumerate(zip(live, tokens.tolist(), strict=True)):
+        going = []  # rows
+        for row, (i, token) in enumerate(zip(live, tokens.tolist(), strict=True)):
             if token != stop:
-                rows[k].append(token)
-                if len(prompts[k]) + len(rows[k]) < max_length:
-                    going.append(place)
+                rows[i].append(token)
+                if len(rows[i]) < most[i]:
+                    going.append(row)
         if not going:
             return rows
         if len(going) < len(live):
-            live = [live[place] for place in going]
-            rest = torch.tensor(going, device=device)
-            tokens = tokens[rest]
-            prefix.select(rest)
-        ids = tokens[:, None]
+            B = len(going)
+            sources = [row for row in going if row >= B]
+            places = sorted(set(range(B)).difference(going))
+            prefix.keep(B, sources, places)
+            for source, place in zip(sources, places, strict=True):
+                live[place] = live[source]
+            tokens[places] = tokens[sources]
+            live, tokens = live[:B], tokens[:B]
         prefix.extend()
+        tokens = decoder.next_tokens(tokens[:, None], prefix, num_tokens)
 
 
-def _padded(prompts: Sequence[Sequence[int]], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Ids B S, padded on the left, so that all sentences grow at the same place; and `keep`."""
+def _padded(prompts: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
+    """Ids B T, padded on the left, so that all sentences grow at the same place."""
     longest = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    keep = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        keep[row, longest - len(prompt) :] = 1
-    return ids.to(device), keep.to(device)
+    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    return torch.tensor(rows, device=device)
 
 
 def evaluate_bleu(

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from training.checkpoint import Piece, whole
-from training.generation import Prefix, likeliest, newest_alone
+from training.generation import likeliest, newest_alone
 from training.optimization import Run
+from training.prefix import Prefix
 from training.task import Step, Task
 from training.timeline import OFF, Timeline
 

@@ -228,4 +228,4 @@ def _evaluate(
     world: World, task: Task, model: LaidOutModel, score: bool = True
 ) -> tuple[float, Score | None]:
     loss, accuracy = evaluate_loss(world, task, model)
-    return loss, task.score(world, model, accuracy) if score else None
+    return loss, task.score(world, model, loss, accuracy) if score else None

@@ -206,7 +206,7 @@ class Embedding(Layer):
         hidden, prefix = self.wte(ids), _prefix(more)
         positions = self.positions(hidden, more)
         if prefix is not None:
-            positions = prefix.positions(ids.size(-1))
+            positions = prefix.positions(ids.size(-1)).to(ids.device)
         hidden = self.drop(hidden + self.wpe(positions), self.p, more)
         return (hidden, *more) if more else hidden
 
@@ -239,8 +239,8 @@ class Attention(HiddenLayer):
         qkv = qkv.view(B, T, 3, width // (3 * attn.head_dim), attn.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H T E
         if prefix is not None:
-            mask = mask_of(prefix.keep.to(hidden.device), hidden)
-            k, v = prefix.cache.update(k, v, attn.layer_idx)
+            mask = prefix.mask(hidden)
+            k, v = prefix.update(attn.layer_idx, k, v)
         H = q.size(1)
         heads = torch.arange(H, device=hidden.device) + self.shard * H
         p = attn.attn_dropout.p if self.training else 0.0
@@ -275,23 +275,6 @@ class Head(nn.Module):
         if more:
             hidden = hidden[more[0] != 0]
         return F.linear(self.ln_f(hidden), self.weight)
-
-
-def mask_of(keep: Tensor, hidden: Tensor) -> Tensor:
-    """The additive mask [B, 1, T, S] of the T newest of S positions, causal and without padding.
-
-    Args:
-        keep: [B, S], 0 at padding.
-        hidden: [B, T, C].
-    """
-    T, S = hidden.size(1), keep.size(1)
-    causal = torch.ones(T, S, dtype=torch.bool, device=hidden.device).tril(S - T)
-    allowed = causal & keep.bool()[:, None, None, :]
-    # Finite, since padding on the left attends to nothing, and a softmax of -inf alone is NaN.
-    lowest = torch.finfo(hidden.dtype).min
-    return torch.zeros(allowed.shape, dtype=hidden.dtype, device=hidden.device).masked_fill(
-        ~allowed, lowest
-    )
 
 
 def _keys(more: Sequence[Any]) -> Tensor | None:

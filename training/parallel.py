@@ -30,10 +30,11 @@ from runtime.mesh import Axis, Mesh, make_mesh
 from runtime.ranks import Ranks
 from runtime.recompute import NEVER, mode_of
 from training.checkpoint import Piece, flat_pieces, whole
-from training.generation import Prefix, newest_alone
+from training.generation import newest_alone
 from training.launch import World
 from training.layout import LaidOutModel, Plan
 from training.memory import state_bytes
+from training.prefix import Prefix
 from training.replicated import Replicated
 from training.task import Step, Task
 from training.tensor import Shared

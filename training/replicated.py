@@ -20,6 +20,7 @@ from runtime.recompute import NEVER, Recomputed, mode_of
 from training.launch import World
 from training.layout import LaidOutModel, Plan
 from training.memory import state_bytes
+from training.prefix import Prefix
 from training.task import Step, Task, materialize
 
 
@@ -95,11 +96,24 @@ class Replicated(LaidOutModel):
         """Every rank has its own."""
         if x is None:
             return None
-        self.net.eval()
+        training = self.net.training
+        if training:
+            self.net.eval()
         with self.plan.autocast(self.devices[0]):
             output = self.net(x)
-        self.net.train()
+        if training:
+            self.net.train()
         return output
+
+    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+        """Stays in evaluation mode until the `end`: to change it takes as long as a layer."""
+        if self.net.training:
+            self.net.eval()
+        return super().next_tokens(ids, prefix, num_tokens)
+
+    def end(self) -> None:
+        """Waits for nobody."""
+        self.net.train()
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """All of them."""

@@ -44,6 +44,7 @@ class Results:
 
     def __init__(self, world: World, args: Any, task: Task, model: LaidOutModel) -> None:
         self.world, self.args, self.task, self.model = world, args, task, model
+        self.width = max(10, len(task.score_name) + 2)  # of the column
         self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
         self.losses: list[float] = []  # of every step; NaN: skipped
         self.seconds: list[float] = []  # of every step
@@ -69,13 +70,13 @@ class Results:
                 with writing(args.workdir / name):
                     (args.workdir / name).write_bytes(content)
         self.say("\n".join([task.describe(), *filter(None, [self.model.description]), *notes]))
-        score = f"{task.score_name:>10}"
+        score = f"{task.score_name:>{self.width}}"
         self.say(f"epoch   train loss   valid. loss{score}    time   {'   '.join(task.units)}")
 
     def say_start(self, validation_loss: float, score: Score | None) -> None:
         """The row of a model that is not trained yet."""
         value = score.value if score else math.nan
-        self.say(f"{'start':>5}   {'':>10}   {validation_loss:>11.3f}{value:>10.1f}")
+        self.say(f"{'start':>5}   {'':>10}   {validation_loss:>11.3f}{value:>{self.width}.1f}")
 
     def add_step(self, loss: float, seconds: float) -> None:
         """A step has been made; its mean loss, or NaN if it was skipped."""
@@ -109,7 +110,7 @@ class Results:
         self._write_epoch(epoch, result)
         positions, tokens = self.over_ranks(*speeds)
         self.history.append((totals.seconds, positions))
-        shown = f"{self.score:>10.1f}" if score else f"{'-':>10}"
+        shown = f"{self.score:>{self.width}.1f}" if score else f"{'-':>{self.width}}"
         units = zip(self.task.units, (positions, tokens), strict=False)
         shown_speeds = "   ".join(f"{speed:>{len(unit)},.0f}" for unit, speed in units)
         self.say(

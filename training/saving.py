@@ -15,6 +15,7 @@ all). The time is in none of the results.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ class Resume:
 NO_RESUME = Resume(None)
 
 
-def find_resume(args: Any, num_examples: int, fingerprint: str) -> Resume:
+def find_resume(args: Any, fingerprint: str) -> Resume:
     """The newest intact checkpoint, which --resume continues with this training data. Of torchrun's
     ranks only the first looks; see `Resume.of_main`.
 
@@ -103,8 +104,8 @@ def find_resume(args: Any, num_examples: int, fingerprint: str) -> Resume:
             f"--resume: {name} was trained on other data of the same name; use another --workdir "
             "to start a new run"
         )
-    done, per_epoch = state["steps"], -(-num_examples // args.batch_size)
-    option, given, least = "n_epochs", args.n_epochs, -(-done // per_epoch)
+    done, per_epoch = state["steps"], state.get("steps_per_epoch", math.inf)  # older: not known
+    option, given, least = "n_epochs", args.n_epochs, math.ceil(done / per_epoch)
     if args.num_batches is not None:
         option, given, least = "num_batches", args.num_batches, done
     if given < least:
@@ -224,6 +225,7 @@ class Saving:
             "history": results.history,
             "options": options_of(self.args),
             "data": self.fingerprint,
+            "steps_per_epoch": self.task.steps_per_epoch,
             "layout": self._layout(),
             "cut": model.cut,
         }

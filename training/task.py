@@ -7,7 +7,7 @@ good its outputs are. Layouts see layers, inputs and targets, never what they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,17 +34,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Score:
-    """How good a model is: BLEU from 0 to 100, or accuracy in percent."""
+    """How good a model is: BLEU from 0 to 100, accuracy in percent, or perplexity."""
 
     value: float
-    generated: list[str] = field(default_factory=list)  # the translations that were scored
+    generated: list[str] = field(default_factory=list)  # translations or continuations, of `tested`
 
 
 class Task(Protocol):
     """See the head of this file. `part` of `parts` is a place on the data-parallel axis; 0 of 1 is
     the whole batch."""
 
-    score_name: str  # "BLEU" or "accuracy"
+    score_name: str  # "BLEU", "accuracy" or "perplexity"
     units: Sequence[str]  # of speed: positions and real tokens per second, or pictures
     steps_per_epoch: int
     files: dict[str, bytes]  # small files that every checkpoint and export needs, by name
@@ -75,8 +75,9 @@ class Task(Protocol):
     def measure(self, output: Tensor, target: Any) -> Tensor:
         """[summed loss, right answers, number of answers] of a validation batch, in float64."""
 
-    def score(self, world: World, model: LaidOutModel, accuracy: float) -> Score:
-        """How good the model is; all ranks call it. `accuracy` is the share of right answers."""
+    def score(self, world: World, model: LaidOutModel, loss: float, accuracy: float) -> Score:
+        """How good the model is; all ranks call it. `loss` and `accuracy`, the share of right
+        answers, are those of the validation data."""
 
     def describe(self) -> str:
         """What is trained on what, for a person: a line or two."""
@@ -87,9 +88,15 @@ class Task(Protocol):
     def examples_to_show(self, generated: list[str]) -> str:
         """A few outputs of the trained model, for a person; empty where there are none."""
 
-    def export(self, world: World, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> str:
+    def export(
+        self,
+        world: World,
+        folder: Path,
+        weights: Iterator[tuple[str, Tensor]],
+        summary: Mapping[str, Any],
+    ) -> str:
         """Writes the trained model from `LaidOutModel.weights`; returns what was written, for a
-        person. All ranks call it together."""
+        person. `summary` is of `Results`. All ranks call it together."""
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each split's examples, in their order."""

@@ -36,8 +36,8 @@ SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin"
 BUILTIN_FOLDER = Path(__file__).with_name("corpus")
 NO_NETWORK = f"--dataset {BUILTIN} needs neither files nor network"
-_BEGINNINGS = {"train": "train", "val": "validation", "dev": "validation", "test": "test"}
-_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+BEGINNINGS = {"train": "train", "val": "validation", "dev": "validation", "test": "test"}
+ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _LONG_WORD = re.compile(r"(\S{1000})\S+|(\s{1000})\s+")
 
 
@@ -50,15 +50,25 @@ class Texts:
 
     def fingerprint(self, split: str = "train") -> str:
         """What two splits have in common only if their pairs are the same, in order."""
-        return hashlib.sha256(json.dumps(self.splits[split]).encode()).hexdigest()
+        return fingerprint_of(self.splits[split])
 
     def fingerprints(self) -> dict[str, str]:
         """Of every split."""
         return {split: self.fingerprint(split) for split in self.splits}
 
 
+def fingerprint_of(content: list[Any]) -> str:
+    """A hash of what JSON can hold."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
 def load_texts(
-    dataset: str, src: str, tgt: str, sizes: dict[str, int | None], world_size: int
+    dataset: str,
+    src: str,
+    tgt: str,
+    sizes: dict[str, int | None],
+    world_size: int,
+    found: Any = None,
 ) -> Texts:
     """The sentence pairs of a run.
 
@@ -67,6 +77,7 @@ def load_texts(
         src, tgt: the keys of the languages: file endings, columns.
         sizes: at most so many pairs of each split; None takes all there are.
         world_size: every split must hold at least a pair for each rank.
+        found: the splits of a dataset of the hub, where they are loaded already.
 
     Raises:
         UserError: nothing usable is there; the text says what, and what works.
@@ -86,10 +97,10 @@ def load_texts(
             texts = _parallel_lines(path, src, tgt, sizes)
         elif path.exists():
             texts = _split(_local_files(path, src, tgt), sizes)
-        elif path.suffix in _ENDINGS or path.is_absolute() or dataset.startswith((".", "~")):
+        elif path.suffix in ENDINGS or path.is_absolute() or dataset.startswith((".", "~")):
             raise UserError(f"--dataset {dataset}: there is no such file or folder; {NO_NETWORK}")
         else:
-            texts = _split(_hub(dataset, src, tgt), sizes)
+            texts = _split(_hub(dataset, found or load_splits(dataset), src, tgt), sizes)
     for split in SPLITS:
         have = len(texts.splits[split])
         if have == 0:
@@ -122,7 +133,7 @@ def _parallel_lines(folder: Path, src: str, tgt: str, sizes: dict[str, int | Non
     texts = Texts({})
     for split in SPLITS:
         paths = [folder / f"{split}.{key}" for key in (src, tgt)]
-        source, target = (_read_text(path).removesuffix("\n").split("\n") for path in paths)
+        source, target = (read_text(path).removesuffix("\n").split("\n") for path in paths)
         if len(source) != len(target):
             raise UserError(
                 f"{paths[0]} has {len(source)} lines and {paths[1]} has {len(target)}: "
@@ -133,7 +144,7 @@ def _parallel_lines(folder: Path, src: str, tgt: str, sizes: dict[str, int | Non
     return texts
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     """The text in a file of UTF-8. Raises UserError where it is something else."""
     try:
         content = path.read_bytes()
@@ -211,17 +222,17 @@ def _as_pair(row: Any, src: str, tgt: str, where: str) -> Pair:
 def _local_files(path: Path, src: str, tgt: str) -> dict[str, list[Pair]]:
     """Files named after a split are that split; others are train."""
     every = [path] if path.is_file() else [*path.iterdir(), *path.glob("*/*")]
-    files = [file for file in sorted(every) if file.suffix in _ENDINGS and file.is_file()]
+    files = [file for file in sorted(every) if file.suffix in ENDINGS and file.is_file()]
     if not files:
         raise UserError(
-            f"--dataset {path}: no train.{src} and train.{tgt} there, nor any of "
-            f"{' '.join(_ENDINGS)}; {NO_NETWORK}"
+            f"--dataset {path}: no train.{src} and train.{tgt} there, nor any of .txt "
+            f"{' '.join(ENDINGS)}; {NO_NETWORK}"
         )
     found: dict[str, list[Pair]] = {}
     for file in files:
         split = "train"
         for part in file.relative_to(path).parts:
-            split = next((s for b, s in _BEGINNINGS.items() if part.startswith(b)), split)
+            split = next((s for b, s in BEGINNINGS.items() if part.startswith(b)), split)
         rows = (_as_pair(row, src, tgt, f"{file}: {where}") for where, row in _rows_of(file))
         found.setdefault(split, []).extend(rows)
     return found
@@ -241,7 +252,7 @@ def _rows_of(path: Path) -> Iterator[tuple[str, Any]]:
             raise UserError(f"{path}: cannot be read ({reason}); {NO_NETWORK}") from error
         yield from ((f"row {i}", row) for i, row in enumerate(rows, 1))
         return
-    text = _read_text(path)
+    text = read_text(path)
     if path.suffix in (".csv", ".tsv"):
         csv.field_size_limit(len(text) + 1)
         table = csv.DictReader(io.StringIO(text), delimiter="\t" if path.suffix == ".tsv" else ",")
@@ -265,8 +276,7 @@ def _parse_json(text: str, where: str) -> Any:
         ) from error
 
 
-def _hub(name: str, src: str, tgt: str) -> dict[str, list[Pair]]:
-    found = load_splits(name)
+def _hub(name: str, found: Any, src: str, tgt: str) -> dict[str, list[Pair]]:
     return {
         split: [
             _as_pair(row, src, tgt, f"--dataset {name}: row {i} of {split}")

@@ -19,20 +19,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeline.trace import split
-from training.generation import Prefix
 from training.model import gpt2_layers
-from training.translation import TranslationTask
+from training.prefix import Prefix
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import GPT2LMHeadModel
-
-
-class TracedTranslationTask(TranslationTask):
-    """The same training, with traced layers."""
-
-    def layers(self, model: Any) -> list[Any]:
-        """Embedding, two halves per block, head."""
-        return traced_layers(model)
 
 
 class LogitsOfTargets(nn.Module):

@@ -1,202 +1,56 @@
-"""GPT-2 that learns to translate: the pairs, the tokenizer, the steps, the score.
-
-Everything that can be done once is done before training: the tokenizer is trained, all pairs
-become token ids. What remains per step is to pick examples and to pad them.
-
-Rank 0 makes the tokenizer and the model's configuration, or takes them from a checkpoint, and sends
-them to the others: ranks on other hosts need no common folder.
-"""
+"""GPT-2 that learns to translate: the pairs, the tokenizer, the score."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from data_parallel.dataset import even_slices, partition_dataset, shuffled_indices
-from training.agreement import check_same
-from training.data import (
-    PAD,
-    Encoded,
-    collate_batch,
-    encode,
-    eos,
-    get_tokenizer,
-    load_tokenizer,
-)
-from training.export import export
+from training.data import PAD, Encoded, encode, eos, get_tokenizer
 from training.generation import evaluate_bleu, translate
-from training.launch import UserError, World, gather_over_ranks, on_main
+from training.launch import UserError, World
 from training.layout import LaidOutModel
-from training.model import (
-    PRESETS,
-    gpt2_config,
-    gpt2_layers,
-    import_transformers,
-    initializer,
-    loss_of_targets,
-    round_vocab,
-    sizes_of_blocks,
-)
-from training.pretrained import model_content, pretrained_config, pretrained_initializer
+from training.model import PRESETS
 from training.results import writing
-from training.seeds import stream
-from training.task import Score, Step
-from training.text import SPLITS, Texts
-
-if TYPE_CHECKING:  # see training/model.py
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-MAX_VOCAB = 4096  # tokens that BPE may learn where --vocab_size does not say
-EVAL_BATCH = 64
-CPU_POSITIONS = 384  # of a micro-batch at most; docs/log.md has what was tried
-FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
-SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apart
-SHOWN = 3  # translations at the end of a run
+from training.sequences import MAX_VOCAB, SHOWN, SequenceTask
+from training.task import Score
+from training.text import SPLITS
 
 
-class TranslationTask:
-    """See `training.task.Task`.
-
-    Args:
-        args: the options of the run; `args.model` is a preset or names pretrained weights.
-        files: those of a checkpoint to resume, on rank 0; by default they are made.
-    """
+class TranslationTask(SequenceTask):
+    """Pairs of sentences; see `training.sequences.SequenceTask`."""
 
     score_name = "BLEU"
-    units: Sequence[str] = ("positions/s", "real tokens/s")
-    cpu_positions = CPU_POSITIONS
 
-    def __init__(
-        self, args: Any, world: World, texts: Texts, files: Mapping[str, bytes] | None = None
-    ) -> None:
-        import_transformers()
-        self.args, self.texts, self.device = args, texts, world.device
-        self.files = self._shared_files(world, files)
-        self.tokenizer = load_tokenizer(self.files)
-        self.pad_id: int = self.tokenizer.convert_tokens_to_ids(PAD)
-        self.examples: dict[str, list[Encoded]] = {
+    def make_tokenizer(self, workdir: Path) -> None:
+        """Trains one, or takes the one that comes with pretrained weights."""
+        args = self.args
+        if args.model in PRESETS:
+            pairs = self.texts.splits["train"]
+            get_tokenizer(pairs, args.vocab_size or MAX_VOCAB, args.src, args.tgt, workdir)
+            return
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.model)  # which check_pretrained has seen
+        ends = {"eos_token": eos(args.tgt), "extra_special_tokens": [eos(args.src)]}
+        tokenizer.add_special_tokens({"pad_token": PAD, **ends})
+        with writing(workdir / "tokenizer.json"):
+            tokenizer.save_pretrained(workdir)
+
+    def encoded(self) -> dict[str, list[Encoded]]:
+        """A sequence per pair."""
+        args = self.args
+        examples = {
             split: encode(pairs, self.tokenizer, args.src, args.tgt, args.model_max_length)
-            for split, pairs in texts.splits.items()
+            for split, pairs in self.texts.splits.items()
         }
-        self.num_targets = [example.num_targets for example in self.examples["train"]]
-        if not any(self.num_targets):
+        if not any(example.num_targets for example in examples["train"]):
             raise UserError(
                 f"--model_max_length {args.model_max_length}: every source sentence fills it, and "
                 "no target is left to learn; --model_max_length 128 works"
             )
-        self.config, self._initialize = _config_and_weights(args, len(self.tokenizer))
-        if world.world_size > 1:
-            check_same(world, {"the model": model_content(args.model, self.config)})
-        self.files["config.json"] = self.config.to_json_string().encode()
-        self.steps_per_epoch = -(-len(self.num_targets) // args.batch_size)
-        # Pad all to this; None: each micro-batch to its longest sentence.
-        self.length = args.model_max_length if args.padding == "max_length" else None
-        self.loss = loss_of_targets
+        return examples
 
-    def skeleton(self) -> GPT2LMHeadModel:
-        """The whole model on the meta device."""
-        from transformers import GPT2LMHeadModel
-
-        with torch.device("meta"):
-            return GPT2LMHeadModel(self.config)
-
-    def initialize(self, name: str, p: Tensor) -> None:
-        """From the seed and the parameter's name, or from pretrained weights."""
-        self._initialize(name, p)
-
-    def layers(self, model: Any) -> list[Any]:
-        """Embedding, two halves per block, head."""
-        return gpt2_layers(model)
-
-    def sizes(self, balance: str, num_stages: int) -> list[int] | None:
-        """Layers per stage; --balance counts blocks."""
-        return sizes_of_blocks(balance, self.config.n_layer, num_stages)
-
-    def steps(
-        self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
-    ) -> Iterator[Step]:
-        """The steps of an epoch. Which examples form a global batch depends on the seed and the
-        epoch alone; each batch is dealt out by length, so that all parts have as much to do."""
-        n, size = len(self.num_targets), self.args.batch_size
-        seed = stream(self.args.seed, "data order", epoch)
-        order = shuffled_indices(n, seed)
-        counts = [
-            sum(self.num_targets[i] for i in order[k : k + size])
-            for k in range(start * size, n, size)
-        ]
-        drop = stream(self.args.seed, "dropout", epoch)
-        loader = partition_dataset(
-            part, parts, self.examples["train"], size,
-            partial(self._collate, num_microbatches, drop), seed=seed,
-            key=None if self.length else _length, start=start,
-        )  # fmt: skip
-        nothing: Any = ([], [])  # for a rank that gets none of the last, smaller batch
-        for count, (mine, batches) in zip_longest(counts, loader, fillvalue=nothing):
-            yield Step(
-                inputs=[(b["input_ids"], b["label_token_weights"], b["keys"]) for b in batches],
-                targets=[(b["labels"], b["label_token_weights"]) for b in batches],
-                count=count,
-                examples=len(mine),
-                positions=sum(b["input_ids"].numel() for b in batches),
-                tokens=sum(max(0, len(e.ids) - 1) for e in mine),
-            )
-
-    def _collate(self, num_microbatches: int | None, drop: int, mine: list[Encoded]) -> Any:
-        """A rank's part of a global batch, and its micro-batches. By its `keys`, which `drop` makes
-        those of this epoch, an example's activations are dropped; see runtime/dropout.py."""
-        parts = self._cut(mine, num_microbatches)
-        return mine, [self._batch(part) | {"keys": self._keys(part, drop)} for part in parts]
-
-    def _keys(self, examples: Sequence[Encoded], drop: int) -> Tensor:
-        """[B], int64."""
-        keys = [(drop + SPREAD * example.number) % 2**63 for example in examples]
-        return torch.tensor(keys, dtype=torch.long, device=self.device)
-
-    def _batch(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
-        args = self.args
-        return collate_batch(
-            examples, args.src, args.tgt, self.tokenizer, args.model_max_length, self.device,
-            padding=args.padding,
-        )  # fmt: skip
-
-    def _cut(self, mine: list[Encoded], num_microbatches: int | None) -> list[list[Encoded]]:
-        """On a CPU a few hundred positions keep the cores as busy as thousands do, and shorter
-        micro-batches have less padding; a GPU wants all it can get."""
-        if num_microbatches or self.length or self.device.type != "cpu":
-            return [mine[at] for at in even_slices(len(mine), num_microbatches or 1)]
-        parts: list[list[Encoded]] = []
-        for example in mine:  # from the shortest to the longest
-            if parts and (len(parts[-1]) + 1) * (len(example.ids) - 1) <= self.cpu_positions:
-                parts[-1].append(example)
-            else:
-                parts.append([example])
-        return parts
-
-    def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
-        """Batches of like lengths."""
-        mine = sorted(self.examples["validation"], key=_length)[part::parts]
-        batches = [self._batch(mine[i : i + EVAL_BATCH]) for i in range(0, len(mine), EVAL_BATCH)]
-        return [
-            ((b["input_ids"], b["label_token_weights"]), (b["labels"], b["label_token_weights"]))
-            for b in batches
-        ]
-
-    def measure(self, output: Tensor, target: Any) -> Tensor:
-        """[summed loss, right tokens, number of tokens]; output [N, V] at the N target tokens."""
-        ids, weights = target
-        labels = ids[weights != 0]
-        right = (output.argmax(-1) == labels).sum()
-        count = torch.tensor(len(labels), device=output.device)
-        return torch.stack([self.loss(output, target), right, count]).double().cpu()
-
-    def score(self, world: World, model: LaidOutModel, accuracy: float) -> Score:  # noqa: ARG002
+    def score(self, world: World, model: LaidOutModel, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """BLEU of the test split's translations."""
         args, test = self.args, self.texts.splits["test"]
         mine = [pair[args.src] for pair in test[model.part :: model.parts]]
@@ -204,23 +58,19 @@ class TranslationTask:
             model, mine, args.src, args.tgt, self.tokenizer, args.model_max_length, self.device,
             bar="Translating" if world.is_main else None,
         )  # fmt: skip
-        by_part = dict(gather_over_ranks((model.part, sentences), world))
-        generated = [by_part[i % model.parts][i // model.parts] for i in range(len(test))]
+        generated = self.of_all_parts(world, model, sentences, len(test))
         return Score(evaluate_bleu(test, generated, args.tgt)["bleu"], generated)
 
-    def describe(self) -> str:
-        """Sizes of the model and of the splits."""
-        args, config = self.args, self.config
+    def about_data(self) -> str:
+        """Pairs of each split."""
         sizes = " / ".join(f"{len(self.texts.splits[split]):,}" for split in SPLITS)
-        parameters = sum(p.numel() for p in self.skeleton().parameters())
-        blocks = f"{config.n_layer} block{'s' * (config.n_layer > 1)}"
-        return (
-            f"{args.model}: {blocks} of width {config.n_embd}, "
-            f"vocabulary {config.vocab_size:,}, {parameters / 1e6:.1f} M parameters\n"
-            f"{args.dataset}: {sizes} pairs to train / validate / test, {args.src} to {args.tgt}; "
-            f"batches of {args.batch_size}, {args.precision}, {self.device.type}"
-            + "".join(f"\n{note}" for note in self.texts.notes)
-        )
+        return f"{sizes} pairs to train / validate / test, {self.args.src} to {self.args.tgt}"
+
+    def card(self) -> tuple[str, str]:
+        """A sentence of the test split."""
+        args = self.args
+        prompt = self.texts.splits["test"][0][args.src] + eos(args.src)
+        return f"GPT-2 that translates {args.src} to {args.tgt}", prompt
 
     def tested(self) -> list[Any]:
         """The pairs of the test split."""
@@ -233,70 +83,3 @@ class TranslationTask:
             f"  {src:>9}   {pair[src]}\n  {tgt:>9}   {pair[tgt]}\n  this model  {sentence}\n"
             for pair, sentence in zip(self.tested()[:SHOWN], generated, strict=False)
         )
-
-    def export(self, world: World, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> str:
-        """Writes model and tokenizer for `transformers`."""
-
-        def write(aside: Path) -> None:
-            model = self.skeleton()
-            model.config.architectures = [type(model).__name__]
-            model.config.save_pretrained(aside)
-            model.generation_config.save_pretrained(aside)
-            self.tokenizer.save_pretrained(aside)
-
-        export(world, folder, ((name, p.float()) for name, p in weights), write)
-        return f"Model and tokenizer, for transformers, are in {folder}/."
-
-    def fingerprints(self) -> dict[str, str]:
-        """Of the pairs."""
-        return self.texts.fingerprints()
-
-    def _shared_files(self, world: World, saved: Mapping[str, bytes] | None) -> dict[str, bytes]:
-        """The tokenizer's files, on every rank. Rank 0 also writes them to the workdir."""
-        found: list[Any] = [None]
-
-        def make() -> None:
-            workdir = self.args.workdir
-            if saved is None:
-                make_tokenizer(self.args, self.texts.splits["train"], workdir)
-            else:
-                for file in FILES:
-                    with writing(workdir / file):
-                        (workdir / file).write_bytes(saved[file])
-            found[0] = {file: (workdir / file).read_bytes() for file in FILES[1:]}
-
-        on_main(world, make)
-        if world.world_size > 1:
-            dist.broadcast_object_list(found, 0)
-        return found[0]
-
-
-def _length(example: Encoded) -> int:
-    return len(example.ids)
-
-
-def _config_and_weights(args: Any, num_tokens: int) -> tuple[GPT2Config, Any]:
-    """Those of a preset, or those that come with pretrained weights."""
-    if args.model not in PRESETS:
-        config = pretrained_config(args.model, num_tokens, args.dropout)
-        return config, pretrained_initializer(args.model, config, args.seed)
-    config = gpt2_config(
-        args.model, args.vocab_size or round_vocab(num_tokens), args.model_max_length,
-        dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
-    )  # fmt: skip
-    return config, initializer(config, args.seed)
-
-
-def make_tokenizer(args: Any, pairs: Sequence[dict[str, str]], workdir: Path) -> None:
-    """Trains one, or takes the one that comes with pretrained weights; writes it to the workdir."""
-    if args.model in PRESETS:
-        get_tokenizer(pairs, args.vocab_size or MAX_VOCAB, args.src, args.tgt, workdir)
-        return
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.model)  # which check_pretrained has seen
-    tokenizer.add_special_tokens(
-        {"pad_token": PAD, "additional_special_tokens": [eos(args.src), eos(args.tgt)]}
-    )
-    with writing(workdir / "tokenizer.json"):
-        tokenizer.save_pretrained(workdir)

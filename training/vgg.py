@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,7 @@ class PictureTask:
         count = torch.tensor(len(target), device=output.device)
         return torch.stack([self.loss(output, target), right, count]).double().cpu()
 
-    def score(self, world: World, model: LaidOutModel, accuracy: float) -> Score:  # noqa: ARG002
+    def score(self, world: World, model: LaidOutModel, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """Accuracy in percent."""
         return Score(100 * accuracy)
 
@@ -191,7 +191,13 @@ class PictureTask:
         """Nothing is generated."""
         return ""
 
-    def export(self, world: World, folder: Path, weights: Iterator[tuple[str, Tensor]]) -> str:
+    def export(
+        self,
+        world: World,
+        folder: Path,
+        weights: Iterator[tuple[str, Tensor]],
+        summary: Mapping[str, Any],  # noqa: ARG002
+    ) -> str:
         """Writes the weights by name."""
 
         def write(aside: Path) -> None:

@@ -173,7 +173,7 @@ def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Tra
             saver.restore(NO_RESUME)
             found = first.run(half, lambda totals, _: saver.after_step(0, totals))
         with laid_out(row, world, dtype, seed=1) as second:
-            resume = find_resume(args, 1 << 30, second.task.fingerprints()["train"])
+            resume = find_resume(args, second.task.fingerprints()["train"])
             assert resume.checkpoint is not None
             saving(second).restore(resume)
             rest = second.run(n_steps - half)

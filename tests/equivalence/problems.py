@@ -24,8 +24,9 @@ from training.model import generator_for, gpt2_config, initializer, loss_of_targ
 from training.optimization import Recipe
 from training.pictures import Pictures, PictureSets
 from training.seeds import stream
+from training.sequences import CPU_POSITIONS
 from training.traced import traced_layers
-from training.translation import CPU_POSITIONS, TranslationTask
+from training.translation import TranslationTask
 from training.vgg import PictureTask, initialize_vgg_parameter
 
 LEARNING_RATE, WARMUP, DECAY = 1e-3, 3, 20  # the rate rises for 3 steps, then falls to 0 at step 20

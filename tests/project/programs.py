@@ -71,8 +71,7 @@ def on_rank(
                 run_pipeline.run_pp(args, run_pipeline.choose_devices(args))
                 return printed.getvalue(), None
             data = train.read_data(args) if program == "train" else read_texts(args)
-            size = len(data.splits["train"] if hasattr(data, "splits") else data.train)
-            resume = find_resume(args, size, data.fingerprint())
+            resume = find_resume(args, data.fingerprint())
             work = train.run_rank if program == "train" else run_data_parallel.run_dp
             work(world, args, data, resume)  # type: ignore[arg-type]
         except RunError as error:

@@ -12,6 +12,7 @@ import pytest
 from project.utils import read_texts, run_program
 from tests.project.conftest import write_pairs
 from tests.project.programs import FLOW, PROGRAMS, TINY, parse, run
+from training.checkpoint import newest
 from training.data import train_tokenizer
 from training.launch import UserError
 from training.model import build_model, gpt2_config
@@ -32,7 +33,7 @@ def no_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for program in ("run_data_parallel", "train"):
         monkeypatch.setattr(f"project.{program}.launch", begin)
-    monkeypatch.setattr("project.run_pipeline.TranslationTask", begin)
+    monkeypatch.setattr("project.run_pipeline.text_task", begin)
 
 
 def ended(line: str, capfd: pytest.CaptureFixture[str]) -> tuple[Any, str]:
@@ -280,7 +281,7 @@ def test_a_resume_with_other_options(
         )
 
 
-def test_what_a_resume_may_change(made: Path) -> None:
+def test_what_a_resume_may_change(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where to write, how long, on which devices; among it what was chosen and is now given."""
     line = f"{MADE} --workdir {made} --resume "
     fingerprint = read_texts(parse(DP + line)).fingerprint()
@@ -288,22 +289,26 @@ def test_what_a_resume_may_change(made: Path) -> None:
         "--n_epochs 50", "--save_every 7", "--keep 5", "--timeout 5", "--gradient_sync flat",
         "--num_microbatches 2", "--export out", "--on_nan skip", "--world_size 4",
     ):  # fmt: skip
-        assert find_resume(parse(DP + line + change), 20, fingerprint).checkpoint is not None
-    resume = find_resume(parse(DP + line + "--n_epochs 1"), 20, fingerprint)
+        assert find_resume(parse(DP + line + change), fingerprint).checkpoint is not None
+    resume = find_resume(parse(DP + line + "--n_epochs 1"), fingerprint)
     assert resume.notes == (f"Resumed from {made}/checkpoints/{NAME}: 4 steps done.",)
-    for more, size, data, said in (
-        ("--n_epochs 1", 10, fingerprint, "--n_epochs 1 with --resume: .* --n_epochs 2 or more "),
-        ("", 20, "other", f"--resume: {NAME} was trained on other data of the same name; use "),
-    ):
-        with pytest.raises(UserError, match=f"^{said}"):
-            find_resume(parse(DP + line + more), size, data)
+    other = f"--resume: {NAME} was trained on other data of the same name; use "
+    with pytest.raises(UserError, match=f"^{other}"):
+        find_resume(parse(DP + line), "other")
+    checkpoint, _ = newest(made / "checkpoints")
+    assert checkpoint is not None
+    checkpoint.state["steps_per_epoch"] = 2  # it was 4: an epoch
+    monkeypatch.setattr("training.saving.newest", lambda _: (checkpoint, []))
+    few = "--n_epochs 1 with --resume: .* --n_epochs 2 or more "
+    with pytest.raises(UserError, match=f"^{few}"):
+        find_resume(parse(DP + line + "--n_epochs 1"), fingerprint)
 
 
 def test_a_schedule_ends_where_it_was_to_end(tmp_path: Path) -> None:
     line = f"{MADE} --workdir {tmp_path} --lr_scheduler cosine "
     run(f"train single {line} --save_every 2", stop_at=3)
     with pytest.raises(UserError) as error:
-        find_resume(parse(PP + line + "--resume --n_epochs 2"), 20, "")
+        find_resume(parse(PP + line + "--resume --n_epochs 2"), "")
     assert str(error.value) == (
         "--n_epochs 2 with --resume: 000001-epoch0-step2 has a learning rate that decays over "
         "--n_epochs 1; use that"
@@ -312,7 +317,7 @@ def test_a_schedule_ends_where_it_was_to_end(tmp_path: Path) -> None:
 
 def test_without_a_checkpoint_it_begins() -> None:
     """torchrun repeats the command line: the first time there is none."""
-    assert find_resume(parse(DP + "--resume"), 20, "").notes == (
+    assert find_resume(parse(DP + "--resume"), "").notes == (
         "--resume: workdir/checkpoints has no checkpoint; starting from scratch.",
     )
-    assert find_resume(parse(DP), 20, "") is NO_RESUME
+    assert find_resume(parse(DP), "") is NO_RESUME

@@ -4,9 +4,11 @@ start from it. And what --model refuses."""
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
+from project.generate import generate
+from project.generate import parse as parse_generate
 from project.rules import check_model
 from project.utils import read_texts
+from tests.project.conftest import ROOT
 from tests.project.programs import FLOW, TINY, VGG, names_in, parse, read_json, run, summary
 from tests.ranks import Ranks
 from training.checkpoint import put_in_place
 from training.export import export
 from training.launch import RunError, UserError, World
+from training.trained import load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -49,7 +55,8 @@ def test_transformers_loads_it_and_finds_the_losses_of_the_run(exported: Path) -
     assert tokenizer.convert_tokens_to_ids(["<pad>", "<eos_de>", "<eos_en>"]) == [0, 1, 2]
     model = GPT2LMHeadModel.from_pretrained(exported).eval()
     total = count = 0.0
-    for pair in read_texts(parse(f"run_pipeline {SHORT}")).splits["validation"]:
+    pairs: Any = read_texts(parse(f"run_pipeline {SHORT}")).splits["validation"]
+    for pair in pairs:
         source = tokenizer(pair["de"] + "<eos_de>")["input_ids"]
         ids = torch.tensor([(source + tokenizer(pair["en"] + "<eos_en>")["input_ids"])[:65]])
         with torch.no_grad():
@@ -58,9 +65,37 @@ def test_transformers_loads_it_and_finds_the_losses_of_the_run(exported: Path) -
         total, count = total + losses.sum().item(), count + len(losses)
     expected = summary(exported.parent / "work")["validation_loss"]
     assert total / count == pytest.approx(expected, rel=1e-5)
+    card = (exported / "README.md").read_text("utf-8")
+    bleu = summary(exported.parent / "work")["bleu"]
+    assert f"- validation loss {expected:.3f} nats per token, bleu {bleu:.1f}" in card
+    assert "- builtin: 20 / 9 / 3 pairs to train / validate / test, de to en" in card
     assert names_in(exported.parent) == ["model", "work"]
     modes = {path.stat().st_mode for path in exported.iterdir()}
     assert len(modes) == 1  # who may read one file may read all
+
+
+@pytest.mark.parametrize("page", [None, ROOT / "README.md"], ids=["its model card", "README.md"])
+def test_the_snippet_translates_as_generate_py_does(
+    exported: Path, page: Path | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the model itself ends its sentence, and where it runs into the length."""
+    text = (page or exported / "README.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (snippet,) = (block for block in blocks if "from_pretrained" in block)
+    snippet = re.sub(r'from_pretrained\(".*?"\)', f'from_pretrained("{exported}")', snippet)
+    source = re.findall(r'tokenizer\("(.*)<eos_de>"', snippet)[0]
+    trained = load_trained(str(exported))
+    (expected,) = generate(trained, [source], parse_generate([str(exported)]))
+    exec(snippet, {})
+    assert " ".join(capsys.readouterr().out.strip().splitlines()) == expected[0]
+    # A model that likes nothing but to end: after the first token nothing follows.
+    model, tokenizer = trained.model, trained.tokenizer
+    model.transformer.ln_f.weight.zero_()
+    model.transformer.ln_f.bias.copy_(100 * model.lm_head.weight[tokenizer.eos_token_id])
+    ids = tokenizer([source + "<eos_de>", "Ei<eos_de>"], padding=True, return_tensors="pt")
+    rows = model.generate(**ids)[:, ids.input_ids.size(1) :]
+    assert rows.tolist() == [[tokenizer.eos_token_id]] * 2
+    assert (tokenizer.model_max_length, tokenizer.padding_side) == (64, "left")
 
 
 @pytest.mark.parametrize(

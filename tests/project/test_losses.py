@@ -115,9 +115,9 @@ def _broken(name: str, *args: Any, **options: Any) -> Any:
 
 SYNC = "run_data_parallel --gradient_sync per_parameter --num_microbatches 1 "
 USED = [
-    ("training.translation.partition_dataset", SYNC),
-    ("training.translation.collate_batch", "train pipeline "),
-    ("training.translation.collate_batch", SYNC),
+    ("training.sequences.partition_dataset", SYNC),
+    ("training.sequences.collate_batch", "train pipeline "),
+    ("training.sequences.collate_batch", SYNC),
     ("training.vgg.partition_dataset", "train ddp "),
     ("training.replicated.average_gradients", SYNC),
 ]

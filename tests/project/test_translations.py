@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def recomputed(model: Any, source: str, tokenizer: Any) -> tuple[str, int]:
 
 def test_nothing_to_translate() -> None:
     decoder: Any = SimpleNamespace(end=lambda: None)
-    tokenizer: Any = SimpleNamespace(convert_tokens_to_ids=lambda _: 2)
+    tokenizer: Any = MagicMock(convert_tokens_to_ids=lambda _: 2)
     assert translate(decoder, [], "de", "en", tokenizer, 16, "cpu") == []
 
 

@@ -143,7 +143,7 @@ def test_a_rank_without_an_example_has_a_step_all_the_same() -> None:
 def test_micro_batches_of_like_lengths_on_a_cpu(
     most: int, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.translation.CPU_POSITIONS", most)
+    monkeypatch.setattr("training.sequences.CPU_POSITIONS", most)
     monkeypatch.setattr(Numbered, "cpu_positions", most, raising=False)
     task = Numbered(10, 10)
     (step,) = task.steps(0, 0, 1, None)

@@ -292,7 +292,7 @@ def test_what_may_not_be_read(kind: str) -> None:
 def test_places_with_nothing_to_read(tmp_path: Path) -> None:
     assert error_of(tmp_path) == (
         f"--dataset {tmp_path}: no train.de and train.en there, nor any of "
-        f".jsonl .json .csv .tsv .parquet{NO_NETWORK}"
+        f".txt .jsonl .json .csv .tsv .parquet{NO_NETWORK}"
     )
     for missing in (tmp_path / "none", "none.jsonl", "./none"):
         assert error_of(missing) == (

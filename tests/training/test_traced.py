@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from training.generation import Prefix, newest_alone
+from training.generation import newest_alone
 from training.model import build_model, gpt2_config, gpt2_layers
+from training.prefix import Prefix
 from training.traced import traced_layers
 
 
@@ -37,7 +38,7 @@ def test_they_are_the_layers_by_hand(model: Any) -> None:
 
     def continued(layers: list[nn.Module]) -> list[Tensor]:
         ids, newest = torch.arange(15).view(3, 5), torch.arange(3)[:, None]
-        prefix = Prefix(torch.ones_like(ids))
+        prefix = Prefix([5, 5, 5])
         first = nn.Sequential(*layers).eval()((ids, newest_alone(ids), prefix))
         prefix.extend()
         return [first, nn.Sequential(*layers)((newest, newest_alone(newest), prefix))]

@@ -1,0 +1,134 @@
+"""Translates, or continues texts, with a GPT-2 that was trained here or elsewhere.
+
+A line in gives a line out, in the same order. A model that was trained on pairs translates; any
+other one continues the line.
+
+    python project/generate.py workdir "Der Mann kauft das Ei."
+    python project/generate.py workdir --input sentences.txt > translations.txt
+    python project/generate.py exported "It was" --num_samples 3 --temperature 0.8 --top_k 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script: the packages are beside this folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. Ends the program where it cannot be right."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("trained", metavar="FOLDER", help="a run's workdir, a checkpoint, an export, a hub id")
+    add("text", nargs="*", help="lines of text; by default they are read from standard input")
+    add("--input", type=Path, metavar="FILE", help="read the lines from this file")
+    add("--num_samples", type=int, default=1, metavar="N", help="lines out per line in [1]")
+    add("--temperature", type=float, metavar="T",
+        help="draw tokens, from logits divided by this; 0 takes the likeliest; default: 0, or 1 "
+        "with --num_samples or --top_k")  # fmt: skip
+    add("--top_k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    add("--seed", type=int, default=0, help="of the draws [0]")
+    add("--max_new_tokens", type=int, default=128, metavar="N", help="per line out [128]")
+    add("--batch_size", type=int, default=128, metavar="N", help="lines at a time [128]")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
+        help="auto: a GPU if there is one")  # fmt: skip
+    args = parser.parse_args(argv)
+    for name in ("num_samples", "top_k", "max_new_tokens", "batch_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} {value}: it must be a whole number, 1 or more")
+    if args.temperature is not None and not 0 <= args.temperature < float("inf"):
+        parser.error(f"--temperature {args.temperature:g}: it must be 0 or more, as 0.8")
+    if args.text and args.input:
+        parser.error(f"--input {args.input}: there is text on the command line, too; leave one out")
+    several = args.num_samples > 1 or args.top_k is not None
+    if args.temperature == 0 and several:
+        parser.error("--temperature 0 with --num_samples or --top_k: the likeliest token is always "
+                     "the same; --temperature 0.8 works")  # fmt: skip
+    if args.temperature is None:
+        args.temperature = 1.0 if several else 0.0
+    return args
+
+
+if __name__ == "__main__":
+    parse()  # before torch is imported, which takes seconds
+
+
+from project.utils import run_program
+from training.errors import UserError
+from training.generation import continue_all
+from training.launch import choose_device
+from training.seeds import stream
+from training.trained import Trained, Whole, load_trained
+
+
+def read_lines(args: argparse.Namespace) -> list[str]:
+    """The lines to translate or continue. Raises UserError where the file cannot be read."""
+    if args.text:
+        return [line for text in args.text for line in text.split("\n")]
+    if args.input is None:
+        return sys.stdin.read().splitlines()
+    try:
+        return args.input.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--input {args.input}: cannot be read as UTF-8 text ({error}); name a text file, or "
+            "leave it out to read standard input"
+        ) from error
+
+
+def generate(trained: Trained, lines: Sequence[str], args: argparse.Namespace) -> list[list[str]]:
+    """For each line the translations or continuations. Raises UserError where a line is too long.
+
+    What is drawn for a line depends on the seed, the line's number, and the number of the sample.
+    """
+    tokenizer, end = trained.tokenizer, trained.source_end
+    stop = tokenizer.eos_token_id
+    prompts: list[list[int]] = []
+    for number, line in enumerate(lines, 1):
+        ids = tokenizer(line + (end or ""), verbose=False)["input_ids"] or [stop]
+        if len(ids) >= trained.max_length:
+            raise UserError(
+                f"line {number} has {len(ids)} tokens, and the model was trained on sequences of "
+                f"{trained.max_length}; {trained.max_length - 1} tokens or fewer work"
+            )
+        prompts += [ids] * args.num_samples
+    empty = {i for i, line in enumerate(lines) if end and not line.strip()}  # nothing to translate
+    most = [
+        0 if i // args.num_samples in empty
+        else min(args.max_new_tokens, trained.max_length - len(prompt))
+        for i, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    seeds = [
+        stream(args.seed, "generation", *divmod(i, args.num_samples)) for i in range(len(most))
+    ]
+    rows = continue_all(
+        Whole(trained.model, args.temperature, args.top_k), prompts, most, stop, len(tokenizer),
+        trained.model.device, args.batch_size, "Generating", seeds if args.temperature else None,
+    )  # fmt: skip
+    found = []
+    for i, row in enumerate(rows):
+        text = tokenizer.decode(row, skip_special_tokens=True)
+        text = text.strip() if end else lines[i // args.num_samples] + text
+        found.append(" ".join(text.splitlines()))
+    return [found[i : i + args.num_samples] for i in range(0, len(found), args.num_samples)]
+
+
+def main() -> None:
+    """The program."""
+    args = parse()
+    lines = read_lines(args)
+    device = choose_device(args.device, 0, 1)
+    for texts in generate(load_trained(args.trained, device), lines, args):
+        print("\n".join(texts), flush=True)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,150 @@
+"""project/generate.py: from whatever a run leaves, a line out per line in."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+from project import generate
+from tests.project.programs import FLOW, TINY, VGG, run
+from training.data import train_tokenizer
+from training.errors import UserError
+from training.generation import drawn
+from training.model import gpt2_config, initialize
+from training.trained import Trained, load_trained
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+LINES = ["Häuser", "Wir sehen den Mann", "Ei", "", "Der Mann sieht das große Haus und den Vogel"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """For so little two would wait for each other, on a busy machine for long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    """A model whose outputs vary, in float64: in which batch a line is must not matter."""
+    tokenizer = train_tokenizer([{"de": LINES[4], "en": "The man sees"}] * 2, 300, "de", "en")
+    config = gpt2_config("gpt2-mini", 320, 64, n_layer=2, n_embd=16, n_head=2)
+    model = GPT2LMHeadModel(config).double()
+    initialize(model, seed=5)
+    for name, p in model.named_parameters():
+        if p.dim() == 2 and name != "transformer.wpe.weight":
+            p.data *= 8
+    model.transformer.wte.weight.data[2] *= 2  # the end: some lines come to it soon, some late
+    return Trained(model.eval().requires_grad_(False), tokenizer, 64)
+
+
+def generated(trained: Trained, lines: list[str], *options: str) -> list[list[str]]:
+    return generate.generate(trained, lines, generate.parse(["somewhere", *options]))
+
+
+@torch.no_grad()
+def recomputed(trained: Trained, line: str, most: int) -> str:
+    """One line, without a cache."""
+    ids = trained.tokenizer(line + "<eos_de>")["input_ids"]
+    begin = len(ids)
+    while len(ids) < min(64, begin + most):
+        logits = trained.model(input_ids=torch.tensor([ids])).logits
+        token = int(logits[0, -1, : len(trained.tokenizer)].argmax())
+        if token == 2:
+            break
+        ids.append(token)
+    text = trained.tokenizer.decode(ids[begin:], skip_special_tokens=True)
+    return " ".join(text.strip().splitlines())
+
+
+def test_a_line_out_per_line_in_whatever_the_batch(trained: Trained) -> None:
+    for most, batch_size in ((60, 128), (9, 2)):
+        options = ["--max_new_tokens", str(most), "--batch_size", str(batch_size)]
+        found = generated(trained, LINES, *options)
+        assert found == [[recomputed(trained, line, most) if line else ""] for line in LINES]
+        assert len({len(text) for (text,) in found}) > 2
+
+
+def test_what_is_drawn_depends_on_the_seed_and_the_line_alone(trained: Trained) -> None:
+    options = ["--num_samples", "3", "--top_k", "20", "--temperature", "0.7"]
+    first = generated(trained, LINES, *options)
+    assert [len(texts) for texts in first] == [3] * 5
+    assert len(set(first[1])) == 3
+    assert generated(trained, LINES, *options, "--batch_size", "2") == first
+    assert generated(trained, LINES[:2], *options) == first[:2]
+    assert generated(trained, LINES, *options, "--seed", "1")[1] != first[1]
+    likeliest = generated(trained, LINES[:3])
+    assert generated(trained, LINES[:3], "--temperature", "1e-6") == likeliest
+    assert generated(trained, LINES[:3], "--top_k", "1") == likeliest
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    """Of 1/2, 1/4, 1/8, 1/8 and a row of no token; a chance in every tenth."""
+    logits = torch.tensor([[4.0, 2.0, 1.0, 1.0, 9.0]]).log().expand(10, 5)
+    chances = torch.arange(10, dtype=torch.float64) / 10 + 0.04
+    assert drawn(logits, 4, chances, 1.0, None).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 3]
+    assert drawn(logits, 4, chances, 1.0, 2).tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
+    # Squared: 16, 4, 1, 1 of 22.
+    assert drawn(logits, 4, chances, 0.5, None).tolist() == [0] * 7 + [1, 1, 2]
+
+
+def test_workdir_checkpoint_and_export_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(f"run_pipeline {FLOW} {TINY} --num_batches 2 --export exported")
+    (checkpoint,) = Path("work/checkpoints").iterdir()
+    said = []
+    Path("lines.txt").write_text("\n".join(LINES), encoding="utf-8")
+    for folder in ("work", str(checkpoint), "exported"):
+        argv = ["generate.py", folder, "--max_new_tokens", "8"]
+        monkeypatch.setattr("sys.argv", [*argv, "--input", "lines.txt"])
+        generate.main()
+        said.append(capsys.readouterr().out)
+        monkeypatch.setattr("sys.argv", argv)
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(LINES)))
+        generate.main()
+        assert capsys.readouterr().out == said[-1]
+    assert said[0].count("\n") == 5
+    assert said == said[:1] * 3
+    models: list[Any] = [load_trained(folder).model.state_dict() for folder in ("work", "exported")]
+    assert all(torch.equal(p, models[1][name]) for name, p in models[0].items())
+    # Where a file was altered, the checkpoint before would do; there is none.
+    with (checkpoint / "state.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(UserError, match=r"^work: the checkpoint of this run is damaged \(.*state"):
+        load_trained("work")
+    shutil.rmtree("work/checkpoints")
+    with pytest.raises(UserError, match=r"^work: the checkpoint of this run is missing; train ag"):
+        load_trained("work")
+
+
+def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    run(f"train single {VGG} --num_batches 1")
+    with pytest.raises(UserError, match="it is of a model of pictures, and not of text"):
+        load_trained("work")
+    with pytest.raises(UserError, match=r"^\./nowhere: neither the workdir of a run, nor"):
+        load_trained("./nowhere")
+    with pytest.raises(UserError, match=r"^line 2 has \d+ tokens, .* sequences of 64; 63 tokens"):
+        generated(trained, ["Ei", "Buch " * 40])
+    args = generate.parse(["work", "--input", "missing.txt"])
+    with pytest.raises(UserError, match=r"^--input missing\.txt: cannot be read as UTF-8 text"):
+        generate.read_lines(args)
+    for wrong, why in (
+        (["--num_samples", "0"], "--num_samples 0: it must be a whole number, 1 or more"),
+        (["--temperature=-1"], "--temperature -1: it must be 0 or more"),
+        (["--temperature", "0", "--top_k", "3"], "--temperature 0.8 works"),
+        (["Ei", "--input", "x"], "there is text on the command line"),
+    ):
+        with pytest.raises(SystemExit):
+            generate.parse(["work", *wrong])
+        assert why in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""The keys and values of sentences that are continued.
+
+Problem: sentences differ in length, end at different times, and grow by a position per step.
+Padding costs what tokens cost, and copying keys and values in every step as much as using them.
+
+Idea. Sentences are aligned at their ends, so that all grow in the same column; those of like
+lengths are read together; and there is room to grow:
+
+    column    0  1  2  3  4 | 5  6          first two rows are read, then the next two, in
+    row 0              a  b | c  <eos>      columns up to 4; then all write column 5, 6, ...
+    row 1              d  e | f  g
+    row 2     h  i  j  k  l | m  n          a row that has ended is overwritten by the last one
+    row 3        o  p  q  r | <eos>
+
+Memory: 2 B S C per attention layer, and up to a quarter more, into which it grows.
+
+Shapes: B sentences that have not ended, S columns so far, T the newest of them, C width, H heads,
+E width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+GROWTH = 16  # columns at least, by which keys and values grow
+
+
+class Prefix:
+    """What the sentences have been so far, and the keys and values of the attention layers that
+    this process runs.
+
+    Args:
+        lengths: of the sentences, in tokens.
+        chances: [B, most], numbers from 0 to 1 by which a row's next tokens are drawn; None where
+            the likeliest ones are taken.
+
+    Attributes:
+        rows: the sentences whose newest tokens are next: some while they are read, then all.
+        S: columns so far.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        chances: Tensor | None = None,
+    ) -> None:
+        self.lengths = torch.tensor(lengths, device=device)
+        self.rows, self.S = slice(0, len(lengths)), max(lengths)
+        self._chances, self._begin = chances, self.S
+        self._first = 0  # the first column that is looked at
+        self._layers: dict[int, Tensor] = {}  # 2 B H room E, by number in the model
+        self._masks: dict[torch.device, Tensor] = {}  # of the newest tokens, by device
+
+    def in_parts(self, positions: int | None) -> Iterator[slice]:
+        """Reads the sentences from their beginnings, some after the other: yields those that are
+        next, of so many positions or a little more; None: all at once. Of like lengths are those
+        beside each other."""
+        lengths = self.lengths.tolist()
+        begin = 0
+        while begin < len(lengths):
+            end = begin + 1
+            while end < len(lengths) and (end - begin) * lengths[end - 1] < (positions or math.inf):
+                end += 1
+            self.rows = slice(begin, end)
+            self._first = self.S - max(lengths[begin:end])
+            self._masks.clear()
+            yield self.rows
+            begin = end
+
+    def extend(self) -> None:
+        """Every sentence has one more token, which is next."""
+        self.lengths += 1
+        self.S += 1
+        self.rows, self._first = slice(0, len(self.lengths)), 0
+        self._masks.clear()
+
+    def keep(self, B: int, sources: Sequence[int], places: Sequence[int]) -> None:
+        """Goes on with the first B sentences, when those at `sources` have moved to `places`."""
+        if sources:
+            for kv in self._layers.values():
+                kv[:, places] = kv[:, sources]
+            for rows in (self.lengths, self._chances):
+                if rows is not None:
+                    rows[places] = rows[sources]
+        self.lengths = self.lengths[:B]
+        self._layers = {number: kv[:, :B] for number, kv in self._layers.items()}
+
+    def chances(self) -> Tensor | None:
+        """By which the next tokens are drawn, [B], of the sentences `rows`."""
+        return None if self._chances is None else self._chances[self.rows, self.S - self._begin]
+
+    def positions(self, T: int) -> Tensor:
+        """B T: where in its sentence each of the newest tokens is, from 0."""
+        lengths = self.lengths[self.rows, None]
+        return (lengths + torch.arange(-T, 0, device=lengths.device)).clamp(min=0)
+
+    def update(self, number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds the newest keys and values of a layer, each B H T E; returns those of all S columns
+        that the mask is for."""
+        _, H, T, E = k.shape
+        every = self._layers.get(number)
+        if every is None or every.size(3) < self.S:
+            room = self.S + max(GROWTH, self.S // 4)
+            grown = k.new_empty(2, len(self.lengths), H, room, E)
+            if every is not None:
+                grown[:, :, :, : self.S - T] = every[:, :, :, : self.S - T]
+            every = self._layers[number] = grown
+        mine = every[:, self.rows]
+        if self._first:  # columns that these rows never fill: 0 times what is there must be 0
+            mine[:, :, :, : self._first] = 0
+        mine[0, :, :, self.S - T : self.S] = k
+        mine[1, :, :, self.S - T : self.S] = v
+        keys, values = mine[:, :, :, self._first : self.S]
+        return keys, values
+
+    def mask(self, hidden: Tensor) -> Tensor:
+        """What is added to the attention scores, B 1 T S: causal, and without padding."""
+        if hidden.device not in self._masks:
+            columns = torch.arange(self._first, self.S, device=hidden.device)
+            newest = columns[-hidden.size(1) :, None]
+            starts = self.S - self.lengths[self.rows].to(hidden.device)
+            allowed = (columns <= newest) & (columns >= starts[:, None, None, None])
+            # Finite: padding attends to nothing, and a softmax of -inf alone is NaN.
+            lowest = torch.finfo(hidden.dtype).min
+            mask = torch.zeros(allowed.shape, dtype=hidden.dtype, device=hidden.device)
+            self._masks[hidden.device] = mask.masked_fill_(~allowed, lowest)
+        return self._masks[hidden.device]

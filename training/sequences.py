@@ -1,0 +1,288 @@
+"""GPT-2 on sequences of tokens: what its tasks share, whatever the sequences are of.
+
+    training/translation.py     a sequence is a pair of sentences; only the second one is learnt
+    training/language.py        a sequence is a stretch of text
+
+Everything that can be done once is done before training: the tokenizer is trained, all texts become
+token ids. What remains per step is to pick examples and to pad them.
+
+Rank 0 makes the tokenizer and the model's configuration, or takes them from a checkpoint, and sends
+them to the others: ranks on other hosts need no common folder.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data_parallel.dataset import even_slices, partition_dataset, shuffled_indices
+from training.agreement import check_same
+from training.data import Encoded, collate_batch, load_tokenizer
+from training.export import export, model_card, write_gpt2
+from training.launch import World, gather_over_ranks, on_main
+from training.layout import LaidOutModel
+from training.model import (
+    PRESETS,
+    gpt2_config,
+    gpt2_layers,
+    import_transformers,
+    initializer,
+    loss_of_targets,
+    round_vocab,
+    sizes_of_blocks,
+)
+from training.pretrained import model_content, pretrained_config, pretrained_initializer
+from training.results import writing
+from training.seeds import stream
+from training.task import Score, Step
+
+if TYPE_CHECKING:  # see training/model.py
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+MAX_VOCAB = 4096  # tokens that BPE may learn where --vocab_size does not say
+EVAL_BATCH = 64
+CPU_POSITIONS = 384  # of a micro-batch at most; docs/log.md has what was tried
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apart
+SHOWN = 3  # outputs at the end of a run
+
+
+class SequenceTask(ABC):
+    """See `training.task.Task`.
+
+    Args:
+        args: the options of the run; `args.model` is a preset or names pretrained weights.
+        files: those of a checkpoint to resume, on rank 0; by default they are made.
+    """
+
+    score_name = "BLEU"
+    units: Sequence[str] = ("positions/s", "real tokens/s")
+    cpu_positions = CPU_POSITIONS
+    layers_of: Callable[[Any], list[Any]] = staticmethod(gpt2_layers)  # or training/traced.py's
+
+    def __init__(
+        self, args: Any, world: World, texts: Any, files: Mapping[str, bytes] | None = None
+    ) -> None:
+        import_transformers()
+        self.args, self.texts, self.device = args, texts, world.device
+        self.files = self._shared_files(world, files)
+        self.tokenizer = load_tokenizer(self.files)
+        self.examples: dict[str, list[Encoded]] = self.encoded()
+        self.num_targets = [example.num_targets for example in self.examples["train"]]
+        self.config, self._initialize = _config_and_weights(args, len(self.tokenizer))
+        if world.world_size > 1:
+            check_same(world, {"the model": model_content(args.model, self.config)})
+        self.files["config.json"] = self.config.to_json_string().encode()
+        self.steps_per_epoch = -(-len(self.num_targets) // args.batch_size)
+        # Pad all to this; None: each micro-batch to its longest sentence.
+        self.length = args.model_max_length if args.padding == "max_length" else None
+        self.loss = loss_of_targets
+
+    @abstractmethod
+    def make_tokenizer(self, workdir: Path) -> None:
+        """Writes the tokenizer's files."""
+
+    @abstractmethod
+    def encoded(self) -> dict[str, list[Encoded]]:
+        """The examples of every split. Raises UserError where there is nothing to learn."""
+
+    @abstractmethod
+    def score(self, world: World, model: LaidOutModel, loss: float, accuracy: float) -> Score:
+        """See `Task`."""
+
+    @abstractmethod
+    def about_data(self) -> str:
+        """What the model is trained on, for a person."""
+
+    @abstractmethod
+    def tested(self) -> list[Any]:
+        """See `Task`."""
+
+    @abstractmethod
+    def examples_to_show(self, generated: list[str]) -> str:
+        """See `Task`."""
+
+    @abstractmethod
+    def card(self) -> tuple[str, str]:
+        """Of an export: what the model does, and a prompt for it."""
+
+    def skeleton(self) -> GPT2LMHeadModel:
+        """The whole model on the meta device."""
+        from transformers import GPT2LMHeadModel
+
+        with torch.device("meta"):
+            return GPT2LMHeadModel(self.config)
+
+    def initialize(self, name: str, p: Tensor) -> None:
+        """From the seed and the parameter's name, or from pretrained weights."""
+        self._initialize(name, p)
+
+    def layers(self, model: Any) -> list[Any]:
+        """Embedding, two halves per block, head."""
+        return self.layers_of(model)
+
+    def sizes(self, balance: str, num_stages: int) -> list[int] | None:
+        """Layers per stage; --balance counts blocks."""
+        return sizes_of_blocks(balance, self.config.n_layer, num_stages)
+
+    def steps(
+        self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
+    ) -> Iterator[Step]:
+        """The steps of an epoch. Which examples form a global batch depends on the seed and the
+        epoch alone; each batch is dealt out by length, so that all parts have as much to do."""
+        n, size = len(self.num_targets), self.args.batch_size
+        seed = stream(self.args.seed, "data order", epoch)
+        order = shuffled_indices(n, seed)
+        counts = [
+            sum(self.num_targets[i] for i in order[k : k + size])
+            for k in range(start * size, n, size)
+        ]
+        drop = stream(self.args.seed, "dropout", epoch)
+        loader = partition_dataset(
+            part, parts, self.examples["train"], size,
+            partial(self._collate, num_microbatches, drop), seed=seed,
+            key=None if self.length else _length, start=start,
+        )  # fmt: skip
+        nothing: Any = ([], [])  # for a rank that gets none of the last, smaller batch
+        for count, (mine, batches) in zip_longest(counts, loader, fillvalue=nothing):
+            yield Step(
+                inputs=[(b["input_ids"], b["label_token_weights"], b["keys"]) for b in batches],
+                targets=[(b["labels"], b["label_token_weights"]) for b in batches],
+                count=count,
+                examples=len(mine),
+                positions=sum(b["input_ids"].numel() for b in batches),
+                tokens=sum(max(0, len(e.ids) - 1) for e in mine),
+            )
+
+    def _collate(self, num_microbatches: int | None, drop: int, mine: list[Encoded]) -> Any:
+        """A rank's part of a global batch, and its micro-batches. By its `keys`, which `drop` makes
+        those of this epoch, an example's activations are dropped; see runtime/dropout.py."""
+        parts = self._cut(mine, num_microbatches)
+        return mine, [self._batch(part) | {"keys": self._keys(part, drop)} for part in parts]
+
+    def _keys(self, examples: Sequence[Encoded], drop: int) -> Tensor:
+        """[B], int64."""
+        keys = [(drop + SPREAD * example.number) % 2**63 for example in examples]
+        return torch.tensor(keys, dtype=torch.long, device=self.device)
+
+    def _batch(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
+        args = self.args
+        return collate_batch(
+            examples, args.src, args.tgt, self.tokenizer, args.model_max_length, self.device,
+            padding=args.padding,
+        )  # fmt: skip
+
+    def _cut(self, mine: list[Encoded], num_microbatches: int | None) -> list[list[Encoded]]:
+        """On a CPU a few hundred positions keep the cores as busy as thousands do, and shorter
+        micro-batches have less padding; a GPU wants all it can get."""
+        if num_microbatches or self.length or self.device.type != "cpu":
+            return [mine[at] for at in even_slices(len(mine), num_microbatches or 1)]
+        parts: list[list[Encoded]] = []
+        for example in mine:  # from the shortest to the longest
+            if parts and (len(parts[-1]) + 1) * (len(example.ids) - 1) <= self.cpu_positions:
+                parts[-1].append(example)
+            else:
+                parts.append([example])
+        return parts
+
+    def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
+        """Batches of like lengths."""
+        mine = sorted(self.examples["validation"], key=_length)[part::parts]
+        batches = [self._batch(mine[i : i + EVAL_BATCH]) for i in range(0, len(mine), EVAL_BATCH)]
+        return [
+            ((b["input_ids"], b["label_token_weights"]), (b["labels"], b["label_token_weights"]))
+            for b in batches
+        ]
+
+    def measure(self, output: Tensor, target: Any) -> Tensor:
+        """[summed loss, right tokens, number of tokens]; output [N, V] at the N target tokens."""
+        ids, weights = target
+        labels = ids[weights != 0]
+        right = (output.argmax(-1) == labels).sum()
+        count = torch.tensor(len(labels), device=output.device)
+        return torch.stack([self.loss(output, target), right, count]).double().cpu()
+
+    def describe(self) -> str:
+        """Sizes of the model and of the splits."""
+        args, config = self.args, self.config
+        parameters = sum(p.numel() for p in self.skeleton().parameters())
+        blocks = f"{config.n_layer} block{'s' * (config.n_layer > 1)}"
+        return (
+            f"{args.model}: {blocks} of width {config.n_embd}, "
+            f"vocabulary {config.vocab_size:,}, {parameters / 1e6:.1f} M parameters\n"
+            f"{args.dataset}: {self.about_data()}; "
+            f"batches of {args.batch_size}, {args.precision}, {self.device.type}"
+            + "".join(f"\n{note}" for note in self.texts.notes)
+        )
+
+    def export(
+        self,
+        world: World,
+        folder: Path,
+        weights: Iterator[tuple[str, Tensor]],
+        summary: Mapping[str, Any],
+    ) -> str:
+        """Writes model, tokenizer and model card for `transformers`."""
+
+        def write(aside: Path) -> None:
+            length = self.args.model_max_length
+            write_gpt2(aside, self.skeleton(), load_tokenizer(self.files), length)
+            title, prompt = self.card()
+            score = self.score_name.lower()
+            card = model_card(folder, title, self.describe(), prompt, summary, score)
+            (aside / "README.md").write_text(card, encoding="utf-8")
+
+        export(world, folder, ((name, p.float()) for name, p in weights), write)
+        return f"Model and tokenizer, for transformers, are in {folder}/."
+
+    def of_all_parts(self, world: World, model: LaidOutModel, mine: list[str], n: int) -> list[str]:
+        """The n outputs of all ranks in their order, of which part p has p, p + parts, ..."""
+        by_part = dict(gather_over_ranks((model.part, mine), world))
+        return [by_part[i % model.parts][i // model.parts] for i in range(n)]
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of the texts."""
+        return self.texts.fingerprints()
+
+    def _shared_files(self, world: World, saved: Mapping[str, bytes] | None) -> dict[str, bytes]:
+        """The tokenizer's files, on every rank. Rank 0 also writes them to the workdir."""
+        found: list[Any] = [None]
+
+        def make() -> None:
+            workdir = self.args.workdir
+            if saved is None:
+                self.make_tokenizer(workdir)
+            else:
+                for file in FILES:
+                    with writing(workdir / file):
+                        (workdir / file).write_bytes(saved[file])
+            found[0] = {file: (workdir / file).read_bytes() for file in FILES[1:]}
+
+        on_main(world, make)
+        if world.world_size > 1:
+            dist.broadcast_object_list(found, 0)
+        return found[0]
+
+
+def _length(example: Encoded) -> int:
+    return len(example.ids)
+
+
+def _config_and_weights(args: Any, num_tokens: int) -> tuple[GPT2Config, Any]:
+    """Those of a preset, or those that come with pretrained weights."""
+    if args.model not in PRESETS:
+        config = pretrained_config(args.model, num_tokens, args.dropout)
+        return config, pretrained_initializer(args.model, config, args.seed)
+    config = gpt2_config(
+        args.model, args.vocab_size or round_vocab(num_tokens), args.model_max_length,
+        dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
+    )  # fmt: skip
+    return config, initializer(config, args.seed)

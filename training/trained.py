@@ -1,0 +1,139 @@
+"""A trained GPT-2 in one process, from whatever a run has left.
+
+a workdir       its newest intact checkpoint
+a checkpoint    one of the folders in checkpoints/ of a workdir
+an export       the folder of --export, or any GPT-2 of `transformers`, also on the hub
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from training.checkpoint import MANIFEST, Checkpoint, Saver, newest, open_checkpoint, whole
+from training.data import load_tokenizer
+from training.errors import UserError
+from training.generation import drawn, likeliest, newest_alone
+from training.model import gpt2_layers
+from training.prefix import Prefix
+from training.results import OPTIONS
+from training.saving import CHECKPOINTS
+
+if TYPE_CHECKING:  # see training/model.py
+    from transformers import PreTrainedTokenizerFast
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model and its tokenizer.
+
+    Attributes:
+        max_length: of the sequences that it was trained on, in tokens.
+    """
+
+    model: Any
+    tokenizer: PreTrainedTokenizerFast
+    max_length: int
+
+    @property
+    def source_end(self) -> str | None:
+        """The token after which a translation begins; None: the model continues texts."""
+        tokenizer = self.tokenizer
+        ends = [t for t in tokenizer.all_special_tokens if re.fullmatch(r"<eos_\w+>", t)]
+        return next((t for t in ends if t != tokenizer.eos_token), None)
+
+
+class Whole:
+    """A model in this process that continues sentences; see `training.generation.Decoder`.
+
+    Args:
+        temperature: 0 takes the likeliest token; see `training.generation.drawn`.
+    """
+
+    def __init__(self, model: Any, temperature: float = 0.0, top_k: int | None = None) -> None:
+        self.layers = nn.Sequential(*gpt2_layers(model)).eval()
+        self.temperature, self.top_k = temperature, top_k
+
+    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+        """Of each sentence."""
+        logits = self.layers((ids, newest_alone(ids), prefix))
+        chances = prefix.chances()
+        if chances is None or not self.temperature:
+            return likeliest(logits, num_tokens)
+        return drawn(logits, num_tokens, chances, self.temperature, self.top_k)
+
+    def end(self) -> None:
+        """Waits for nobody."""
+
+
+def load_trained(name: str, device: torch.device | str = "cpu") -> Trained:
+    """See the head of this file.
+
+    Raises:
+        UserError: there is no such thing, or it is damaged.
+    """
+    folder = Path(name)
+    if (folder / MANIFEST).is_file():
+        found = _of_checkpoint(open_checkpoint(folder))
+    elif (folder / CHECKPOINTS).is_dir() or (folder / OPTIONS).is_file():
+        checkpoint, refused = newest(folder / CHECKPOINTS)
+        if checkpoint is None:
+            why = f"damaged ({'; '.join(refused)})" if refused else "missing"
+            raise UserError(
+                f"{name}: the checkpoint of this run is {why}; train again with --keep 1, or name "
+                "the folder of --export"
+            )
+        found = _of_checkpoint(checkpoint)
+    else:
+        found = _of_transformers(name)
+    found.model.to(device).eval().requires_grad_(False)
+    return found
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> Trained:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    if not (checkpoint.folder / TOKENIZER_FILES[0]).is_file():
+        raise UserError(f"{checkpoint.folder}: it is of a model of pictures, and not of text")
+    config = GPT2Config.from_dict(json.loads(checkpoint.read("config.json")))
+    with torch.device("meta"):
+        model: Any = GPT2LMHeadModel(config)
+    stored = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items()}
+    model.to(stored["transformer.wte.weight"].properties.dtype).to_empty(device="cpu")
+    model.tie_weights()
+    pieces = [whole(f"model.{name}", p.detach()) for name, p in model.named_parameters()]
+    Saver(checkpoint.folder.parent, keep=1).load(checkpoint, pieces)
+    tokenizer = load_tokenizer({file: checkpoint.read(file) for file in TOKENIZER_FILES})
+    return Trained(model, tokenizer, checkpoint.state["options"]["model_max_length"])
+
+
+def _of_transformers(name: str) -> Trained:
+    """Raises UserError where it is not a GPT-2 with a tokenizer."""
+    from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
+
+    local = Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    more = {"local_files_only": True} if local else {}
+    try:
+        config = AutoConfig.from_pretrained(name, **more)
+        if config.model_type != "gpt2":
+            raise ValueError(f"its model_type is {config.model_type}")
+        tokenizer = AutoTokenizer.from_pretrained(name, **more)
+        model, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True, **more)
+        if report["missing_keys"]:
+            raise ValueError(f"{min(report['missing_keys'])} is missing")
+        gpt2_layers(model)  # refuses variants of GPT-2 that it does not compute
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(
+            f"{name}: neither the workdir of a run, nor a checkpoint, nor a GPT-2 that "
+            f"transformers reads ({reason}); the --workdir or --export of a run works"
+        ) from error
+    return Trained(model, tokenizer, min(tokenizer.model_max_length, config.n_positions))
