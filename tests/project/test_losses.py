@@ -67,7 +67,6 @@ ON_RANKS = [
     "train fsdp --zero 1 --num_microbatches 2",
     "train pipeline --num_microbatches 3 --schedule interleaved",
     "train pipeline --schedule zb --balance 1,1",
-    "train pipeline --trace",
 ]
 
 

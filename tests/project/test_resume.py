@@ -69,7 +69,7 @@ STEPS = [
     f"run_pipeline {FLOW} --n_chunk 3 --schedule zbv",
     "train fsdp --zero 3",
     "train pipeline --schedule interleaved --chunks 3",
-    "train pipeline --schedule zb --trace",
+    "train pipeline --schedule zb",
     f"run_pipeline {FLOW} --pipeline blocks",
     "train fsdp --zero 1",
     "train ddp",
