@@ -189,7 +189,8 @@ class Stages:
     """stages of a pipeline"""
 
     schedule: Literal["gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin"] | None = None
-    """gpipe, 1f1b (default), zb; with several stages per rank: interleaved, zbv, vhalf, vmin"""
+    """gpipe, 1f1b (default), zb; several stages per rank: interleaved, zbv idle less; vhalf, vmin
+    hold less"""
     chunks: Count | None = None
     """stages per rank, of interleaved; default: 2"""
     balance: str | None = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
@@ -123,6 +124,7 @@ def _check_uses(args: Any) -> None:
     """Raises UserError for an option that the model or the optimizer ignores."""
     defaults = TrainOptions()
     if args.model == VGG:
+        _refuse_text(args)
         users = f"models of sentences, as {next(iter(PRESETS))}"
         unused = [(name, "model", users) for name in SENTENCES_ONLY]
     else:
@@ -164,11 +166,26 @@ def _settle_mesh(args: Any) -> None:
     args.dp, args.pp, args.tp = sizes.values()
 
 
+def _refuse_text(args: Any) -> None:
+    """Raises UserError where a model of pictures is given text."""
+    path = Path(args.dataset)
+    found = path.suffix == ".txt"
+    with suppress(OSError):  # whoever reads it will say that it cannot be read
+        found = found or any(path.glob("*.txt")) or any(path.glob("train.??"))
+    if found:
+        raise UserError(
+            f"--dataset {args.dataset} --model {VGG}: this is text, and {VGG} learns pictures; "
+            "--model gpt2-mini works"
+        )
+
+
 def _check_tensor(args: Any) -> None:
     """Raises UserError for a model whose matrices cannot be cut."""
     option = "tp" if args.strategy == "3d" else "world_size"
     if args.model == VGG:
-        raise UserError(f"--{option} {args.tp} --model {VGG}: only GPT-2's matrices are cut")
+        raise UserError(
+            f"{args.strategy} --model {VGG}: only GPT-2's matrices are cut; --model gpt2-mini works"
+        )
     divisors = degrees(number_of_heads(args), args.vocab_size or 256)
     if args.tp not in divisors:
         numbers = ", ".join(map(str, divisors[1:])) or "1"
@@ -199,6 +216,7 @@ def _settle_strategy(args: Any) -> None:
         given = getattr(args, name)
         if given is not None and args.strategy not in users:
             others = f"{', '.join(users[:-1])} and {users[-1]}"
+            others = "fsdp" if (name, given) == ("zero", 2) else others
             raise UserError(f"{args.strategy} --{name} {given}: it is an option of {others}")
         setattr(args, name, given or default)
     try:

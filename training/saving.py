@@ -135,7 +135,7 @@ def _check_options(args: Any, name: str, was: Mapping[str, Any]) -> None:
 
 def _spelt(option: str, value: Any) -> str:
     """An option as a person gives it."""
-    if value is None and not option.startswith("n_"):
+    if value is None and option not in ("n_train", "n_validation", "n_test"):
         return f"no --{option}"
     return f"--{option} {'all' if value is None else value}"
 

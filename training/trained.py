@@ -119,7 +119,11 @@ def _of_transformers(name: str) -> Trained:
     """Raises UserError where it is not a GPT-2 with a tokenizer."""
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
-    local = Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if not Path(name).exists() and name.count("/") != 1:  # a name on the hub has an owner
+        raise UserError(
+            f"{name}: there is no such folder; the --workdir or --export of a run works"
+        )
+    local = Path(name).exists() or name.startswith((".", "/", "~"))
     more = {"local_files_only": True} if local else {}
     try:
         config = AutoConfig.from_pretrained(name, **more)

@@ -138,13 +138,17 @@ TABLE = [
      "cut, and a run without --trace has others; --dropout 0 works"),
     (TRAIN + "ddp --balance uniform", "ddp --balance uniform: it is an option of pipeline, "
      "model and 3d"),
-    (TRAIN + "pipeline --zero 2", "pipeline --zero 2: it is an option of fsdp and 3d"),
+    (TRAIN + "pipeline --zero 2", "pipeline --zero 2: it is an option of fsdp"),
     (TRAIN + "ddp --tp 2", "ddp --tp 2: it is an option of 3d; --world_size is the number of ranks "
      "of ddp"),
     (TRAIN + "3d --dp 2 --pp 2 --world_size 2",
      "--world_size 2 --dp 2 --pp 2 --tp 1: their product is 4; leave --world_size out, or start 4 "
      "ranks"),
-    (TRAIN + "tensor", "--world_size 2 --model vgg16: only GPT-2's matrices are cut"),
+    (TRAIN + "ddp --dataset mine.txt",
+     "--dataset mine.txt --model vgg16: this is text, and vgg16 learns pictures; --model gpt2-mini "
+     "works"),
+    (TRAIN + "tensor",
+     "tensor --model vgg16: only GPT-2's matrices are cut; --model gpt2-mini works"),
     (TRAIN + "tensor --num_workers 3 --model gpt2-mini",
      "--num_workers 3 --model gpt2-mini: its 4 heads are dealt out evenly; --num_workers 2, 4 "
      "works"),
