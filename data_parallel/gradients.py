@@ -29,7 +29,7 @@ VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -163,6 +163,9 @@ class GradientBuckets:
 
     Args:
         parameters: a model's; those that are trained, on their device, each once.
+        apart: those of them that must get the same bits as in the buckets of other ranks, where
+            they lie among others: each has a bucket of its own. (Where a number lies in a bucket
+            may decide the order in which a ring adds three or more.)
         group: the ranks to average over; by default all of them.
         bucket_bytes: at most, unless a single parameter is larger.
         comm_dtype: the type in which gradients travel and are summed, by default their own.
@@ -182,6 +185,7 @@ class GradientBuckets:
         comm_dtype: torch.dtype | None = None,
         share_memory: bool = True,
         recorder: Recorder | None = None,
+        apart: Collection[nn.Parameter] = (),
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes {bucket_bytes} must be positive, for example {4 << 20}")
@@ -193,7 +197,10 @@ class GradientBuckets:
         self.world_size = dist.get_world_size(group)
         self.comm_dtype = comm_dtype
         self.recorder = recorder
-        self.buckets = [_Bucket(ps) for ps in group_parameters(trained, bucket_bytes)]
+        among = [p for p in trained if p not in set(apart)]
+        alone = [[p] for p in trained if p in set(apart)]
+        groups = group_parameters(among, bucket_bytes) + alone
+        self.buckets = [_Bucket(group) for group in groups]
         self.shared: SharedBuffers | None = None
         on_cpu = all(bucket.device.type == "cpu" for bucket in self.buckets)
         if share_memory and on_cpu and comm_dtype is None:

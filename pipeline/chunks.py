@@ -10,8 +10,7 @@ wherever they are. Letters are chunks: F0b is a forward of micro-batch 0 on a ra
 
 Interleaved 1F1B (Narayanan et al., 2021; Megatron-LM): stage s is on rank s mod n. n micro-batches
 pass through a rank's first stage, then the same n through its second, and so on. Between two
-micro-batches a rank sends v times as many messages, and it holds up to (v-1)/v n micro-batches
-more.
+micro-batches a rank sends v times as many messages, and it holds up to (n-1)/v micro-batches more.
 
     Interleaved, 2 ranks with 2 chunks, 4 micro-batches      bubble = (n-1)/(vm+n-1) = 1/9
     rank 0: F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a .   B2b .   B3b B2a B3a

@@ -57,6 +57,15 @@ def settle_training(args: Any) -> None:
             raise UserError(f"--{name}: {name} is not installed; pip install {name} works")
 
 
+def fewer_stages(option: str, n: int, chunks: int, layers: int) -> str:
+    """What works where `layers` are too few for the stages of `n` ranks, which `option` sets."""
+    if chunks == 1:
+        return works(f"--{option}", layers)
+    if layers // n > 1:
+        return works("--chunks", layers // n, least=2)
+    return f"--{option} {min(n, layers)} without --chunks works"
+
+
 def check_batch(args: Any, parts: int, option: str = "world_size") -> None:
     """Raises UserError where a batch or a split has fewer examples than the `parts` it is dealt
     out in; `option` is their number."""

@@ -31,11 +31,12 @@ from project.rules import (
     check_microbatches,
     check_model,
     check_recompute,
+    fewer_stages,
     number_of_blocks,
     settle_training,
 )
 from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
-from training.errors import UserError, run_here, torchrun_world_size, works
+from training.errors import UserError, run_here, torchrun_world_size
 from training.launch import World, choose_device, quiet_libraries
 from training.loop import run
 from training.model import sizes_of_blocks
@@ -106,11 +107,11 @@ def _check_stages(args: Any) -> None:
     halves = args.pipeline == "whole" and args.balance == "auto"
     cuts = 2 * blocks + 2 if halves else blocks
     if stages > cuts:
-        most = ("--num_devices", cuts // args.chunks) if n > 1 else ("--chunks", cuts)
+        fewer = fewer_stages("num_devices", n, args.chunks, cuts)
         what = f"{cuts} layers (embedding, halves of blocks, head)" if halves else f"{cuts} blocks"
         raise UserError(
             f"--num_devices {n}{each} --balance {args.balance}: the model has {what} and every "
-            f"stage needs one; {works(*most)}, or a larger --n_layer"
+            f"stage needs one; {fewer}, or a larger --n_layer"
         )
     try:
         sizes_of_blocks(args.balance, blocks, stages)

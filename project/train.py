@@ -38,6 +38,7 @@ from project.rules import (
     check_model,
     check_recompute,
     check_warmup,
+    fewer_stages,
     number_of_blocks,
     number_of_heads,
     settle_ranks,
@@ -242,9 +243,7 @@ def _settle_strategy(args: Any) -> None:
     blocks = 0 if vgg else number_of_blocks(args)
     layers = 16 if vgg else 2 * blocks + 2
     if stages > layers:
-        fewer = works(f"--{option}", layers // args.chunks)
-        if args.chunks > 1 and layers // n > 1:
-            fewer = works("--chunks", layers // n, least=2)
+        fewer = fewer_stages(option, n, args.chunks, layers)
         raise UserError(
             f"{args.strategy} --{option} {n}{each}: {args.model} has {layers} layers and every "
             f"{'chunk' if each else 'rank'} needs one; {fewer}"

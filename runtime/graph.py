@@ -36,7 +36,7 @@ class Graph:
     def __init__(self, memory: torch.device) -> None:
         self.shared: tuple[int, ...] = ()  # leaves of x that lie in the memory of another
         self._memory = memory
-        self._forgotten: tuple[Any, Autocast] | None = None  # x, as it came
+        self._forgotten: tuple[Any, list[int], Autocast] | None = None  # x, as it came
         # Positions count the leaves of x and of y.
         self.inputs: list[Tensor] = []
         self._input_positions: list[int] = []
@@ -64,14 +64,22 @@ class Graph:
         result = self._record(value, run, is_first or forget)
         if forget and torch.is_grad_enabled():
             self.release()
-            self._forgotten = value, Autocast()
+            self._forgotten = value, _versions(value), Autocast()
         return result
 
     def recompute(self, run: Callable[[Any], Any]) -> None:
-        """What a `record` that forgot left out. ``run`` must compute the same bits again."""
+        """What a `record` that forgot left out. ``run`` must compute the same bits again.
+
+        Raises RuntimeError where x has been written to meanwhile.
+        """
         if self._forgotten is None:
             return
-        (value, autocast), self._forgotten = self._forgotten, None
+        (value, versions, autocast), self._forgotten = self._forgotten, None
+        if _versions(value) != versions:
+            raise RuntimeError(
+                "the input was written to between forward and backward, which computes it again: "
+                "hand over a copy, or use recompute='never'"
+            )
         with torch.enable_grad(), autocast.entered():
             self._record(value, run, copy=True)
 
@@ -141,6 +149,12 @@ class Graph:
         """Let go of x and y; of the products they hold their own."""
         self.inputs, self._outputs = [], []
         self._input_positions, self._output_positions = [], []
+
+
+def _versions(value: Any) -> list[int]:
+    """How often each tensor has been written to; inference tensors do not count."""
+    leaves = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+    return [0 if x.is_inference() else x._version for x in leaves]
 
 
 def move(tensor: Tensor, memory: torch.device, copy: bool = False) -> Tensor:

@@ -4,7 +4,7 @@ Problem. Between forward and backward autograd keeps all that the layers have co
 of GPT-2 that is some thirty times its input.
 
 Idea. Keep the input of a segment of layers, forget the rest, and compute it again when backward
-gets there. Forward is a third of a step, so a step takes at most a third longer. What is kept, of L
+gets there. Forward is a third of a step, so a step takes about a third longer. What is kept, of L
 layers in K stages, for M micro-batches of a batch of N examples:
 
     never         N L/K                          everything
@@ -65,14 +65,17 @@ class Autocast:
     """This thread's autocast, to be entered again."""
 
     def __init__(self) -> None:
-        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        self._dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+        self._before = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in ("cpu", "cuda")
+        ]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for kind, dtype in self._dtypes.items():
-                stack.enter_context(torch.autocast(kind, dtype))
+            for kind, dtype, enabled in self._before:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled))
             yield
 
 
@@ -118,7 +121,7 @@ def unchanged(layer: Any, name: str) -> Iterator[None]:
     before = {key: b.clone() for key, b in layer.named_buffers()}
     yield
     for key, b in layer.named_buffers():
-        if key not in before or not torch.equal(before[key], b):
+        if key not in before or not torch.equal(before[key].nan_to_num(), b.nan_to_num()):
             raise ValueError(
                 f"{name} changes its buffer {key} in forward, as batch norm does its running "
                 "averages; computed again for its backward, it would do so twice. Take a layer "

@@ -203,3 +203,34 @@ def _shards_of_a_batch_norm(_: int, __: int) -> str:
 def test_a_layer_with_state_is_refused_in_shards(ranks: Ranks) -> None:
     found = ranks.run(_shards_of_a_batch_norm)
     assert [text.startswith(SAYS.replace("\\", "")) for text in found] == [True, True]
+
+
+def test_an_input_that_was_written_to_is_not_computed_from() -> None:
+    with Pipe(cut(layers(), (3, 3)), recompute="always") as pipe:
+        x = batch()[0].float()
+        output = pipe(x)
+        x.zero_()
+        with pytest.raises(RuntimeError, match="the input was written to between forward and"):
+            output.sum().backward()
+
+
+def test_backward_inside_autocast_computes_again_without() -> None:
+    """As forward did, outside of it."""
+    found = []
+    for mode in ("never", "always"):
+        net = layers().eval()
+        with Pipe(cut(net, (3, 3)), recompute=mode) as pipe:
+            loss = pipe(batch()[0].float()).sum()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss.backward()
+        found.append(take_gradients(net))
+    assert_same_bits(*found)
+
+
+def test_a_buffer_that_holds_nan_is_not_changed() -> None:
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.register_buffer("nothing", torch.tensor([float("nan")]))
+
+    Recomputed([Masked(), nn.Linear(3, 3)], "layers")(torch.ones(2, 3)).sum().backward()

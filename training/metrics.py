@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -54,7 +53,7 @@ class Metrics:
     ) -> None:
         self.copies = world.world_size / model.parts  # ranks that have the same part of a batch
         self.device = world.device
-        self.flops = flops_of_forward(task)
+        self.flops = flops_of_forward(task) if world.is_main else (0.0, 0.0)
         dtype = torch.bfloat16 if args.precision == "bf16" else model_dtype(model)
         self.peak = sum(gather_over_ranks(peak_flops(world.device, dtype), world))
         self.sinks = list(_sinks(args, steps_done)) if world.is_main else []
@@ -75,8 +74,9 @@ class Metrics:
         )  # fmt: skip
 
     def add_evaluation(self, steps: int, epoch: int, result: Mapping[str, float]) -> None:
-        """The model has been evaluated."""
-        self._write(steps, epoch=epoch, **result)
+        """The model has been evaluated. Speeds in `result` are this rank's, and left out."""
+        found = {key: x for key, x in result.items() if not key.endswith("tokens_per_sec")}
+        self._write(steps, epoch=epoch, **found)
 
     def _write(self, steps: int, epoch: int, **numbers: Any) -> None:
         for sink in self.sinks:
@@ -147,8 +147,6 @@ def _is_before(line: str, steps_done: int) -> bool:
 def _tensorboard(folder: Path, steps_done: int) -> Sink:
     from torch.utils.tensorboard import SummaryWriter
 
-    if not steps_done:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     writer = SummaryWriter(folder, purge_step=steps_done + 1 if steps_done else None)
 
     def write(steps: int, numbers: Mapping[str, Any]) -> None:
@@ -168,5 +166,6 @@ def _wandb(args: Any, steps_done: int) -> Sink:
     run = wandb.init(
         project="parallel-gpt2", dir=args.workdir, config=options_of(args), id=known, resume="allow"
     )
+    name.parent.mkdir(exist_ok=True)  # which wandb does not make where it is switched off
     name.write_text(run.id)
     return lambda steps, numbers: run.log(dict(numbers), step=steps)

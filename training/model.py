@@ -336,8 +336,10 @@ def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
         sizes = [int(number) for number in balance.split(",")]
     except ValueError:
         sizes = []
+    if not part:
+        raise ValueError(f"balance {balance}: {num_stages} stages and {total} {unit}; auto works")
     if len(sizes) != num_stages or sum(sizes) != total or min(sizes) < 1:
-        example = ",".join(map(str, uniform)) if part else f"a model with more {unit}"
+        example = ",".join(map(str, uniform))
         raise ValueError(
             f"balance {balance}: auto, uniform, or {num_stages} positive numbers that add up to "
             f"the {total} {unit}, as {example}"

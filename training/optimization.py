@@ -169,13 +169,18 @@ class Optimizers:
         self.steps += 1
         return reason
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """All that check and schedule remember; the state of each optimizer is its own."""
-        return {"steps": self.steps, "in_a_row": self.in_a_row}
+        return {
+            "steps": self.steps, "in_a_row": self.in_a_row, "risen": self._risen,
+            "first_loss": None if math.isnan(self._first) else self._first,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from there. `state` may hold more."""
         self.steps, self.in_a_row = state["steps"], state["in_a_row"]
+        first = state.get("first_loss")
+        self._first, self._risen = math.nan if first is None else first, state.get("risen", False)
 
     def _facts(self, loss: Tensor, counts: Sequence[int]) -> tuple[float, list[float], list[float]]:
         """The norm of the gradient, the loss of each rank, and the sums of the counts: the same on

@@ -253,9 +253,10 @@ class Staged(LaidOutModel):
             self._shard_optimizer(mine, Ranks(mesh.data.group, share_memory, plan.recorder))
         else:
             if self.parts > 1:
+                tied = [p for name, p in mine.items() if len(self.pipe.users(name)) > 1]
                 self.buckets = GradientBuckets(
                     mine.values(), mesh.data.group, share_memory=share_memory,
-                    recorder=plan.recorder,
+                    recorder=plan.recorder, apart=tied,
                 )  # fmt: skip
             self.optimizers = [plan.make_optimizer(mine.values())]
             owned = self.pipe.owned_parameters().keys()

@@ -33,9 +33,10 @@ _RESULT_FILE = re.compile(
     r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch(?P<epoch>\d+)\.json"
 )
 _OTHER_FILES = re.compile(
-    r"timeline_rank\d+\.json|(trace|summary|options)\.json|metrics\.jsonl|training\.png"
+    r"timeline_rank\d+\.json|(trace|summary|options)\.json|training\.png|metrics\.jsonl|tensorboard"
 )
 METRICS, OPTIONS = "metrics.jsonl", "options.json"
+GO_ON = (METRICS, "tensorboard")  # which a resumed run continues
 SUMMARY, PICTURE = "summary.json", "training.png"
 
 
@@ -209,7 +210,8 @@ def clear_results(workdir: Path, first: int = 0) -> None:
     for path in workdir.iterdir():
         found = _RESULT_FILE.fullmatch(path.name)
         stale = int(found["epoch"]) >= first if found else path.name.endswith(".json.part")
-        if stale or (_OTHER_FILES.fullmatch(path.name) and path.name != METRICS):
+        other = _OTHER_FILES.fullmatch(path.name) and path.name not in GO_ON
+        if stale or other:
             with writing(path):
                 path.unlink()
 

@@ -314,3 +314,15 @@ def test_a_recorder_is_told_of_every_bucket(ranks: Ranks, share: bool) -> None:
     for events, inside, overlapped in ranks.run(_recorded, share):
         assert events == expected + [("barrier", -1, -1)] * share
         assert inside and overlapped
+
+
+def _places(rank: int, world_size: int) -> list[list[int]]:  # noqa: ARG001
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 4))
+    tied = net[1].weight
+    assert isinstance(tied, nn.Parameter)
+    buckets = GradientBuckets(net.parameters(), apart=[tied])
+    return [[p.numel() for p in bucket.parameters] for bucket in buckets.buckets]
+
+
+def test_a_parameter_apart_has_a_bucket_of_its_own(ranks: Ranks) -> None:
+    assert ranks.run(_places) == [[[4, 12, 3, 2, 4], [6]]] * 2

@@ -97,10 +97,17 @@ def test_the_peak_is_a_rate() -> None:
 
 
 def test_a_loss_that_explodes_is_said_once() -> None:
+    """Also where the run was resumed between the first step and that one."""
     p = nn.Parameter(torch.ones(1))
-    optimizer = Optimizers([torch.optim.SGD([p])], Recipe(1e-3, 10, 10))
+
+    def make() -> Optimizers:
+        return Optimizers([torch.optim.SGD([p])], Recipe(1e-3, 10, 10))
+
+    optimizer, resumed = make(), make()
     p.grad = torch.ones(1)
-    said = [optimizer.step(torch.tensor(loss), 2) for loss in (6.0, 4.0, 60.0, 61.0, 600.0)]
+    said = [optimizer.step(torch.tensor(loss), 2) for loss in (6.0, 4.0, 60.0)]
+    resumed.load_state_dict(optimizer.state_dict())
+    said += [resumed.step(torch.tensor(loss), 2) for loss in (61.0, 600.0)]
     assert said == [None] * 3 + [
         "epoch 0, step 4 of 10: the loss is 30.5 and was 3 at first; try --learning_rate 0.0005, "
         "--warmup_steps 100, --max_grad_norm 1 or --on_nan skip, which leaves such steps out",

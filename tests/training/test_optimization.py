@@ -84,7 +84,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice() -> None:
         "--max_grad_norm 1 or --on_nan skip, which leaves such steps out"
     )
     assert parameters[0].tolist() == [1.0, 1.0]
-    assert optimizers.state_dict() == {"steps": 5, "in_a_row": 0}
+    assert optimizers.state_dict().items() >= {"steps": 5, "in_a_row": 0}.items()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
         assert parameters[0].tolist() == plain.tolist()
         state, optimizers = optimizers.state_dict(), Optimizers(optimizers.optimizers, recipe)
         optimizers.load_state_dict(state)
-    assert optimizers.state_dict() == {"steps": 4, "in_a_row": 0}
+    assert optimizers.state_dict().items() >= {"steps": 4, "in_a_row": 0}.items()
 
 
 def test_without_a_target_there_is_nothing_to_learn() -> None:
@@ -136,7 +136,7 @@ def test_without_a_target_there_is_nothing_to_learn() -> None:
         "epoch 0, step 2 of 4: the batch has no target token; the step was left out"
     )
     assert parameters[0].tolist() == [0.0]
-    assert optimizers.state_dict() == {"steps": 2, "in_a_row": 0}
+    assert optimizers.state_dict().items() >= {"steps": 2, "in_a_row": 0}.items()
 
 
 def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
@@ -145,7 +145,7 @@ def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
         value = 1.0 if k == MOST_IN_A_ROW - 1 else INF  # a good one in between starts anew
         feed(parameters, value)
         optimizers.step(torch.tensor(value), 1)
-    assert optimizers.state_dict() == {"steps": 39, "in_a_row": 19}
+    assert optimizers.state_dict().items() >= {"steps": 39, "in_a_row": 19}.items()
     with pytest.raises(RunError) as error:
         optimizers.step(torch.tensor(NAN), 1)
     assert str(error.value) == (
