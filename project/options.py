@@ -81,11 +81,9 @@ class Training:
     num_batches: Count | None = None
     """stop after so many steps, instead of n_epochs"""
     num_microbatches: Count | None = None
-    """micro-batches per step, in data parallelism per rank and step, to save memory; default: 4 in
-    a pipeline, else 1, and on a CPU chosen to reduce padding"""
+    """micro-batches per step; default: 4 in a pipeline, else as suits the padding"""
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
-    """compute activations again in backward, to save memory: of all micro-batches, of all but the
-    last, or keeping the inputs of about sqrt(L) of L layers"""
+    """compute activations again in backward; sqrt keeps about sqrt(L) inputs of L layers"""
 
 
 @dataclass
@@ -189,8 +187,7 @@ class Stages:
     """stages of a pipeline"""
 
     schedule: Literal["gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin"] | None = None
-    """gpipe, 1f1b (default), zb; several stages per rank: interleaved, zbv idle less; vhalf, vmin
-    hold less"""
+    """gpipe, 1f1b (default), zb; several stages per rank: interleaved, zbv, vhalf, vmin"""
     chunks: Count | None = None
     """stages per rank, of interleaved; default: 2"""
     balance: str | None = None
