@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -23,12 +24,27 @@ def test_the_chapters_are_found() -> None:
     assert NAMES[:4] == ["1_one_process", "2_data_parallel", "3_pipeline", "4_sharded"]
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS, ids=NAMES)
-def test_it_learns_and_agrees_with_one_process(chapter: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(chapter)], cwd=tmp_path, capture_output=True, text=True, timeout=100,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "STEPS": "10"},
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
+    """How each chapter ended. Two run at a time: most of it is the import of torch."""
+
+    def run(chapter: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(chapter)], cwd=tmp_path_factory.mktemp("chapter"),
+            capture_output=True, text=True, timeout=110, check=False,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "STEPS": "10"},
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(NAMES, pool.map(run, CHAPTERS), strict=True))
+
+
+@pytest.mark.timeout(400)  # the machine may have other work
+@pytest.mark.parametrize("chapter", NAMES)
+def test_it_learns_and_agrees_with_one_process(
+    ended: dict[str, subprocess.CompletedProcess[str]], chapter: str
+) -> None:
+    done = ended[chapter]
     assert (done.returncode, done.stderr) == (0, "")
     *_, last = done.stdout.splitlines()
     rows = re.findall(r"^ *\d+((?: +\d\.\d{6})+)$", done.stdout, re.MULTILINE)
