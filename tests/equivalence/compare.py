@@ -162,7 +162,10 @@ def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Tra
     half = n_steps // 2
     with TemporaryDirectory() as folder:
         workdir = Path(gather_over_ranks(folder, world)[0])
-        args = replace(TrainOptions(), workdir=workdir, save_every=half, resume=True, seed=SEED)
+        args = replace(
+            TrainOptions(), workdir=workdir, save_every=half, resume=True, seed=SEED,
+            num_batches=n_steps,
+        )  # fmt: skip
 
         def saving(training: Training) -> Saving:
             task, model, optimizer = training.task, training.model, training.optimizer
