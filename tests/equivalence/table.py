@@ -108,10 +108,11 @@ def mesh(
 
     def build(task: Task, world: World, plan: Plan) -> LaidOutModel:
         places = _mesh(dp, pp, tp)
+        cut = UNEVEN[pp * chunks] if pp > 1 else None  # one stage: all layers, however many
         if zero == 3:
             return Sharded(task, world, plan, 3, places, sequence_parallel, **how)
         return Staged(
-            task, world, plan, schedule, plan.num_microbatches, cut=UNEVEN[pp * chunks],
+            task, world, plan, schedule, plan.num_microbatches, cut=cut,
             mesh=places, sequence_parallel=sequence_parallel, shard_optimizer=zero == 1,
             chunks=chunks, **how,
         )  # fmt: skip
