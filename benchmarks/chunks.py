@@ -31,7 +31,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
+from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, use_cores, write_rows
 from benchmarks.pipeline import BATCH, BLOCKS, LENGTH, WIDTH, K, make_blocks, square_error
 from pipeline.catalogue import places
 from pipeline.partition import place
@@ -65,21 +65,16 @@ class _Bench:
         self.losses: dict[str, float] = {}
         self.gradients: dict[str, list[tuple[int, Tensor]]] = {}  # with the number of the block
         self.blocks = make_blocks()
-        self._use(self.own)
+        use_cores(self.own)
         self.pipes, self.threads = {}, {}
         for name in OURS:
             ranks = places(name, K)
             sizes = [BLOCKS // len(ranks)] * len(ranks)
             self.pipes[name] = ProcessPipe(make_blocks(), sizes, ranks=ranks)
             placed, _ = place(list(make_blocks()), sizes, [f"cpu:{r}" for r in ranks])
-            self._use(self.cores)
+            use_cores(self.cores)
             self.threads[name] = Pipe(placed, BATCH, sizes=sizes)
-            self._use(self.own)
-
-    @staticmethod
-    def _use(cores: Sequence[int]) -> None:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
+            use_cores(self.own)
 
     def contestants(self) -> dict[str, Callable[[], None]]:
         """As steps that all ranks call."""
@@ -111,7 +106,7 @@ class _Bench:
         blocks = {k: pipe.layers[k] for k in self._mine(pipe.ranks)}
 
         def turn() -> None:
-            self._use(self.own)
+            use_cores(self.own)
             pipe.module.zero_grad()
             loss = pipe.train_step(self.x, self.y, square_error, name, m)
             self._note(f"{name}, M={m}", loss.item(), blocks)
@@ -123,7 +118,7 @@ class _Bench:
 
         def turn() -> None:
             if self.world.is_main:
-                self._use(self.cores)
+                use_cores(self.cores)
                 pipe.zero_grad()
                 loss = pipe.train_step(self.x, self.y, square_error, name, m)
                 layers = [block for part in pipe.partitions for block in part.children()]
@@ -143,7 +138,7 @@ class _Bench:
         run: Any = kind(stages, m, loss_fn=square_error, scale_grads=False)
 
         def turn() -> None:
-            self._use(self.own)
+            use_cores(self.own)
             for block in blocks.values():
                 block.zero_grad()
             losses: list[Tensor] = []
@@ -165,7 +160,7 @@ class _Bench:
         ranks = places(name, K)
         pipe.recorder = lambda *event: events.append(event)
         if not threads or self.world.is_main:
-            self._use(self.cores if threads else self.own)
+            use_cores(self.cores if threads else self.own)
             pipe.train_step(self.x, self.y, square_error, name, m)
         pipe.recorder = None
         found = gather_over_ranks(events, self.world)

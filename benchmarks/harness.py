@@ -8,6 +8,7 @@ rounds' ratios. Their losses are compared too: nobody wins by computing somethin
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import time
@@ -36,6 +37,12 @@ class Row:
     def reached(self) -> bool | None:
         """Whether the goal is reached; None where there is none."""
         return None if self.goal is None or self.ratio is None else self.ratio >= self.goal
+
+
+def use_cores(cores: Sequence[int]) -> None:
+    """Binds this process to them, with a thread each."""
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
 
 
 def summarize(values: Sequence[float]) -> tuple[float, tuple[float, float]]:

@@ -32,7 +32,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
+from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, use_cores, write_rows
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.schedule import clock_cycles
@@ -82,7 +82,7 @@ class _Bench:
         half = BLOCKS // K
         self.part = make_blocks()[half * world.rank : half * (world.rank + 1)]
         self.blocks = make_blocks()
-        self._set_cores(self.cores)
+        use_cores(self.cores)
         placed = [
             WithDevice(copy.deepcopy(b), f"cpu:{i // half}") for i, b in enumerate(self.blocks)
         ]
@@ -95,11 +95,6 @@ class _Bench:
         self.halves = [
             nn.Sequential(*p) for p in (list(self.blocks)[:half], list(self.blocks)[half:])
         ]
-
-    @staticmethod
-    def _set_cores(cores: Sequence[int]) -> None:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
 
     def contestants(self) -> dict[str, Callable[[], None]]:
         """Every contestant, as a step that all ranks call."""
@@ -124,7 +119,7 @@ class _Bench:
     ) -> Callable[[], None]:
         def turn() -> None:
             if self.world.is_main:
-                self._set_cores(self.cores)
+                use_cores(self.cores)
                 self._note(name, *step())
             dist.barrier()
 
@@ -169,7 +164,7 @@ class _Bench:
     def _forward_backward(self, m: int) -> Callable[[], None]:
         def turn() -> None:
             if self.world.is_main:
-                self._set_cores(self.cores)
+                use_cores(self.cores)
                 self.long_pipe.zero_grad()
                 self.long_pipe.split_size = BATCH // m
                 square_error(self.long_pipe(self.x), self.y).backward()
@@ -194,18 +189,18 @@ class _Bench:
                 fine, answer = self.pipe.out_queues[j].get()
                 assert fine, answer
                 batches[i] = answer[1]
-        self._set_cores(cores)
+        use_cores(cores)
         loss = square_error(torch.cat(batches), self.y)
         loss.backward()
         return loss.detach(), self.blocks
 
     def _torch(self, name: str, m: int) -> Callable[[], None]:
-        self._set_cores(self.own)
+        use_cores(self.own)
         stage = PipelineStage(self.part, self.world.rank, K, torch.device("cpu"))
         schedule = TORCH[name](stage, m, loss_fn=square_error, scale_grads=False)
 
         def turn() -> None:
-            self._set_cores(self.own)
+            use_cores(self.own)
             self.part.zero_grad()
             losses: list[Tensor] = []
             if self.world.is_main:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
-from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
+from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, use_cores, write_rows
 from benchmarks.pipeline import BATCH, BLOCKS, LENGTH, WIDTH, K, make_blocks, square_error
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
@@ -75,20 +75,15 @@ class _Bench:
         self.x, self.y = torch.randn(2, BATCH, LENGTH, WIDTH).unbind(0)
         self.losses: dict[str, float] = {}
         self.gradients: dict[str, list[Tensor]] = {}
-        self._use(self.own)
+        use_cores(self.own)
         self.pipes = {
             name: ProcessPipe(make_blocks(), [HALF] * K, **options)
             for name, options in VARIANTS.items()
         }
         self.part = make_blocks()[HALF * world.rank : HALF * (world.rank + 1)]
-        self._use(self.cores)
+        use_cores(self.cores)
         placed = [WithDevice(b, f"cpu:{i // HALF}") for i, b in enumerate(make_blocks())]
         self.threads = Pipe(nn.Sequential(*placed), BATCH)
-
-    @staticmethod
-    def _use(cores: Sequence[int]) -> None:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
 
     def contestants(self) -> dict[str, Callable[[], None]]:
         """Ours and PyTorch's, as steps that all ranks call."""
@@ -120,7 +115,7 @@ class _Bench:
         pipe = self.pipes[variant]
 
         def turn() -> None:
-            self._use(self.own)
+            use_cores(self.own)
             pipe.module.zero_grad()
             loss = pipe.train_step(self.x, self.y, square_error, schedule, m)
             self._note(name, loss.item(), pipe.module)
@@ -130,7 +125,7 @@ class _Bench:
     def _threads(self, name: str, schedule: str, m: int) -> Callable[[], None]:
         def turn() -> None:
             if self.world.is_main:
-                self._use(self.cores)
+                use_cores(self.cores)
                 self.threads.zero_grad()
                 loss = self.threads.train_step(self.x, self.y, square_error, schedule, m)
                 self._note(name, loss.item(), self.threads)
@@ -143,7 +138,7 @@ class _Bench:
         run = _torch_schedule(self.part, self.world.rank, schedule, m)
 
         def turn() -> None:
-            self._use(self.own)
+            use_cores(self.own)
             self.part.zero_grad()
             losses: list[Tensor] = []
             if self.world.is_main:

@@ -62,25 +62,27 @@ class Neighbour:
         """Hand over ``value`` of micro-batch i, from the first of the ``stages`` to the second;
         does not wait until it is received."""
         begin, end = stages or (self._own, self._peer)
+        place = "rank" if stages is None else "stage"
         start = time.perf_counter()
         try:
             self.link.send(Message((what, end, i, value)))
         except PeerError as error:
-            way = f"handing {what} from stage {begin} to stage {end}"
+            way = f"handing {what} from {place} {begin} to {place} {end}"
             raise PeerError(f"{way}{_of(i)}: {error}") from None
         self._record("send", begin, i, start, time.perf_counter())
 
     def get(self, what: str, i: int, stages: tuple[int, int] | None = None) -> Any:
         """Wait for micro-batch i. A schedule may want it later than it comes."""
         begin, end = stages or (self._peer, self._own)
+        place = "rank" if stages is None else "stage"
         start = time.perf_counter()
         while (what, end, i) not in self._early:
             try:
-                sent, place, number, value = read(*self.link.receive())
+                sent, to, number, value = read(*self.link.receive())
             except PeerError as error:
-                way = f"stage {end} waited for {what} of stage {begin}"
+                way = f"{place} {end} waited for {what} of {place} {begin}"
                 raise PeerError(f"{way}{_of(i)}: {error}") from None
-            self._early[sent, place, number] = value
+            self._early[sent, to, number] = value
         self._record("receive", end, i, start, time.perf_counter())
         return self._early.pop((what, end, i))
 

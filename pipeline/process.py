@@ -355,7 +355,8 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _check(num_layers: int, sizes: Sequence[int], ranks: Sequence[int], world_size: int) -> None:
-    if {*ranks} != {*range(world_size)} or len(ranks) != len(sizes) or sum(sizes) != num_layers:
+    counts_fit = sum(sizes) == num_layers and min(sizes, default=0) >= 1
+    if {*ranks} != {*range(world_size)} or len(ranks) != len(sizes) or not counts_fit:
         raise ValueError(
             f"sizes {list(sizes)} for {num_layers} layers, on the ranks {list(ranks)} of "
             f"{world_size}: one number per stage, each at least 1, their sum the layers, and every "

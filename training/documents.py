@@ -20,8 +20,8 @@ from training.text import (
     BUILTIN,
     ENDINGS,
     NO_NETWORK,
+    Splits,
     Texts,
-    fingerprint_of,
     load_splits,
     load_texts,
     read_text,
@@ -33,20 +33,8 @@ HELD_OUT = 20  # one part of so many is for validation
 SPLITS = ("train", "validation")
 
 
-@dataclass
-class Documents:
-    """The documents of each split, and what a reader should know about how they came about."""
-
-    splits: dict[str, list[str]]
-    notes: list[str] = field(default_factory=list)
-
-    def fingerprint(self, split: str = "train") -> str:
-        """What two splits have in common only if their documents are the same, in order."""
-        return fingerprint_of(self.splits[split])
-
-    def fingerprints(self) -> dict[str, str]:
-        """Of every split."""
-        return {split: self.fingerprint(split) for split in self.splits}
+class Documents(Splits[str]):
+    """Plain texts."""
 
 
 def load_data(

@@ -11,7 +11,8 @@ is the arithmetic of the model, three times its forward pass, since backward tak
 computed twice counts once. `share_of_peak` is its share of what all ranks together reached in a
 large product of matrices when the run began. --tensorboard and --wandb write the same numbers.
 
-Cost: 0.3 seconds at the start, for the products; 0.1 ms per step.
+Cost: 0.3 seconds at the start, for the products (and a second trace, with --trace); 0.1 ms per
+step.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Metrics:
         self.copies = world.world_size / model.parts  # ranks that have the same part of a batch
         self.device = world.device
         self.flops = flops_of_forward(task) if world.is_main else (0.0, 0.0)
-        dtype = torch.bfloat16 if args.precision == "bf16" else model_dtype(model)
+        weights = next(iter(model.held()))
+        dtype = torch.bfloat16 if args.precision == "bf16" else weights.dtype
         self.peak = sum(gather_over_ranks(peak_flops(world.device, dtype), world))
         self.sinks = list(_sinks(args, steps_done)) if world.is_main else []
 
@@ -107,11 +109,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         (a @ a)[0, 0].item()  # waits for a GPU
         best = min(best, time.perf_counter() - start)
     return 2 * _SIDE**3 / best
-
-
-def model_dtype(model: LaidOutModel) -> torch.dtype:
-    """Of the weights."""
-    return next(iter(model.held())).dtype
 
 
 def _sinks(args: Any, steps_done: int) -> Iterable[Sink]:

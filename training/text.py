@@ -24,13 +24,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from training.errors import UserError, works
 
 Pair = dict[str, str]  # {"de": ..., "en": ...}
+Example = TypeVar("Example")
 
 SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin"
@@ -42,19 +43,23 @@ _LONG_WORD = re.compile(r"(\S{1000})\S+|(\s{1000})\s+")
 
 
 @dataclass
-class Texts:
-    """The pairs of each split, and what a reader should know about how they came about."""
+class Splits(Generic[Example]):
+    """The examples of each split, and what a reader should know about how they came about."""
 
-    splits: dict[str, list[Pair]]
+    splits: dict[str, list[Example]]
     notes: list[str] = field(default_factory=list)
 
     def fingerprint(self, split: str = "train") -> str:
-        """What two splits have in common only if their pairs are the same, in order."""
+        """What two splits have in common only if their examples are the same, in order."""
         return fingerprint_of(self.splits[split])
 
     def fingerprints(self) -> dict[str, str]:
         """Of every split."""
         return {split: self.fingerprint(split) for split in self.splits}
+
+
+class Texts(Splits[Pair]):
+    """Pairs of sentences."""
 
 
 def fingerprint_of(content: list[Any]) -> str:
