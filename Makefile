@@ -1,5 +1,5 @@
 # make train   two processes learn to translate German: installs, trains, prints BLEU, draws
-# make test    every test
+# make test    every test, a file per core at a time
 # make verify  every strategy and layout beside one plain process: a table
 # make lint    ruff and mypy
 # make figures the runs behind the pictures in submit_figures/, and the pictures
@@ -26,7 +26,7 @@ train: $(VENV)/.installed
 	$(RUN) project/run_data_parallel.py --world_size 2
 
 test: $(VENV)/.installed
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 verify: $(VENV)/.installed
 	$(RUN) project/verify.py

@@ -24,6 +24,13 @@ LIMIT = 60.0  # seconds that a function may take
 LIBRARIES = ["torch._dynamo", "transformers.models.gpt2.modeling_gpt2"]
 
 
+def server() -> Any:
+    """The context of processes that are forked from the server."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(LIBRARIES)
+    return context
+
+
 def _serve(
     rank: int, world_size: int, port: int, inbox: Connection, listener: socket.socket | None
 ) -> None:
@@ -45,8 +52,7 @@ class Ranks:
 
     def __init__(self, world_size: int, limit: float = LIMIT) -> None:
         self.world_size, self.limit = world_size, limit
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(LIBRARIES)
+        context = server()
         listener = listen(0)
         port = listener.getsockname()[1]
         self.pipes: list[Connection] = []

@@ -10,7 +10,6 @@ Where no text is for validation, it is the last 5 % of the training text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import run_warm
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "project" / "run_data_parallel.py")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": ""}
 SIZES = {"train": 40, "validation": 9, "test": 7}
 TINY = [
     "--model", "gpt2-mini", "--n_layer", "1", "--n_embd", "32", "--n_head", "2",
@@ -68,7 +71,7 @@ def write_pairs(folder: Path) -> Path:
 
 def start(workdir: Path, *command: str) -> Run:
     """Runs a program of this repository, from elsewhere, to its end."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": ""}
+    environment = {**os.environ, **OFFLINE}
     environment.pop("TOKENIZERS_PARALLELISM", None)
     done = subprocess.run(
         [sys.executable, *command],
@@ -102,10 +105,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pairs_folder: Path) -> Run
     for stale in ("rank2_results_epoch0.json", "rank0_gen_epoch7.json", "timeline_rank5.json"):
         (workdir / stale).write_text("{}")
     (workdir / "notes.txt").write_text("mine")
-    return start(
-        workdir, PROGRAM, "--dataset", str(pairs_folder), "--workdir", str(workdir),
-        "--num_workers", "2", "--timeline", "2", *TINY,
+    done = run_warm(
+        [PROGRAM, "--dataset", str(pairs_folder), "--workdir", str(workdir),
+         "--num_workers", "2", "--timeline", "2", *TINY],
+        workdir.parent, OFFLINE,
     )  # fmt: skip
+    return Run(workdir, done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,68 @@
+"""Runs a program in a process whose libraries are imported already.
+
+Problem: a program of two ranks imports torch and transformers three times, for four seconds of a
+core each. Most tests ask what a program says and leaves, and not how Python starts.
+
+Idea: the process is forked from the server that the ranks of a test come from (tests/ranks.py), and
+forks its ranks itself. The rest is as from a shell: its command line, folder, environment, and what
+it writes on file descriptors 1 and 2. Tests of starting and ending start real programs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from tests.ranks import server
+
+LIMIT = 110.0  # seconds that a program may take
+
+
+def run_warm(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+) -> CompletedProcess[str]:
+    """Runs `command`, a program's path and its options, from `folder` to its end."""
+    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
+        args = (list(command), folder, {**os.environ, **(environment or {})}, out.name, err.name)
+        process: Any = server().Process(target=_program, args=args)
+        process.start()
+        process.join(LIMIT)
+        late = process.exitcode is None
+        if late:
+            process.kill()
+            process.join()
+        said, complained = (Path(file.name).read_text("utf-8") for file in (out, err))
+    assert not late, f"{command} had not ended after {LIMIT} s\n{said}\n{complained}"
+    return CompletedProcess(command, process.exitcode, said, complained)
+
+
+def _program(
+    command: list[str], folder: Path, environment: dict[str, str], out: str, err: str
+) -> None:
+    for number, name in ((1, out), (2, err)):
+        os.dup2(os.open(name, os.O_WRONLY), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    torch.set_num_threads(1)  # threads of this process would be missing in those it forks
+    fork, start = mp.get_context("fork"), vars(torch.multiprocessing)["start_processes"]
+    patch = pytest.MonkeyPatch()
+    patch.setattr("training.launch.get_context", lambda _: fork)
+    patch.setattr(
+        "torch.multiprocessing.start_processes",
+        lambda *args, **options: start(*args, **{**options, "start_method": "fork"}),
+    )
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
