@@ -135,9 +135,13 @@ def make_optimizer(args: Any, parameters: Iterable[nn.Parameter]) -> torch.optim
 
 def launch_settings(args: Any) -> Settings:
     """How the ranks of these options are started."""
+    libraries = ["torch._dynamo", "torch.distributed.checkpoint"]  # optimizers import the former
+    if args.model != "vgg16":
+        libraries.append("transformers.models.gpt2.modeling_gpt2")
     return Settings(
-        args.world_size, args.device, args.master_port, args.timeout, args.cores_per_rank
-    )
+        args.world_size, args.device, args.master_port, args.timeout, args.cores_per_rank,
+        tuple(libraries),
+    )  # fmt: skip
 
 
 def finish(world: World, results: Results, args: Any, task: Task, model: LaidOutModel) -> None:

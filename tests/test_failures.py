@@ -48,7 +48,9 @@ def test_two_runs_at_once(two_runs: tuple[Run, Run]) -> None:
     killed, and not when a rank of the other is."""
     for run in two_runs:
         met = [json.loads((run.tmp.parent / f"{r}.json").read_text()) for r in range(2)]
-        assert met == [[run.process.pid] * 3] * 2
+        starter = run.starter()
+        assert starter is not None
+        assert met == [[starter.pid] * 3] * 2
         run.look()
         assert {ip for ip, _ in run.listening} == {"127.0.0.1"}
     first, second = two_runs
@@ -64,10 +66,25 @@ def test_two_runs_at_once(two_runs: tuple[Run, Run]) -> None:
     assert [run.said().count(TRACEBACK) for run in two_runs] == [0, 0]
 
 
+def test_what_starts_the_ranks_is_killed(tmp_path: Path) -> None:
+    """The ranks end with it."""
+    with Run([*LIGHT, "meet", str(tmp_path)], tmp_path, OWN) as run:
+        assert until(lambda: (tmp_path / "1.json").exists(), START), run.said()
+        starter = run.starter()
+        assert starter is not None
+        starter.kill()
+        assert run.wait(SOON) is not None
+        assert (run.process.returncode, run.leftovers()) == (1, [])
+        assert run.said().endswith(
+            "\nthe process that starts the ranks failed; the run has been ended.\n"
+            "It was ended by SIGKILL.\n"
+        )
+
+
 def test_ctrl_c_while_ranks_import_their_libraries_prints_nothing(tmp_path: Path) -> None:
     """It reaches every process of the terminal."""
     with Run([*LIGHT, "meet", str(tmp_path)], tmp_path, OWN) as run:
-        assert until(lambda: len(run.ranks()) == 2, START)
+        assert until(lambda: run.starter() is not None, START)
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.wait(SOON) is not None
         assert (run.process.returncode, run.leftovers()) == (128 + signal.SIGINT, [])

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import psutil
+
 from tests.chaos.programs import ALONE, OWN, TORCHRUN
 from tests.chaos.run import Run, can_be_armed, until
 
@@ -56,8 +58,14 @@ class Kind:
     seconds: float = field(default=SECONDS)
 
 
+def _victim(run: Run, rank: int) -> psutil.Process:
+    """A rank, when it has been started. Raises IndexError where the run ends before."""
+    until(lambda: run.process.poll() is not None or len(run.ranks()) > rank, SECONDS)
+    return run.ranks()[rank]
+
+
 def _to_rank(number: int) -> Strike:
-    return lambda run, rank: run.ranks()[rank].send_signal(number)
+    return lambda run, rank: _victim(run, rank).send_signal(number)
 
 
 def _arm(run: Run, rank: int) -> None:
@@ -90,12 +98,12 @@ def _hang_up(run: Run, _: int) -> None:
 
 
 def _orphan_stopped(run: Run, rank: int) -> None:
-    run.ranks()[rank].send_signal(signal.SIGSTOP)
+    _victim(run, rank).send_signal(signal.SIGSTOP)
     run.process.kill()
 
 
 def _pause(run: Run, rank: int) -> None:
-    victim = run.ranks()[rank]
+    victim = _victim(run, rank)
     victim.send_signal(signal.SIGSTOP)
     time.sleep(PAUSE)
     victim.send_signal(signal.SIGCONT)
