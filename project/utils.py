@@ -30,7 +30,7 @@ from training.saving import Resume
 from training.sequences import FILES, SequenceTask
 from training.task import Task
 from training.text import SPLITS, Texts
-from training.timeline import TRACE, Timeline
+from training.timeline import Timeline
 from training.translation import TranslationTask
 
 if TYPE_CHECKING:  # see training/model.py
@@ -154,8 +154,8 @@ def _show(results: Results, args: Any) -> None:
     picture = plot_training(args.workdir)
     if args.timeline:
         results.say(
-            f"The recorded steps: python project/plot.py timeline {args.workdir}, or open "
-            f"{args.workdir / TRACE} in https://ui.perfetto.dev."
+            f"The recorded steps: python project/plot.py timeline {args.workdir} draws them and "
+            "writes them for https://ui.perfetto.dev."
         )
     results.say(f"Results are in {args.workdir}/; the curves are drawn in {picture}.")
 
