@@ -288,7 +288,7 @@ def test_a_resume_with_other_options(
 def test_what_a_resume_may_change(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where to write, how long, on which devices; among it what was chosen and is now given."""
     line = f"{MADE} --workdir {made} --resume "
-    fingerprint = read_texts(parse(DP + line)).fingerprint()
+    fingerprint = read_texts(parse(DP + line)).fingerprints()["train"]
     for change in (
         "--n_epochs 50", "--save_every 7", "--keep 5", "--timeout 5", "--gradient_sync flat",
         "--num_microbatches 2", "--export out", "--on_nan skip", "--world_size 4",
