@@ -57,7 +57,7 @@ from training.results import json_text
 if TYPE_CHECKING:
     from training.layout import LaidOutModel
 
-FORMAT = "parallel-gpt2 checkpoint 2"
+FORMAT = "parallel-gpt2 checkpoint 3"
 MANIFEST, STATE = "manifest.json", "state.json"
 _NAME = re.compile(r"(\d{6,})-[\w.-]+")
 
@@ -240,7 +240,6 @@ class Saver:
         self._one_folder = True  # whether all ranks see rank 0's
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None  # in the background
-        self._pruned = False
 
     def save(
         self,
@@ -249,7 +248,8 @@ class Saver:
         state: Mapping[str, Any],
         files: Mapping[str, bytes] | None = None,
     ) -> str:
-        """Writes a checkpoint and returns its name; see `prune`.
+        """Writes a checkpoint and returns its name. First removes older ones, see `prune`: a step
+        was finite that began with the weights of the newest.
 
         Args:
             label: what its name says beside its number, as epoch1-step40.
@@ -262,10 +262,10 @@ class Saver:
                 background. Earlier checkpoints are as they were.
         """
         self.wait()
+        self.prune()
         name = self._together(partial(self._begin, label), self._cannot_write)
         self._one_folder = all(self._gather(aside_of(self.folder / name).exists()))
         texts = {STATE: _json(state), **(files or {})}
-        self._pruned = False
         if not self.background:
             self._write(name, list(pieces), texts)
             return name
@@ -331,7 +331,6 @@ class Saver:
         """Returns when there is nothing left to write in the background. Raises SaveError."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            self._pruned = False
             writing.result()
 
     def load(self, checkpoint: Checkpoint, pieces: Iterable[Piece]) -> None:
@@ -406,12 +405,9 @@ class Saver:
         return outcomes[0][0]  # type: ignore[return-value]
 
     def prune(self) -> None:
-        """Removes all but the newest `keep`; to be called when a step from the newest one's weights
-        was finite. Weights that are ruined look like others: until then the last good one stays."""
-        if self.world.rank or self._pruned:
-            return
-        self._pruned = True
-        for old in names(self.folder)[: -self.keep]:
+        """Removes all but the newest `keep`. Weights that are ruined look like others: until the
+        next step is finite one more stays."""
+        for old in names(self.folder)[: -self.keep] if self.world.is_main else ():
             shutil.rmtree(self.folder / old, ignore_errors=True)
 
 

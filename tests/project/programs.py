@@ -16,7 +16,7 @@ from project import run_data_parallel, run_pipeline, train
 from project.utils import read_texts
 from tests.ranks import Ranks
 from training.launch import RunError, World
-from training.loop import Totals
+from training.results import Totals
 from training.saving import Saving, find_resume
 
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from project.utils import evaluate_loss, save_grad_weights, train
 from training.launch import World
 from training.layout import Plan
-from training.loop import Totals
 from training.optimization import Optimizers, Recipe
+from training.results import Totals
 from training.task import Step
 
 
