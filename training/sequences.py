@@ -280,7 +280,7 @@ def _config_and_weights(args: Any, num_tokens: int) -> tuple[GPT2Config, Any]:
     """Those of a preset, or those that come with pretrained weights."""
     if args.model not in PRESETS:
         config = pretrained_config(args.model, num_tokens, args.dropout)
-        return config, pretrained_initializer(args.model, config, args.seed)
+        return config, pretrained_initializer(args.model, args.seed)
     config = gpt2_config(
         args.model, args.vocab_size or round_vocab(num_tokens), args.model_max_length,
         dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,

@@ -198,7 +198,8 @@ TABLE = [
     (DP + "--model empty --n_layer 2", "--n_layer with --model empty: pretrained weights have a "
      f"fixed size; only the presets can be changed ({PRESETS})"),
     *((program + "--model empty",
-       "--model empty: the folder holds no weights (*.safetensors); presets need none: " + PRESETS)
+       "--model empty: no GPT-2 weights come from this folder (Unrecognized model in empty. Should "
+       f"have a `model_type` key in its config.json.); presets need none: {PRESETS}")
       for program in ALL),
     (PP + "--model misfit --model_max_length 32",
      "--model misfit: no tokenizer that fits comes with it (it has 340 tokens, and the embedding "

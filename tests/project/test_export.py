@@ -187,13 +187,13 @@ SPOILT: list[tuple[str, Callable[[bytes], bytes], str]] = [
     (
         "model.safetensors",
         lambda good: good[:1000],
-        "no GPT-2 weights come from this folder (model.safetensors: Error while ",
+        "no GPT-2 weights come from this folder (Error while ",
     ),
     (
         "config.json",
         lambda good: good.replace(b'"vocab_size": 300', b'"vocab_size": 301'),
-        "no GPT-2 weights come from this folder (wte.weight is [300, 16], config.json says "
-        "[301, 16]); presets need none: ",
+        "no GPT-2 weights come from this folder (transformer.wte.weight is [300, 16], config.json "
+        "says [301, 16]); presets need none: ",
     ),
     (
         "tokenizer.json",
