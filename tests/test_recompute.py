@@ -153,7 +153,8 @@ def test_a_whole_model_has_the_same_bits(number: int, last: int) -> None:
     for recompute in (False, True):
         runs: list[int] = []
         model = layers(runs)
-        model[1].inplace = model[3].inplace = False
+        for layer in (model[1], model[3]):
+            layer.inplace = False  # type: ignore[assignment]
         net = Recomputed(list(model), number) if recompute else model
         assert list(net.state_dict()) == list(model.state_dict())
         torch.manual_seed(5)

@@ -32,12 +32,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -92,23 +91,6 @@ class Piece:
 def whole(name: str, tensor: Tensor) -> Piece:
     """The piece that is all of the tensor."""
     return Piece(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
-
-
-def flat_pieces(name: str, shape: Sequence[int], start: int, values: Tensor) -> list[Piece]:
-    """The pieces of a rank that holds elements start, start + 1, ... of the flattened tensor, as
-    views of `values`. Where they begin and end inside a row, a matrix gives up to three."""
-    pieces, done, sizes = [], 0, (1, *shape)  # the tensor is a row of its own
-    rows = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements in a row of each level
-    while done < values.numel():
-        at, left = start + done, values.numel() - done
-        d = next(d for d, row in enumerate(rows) if at % row == 0 and row <= left)  # the longest
-        offsets = [at // row % size for row, size in zip(rows, sizes, strict=True)]
-        n = min(left // rows[d], sizes[d] - offsets[d])
-        box = [*(1 for _ in range(d)), n, *sizes[d + 1 :]]
-        part = values[done : done + n * rows[d]].view(box[1:])
-        pieces.append(Piece(name, part, tuple(offsets[1:]), tuple(shape)))
-        done += n * rows[d]
-    return pieces
 
 
 def training_pieces(model: LaidOutModel) -> list[Piece]:

@@ -35,7 +35,6 @@ from training.optimization import Optimizers, Recipe
 from training.results import NOTHING_YET, Results, Totals
 from training.saving import NO_RESUME, Resume, Saving
 from training.seeds import stream
-from training.shared_cores import core_notes
 from training.task import Score, Step, Task
 
 # Progress bars of one process need a lock among its threads. The default is one among processes, a
@@ -168,7 +167,7 @@ def run(
     saving = Saving(world, args, task, model, optimizer, results)
     before = saving.restore(resume) or NOTHING_YET
     check_replicas(world, model.whole_parameters(), "at the start")
-    notes = [*plan.notes(world.device), *model.notes, *core_notes(world), *resume.notes]
+    notes = [*plan.notes(world.device), *model.notes, *resume.notes]
     total, per_epoch = num_steps(args, task), task.steps_per_epoch
     # A checkpoint at the end of an epoch is from before its evaluation, which is done (again).
     first = max(0, saving.steps_done - 1) // per_epoch

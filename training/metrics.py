@@ -8,10 +8,9 @@ A line of JSON per step and per evaluation, written as they end, so that `tail -
 `step` counts from 1 over the whole run: how many steps were done. Speeds are of all ranks;
 `tokens_per_sec` counts all positions, `real_tokens_per_sec` leaves padding out. `tflops_per_sec`
 is the arithmetic of the model, three times its forward pass, since backward takes two; what is
-computed twice counts once. `share_of_peak` is its share of what all ranks together reached in a
-large product of matrices when the run began. --tensorboard and --wandb write the same numbers.
+computed twice counts once. --tensorboard and --wandb write the same numbers.
 
-Cost: 0.3 seconds at the start, for the products; 0.1 ms per step.
+Cost: 0.1 ms per step.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from training.launch import World, gather_over_ranks
+from training.launch import World
 from training.layout import LaidOutModel
 from training.memory import peak_bytes
 from training.optimization import Optimizers
@@ -37,8 +35,6 @@ from training.task import Task
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 """Takes the number of steps done, and what is known of them."""
-
-_SIDE = 1024  # of the matrices that measure the peak
 
 
 class Metrics:
@@ -54,8 +50,6 @@ class Metrics:
         self.copies = world.world_size / model.parts  # ranks that have the same part of a batch
         self.device = world.device
         self.flops = flops_of_forward(task) if world.is_main else (0.0, 0.0)
-        dtype = torch.bfloat16 if args.precision == "bf16" else model_dtype(model)
-        self.peak = sum(gather_over_ranks(peak_flops(world.device, dtype), world))
         self.sinks = list(_sinks(args, steps_done)) if world.is_main else []
 
     def add_step(self, epoch: int, optimizer: Optimizers, seconds: float) -> None:
@@ -69,8 +63,7 @@ class Metrics:
             optimizer.steps, epoch=epoch, loss=optimizer.loss, learning_rate=optimizer.rate,
             gradient_norm=optimizer.norm, seconds=seconds, tokens_per_sec=positions / seconds,
             real_tokens_per_sec=tokens / seconds, tflops_per_sec=speed / 1e12,
-            share_of_peak=speed / self.peak, peak_rss_bytes=peak_bytes(self.device),
-            skipped=math.isnan(optimizer.loss),
+            peak_rss_bytes=peak_bytes(self.device), skipped=math.isnan(optimizer.loss),
         )  # fmt: skip
 
     def add_evaluation(self, steps: int, epoch: int, result: Mapping[str, float]) -> None:
@@ -96,22 +89,6 @@ def flops_of_forward(task: Task) -> tuple[float, float]:
     with torch.no_grad(), FlopCounterMode(display=False) as of_head:
         head(hidden)
     return of_body.get_total_flops() / positions, of_head.get_total_flops() / positions
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Per second, as a product of large matrices reaches them here; the best of three."""
-    a = torch.ones(_SIDE, _SIDE, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for a GPU
-        best = min(best, time.perf_counter() - start)
-    return 2 * _SIDE**3 / best
-
-
-def model_dtype(model: LaidOutModel) -> torch.dtype:
-    """Of the weights."""
-    return next(iter(model.held())).dtype
 
 
 def _sinks(args: Any, steps_done: int) -> Iterable[Sink]:

@@ -19,7 +19,6 @@ from pipeline.microbatch import MicroBatches
 from pipeline.partition import balance as balanced
 from pipeline.partition import measure_costs, place
 from pipeline.pipe import Pipe
-from runtime.cores import core_slice
 from runtime.recompute import mode_of
 from training.generation import likeliest, newest_alone
 from training.launch import World
@@ -27,7 +26,6 @@ from training.layout import LaidOutModel, Plan
 from training.memory import state_bytes
 from training.model import split_by
 from training.prefix import Prefix
-from training.shared_cores import sharing
 from training.task import Step, Task, materialize
 
 
@@ -108,9 +106,6 @@ class StagesInThreads(_InOneProcess):
         self.ranks = ranks if len(ranks) > len(devices) else None
         where = ", ".join(str(devices[r]) for r in ranks)
         self.description = f"layers per stage: {' | '.join(map(str, self.cut))} on {where}"
-        if schedule != "sequential":
-            cores = [("", core_slice(s, len(devices))) for s in range(len(devices))]
-            self.notes = sharing(cores, "stages")
         # An optimizer per stage, on the stage's worker; a tied weight is in the first one's.
         self.optimizers = [plan.make_optimizer(ps) for ps in self.pipe.stage_parameters()]
         for stage, optimizer in enumerate(self.optimizers):

@@ -10,16 +10,13 @@ is wrong with it, before any process is started.
     anything else    the name of a dataset on the hub, with such columns
 
 `datasets` reads all but the first two. A file that is named after a split is that split; what is
-missing is cut off the end of train. Pairs with an empty side are skipped and counted. Words of more
-than 1,000 characters are cut: the time that BPE takes to learn from a word grows with its square,
-to minutes for a megabyte.
+missing is cut off the end of train. Pairs with an empty side are skipped and counted.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,7 +42,6 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {  # of `datasets`, by a file's
 }  # fmt: skip
 END = "<|endoftext|>"  # GPT-2's own: after every document
 HELD_OUT = 20  # of documents, one part of so many is for validation
-_LONG_WORD = re.compile(r"(\S{1000})\S+|(\s{1000})\s+")
 
 
 @dataclass
@@ -86,6 +82,7 @@ def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
             "name a --dataset with these languages"
         )
     folder = BUILTIN_FOLDER if dataset == BUILTIN else Path(dataset)
+    found: Mapping[str, Any]
     with refused_if_unreadable(dataset):
         if folder.is_dir() and any(folder.glob(f"train.{src}")) | any(folder.glob(f"train.{tgt}")):
             found = {split: _parallel_lines(folder, split, src, tgt) for split in SPLITS}
@@ -258,21 +255,17 @@ def _as_pair(row: Any, src: str, tgt: str, where: str) -> Pair:
 def _add(texts: Texts, split: str, pairs: Iterable[Pair], limit: int | None) -> None:
     """Puts the first `limit` usable pairs into a split."""
     usable: list[Pair] = []
-    empty = cut = 0
+    empty = 0
     for pair in pairs:
         if limit is not None and len(usable) >= limit:
             break
         stripped = {key: text.strip() for key, text in pair.items()}
-        short = {key: _LONG_WORD.sub(r"\1\2", text) for key, text in stripped.items()}
-        cut += short != stripped
-        if all(short.values()):
-            usable.append(short)
+        if all(stripped.values()):
+            usable.append(stripped)
         else:
             empty += 1
     if empty:
         texts.notes.append(f"{split}: skipped {empty} pairs with an empty side.")
-    if cut:
-        texts.notes.append(f"{split}: cut words of more than 1,000 characters in {cut} pairs.")
     if limit is not None and len(usable) < limit:
         texts.notes.append(f"{split}: {len(usable)} pairs, all there are ({limit} were asked for).")
     texts.splits[split] = usable

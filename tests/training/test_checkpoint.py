@@ -29,7 +29,6 @@ from training.checkpoint import (
     SaveError,
     Saver,
     clean,
-    flat_pieces,
     names,
     newest,
     open_checkpoint,
@@ -37,6 +36,7 @@ from training.checkpoint import (
     whole,
 )
 from training.launch import World
+from training.parallel import flat_pieces
 from training.saving import Resume
 
 SHARD = "__0_0.distcp"

@@ -162,9 +162,7 @@ def test_a_weight_that_is_missing_is_named(tmp_path: Path) -> None:
     model = tiny()
     state = {n: p for n, p in model.state_dict().items() if n != "transformer.h.1.ln_2.bias"}
     model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(
-        UserError, match=r"\(transformer.h.1.ln_2.bias is missing, "
-    ):
+    with pytest.raises(UserError, match=r"\(transformer.h.1.ln_2.bias is missing, "):
         check_pretrained(str(tmp_path), 16)
 
 

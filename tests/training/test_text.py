@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from training.data import train_tokenizer
 from training.errors import UserError
 from training.pictures import load_pictures
 from training.text import BUILTIN_FOLDER, END, SPLITS, Texts, held_out, load_texts
@@ -119,23 +116,6 @@ def test_each_rank_needs_a_pair(folder: Path) -> None:
         f"--dataset {folder}: validation has no pair with text on both sides; "
         "at least one is needed, or --dataset builtin"
     )
-
-
-@pytest.mark.parametrize("text", ["letters", "white space"])
-def test_a_word_of_a_megabyte_is_cut_and_does_not_stall_the_tokenizer(
-    folder: Path, text: str
-) -> None:
-    letters = "".join(random.Random(1).choices("abcdefghij", k=1_000_000))
-    long = letters if text == "letters" else f"a{' ' * 1_000_000}b"
-    sentence = "ein Wort, " * 1000 + "x" * 1000
-    (folder / "train.de").write_text(f"eins\nzwei {long} drei\n{sentence}\n")
-    texts = load(folder)
-    assert texts.notes == ["train: cut words of more than 1,000 characters in 1 pairs."]
-    assert [len(p["de"]) < 1100 for p in texts.splits["train"]] == [True, True, False]
-    assert texts.splits["train"][2]["de"] == sentence
-    begin = time.perf_counter()
-    train_tokenizer(texts.splits["train"], 4096, "de", "en")
-    assert time.perf_counter() - begin < 20  # it is one; that word alone takes minutes
 
 
 # ------------------------------------------------------------------------------------- tables
