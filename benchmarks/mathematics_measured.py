@@ -31,7 +31,8 @@ from planning.cost import Link, all_reduce_seconds
 from project.plot_timeline import bubbles, in_step, steps_of
 from training.launch import Settings, World, launch
 from training.memory import state_bytes
-from training.timeline import Timeline, read_timelines
+from training.perfetto import read_timelines
+from training.timeline import Timeline
 
 WORLDS = (2, 3)
 NUMEL = 3 * 2**20  # floats in a collective: divisible by 2 and 3

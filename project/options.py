@@ -139,7 +139,7 @@ class Files:
     save_every: Count | None = None
     """steps between checkpoints; there is always one at the end of an epoch"""
     keep: Whole = 2
-    """checkpoints to keep, the newest; 0 saves none"""
+    """checkpoints to keep, the newest, and one more while it trains; 0 saves none"""
     async_save: bool = False
     """write checkpoints in the background while training goes on, from a copy in memory"""
     export: Path | None = None

@@ -49,7 +49,8 @@ from training.curves import (
     readable,
 )
 from training.errors import UserError
-from training.timeline import Event, read_timelines
+from training.perfetto import read_timelines, write_trace
+from training.timeline import Event
 
 OUTPUT, WORKDIR = Path("submit_figures"), Path("workdir")
 STRATEGIES = ("single", "ddp", "model", "fsdp", "pipeline", "tensor")
@@ -542,6 +543,7 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
     if name == "timeline":
         run = args.run if args.run.exists() else args.workdir / args.run
         workers, about = timeline_of(run)
+        print(f"wrote {write_trace(run)}: open it in https://ui.perfetto.dev")
         return [draw_step(path(f"timeline_{run.name}"), workers, about, describe(run), args.step)]
     plots = {"split_time": plot_split_time, "throughput": plot_throughput, "memory": plot_memory}
     return [plots[name](load_runs(args.runs, args.workdir), path(name))]

@@ -34,7 +34,8 @@ from pipeline.schedule import (
 from planning.simulate import simulate
 from training.curves import BLUE, FAINT, GREEN, GREY, INK, picture, readable
 from training.errors import UserError
-from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event, without_crossings
+from training.perfetto import without_crossings
+from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event
 
 ORANGE, SKY, PURPLE, VERMILION, YELLOW = "#E69F00", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
 COLOURS = {  # of what a picture tells apart, in the order of its legend
@@ -169,7 +170,7 @@ def draw_step(
     """Draws one step, by default one of median duration, and below it the ideal of its schedule.
 
     Args:
-        workers, about: as `training.timeline.read_timelines` returns them.
+        workers, about: as `training.perfetto.read_timelines` returns them.
         run: what was run, for the foot of the picture.
 
     Raises:

@@ -8,7 +8,6 @@ decides what was not given, so that options.json says it.
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 from runtime.cores import core_slice
@@ -147,19 +146,6 @@ def check_model(args: Any) -> None:
         raise UserError(
             f"--{given[0]} with --model {args.model}: pretrained weights have a fixed size; only "
             f"the presets can be changed ({', '.join(PRESETS)})"
-        )
-    folder = Path(args.model)
-    try:
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else None
-    except OSError as error:
-        raise UserError(
-            f"--model {args.model}: cannot be read ({error.strerror}); presets need no files: "
-            f"{', '.join(PRESETS)}"
-        ) from error
-    if names is not None and not any(name.endswith((".safetensors", ".bin")) for name in names):
-        raise UserError(
-            f"--model {args.model}: the folder holds no weights (*.safetensors); "
-            f"presets need none: {', '.join(PRESETS)}"
         )
     check_pretrained(args.model, args.model_max_length)
 

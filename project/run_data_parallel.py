@@ -46,7 +46,6 @@ from project.utils import (
     save_grad_weights,
     text_task,
 )
-from training.documents import Documents
 from training.errors import UserError
 from training.launch import World, launch, setup
 from training.loop import recipe_of, run, train
@@ -83,7 +82,7 @@ def parse_data_parallel(description: str | None, argv: Sequence[str] | None = No
     return args
 
 
-def run_dp(world: World, args: Any, texts: Texts | Documents, resume: Resume = NO_RESUME) -> None:
+def run_dp(world: World, args: Any, texts: Texts, resume: Resume = NO_RESUME) -> None:
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
     resume = resume.of_main(world)
     task = text_task(args, world, texts, resume)
@@ -116,7 +115,7 @@ def main() -> None:
     args = parse_data_parallel(__doc__)
     with alone_in_workdir(args):
         texts = read_texts(args)
-        resume = find_resume(args, texts.fingerprint())
+        resume = find_resume(args, texts.fingerprints()["train"])
         launch(run_dp, launch_settings(args), args, texts, resume)
 
 

@@ -136,7 +136,7 @@ def run_pp(args: Any, devices: list[torch.device]) -> None:
     """The program: trains, evaluates after each epoch, writes its results."""
     world = World(device=torch.device("cpu") if devices[0].type == "cpu" else devices[0])
     texts = read_texts(args)
-    resume = find_resume(args, texts.fingerprint())
+    resume = find_resume(args, texts.fingerprints()["train"])
     task = text_task(args, world, texts, resume)
     plan = plan_of(args, world, workers="stage", schedule=args.schedule)
     model: BlocksInThreads | StagesInThreads

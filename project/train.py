@@ -55,7 +55,6 @@ from project.utils import (
 )
 from tensor_parallel.gpt2 import degrees
 from training.check import check, outputs_on_main
-from training.documents import Documents
 from training.errors import RunError, UserError, torchrun, works
 from training.launch import World, choose_backend, choose_device, launch, on_main
 from training.loop import run
@@ -285,7 +284,7 @@ def _check_gpus(args: Any) -> None:
 
 
 def run_rank(
-    world: World, args: Any, data: Texts | Documents | PictureSets, resume: Resume = NO_RESUME
+    world: World, args: Any, data: Texts | PictureSets, resume: Resume = NO_RESUME
 ) -> None:
     """One rank of the program. Raises RunError where it does not compute what one process does."""
     task: Task
@@ -327,7 +326,7 @@ def run_rank(
     on_main(world, conclude)
 
 
-def read_data(args: Any) -> Texts | Documents | PictureSets:
+def read_data(args: Any) -> Texts | PictureSets:
     """Pictures or texts, whichever the model wants. Raises UserError where there are none,
     or fewer than ranks."""
     if args.model != VGG:
@@ -349,7 +348,7 @@ def main() -> None:
     args = parse_train(__doc__)
     with alone_in_workdir(args):
         data = read_data(args)
-        resume = find_resume(args, data.fingerprint())
+        resume = find_resume(args, data.fingerprints()["train"])
         launch(run_rank, launch_settings(args), args, data, resume)
 
 

@@ -18,7 +18,6 @@ from torch import nn
 from project.options import as_typed
 from project.rules import check_plain_text, check_warmup
 from training.data import collate_batch, get_tokenizer
-from training.documents import Documents, load_data
 from training.errors import refuse, signals_end
 from training.generation import evaluate_bleu, translate
 from training.language import LanguageTask
@@ -29,8 +28,8 @@ from training.results import Results
 from training.saving import Resume
 from training.sequences import FILES, SequenceTask
 from training.task import Task
-from training.text import SPLITS, Texts
-from training.timeline import TRACE, Timeline
+from training.text import SPLITS, Texts, load_texts
+from training.timeline import Timeline
 from training.translation import TranslationTask
 
 if TYPE_CHECKING:  # see training/model.py
@@ -70,22 +69,22 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
     return path
 
 
-def read_texts(args: Any) -> Texts | Documents:
+def read_texts(args: Any) -> Texts:
     """The pairs or documents of a run. Raises UserError where they cannot be read or do not
     suffice."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
     dealt = args.world_size if args.strategy == "ddp" else getattr(args, "dp", 1)
-    texts = load_data(args.dataset, args.src, args.tgt, sizes, dealt)
-    if isinstance(texts, Documents):
+    texts = load_texts(args.dataset, args.src, args.tgt, sizes, dealt)
+    if texts.plain:
         check_plain_text(args)  # how many steps an epoch has is known when there is a tokenizer
     else:
         check_warmup(args, len(texts.splits["train"]))
     return texts
 
 
-def text_task(args: Any, world: World, texts: Texts | Documents, resume: Resume) -> SequenceTask:
+def text_task(args: Any, world: World, texts: Texts, resume: Resume) -> SequenceTask:
     """To translate, or to model plain text."""
-    kind = LanguageTask if isinstance(texts, Documents) else TranslationTask
+    kind = LanguageTask if texts.plain else TranslationTask
     task = kind(args, world, texts, resume.files(FILES) if world.is_main else None)
     check_warmup(args, len(task.num_targets))
     return task
@@ -158,8 +157,8 @@ def _show(results: Results, args: Any) -> None:
     picture = plot_training(args.workdir)
     if args.timeline:
         results.say(
-            f"The recorded steps: python project/plot.py timeline {args.workdir}, or open "
-            f"{args.workdir / TRACE} in https://ui.perfetto.dev."
+            f"The recorded steps: python project/plot.py timeline {args.workdir} draws them and "
+            "writes them for https://ui.perfetto.dev."
         )
     results.say(f"Results are in {args.workdir}/; the curves are drawn in {picture}.")
 

@@ -22,7 +22,7 @@ changes its buffers would do so twice: `unchanged` refuses it.
 
     threads, processes    pipeline/stage.py                    a Graph per segment (graph.py)
     shards                data_parallel/sharded_layer.py       the same, a layer being a segment
-    whole models          `Recomputed`                         torch.utils.checkpoint
+    whole models          training/replicated.py               torch.utils.checkpoint
 
 Papers: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016 (sqrt); Huang et al.,
 "GPipe", 2019 (always); Kim et al., "torchgpipe", 2020 (except_last).
@@ -33,14 +33,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 T = TypeVar("T")
 MODES = ("never", "always", "except_last", "sqrt", "layers")
@@ -127,37 +124,3 @@ def unchanged(layer: Any, name: str) -> Iterator[None]:
                 "averages; computed again for its backward, it would do so twice. Take a layer "
                 "without such state, as group norm, or --recompute never"
             )
-
-
-class Recomputed(nn.Sequential):
-    """An `nn.Sequential` whose segments, but for the last, are computed again in backward.
-
-    Hooks and gradients of the parameters are as without. ValueError at the first forward in
-    training if a layer changes its buffers.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module], mode: str) -> None:
-        super().__init__(*layers)
-        self._segments = segments(list(enumerate(layers)), mode)
-        self._looked = False
-
-    def forward(self, value: Any) -> Any:
-        """The output of the last layer."""
-        if not torch.is_grad_enabled():
-            return super().forward(value)
-        for segment in self._segments[:-1]:
-            again = partial(self._run_on_copy, segment)
-            value = checkpoint(again, value, use_reentrant=False)
-        value = self._run(self._segments[-1], value)
-        self._looked = True
-        return value
-
-    def _run_on_copy(self, segment: Sequence[tuple[int, nn.Module]], value: Any) -> Any:
-        return self._run(segment, pytree.tree_map_only(Tensor, torch.clone, value))
-
-    def _run(self, segment: Sequence[tuple[int, nn.Module]], value: Any) -> Any:
-        for k, layer in segment:
-            name = f"layer {k} ({type(layer).__name__})"
-            with contextlib.nullcontext() if self._looked else unchanged(layer, name):
-                value = layer(value)
-        return value

@@ -32,12 +32,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -57,7 +56,7 @@ from training.results import json_text
 if TYPE_CHECKING:
     from training.layout import LaidOutModel
 
-FORMAT = "parallel-gpt2 checkpoint 2"
+FORMAT = "parallel-gpt2 checkpoint 3"
 MANIFEST, STATE = "manifest.json", "state.json"
 _NAME = re.compile(r"(\d{6,})-[\w.-]+")
 
@@ -92,23 +91,6 @@ class Piece:
 def whole(name: str, tensor: Tensor) -> Piece:
     """The piece that is all of the tensor."""
     return Piece(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
-
-
-def flat_pieces(name: str, shape: Sequence[int], start: int, values: Tensor) -> list[Piece]:
-    """The pieces of a rank that holds elements start, start + 1, ... of the flattened tensor, as
-    views of `values`. Where they begin and end inside a row, a matrix gives up to three."""
-    pieces, done, sizes = [], 0, (1, *shape)  # the tensor is a row of its own
-    rows = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements in a row of each level
-    while done < values.numel():
-        at, left = start + done, values.numel() - done
-        d = next(d for d, row in enumerate(rows) if at % row == 0 and row <= left)  # the longest
-        offsets = [at // row % size for row, size in zip(rows, sizes, strict=True)]
-        n = min(left // rows[d], sizes[d] - offsets[d])
-        box = [*(1 for _ in range(d)), n, *sizes[d + 1 :]]
-        part = values[done : done + n * rows[d]].view(box[1:])
-        pieces.append(Piece(name, part, tuple(offsets[1:]), tuple(shape)))
-        done += n * rows[d]
-    return pieces
 
 
 def training_pieces(model: LaidOutModel) -> list[Piece]:
@@ -240,7 +222,6 @@ class Saver:
         self._one_folder = True  # whether all ranks see rank 0's
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None  # in the background
-        self._pruned = False
 
     def save(
         self,
@@ -249,7 +230,8 @@ class Saver:
         state: Mapping[str, Any],
         files: Mapping[str, bytes] | None = None,
     ) -> str:
-        """Writes a checkpoint and returns its name; see `prune`.
+        """Writes a checkpoint and returns its name. First removes older ones, see `prune`: a step
+        was finite that began with the weights of the newest.
 
         Args:
             label: what its name says beside its number, as epoch1-step40.
@@ -262,10 +244,10 @@ class Saver:
                 background. Earlier checkpoints are as they were.
         """
         self.wait()
+        self.prune()
         name = self._together(partial(self._begin, label), self._cannot_write)
         self._one_folder = all(self._gather(aside_of(self.folder / name).exists()))
         texts = {STATE: _json(state), **(files or {})}
-        self._pruned = False
         if not self.background:
             self._write(name, list(pieces), texts)
             return name
@@ -331,7 +313,6 @@ class Saver:
         """Returns when there is nothing left to write in the background. Raises SaveError."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            self._pruned = False
             writing.result()
 
     def load(self, checkpoint: Checkpoint, pieces: Iterable[Piece]) -> None:
@@ -406,12 +387,9 @@ class Saver:
         return outcomes[0][0]  # type: ignore[return-value]
 
     def prune(self) -> None:
-        """Removes all but the newest `keep`; to be called when a step from the newest one's weights
-        was finite. Weights that are ruined look like others: until then the last good one stays."""
-        if self.world.rank or self._pruned:
-            return
-        self._pruned = True
-        for old in names(self.folder)[: -self.keep]:
+        """Removes all but the newest `keep`. Weights that are ruined look like others: until the
+        next step is finite one more stays."""
+        for old in names(self.folder)[: -self.keep] if self.world.is_main else ():
             shutil.rmtree(self.folder / old, ignore_errors=True)
 
 

@@ -24,7 +24,6 @@ from typing import Any, cast
 import numpy as np
 
 from training.data import Encoded, train_bpe
-from training.documents import END, SPLITS
 from training.generation import continue_all
 from training.launch import UserError, World
 from training.layout import LaidOutModel
@@ -32,6 +31,7 @@ from training.model import PRESETS
 from training.results import writing
 from training.sequences import MAX_VOCAB, SHOWN, SequenceTask
 from training.task import Score
+from training.text import END
 
 PROMPT = 8  # tokens of a text that the model continues at the end of an epoch
 CONTINUED = 24  # tokens that it adds
@@ -61,8 +61,8 @@ class LanguageTask(SequenceTask):
         args, examples = self.args, {}
         end = self.tokenizer.convert_tokens_to_ids(END)
         length = args.model_max_length
-        for split in SPLITS:
-            texts = self.tokenizer(self.texts.splits[split], verbose=False)["input_ids"]
+        for split, documents in self.texts.splits.items():
+            texts = self.tokenizer(documents, verbose=False)["input_ids"]
             stream = np.array([end, *(t for text in texts for t in (*text, end))], np.int32)
             starts = range(0, len(stream) - 1, length)
             most = getattr(args, f"n_{split}")
@@ -102,7 +102,7 @@ class LanguageTask(SequenceTask):
 
     def about_data(self) -> str:
         """Sequences of each split."""
-        sizes = " / ".join(f"{len(self.examples[split]):,}" for split in SPLITS)
+        sizes = " / ".join(f"{len(examples):,}" for examples in self.examples.values())
         return f"{sizes} sequences of {self.args.model_max_length} tokens to train / validate"
 
     def card(self) -> tuple[str, str]:

@@ -19,7 +19,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
@@ -33,7 +32,7 @@ from training.launch import World
 from training.layout import LaidOutModel, Plan
 from training.metrics import Metrics
 from training.optimization import Optimizers, Recipe
-from training.results import Results
+from training.results import NOTHING_YET, Results, Totals
 from training.saving import NO_RESUME, Resume, Saving
 from training.seeds import stream
 from training.shared_cores import core_notes
@@ -42,24 +41,6 @@ from training.task import Score, Step, Task
 # Progress bars of one process need a lock among its threads. The default is one among processes, a
 # named semaphore of the system's, which a run that is killed would leave in /dev/shm.
 tqdm.set_lock(threading.RLock())
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What one rank has done in an epoch so far. Losses are in nats, seconds are of wall clock;
-    loss_sum and count leave out the steps that were skipped."""
-
-    loss_sum: float = 0.0  # of the global batches
-    count: int = 0  # target tokens, or images, of the global batches
-    examples: int = 0
-    positions: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    skipped: int = 0
-    steps: int = 0
-
-
-NOTHING_YET = Totals()
 
 
 def train(
@@ -117,7 +98,6 @@ def _add(totals: Totals, step: Step, loss_sum: float, seconds: float, skipped: b
     return Totals(
         loss_sum=totals.loss_sum + (0.0 if skipped else loss_sum),
         count=totals.count + (0 if skipped else step.count),
-        examples=totals.examples + step.examples,
         positions=totals.positions + step.positions,
         tokens=totals.tokens + step.tokens,
         seconds=totals.seconds + seconds,

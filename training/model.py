@@ -44,7 +44,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.dropout import attention, dropout, place
-from runtime.unseen import refuse_hooks
 from training.launch import UserError
 from training.seeds import stream
 
@@ -302,13 +301,10 @@ def loss_of_targets(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
 
 def gpt2_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
     """The layers of `model`: embedding, two halves of every block, head. They share its
-    parameters. ValueError where a hook is on a module that they replace."""
+    parameters; a hook on a module that they replace never runs."""
     if model.config.scale_attn_by_inverse_layer_idx or not model.config.scale_attn_weights:
         raise ValueError("scale_attn_by_inverse_layer_idx, or no scale_attn_weights: not GPT-2's")
     body = model.transformer
-    blocks = [(f"transformer.h.{k}", block) for k, block in enumerate(body.h)]
-    replaced = [("the model", model), ("transformer", body), ("lm_head", model.lm_head)]
-    refuse_hooks([*replaced, *blocks])
     layers: list[nn.Module] = [Embedding(body)]
     for k, block in enumerate(body.h):
         layers += [Attention(f"h.{k}", block), FeedForward(f"h.{k}", block)]

@@ -12,6 +12,7 @@ tensor     a part of every matrix per rank    Staged         tensor_parallel/gpt
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ from pipeline.process import ProcessPipe
 from runtime.mesh import Axis, Mesh, make_mesh
 from runtime.ranks import Ranks
 from runtime.recompute import NEVER, mode_of
-from training.checkpoint import Piece, flat_pieces, whole
+from training.checkpoint import Piece, whole
 from training.generation import newest_alone
 from training.launch import World
 from training.layout import LaidOutModel, Plan
@@ -62,6 +63,23 @@ def lay_out(
         task, world, plan, args.schedule, num_microbatches, args.balance, args.timeout,
         cut, mesh, args.sequence_parallel, bool(args.zero), chunks=args.chunks,
     )  # fmt: skip
+
+
+def flat_pieces(name: str, shape: Sequence[int], start: int, values: Tensor) -> list[Piece]:
+    """The pieces of a rank that holds elements start, start + 1, ... of the flattened tensor, as
+    views of `values`. Where they begin and end inside a row, a matrix gives up to three."""
+    pieces, done, sizes = [], 0, (1, *shape)  # the tensor is a row of its own
+    rows = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements in a row of each level
+    while done < values.numel():
+        at, left = start + done, values.numel() - done
+        d = next(d for d, row in enumerate(rows) if at % row == 0 and row <= left)  # the longest
+        offsets = [at // row % size for row, size in zip(rows, sizes, strict=True)]
+        n = min(left // rows[d], sizes[d] - offsets[d])
+        box = [*(1 for _ in range(d)), n, *sizes[d + 1 :]]
+        part = values[done : done + n * rows[d]].view(box[1:])
+        pieces.append(Piece(name, part, tuple(offsets[1:]), tuple(shape)))
+        done += n * rows[d]
+    return pieces
 
 
 class Sharded(LaidOutModel):

@@ -50,10 +50,6 @@ class PictureSets:
     test: Pictures
     classes: tuple[str, ...]
 
-    def fingerprint(self) -> str:
-        """Of the training pictures."""
-        return self.fingerprints()["train"]
-
     def fingerprints(self) -> dict[str, str]:
         """Of both sets."""
         return {"train": self.train.fingerprint(), "test": self.test.fingerprint()}

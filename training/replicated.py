@@ -7,21 +7,37 @@ all of them, or in buckets, each as soon as it is full, while backward still run
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.gradients import average_gradients, average_gradients_flat
-from runtime.recompute import NEVER, Recomputed, mode_of
 from training.launch import World
 from training.layout import LaidOutModel, Plan
 from training.memory import state_bytes
 from training.prefix import Prefix
 from training.task import Step, Task, materialize
+
+
+class Recomputed(nn.Sequential):
+    """Layers in `number` segments, of which all but the last keep only their input and are computed
+    again in backward; see runtime/recompute.py. No layer may change its buffers or its input."""
+
+    def __init__(self, layers: Sequence[nn.Module], number: int) -> None:
+        super().__init__(*layers)
+        self.number = number
+
+    def forward(self, value: Any) -> Any:
+        """The output of the last layer."""
+        if not torch.is_grad_enabled():
+            return super().forward(value)
+        return checkpoint_sequential(self, self.number, value, use_reentrant=False)
 
 
 class Replicated(LaidOutModel):
@@ -50,9 +66,9 @@ class Replicated(LaidOutModel):
         self.part, self.parts = world.rank, world.world_size
         self.num_microbatches = plan.num_microbatches
         self.module = materialize(task, world.device, plan.dtype)
-        self.net: nn.Module = nn.Sequential(*task.layers(self.module))
-        if plan.recompute != NEVER:
-            self.net = Recomputed(task.layers(self.module), mode_of(plan.recompute, True))
+        layers = task.layers(self.module)
+        number = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}
+        self.net: nn.Module = Recomputed(layers, number.get(plan.recompute, 1))
         parameters = list(self.module.parameters())
         self.optimizers = [plan.make_optimizer(parameters)]
         plan.timeline.watch(self.optimizers[0])

@@ -20,13 +20,13 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # figures are drawn without torch
     from training.launch import World
     from training.layout import LaidOutModel
-    from training.loop import Totals
     from training.task import Score, Task
 
 _RESULT_FILE = re.compile(
@@ -38,6 +38,24 @@ _OTHER_FILES = re.compile(
 METRICS, OPTIONS = "metrics.jsonl", "options.json"
 GO_ON = (METRICS, "tensorboard")  # which a resumed run continues
 SUMMARY, PICTURE = "summary.json", "training.png"
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What one rank has done in an epoch so far. Losses are in nats, seconds are of wall clock;
+    loss_sum and count leave out the steps that were skipped. Of the steps before a resume a rank
+    has an equal share of all ranks' positions and tokens."""
+
+    loss_sum: float = 0.0  # of the global batches
+    count: int = 0  # target tokens, or images, of the global batches
+    positions: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    steps: int = 0
+
+
+NOTHING_YET = Totals()
 
 
 class Results:

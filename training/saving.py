@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -35,12 +35,9 @@ from training.errors import torchrun
 from training.launch import UserError, World, gather_over_ranks
 from training.layout import LaidOutModel
 from training.optimization import Optimizers
-from training.results import Results, options_of
+from training.results import Results, Totals, options_of
 from training.seeds import stream
 from training.task import Task
-
-if TYPE_CHECKING:
-    from training.loop import Totals
 
 CHECKPOINTS = "checkpoints"  # their folder in the workdir
 
@@ -104,7 +101,7 @@ def find_resume(args: Any, fingerprint: str) -> Resume:
             f"--resume: {name} was trained on other data of the same name; use another --workdir "
             "to start a new run"
         )
-    done, per_epoch = state["steps"], state.get("steps_per_epoch", math.inf)  # older: not known
+    done, per_epoch = state["steps"], state["steps_per_epoch"]
     option, given, least = "n_epochs", args.n_epochs, math.ceil(done / per_epoch)
     if args.num_batches is not None:
         option, given, least = "num_batches", args.num_batches, done
@@ -186,11 +183,11 @@ class Saving:
         self.saved = state["steps"]
         results.losses, results.seconds = list(state["losses"]), list(state["seconds"])
         results.history = [(seconds, speed) for seconds, speed in state["history"]]
-        return share_out(state["totals"], world, model.parts, state["layout"][1])
+        done, n = Totals(**state["totals"]), model.parts
+        return replace(done, positions=done.positions // n, tokens=done.tokens // n)
 
     def after_step(self, epoch: int, totals: Totals) -> None:
         """Saves every --save_every steps."""
-        self._prune()  # that the step was finite speaks for the checkpoint before it
         every = self.args.save_every
         if every and self.optimizer.steps % every == 0:
             self.save(epoch, totals)
@@ -199,11 +196,8 @@ class Saving:
         """The run has come to its end."""
         if self.saver:
             self.saver.wait()
-        self._prune()
-
-    def _prune(self) -> None:
-        if self.args.keep and self.saver and not self.optimizer.in_a_row:
-            self.saver.prune()
+            if self.args.keep and not self.optimizer.in_a_row:
+                self.saver.prune()
 
     def _layout(self) -> list[Any]:
         axes = [getattr(self.args, axis, 1) for axis in ("dp", "pp", "tp")]
@@ -211,15 +205,17 @@ class Saving:
         return [self.world.world_size, self.model.parts, self.model.schedule, *axes, *ranks]
 
     def save(self, epoch: int, totals: Totals) -> None:
-        """Saves, unless this step was saved already."""
+        """Saves, unless this step was saved already, or was left out and changed nothing."""
         world, model, steps = self.world, self.model, self.optimizer.steps
-        if not self.args.keep or steps <= self.saved or self.saver is None:
+        left_out = self.optimizer.in_a_row > 0
+        if not self.args.keep or steps <= self.saved or left_out or self.saver is None:
             return
         results = self.results
+        positions, tokens = results.over_ranks(totals.positions, totals.tokens)
         state = {
             **self.optimizer.state_dict(),
             "random": gather_over_ranks(random_states(model.devices), world),
-            "totals": gather_over_ranks(asdict(totals), world),
+            "totals": asdict(replace(totals, positions=round(positions), tokens=round(tokens))),
             "losses": results.losses,
             "seconds": results.seconds,
             "history": results.history,
@@ -249,24 +245,3 @@ def set_random_states(states: Mapping[str, str]) -> None:
             torch.set_rng_state(state)
         else:
             torch.cuda.set_rng_state(state, device)
-
-
-def share_out(
-    totals: Sequence[Mapping[str, Any]], world: World, parts: int, were: int | None = None
-) -> Totals:
-    """A rank's totals: its own, or an equal share of all where the layout has changed.
-
-    Args:
-        totals: of the ranks that saved them.
-        parts, were: into how many parts a batch is dealt out now, and was then, by default one per
-            rank. Ranks that share a part have all counted it.
-    """
-    from training.loop import Totals
-
-    own = Totals(**totals[world.rank % len(totals)])
-    were = were or len(totals)
-    if len(totals) == world.world_size and were == parts:
-        return own
-    counts = ("examples", "positions", "tokens")
-    whole = {name: sum(t[name] for t in totals) * were // len(totals) for name in counts}
-    return replace(own, **{name: count // parts for name, count in whole.items()})

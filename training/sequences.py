@@ -42,7 +42,7 @@ from training.model import (
 from training.pretrained import model_content, pretrained_config, pretrained_initializer
 from training.results import writing
 from training.seeds import stream
-from training.task import Score, Step
+from training.task import Step, Task
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -55,7 +55,7 @@ SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apar
 SHOWN = 3  # outputs at the end of a run
 
 
-class SequenceTask(ABC):
+class SequenceTask(Task, ABC):
     """See `training.task.Task`.
 
     Args:
@@ -84,7 +84,6 @@ class SequenceTask(ABC):
         self.steps_per_epoch = -(-len(self.num_targets) // args.batch_size)
         # Pad all to this; None: each micro-batch to its longest sentence.
         self.length = args.model_max_length if args.padding == "max_length" else None
-        self.loss = loss_of_targets
 
     @abstractmethod
     def make_tokenizer(self, workdir: Path) -> None:
@@ -95,20 +94,8 @@ class SequenceTask(ABC):
         """The examples of every split. Raises UserError where there is nothing to learn."""
 
     @abstractmethod
-    def score(self, world: World, model: LaidOutModel, loss: float, accuracy: float) -> Score:
-        """See `Task`."""
-
-    @abstractmethod
     def about_data(self) -> str:
         """What the model is trained on, for a person."""
-
-    @abstractmethod
-    def tested(self) -> list[Any]:
-        """See `Task`."""
-
-    @abstractmethod
-    def examples_to_show(self, generated: list[str]) -> str:
-        """See `Task`."""
 
     @abstractmethod
     def card(self) -> tuple[str, str]:
@@ -202,6 +189,10 @@ class SequenceTask(ABC):
             for b in batches
         ]
 
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        """Over the target tokens."""
+        return loss_of_targets(output, target)
+
     def measure(self, output: Tensor, target: Any) -> Tensor:
         """[summed loss, right tokens, number of tokens]; output [N, V] at the N target tokens."""
         ids, weights = target
@@ -232,9 +223,9 @@ class SequenceTask(ABC):
     ) -> str:
         """Writes model, tokenizer and model card for `transformers`."""
 
-        def write(aside: Path) -> None:
+        def write(aside: Path, found: dict[str, Tensor]) -> None:
             length = self.args.model_max_length
-            write_gpt2(aside, self.skeleton(), load_tokenizer(self.files), length)
+            write_gpt2(aside, self.skeleton(), found, load_tokenizer(self.files), length)
             title, prompt = self.card()
             score = self.score_name.lower()
             card = model_card(folder, title, self.describe(), prompt, summary, score)
@@ -280,7 +271,7 @@ def _config_and_weights(args: Any, num_tokens: int) -> tuple[GPT2Config, Any]:
     """Those of a preset, or those that come with pretrained weights."""
     if args.model not in PRESETS:
         config = pretrained_config(args.model, num_tokens, args.dropout)
-        return config, pretrained_initializer(args.model, config, args.seed)
+        return config, pretrained_initializer(args.model, args.seed)
     config = gpt2_config(
         args.model, args.vocab_size or round_vocab(num_tokens), args.model_max_length,
         dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,

@@ -1,111 +1,101 @@
-"""Sentence pairs: from the built-in text, from files, or from a hub.
+"""What --dataset names, as text: pairs of sentences to translate, or documents to model.
 
-Problem: whatever a person names with --dataset must come out as three lists of pairs, or as one
-line that says what is wrong with it, before any process is started.
+Problem: whatever a person names must come out as lists of examples, or as one line that says what
+is wrong with it, before any process is started.
 
     builtin          the German-English text in training/corpus, a folder like the next
     a folder         with train.de train.en validation.de ... test.en: line i translates line i
-    a folder, file   JSONL, JSON, CSV or Parquet, with a column per language or a `translation`
-    anything else    the name of a dataset on the hub, with `translation` dictionaries
+    a folder, file   JSONL, JSON, CSV or Parquet, with a column per language, a `translation` of
+                     both, or a `text`; or .txt, with <|endoftext|> between documents
+    anything else    the name of a dataset on the hub, with such columns
 
-Pairs with an empty side are skipped and counted. Words of more than 1,000 characters are cut: the
-time that BPE takes to learn from a word grows with its square, to minutes for a megabyte.
+`datasets` reads all but the first two. A file that is named after a split is that split; what is
+missing is cut off the end of train. Pairs with an empty side are skipped and counted.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
-import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from training.errors import UserError, works
 
 Pair = dict[str, str]  # {"de": ..., "en": ...}
-Example = TypeVar("Example")
+Sizes = Mapping[str, int | None]
 
 SPLITS = ("train", "validation", "test")
 BUILTIN = "builtin"
 BUILTIN_FOLDER = Path(__file__).with_name("corpus")
 NO_NETWORK = f"--dataset {BUILTIN} needs neither files nor network"
 BEGINNINGS = {"train": "train", "val": "validation", "dev": "validation", "test": "test"}
-ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-_LONG_WORD = re.compile(r"(\S{1000})\S+|(\s{1000})\s+")
+READERS: dict[str, tuple[str, dict[str, Any]]] = {  # of `datasets`, by a file's ending
+    ".txt": ("text", {"sample_by": "document"}), ".jsonl": ("json", {}), ".json": ("json", {}),
+    ".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"}), ".parquet": ("parquet", {}),
+}  # fmt: skip
+END = "<|endoftext|>"  # GPT-2's own: after every document
+HELD_OUT = 20  # of documents, one part of so many is for validation
 
 
 @dataclass
-class Splits(Generic[Example]):
-    """The examples of each split, and what a reader should know about how they came about."""
+class Texts:
+    """The examples of each split, and what a reader should know about how they came about.
 
-    splits: dict[str, list[Example]]
+    Attributes:
+        plain: whether they are documents, to be continued, and not pairs; there is no test split.
+    """
+
+    splits: dict[str, list[Any]]
     notes: list[str] = field(default_factory=list)
-
-    def fingerprint(self, split: str = "train") -> str:
-        """What two splits have in common only if their examples are the same, in order."""
-        return fingerprint_of(self.splits[split])
+    plain: bool = False
 
     def fingerprints(self) -> dict[str, str]:
-        """Of every split."""
-        return {split: self.fingerprint(split) for split in self.splits}
+        """Of each split: a hash of its examples, in order."""
+        texts = {split: json.dumps(examples) for split, examples in self.splits.items()}
+        return {split: hashlib.sha256(text.encode()).hexdigest() for split, text in texts.items()}
 
 
-class Texts(Splits[Pair]):
-    """Pairs of sentences."""
-
-
-def fingerprint_of(content: list[Any]) -> str:
-    """A hash of what JSON can hold."""
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def load_texts(
-    dataset: str,
-    src: str,
-    tgt: str,
-    sizes: dict[str, int | None],
-    world_size: int,
-    found: Any = None,
-) -> Texts:
-    """The sentence pairs of a run.
+def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) -> Texts:
+    """The texts of a run.
 
     Args:
         dataset: see the table above.
         src, tgt: the keys of the languages: file endings, columns.
         sizes: at most so many pairs of each split; None takes all there are.
         world_size: every split must hold at least a pair for each rank.
-        found: the splits of a dataset of the hub, where they are loaded already.
 
     Raises:
         UserError: nothing usable is there; the text says what, and what works.
     """
     if src == tgt:
         raise UserError(f"--src {src} --tgt {tgt}: two languages are needed, as --src de --tgt en")
-    path = Path(dataset)
+    if dataset == BUILTIN and {src, tgt} != {"de", "en"}:
+        raise UserError(
+            f"--src {src} --tgt {tgt}: the built-in text is de and en; "
+            "name a --dataset with these languages"
+        )
+    folder = BUILTIN_FOLDER if dataset == BUILTIN else Path(dataset)
+    found: Mapping[str, Any]
     with refused_if_unreadable(dataset):
-        if dataset == BUILTIN:
-            if {src, tgt} != {"de", "en"}:
-                raise UserError(
-                    f"--src {src} --tgt {tgt}: the built-in text is de and en; "
-                    "name a --dataset with these languages"
-                )
-            texts = _parallel_lines(BUILTIN_FOLDER, src, tgt, sizes)
-        elif path.is_dir() and any(path.glob(f"train.{src}")) | any(path.glob(f"train.{tgt}")):
-            texts = _parallel_lines(path, src, tgt, sizes)
-        elif path.exists():
-            texts = _split(_local_files(path, src, tgt), sizes)
-        elif path.suffix in ENDINGS or path.is_absolute() or dataset.startswith((".", "~")):
+        if folder.is_dir() and any(folder.glob(f"train.{src}")) | any(folder.glob(f"train.{tgt}")):
+            found = {split: _parallel_lines(folder, split, src, tgt) for split in SPLITS}
+        elif folder.exists():
+            found = _rows_of_files(folder, src, tgt)
+        elif folder.suffix in READERS or folder.is_absolute() or dataset.startswith((".", "~")):
             raise UserError(f"--dataset {dataset}: there is no such file or folder; {NO_NETWORK}")
         else:
-            texts = _split(_hub(dataset, found or load_splits(dataset), src, tgt), sizes)
+            found = load_splits(dataset)
+    first = next((row for rows in found.values() for row in rows), None)
+    if isinstance(first, Mapping) and "text" in first and not first.keys() & {src, tgt}:
+        return _documents(dataset, found)
+    texts = _pairs(dataset, found, src, tgt, sizes)
     for split in SPLITS:
         have = len(texts.splits[split])
         if have == 0:
@@ -134,184 +124,80 @@ def refused_if_unreadable(dataset: str) -> Iterator[None]:
         ) from error
 
 
-def _parallel_lines(folder: Path, src: str, tgt: str, sizes: dict[str, int | None]) -> Texts:
-    texts = Texts({})
-    for split in SPLITS:
-        paths = [folder / f"{split}.{key}" for key in (src, tgt)]
-        source, target = (read_text(path).removesuffix("\n").split("\n") for path in paths)
-        if len(source) != len(target):
-            raise UserError(
-                f"{paths[0]} has {len(source)} lines and {paths[1]} has {len(target)}: "
-                "line i of one must translate line i of the other"
-            )
-        pairs = ({src: s, tgt: t} for s, t in zip(source, target, strict=True))
-        _add(texts, split, pairs, sizes[split])
-    return texts
-
-
-def read_text(path: Path) -> str:
-    """The text in a file of UTF-8. Raises UserError where it is something else."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: the file is missing; {NO_NETWORK}") from error
-    try:
-        text, bad = content.decode("utf-8-sig"), content.find(b"\0")
-    except UnicodeDecodeError as error:
-        text, content, bad = "", error.object, error.start
-    if bad >= 0:  # letters of UTF-16 are UTF-8 as well, with a zero byte beside each
-        line, encoding = content[:bad].count(b"\n") + 1, "latin1"
-        if content[bad] in (0, 0xFE, 0xFF):
-            encoding = "utf-16"
-        raise UserError(
-            f"{path}: line {line} is not UTF-8 (byte 0x{content[bad]:02x}); "
-            f"convert it, for example: iconv -f {encoding} -t utf-8 {path.name}"
-        )
-    return text.replace("\r\n", "\n")
-
-
-def _add(texts: Texts, split: str, pairs: Iterable[Pair], limit: int | None) -> None:
-    """Puts the first `limit` usable pairs into a split."""
-    usable: list[Pair] = []
-    empty = cut = 0
-    for pair in pairs:
-        if limit is not None and len(usable) >= limit:
-            break
-        stripped = {key: text.strip() for key, text in pair.items()}
-        short = {key: _LONG_WORD.sub(r"\1\2", text) for key, text in stripped.items()}
-        cut += short != stripped
-        if all(short.values()):
-            usable.append(short)
-        else:
-            empty += 1
-    if empty:
-        texts.notes.append(f"{split}: skipped {empty} pairs with an empty side.")
-    if cut:
-        texts.notes.append(f"{split}: cut words of more than 1,000 characters in {cut} pairs.")
-    if limit is not None and len(usable) < limit:
-        texts.notes.append(f"{split}: {len(usable)} pairs, all there are ({limit} were asked for).")
-    texts.splits[split] = usable
-
-
-def _split(found: dict[str, list[Pair]], sizes: dict[str, int | None]) -> Texts:
-    """The splits of what was `found`; what is missing is cut off the end of train."""
-    texts, pairs = Texts({}), {"train": [], **found}
-    for split in ("test", "validation"):
-        if split not in pairs:
-            count = min(sizes[split] or 1000, len(pairs["train"]) // 10)
-            at = len(pairs["train"]) - count
-            pairs[split], pairs["train"] = pairs["train"][at:], pairs["train"][:at]
-            texts.notes.append(f"{split}: no such split; it is the last {count} pairs of train.")
-    for split in SPLITS:
-        _add(texts, split, pairs[split], sizes[split])
-    return texts
-
-
-def _as_pair(row: Any, src: str, tgt: str, where: str) -> Pair:
-    """The texts of a row, a missing one being empty. Raises UserError, which says `where` the row
-    is, unless they are texts."""
-    values = row.get("translation") or row if isinstance(row, Mapping) else row
-    if not isinstance(values, Mapping) or not values.keys() & {src, tgt}:
-        shown = sorted(map(str, values)) if isinstance(values, Mapping) else repr(values)[:40]
-        raise UserError(
-            f"{where} has {shown}, and not the texts {src!r} and {tgt!r}; "
-            "name the languages with --src and --tgt"
-        )
-    pair = {key: values.get(key) or "" for key in (src, tgt)}
-    for key, value in pair.items():
-        if not isinstance(value, str):
-            raise UserError(f"{where}: {key} is {value!r:.40}, and not text in quotes")
-    return pair
-
-
-def _local_files(path: Path, src: str, tgt: str) -> dict[str, list[Pair]]:
-    """Files named after a split are that split; others are train."""
-    every = [path] if path.is_file() else [*path.iterdir(), *path.glob("*/*")]
-    files = [file for file in sorted(every) if file.suffix in ENDINGS and file.is_file()]
-    if not files:
-        raise UserError(
-            f"--dataset {path}: no train.{src} and train.{tgt} there, nor any of .txt "
-            f"{' '.join(ENDINGS)}; {NO_NETWORK}"
-        )
-    found: dict[str, list[Pair]] = {}
-    for file in files:
-        split = "train"
-        for part in file.relative_to(path).parts:
-            split = next((s for b, s in BEGINNINGS.items() if part.startswith(b)), split)
-        rows = (_as_pair(row, src, tgt, f"{file}: {where}") for where, row in _rows_of(file))
-        found.setdefault(split, []).extend(rows)
-    return found
-
-
-def _rows_of(path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file, each with its place. (Texts are not read by way of `datasets`: pyarrow
-    crashes where a row of JSON is `null`, pandas takes the sentences `None` and `1984` for others.)
-    """
-    if path.suffix == ".parquet":
-        from datasets import load_dataset  # takes seconds to import: only where it is needed
-
-        try:  # streaming leaves no copy in a cache
-            rows = [*load_dataset("parquet", data_files=str(path), split="train", streaming=True)]
-        except Exception as error:  # its readers raise many kinds
-            reason = " ".join(str(error.__cause__ or error).split())[:200]
-            raise UserError(f"{path}: cannot be read ({reason}); {NO_NETWORK}") from error
-        yield from ((f"row {i}", row) for i, row in enumerate(rows, 1))
-        return
-    text = read_text(path)
-    if path.suffix in (".csv", ".tsv"):
-        csv.field_size_limit(len(text) + 1)
-        table = csv.DictReader(io.StringIO(text), delimiter="\t" if path.suffix == ".tsv" else ",")
-        yield from ((f"row {i}", row) for i, row in enumerate(table, 1))
-    elif path.suffix == ".json" and text.lstrip().startswith("["):
-        yield from ((f"row {i}", row) for i, row in enumerate(_parse_json(text, f"{path}"), 1))
-    else:
-        for i, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                yield f"line {i}", _parse_json(line, f"{path}: line {i}")
-
-
-def _parse_json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", error)
-        raise UserError(
-            f"{where} is not JSON ({reason}); each line must be a row, or the whole file a list "
-            "of them"
-        ) from error
-
-
-def _hub(name: str, found: Any, src: str, tgt: str) -> dict[str, list[Pair]]:
-    return {
-        split: [
-            _as_pair(row, src, tgt, f"--dataset {name}: row {i} of {split}")
-            for i, row in enumerate(found[split], 1)
-        ]
-        for split in SPLITS
-        if split in found
-    }
-
-
-def load_splits(name: str) -> Any:
-    """The splits of a dataset of the hub, or of a folder. Raises UserError where there is none."""
-    import datasets
-
-    _do_not_wait_for_the_hub()
-    try:
+def _parallel_lines(folder: Path, split: str, src: str, tgt: str) -> list[Pair]:
+    lines = []
+    for path in (folder / f"{split}.{key}" for key in (src, tgt)):
         try:
-            return datasets.load_dataset(name)
+            text = path.read_text("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}: it is not UTF-8 ({error}); convert it, for example: "
+                f"iconv -f latin1 -t utf-8 {path.name}"
+            ) from None
+        lines.append(text.removesuffix("\n").split("\n"))
+    source, target = lines
+    if len(source) != len(target):
+        raise UserError(
+            f"{folder}: {split}.{src} has {len(source)} lines and {split}.{tgt} has {len(target)}: "
+            "line i of one must translate line i of the other"
+        )
+    return [{src: s, tgt: t} for s, t in zip(source, target, strict=True)]
+
+
+def _rows_of_files(path: Path, src: str, tgt: str) -> Mapping[str, Any]:
+    """The rows of a file, or of a folder's files of one kind, by split."""
+    every = [path] if path.is_file() else sorted([*path.iterdir(), *path.glob("*/*")])
+    ending = next((file.suffix for file in every if file.suffix in READERS), None)
+    if ending is None:
+        raise UserError(
+            f"--dataset {path}: no train.{src} and train.{tgt} there, nor any of "
+            f"{' '.join(READERS)}; {NO_NETWORK}"
+        )
+    reader, options = READERS[ending]
+    if reader == "csv":  # all of it is text, also numbers and what pandas takes for nothing
+        texts = dict.fromkeys((src, tgt, "text"), str)
+        options = {**options, "keep_default_na": False, "converters": texts}
+    files = _by_split(path, [file for file in every if file.suffix == ending])
+    return load_splits(str(path), reader, data_files=files, **options)
+
+
+def load_splits(dataset: str, reader: str | None = None, **options: Any) -> Mapping[str, Any]:
+    """The splits of a dataset of the hub, or what a reader of `datasets` finds. Raises UserError
+    where there is nothing that can be read."""
+    import datasets  # here: it takes seconds to import
+
+    try:
+        if reader is not None:  # streaming leaves no copy in a cache
+            found = datasets.load_dataset(reader, streaming=True, **options)
+            return {split: list(rows) for split, rows in found.items()}
+        _do_not_wait_for_the_hub()
+        try:
+            return datasets.load_dataset(dataset)
         except RuntimeError as error:
             # Datasets 4 runs no code that comes with a dataset; the hub keeps a converted copy.
             if "script" not in str(error):
                 raise
-            return datasets.load_dataset(name, revision="refs/convert/parquet")
-    except Exception as error:
+            return datasets.load_dataset(dataset, revision="refs/convert/parquet")
+    except PermissionError:
+        raise
+    except Exception as error:  # its readers raise many kinds
         reason = " ".join(str(error).split())[:160]
         local = "it holds nothing that can be read"
-        where = local if Path(name).exists() else "it is no local path, and the hub has none"
+        where = local if Path(dataset).exists() else "it is no local path, and the hub has none"
         raise UserError(
-            f"--dataset {name}: {where} ({type(error).__name__}: {reason}); {NO_NETWORK}"
+            f"--dataset {dataset}: {where} ({type(error).__name__}: {reason}); {NO_NETWORK}"
         ) from error
+
+
+def _by_split(folder: Path, files: Sequence[Path]) -> dict[str, list[str]]:
+    """Files, or their folders, named after a split are that split; others are train."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        split = "train"
+        for part in file.relative_to(folder).parts:
+            split = next((s for b, s in BEGINNINGS.items() if part.startswith(b)), split)
+        found.setdefault(split, []).append(str(file))
+    return found
 
 
 def _do_not_wait_for_the_hub() -> None:
@@ -326,3 +212,89 @@ def _do_not_wait_for_the_hub() -> None:
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
     except OSError:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+
+
+def _pairs(dataset: str, found: Mapping[str, Any], src: str, tgt: str, sizes: Sizes) -> Texts:
+    """The splits of what was `found`; what is missing is cut off the end of train."""
+    texts = Texts({})
+    pairs = {
+        split: [
+            _as_pair(row, src, tgt, f"--dataset {dataset}: row {i} of {split}")
+            for i, row in enumerate(found.get(split, []), 1)
+        ]
+        for split in SPLITS
+    }
+    for split in ("test", "validation"):
+        if split not in found:
+            count = min(sizes[split] or 1000, len(pairs["train"]) // 10)
+            at = len(pairs["train"]) - count
+            pairs[split], pairs["train"] = pairs["train"][at:], pairs["train"][:at]
+            texts.notes.append(f"{split}: no such split; it is the last {count} pairs of train.")
+    for split in SPLITS:
+        _add(texts, split, pairs[split], sizes[split])
+    return texts
+
+
+def _as_pair(row: Any, src: str, tgt: str, where: str) -> Pair:
+    """The texts of a row, a missing one being empty. Raises UserError, which says `where` the row
+    is, unless they are texts."""
+    values = row.get("translation") or row
+    if not isinstance(values, Mapping) or not values.keys() & {src, tgt}:
+        shown = sorted(map(str, values)) if isinstance(values, Mapping) else repr(values)[:40]
+        raise UserError(
+            f"{where} has {shown}, and not the texts {src!r} and {tgt!r}; "
+            "name the languages with --src and --tgt"
+        )
+    pair = {key: values.get(key) or "" for key in (src, tgt)}
+    for key, value in pair.items():
+        if not isinstance(value, str):
+            raise UserError(f"{where}: {key} is {value!r:.40}, and not text in quotes")
+    return pair
+
+
+def _add(texts: Texts, split: str, pairs: Iterable[Pair], limit: int | None) -> None:
+    """Puts the first `limit` usable pairs into a split."""
+    usable: list[Pair] = []
+    empty = 0
+    for pair in pairs:
+        if limit is not None and len(usable) >= limit:
+            break
+        stripped = {key: text.strip() for key, text in pair.items()}
+        if all(stripped.values()):
+            usable.append(stripped)
+        else:
+            empty += 1
+    if empty:
+        texts.notes.append(f"{split}: skipped {empty} pairs with an empty side.")
+    if limit is not None and len(usable) < limit:
+        texts.notes.append(f"{split}: {len(usable)} pairs, all there are ({limit} were asked for).")
+    texts.splits[split] = usable
+
+
+def _documents(dataset: str, found: Mapping[str, Any]) -> Texts:
+    """The documents without those of no letter; validation is held out where there is none."""
+    texts = Texts({}, plain=True)
+    for split in ("train", "validation"):
+        rows = [row["text"] or "" for row in found.get(split, [])]
+        texts.splits[split] = [t for text in rows for t in text.split(END) if t.strip()]
+    train = texts.splits["train"]
+    if not train:
+        raise UserError(f"--dataset {dataset}: there is no text to train on; {NO_NETWORK}")
+    if not texts.splits["validation"]:
+        texts.splits["train"], texts.splits["validation"] = held_out(train)
+        texts.notes.append(
+            f"validation: no such split; it is the last {100 // HELD_OUT} % of the text."
+        )
+    return texts
+
+
+def held_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What comes before and behind a point near the end of the text: the end of a line or, in the
+    last one, of a word."""
+    text = END.join(documents).rstrip()
+    least = (len(text) - 1) * (HELD_OUT - 1) // HELD_OUT
+    found = [at + 1 for at in (text.find("\n", least), text.find(" ", least)) if at >= 0]
+    at = found[0] if found else least
+    parts = text[:at].split(END), text[at:].split(END)
+    before, behind = ([t for t in part if t.strip()] for part in parts)
+    return before, behind

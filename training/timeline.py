@@ -11,7 +11,7 @@ whoever does something calls a recorder with (kind, stage or layer, micro-batch,
     for batch in timeline.over(batches):              # marks every step
         with timeline.span("F"):
             loss = model(batch)
-    timeline.save(workdir)                            # timeline_rank{r}.json and trace.json
+    timeline.save(workdir)                            # timeline_rank{r}.json
 
 What is not recorded is idle time. On a GPU kernels run later than they are launched, so a caller
 synchronizes before it reads the clock, but only while the timeline is `recording`.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -34,7 +34,6 @@ from training.results import write_text
 
 T = TypeVar("T")
 COMPUTE, COMMUNICATION = "compute", "communication"
-LANES = (COMPUTE, COMMUNICATION)
 KINDS = {  # kind: its name, and its lane
     "F": ("forward", COMPUTE),
     "B": ("backward", COMPUTE),
@@ -49,7 +48,6 @@ KINDS = {  # kind: its name, and its lane
     "reduce_scatter": ("reduce-scatter", COMMUNICATION),
     "barrier": ("wait for all ranks", COMMUNICATION),
 }
-TRACE = "trace.json"
 BEFORE = -1  # the step of what happened before the first one
 CLOCK_ROUNDS = 20
 
@@ -199,108 +197,14 @@ class Timeline:
         write_text(workdir / f"timeline_rank{self.rank}.json", self._text())
 
     def save(self, workdir: Path) -> None:
-        """Rank 0 writes the files of all ranks, whose hosts may have no folder in common, and the
-        trace; all ranks call it together."""
+        """Rank 0 writes the files of all ranks, whose hosts may have no folder in common; all ranks
+        call it together. training/perfetto.py reads them back."""
         texts = [self._text()] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(texts, texts[0])
         if self.rank == 0:
             for rank, text in enumerate(texts):
                 write_text(workdir / f"timeline_rank{rank}.json", text)
-            write_trace(workdir)
 
 
 OFF = Timeline(num_steps=0)  # records nothing
-
-
-def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
-    """What all workers of a run did, by name (`rank 0`, or `stage 0`), and what rank 0's timeline
-    is `about`. An event without a stage counts for the first one. Where a device
-    has several stages, `ranks` there says which, and its worker is `device 0`.
-
-    Raises:
-        FileNotFoundError: a rank's file is missing.
-        ValueError: a file is not a timeline.
-    """
-    workers: dict[str, list[Event]] = {}
-    about: dict[str, Any] = {}
-    rank, world_size = 0, 1
-    while rank < world_size:  # an earlier, larger run may have left more files
-        path = workdir / f"timeline_rank{rank}.json"
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            events = [Event(*event) for event in content["events"]]
-            world_size, by_rank = content["world_size"], content["workers"] == "rank"
-            about = about or content["about"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a timeline ({error!r})") from error
-        ranks = about.get("ranks")
-        for event in [] if by_rank else events:
-            s = max(0, event.stage)
-            name = f"device {ranks[s]}" if ranks else f"stage {s}"
-            workers.setdefault(name, []).append(event)
-        if by_rank:
-            workers[f"rank {rank}"] = events
-        rank += 1
-    return dict(sorted(workers.items(), key=lambda item: int(item[0].split()[1]))), about
-
-
-def write_trace(workdir: Path) -> Path:
-    """Writes trace.json from the files of all ranks; returns its path. In https://ui.perfetto.dev
-    it is a process per worker (a rank, or a stage where stages are threads of one rank), and in it
-    a thread for computation and one for communication, or more where events cross.
-
-    Times are whole microseconds: some readers round fractions, and a box that begins a nanosecond
-    before the end of another is not drawn.
-    """
-    workers, _ = read_timelines(workdir)
-    origin = min((events[0].start for events in workers.values() if events), default=0.0)
-    names: list[dict[str, Any]] = []
-    slices: list[dict[str, Any]] = []
-
-    def name(what: str, pid: int, tid: int, **args: Any) -> None:
-        names.append({"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args})
-
-    for pid, (worker, events) in enumerate(workers.items(), 1):  # to Perfetto, 0 is the idle task
-        name("process_name", pid, 0, name=worker)
-        name("process_sort_index", pid, 0, sort_index=pid)
-        for lane in LANES:
-            rows = without_crossings([event for event in events if event.lane == lane])
-            for number, row in enumerate(rows, 1):
-                tid = 1000 * pid + 100 * LANES.index(lane) + number  # unique in all processes
-                name("thread_name", pid, tid, name=f"{lane} {number}" if number > 1 else lane)
-                slices += [_slice(event, origin) | {"pid": pid, "tid": tid} for event in row]
-    lines = ",\n".join(map(json.dumps, names + slices))
-    write_text(workdir / TRACE, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n')
-    return workdir / TRACE
-
-
-def _slice(event: Event, origin: float) -> dict[str, Any]:
-    """A box of the trace. Perfetto colours by name, without the number at its end."""
-    start, end = (round((time - origin) * 1e6) for time in (event.start, event.end))
-    name = KINDS.get(event.kind, (event.kind,))[0]
-    args = {"micro-batch": event.microbatch, "stage or layer": event.stage, "step": event.step}
-    return {
-        "ph": "X", "name": f"{name} {event.microbatch}" if event.microbatch >= 0 else name,
-        "cat": event.lane, "ts": start, "dur": end - start,
-        "args": {key: value for key, value in args.items() if value >= 0},
-    }  # fmt: skip
-
-
-def without_crossings(events: Sequence[Event]) -> list[list[Event]]:
-    """The events in as few rows as it takes for those of a row to lie one after the other, or one
-    within the other: a trace viewer draws nothing else."""
-    rows: list[list[Event]] = []
-    going_on: list[list[Event]] = []  # per row, its events that have not ended
-    for event in sorted(events, key=lambda event: (event.start, -event.end)):
-        for k in range(len(rows)):
-            going_on[k] = [e for e in going_on[k] if e.end > event.start]
-            if all(event.end <= e.end for e in going_on[k]):
-                break
-        else:
-            k = len(rows)
-            rows.append([])
-            going_on.append([])
-        rows[k].append(event)
-        going_on[k].append(event)
-    return rows

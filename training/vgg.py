@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -200,7 +201,8 @@ class PictureTask:
     ) -> str:
         """Writes the weights by name."""
 
-        def write(aside: Path) -> None:
+        def write(aside: Path, found: dict[str, Tensor]) -> None:
+            save_file(found, aside / "model.safetensors")
             (aside / "config.json").write_bytes(self.files["config.json"])
 
         export(world, folder, weights, write)

@@ -20,7 +20,7 @@ from transformers import GPT2Config
 from data_parallel.dataset import shuffled_indices
 from training.data import PAD, Encoded
 from training.launch import World
-from training.model import generator_for, gpt2_config, initializer, loss_of_targets
+from training.model import generator_for, gpt2_config, initializer
 from training.optimization import Recipe
 from training.pictures import Pictures, PictureSets
 from training.seeds import stream
@@ -148,7 +148,7 @@ class SentenceTask(TranslationTask):
         self.num_targets = [example.num_targets for example in self.examples["train"]]
         self.steps_per_epoch = problem.steps_per_epoch
         self.cpu_positions = problem.positions
-        self.config, self.loss = problem.config(), loss_of_targets
+        self.config = problem.config()
         self._initialize = initializer(self.config, SEED)
 
     def layers(self, model: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from project import run_data_parallel, run_pipeline, train
 from project.utils import read_texts
 from tests.ranks import Ranks
 from training.launch import RunError, World
-from training.loop import Totals
+from training.results import Totals
 from training.saving import Saving, find_resume
 
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
@@ -72,7 +72,7 @@ def on_rank(
                 run_pipeline.run_pp(args, run_pipeline.choose_devices(args))
                 return printed.getvalue(), None
             data = train.read_data(args) if program == "train" else read_texts(args)
-            resume = find_resume(args, data.fingerprint())
+            resume = find_resume(args, data.fingerprints()["train"])
             work = train.run_rank if program == "train" else run_data_parallel.run_dp
             work(world, args, data, resume)  # type: ignore[arg-type]
         except RunError as error:

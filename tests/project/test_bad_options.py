@@ -198,7 +198,8 @@ TABLE = [
     (DP + "--model empty --n_layer 2", "--n_layer with --model empty: pretrained weights have a "
      f"fixed size; only the presets can be changed ({PRESETS})"),
     *((program + "--model empty",
-       "--model empty: the folder holds no weights (*.safetensors); presets need none: " + PRESETS)
+       "--model empty: no GPT-2 weights come from this folder (Unrecognized model in empty. Should "
+       f"have a `model_type` key in its config.json.); presets need none: {PRESETS}")
       for program in ALL),
     (PP + "--model misfit --model_max_length 32",
      "--model misfit: no tokenizer that fits comes with it (it has 340 tokens, and the embedding "
@@ -288,7 +289,7 @@ def test_a_resume_with_other_options(
 def test_what_a_resume_may_change(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where to write, how long, on which devices; among it what was chosen and is now given."""
     line = f"{MADE} --workdir {made} --resume "
-    fingerprint = read_texts(parse(DP + line)).fingerprint()
+    fingerprint = read_texts(parse(DP + line)).fingerprints()["train"]
     for change in (
         "--n_epochs 50", "--save_every 7", "--keep 5", "--timeout 5", "--gradient_sync flat",
         "--num_microbatches 2", "--export out", "--on_nan skip", "--world_size 4",

@@ -78,7 +78,7 @@ def test_before_a_run_begins(program: str, capfd: pytest.CaptureFixture[str]) ->
         "there, or name a folder of your own, as --workdir workdir\n"
     )
     Path("closed").mkdir(mode=0)
-    for option in ("dataset", "model", "export"):
+    for option in ("dataset", "export"):
         with no_root():
             text = said(f"--{option} closed/inner --workdir work")
         assert text.startswith(f"--{option} closed/inner: ") and "(Permission denied); " in text

@@ -16,9 +16,9 @@ from project.generate import parse as parse_generate
 from project.utils import read_texts
 from tests.project.programs import FLOW, parse, read_json, run, summary
 from tests.ranks import Ranks
-from training.documents import END
 from training.language import LanguageTask
 from training.launch import UserError, World
+from training.text import END
 from training.trained import load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -150,7 +150,7 @@ def test_a_run_is_resumed_in_mid_epoch_with_every_bit(one: Path, line: str) -> N
     ("more", "why"),
     [
         ("--model_max_length 4000", r"--model_max_length 4000: the text has \d+ tokens, fewer "),
-        ("--src en", r"--src en --dataset .*text.txt: it is for pairs of sentences, and this is"),
+        ("--tgt fr", r"--tgt fr --dataset .*text.txt: it is for pairs of sentences, and this is"),
         ("--n_test 5", r"--n_test 5 --dataset .*text.txt: it is for pairs of sentences"),
     ],
 )

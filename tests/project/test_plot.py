@@ -367,6 +367,7 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
             (0, 9), (0, 1), (1, 2), (5, 7), (7, 9), (0, 9), (1, 2), (2, 3), (3, 5), (5, 7)
         ]
     ]  # fmt: skip
+    assert (tmp_path / "pipeline2" / "trace.json").is_file()
     by_folder = picture(tmp_path, drawn, "timeline", str(tmp_path / "pipeline2"))
     assert title(by_folder) == title(fig)
     zero = picture(tmp_path, drawn, "timeline", "pipeline=2", "--step", "0")

@@ -12,7 +12,8 @@ from project.options import DataParallelOptions
 from project.utils import evaluate_bleu
 from tests.project.conftest import PROGRAM, TINY, Run, start
 from tests.project.programs import names_in, read_json
-from training.timeline import COMMUNICATION, COMPUTE, read_timelines
+from training.perfetto import read_timelines
+from training.timeline import COMMUNICATION, COMPUTE
 
 TEST_PAIRS = [
     {"de": f"Wir sehen {i} Häuser und test.", "en": f"We see {i} houses and test."}
@@ -67,7 +68,7 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
     others = [
         "checkpoints", "config.json", "earlier_1", "metrics.jsonl", "notes.txt", "options.json",
         "summary.json", "tokenizer.json", "tokenizer_config.json", "training.png",
-        "timeline_rank0.json", "timeline_rank1.json", "trace.json",
+        "timeline_rank0.json", "timeline_rank1.json",
     ]  # fmt: skip
     assert names_in(trained.workdir) == sorted(of_epochs + others)
     assert names_in(trained.workdir / "checkpoints") == [
@@ -120,7 +121,6 @@ def test_the_first_steps_are_on_the_timeline(trained: Run) -> None:
                 ("F", 0), ("B", 0), ("optimizer", -1)
             ]  # fmt: skip
             assert {e.kind for e in events if e.lane == COMMUNICATION} == {"all_reduce", "barrier"}
-    assert read_json(trained.workdir / "trace.json")["traceEvents"]
 
 
 def test_every_rank_has_the_whole_test_split_in_order(trained: Run) -> None:
@@ -158,7 +158,7 @@ def test_torchrun_starts_it_and_a_killed_rank_costs_a_restart_and_nothing_else(
         f"Resumed from {folder}/000003-epoch1-step1: 6 steps done.",
     ]
     assert names_in(folder) == ["000004-epoch1-step4", "000005-epoch1-step5"]
-    timeline = {"timeline_rank0.json", "timeline_rank1.json", "trace.json"}
+    timeline = {"timeline_rank0.json", "timeline_rank1.json"}
     expected = set(names_in(trained.workdir)) - timeline - {"notes.txt", "earlier_1"}
     assert set(names_in(again.workdir)) == expected
 

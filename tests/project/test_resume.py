@@ -12,10 +12,8 @@ from safetensors.torch import load_file
 
 from tests.project.programs import FLOW, TINY, VGG, names_in, read_json, run, summary
 from tests.ranks import Ranks
-from training.launch import World
-from training.loop import Totals
 from training.optimization import Recipe
-from training.saving import Resume, Saving, share_out
+from training.saving import Resume, Saving
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -210,20 +208,6 @@ def _random_states(rank: int, world_size: int, line: str) -> list[int]:
 
     on_rank(rank, world_size, f"{line} --world_size 2", tamper, stop_at=3)
     return found[0]
-
-
-def test_totals_are_shared_out() -> None:
-    """Among as many ranks, its own; else an equal share of what the ranks have done, which is
-    counted once where ranks had the same part of the batches."""
-    of: dict[str, Any] = {"loss_sum": 3.0, "count": 5, "seconds": 2.0, "skipped": 1, "steps": 4}
-    two = [
-        {**of, "examples": 3, "positions": 9, "tokens": 7},
-        {**of, "examples": 2, "positions": 8, "tokens": 7},
-    ]
-    assert share_out(two, World(1, 2), 2) == Totals(**two[1])
-    shared = Totals(**of, examples=1, positions=5, tokens=4)
-    assert share_out(two, World(2, 3), 3) == shared
-    assert share_out([two[0], two[0]], World(0, 1), 1, were=1) == Totals(**two[0])
 
 
 # ------------------------------------------------------------------------- what is not a number

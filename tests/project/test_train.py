@@ -15,8 +15,8 @@ from tests.project.conftest import ROOT, Run, start
 from tests.project.programs import ON_TWO, TINY, VGG, names_in, read_json, run, summary
 from tests.ranks import Ranks
 from training import check
+from training.perfetto import read_timelines
 from training.replicated import Replicated
-from training.timeline import read_timelines
 from training.vgg import vgg16
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -208,5 +208,5 @@ def test_the_courses_command(by_command: Run) -> None:
     assert lines[1] == "vgg16: 16 layers, 0.1 M parameters"
     assert by_command.stdout.count("agree with one process") == 2
     assert any(line.startswith("Results are in workdir/ddp2/; ") for line in lines)
-    assert {"trace.json", "timeline_rank1.json", "training.png"} < set(names_in(by_command.workdir))
+    assert {"timeline_rank1.json", "training.png"} < set(names_in(by_command.workdir))
     assert read_json(by_command.workdir / "summary.json")["checks"]["weights"]["agrees"]

@@ -51,7 +51,7 @@ def test_builtin_sets() -> None:
     assert torch.equal(longer.train.images[:30], sets.train.images)
     assert torch.equal(longer.test.images, sets.test.images)
     assert longer.fingerprints()["test"] == sets.fingerprints()["test"]
-    assert longer.fingerprint() != sets.fingerprint()
+    assert longer.fingerprints()["train"] != sets.fingerprints()["train"]
 
 
 def test_inputs_are_from_minus_two_to_two() -> None:

@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 from training.launch import RunError, World
-from training.loop import Totals
-from training.results import Results, clear_results, read_results, set_aside, spread, write_json
+from training.results import (
+    Results,
+    Totals,
+    clear_results,
+    read_results,
+    set_aside,
+    spread,
+    write_json,
+)
 from training.task import Score
 
 PAIRS = [{"de": "Bär", "en": "bear"}, {"de": "a", "en": "b"}]

@@ -13,14 +13,8 @@ import pytest
 import torch
 
 from tests.ranks import Ranks
-from training.timeline import (
-    OFF,
-    Event,
-    Timeline,
-    clock_offset,
-    read_timelines,
-    write_trace,
-)
+from training.perfetto import read_timelines, write_trace
+from training.timeline import OFF, Event, Timeline, clock_offset
 
 
 def kinds(timeline: Timeline) -> list[tuple[str, int]]:
@@ -244,7 +238,6 @@ def _save(rank: int, world_size: int, workdir: Path) -> None:
 
 def test_ranks_save_together(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_save, tmp_path)
-    assert {entry["pid"] for entry in entries(tmp_path / "trace.json", "X")} == {1, 2}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "timeline_rank0.json", "timeline_rank1.json", "trace.json"
-    ]  # fmt: skip
+    workers, _ = read_timelines(tmp_path)
+    assert [[e.kind for e in events] for events in workers.values()] == [["F"], ["F"]]
+    assert len(list(tmp_path.iterdir())) == 2

@@ -1,0 +1,111 @@
+"""What a run's timelines say, read back from its files; and as a trace for https://ui.perfetto.dev.
+
+The run itself only records (training/timeline.py). A trace is written when somebody looks:
+`python project/plot.py timeline WORKDIR`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from training.results import write_text
+from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event
+
+TRACE = "trace.json"
+LANES = (COMPUTE, COMMUNICATION)
+
+
+def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
+    """What all workers of a run did, by name (`rank 0`, or `stage 0`), and what rank 0's timeline
+    is `about`. An event without a stage counts for the first one. Where a device
+    has several stages, `ranks` there says which, and its worker is `device 0`.
+
+    Raises:
+        FileNotFoundError: a rank's file is missing.
+        ValueError: a file is not a timeline.
+    """
+    workers: dict[str, list[Event]] = {}
+    about: dict[str, Any] = {}
+    rank, world_size = 0, 1
+    while rank < world_size:  # an earlier, larger run may have left more files
+        path = workdir / f"timeline_rank{rank}.json"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            events = [Event(*event) for event in content["events"]]
+            world_size, by_rank = content["world_size"], content["workers"] == "rank"
+            about = about or content["about"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a timeline ({error!r})") from error
+        ranks = about.get("ranks")
+        for event in [] if by_rank else events:
+            s = max(0, event.stage)
+            name = f"device {ranks[s]}" if ranks else f"stage {s}"
+            workers.setdefault(name, []).append(event)
+        if by_rank:
+            workers[f"rank {rank}"] = events
+        rank += 1
+    return dict(sorted(workers.items(), key=lambda item: int(item[0].split()[1]))), about
+
+
+def write_trace(workdir: Path) -> Path:
+    """Writes trace.json from the files of all ranks; returns its path. In https://ui.perfetto.dev
+    it is a process per worker (a rank, or a stage where stages are threads of one rank), and in it
+    a thread for computation and one for communication, or more where events cross.
+
+    Times are whole microseconds: some readers round fractions, and a box that begins a nanosecond
+    before the end of another is not drawn.
+    """
+    workers, _ = read_timelines(workdir)
+    origin = min((events[0].start for events in workers.values() if events), default=0.0)
+    names: list[dict[str, Any]] = []
+    slices: list[dict[str, Any]] = []
+
+    def name(what: str, pid: int, tid: int, **args: Any) -> None:
+        names.append({"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args})
+
+    for pid, (worker, events) in enumerate(workers.items(), 1):  # to Perfetto, 0 is the idle task
+        name("process_name", pid, 0, name=worker)
+        name("process_sort_index", pid, 0, sort_index=pid)
+        for lane in LANES:
+            rows = without_crossings([event for event in events if event.lane == lane])
+            for number, row in enumerate(rows, 1):
+                tid = 1000 * pid + 100 * LANES.index(lane) + number  # unique in all processes
+                name("thread_name", pid, tid, name=f"{lane} {number}" if number > 1 else lane)
+                slices += [_slice(event, origin) | {"pid": pid, "tid": tid} for event in row]
+    lines = ",\n".join(map(json.dumps, names + slices))
+    write_text(workdir / TRACE, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n')
+    return workdir / TRACE
+
+
+def _slice(event: Event, origin: float) -> dict[str, Any]:
+    """A box of the trace. Perfetto colours by name, without the number at its end."""
+    start, end = (round((time - origin) * 1e6) for time in (event.start, event.end))
+    name = KINDS.get(event.kind, (event.kind,))[0]
+    args = {"micro-batch": event.microbatch, "stage or layer": event.stage, "step": event.step}
+    return {
+        "ph": "X", "name": f"{name} {event.microbatch}" if event.microbatch >= 0 else name,
+        "cat": event.lane, "ts": start, "dur": end - start,
+        "args": {key: value for key, value in args.items() if value >= 0},
+    }  # fmt: skip
+
+
+def without_crossings(events: Sequence[Event]) -> list[list[Event]]:
+    """The events in as few rows as it takes for those of a row to lie one after the other, or one
+    within the other: a trace viewer draws nothing else."""
+    rows: list[list[Event]] = []
+    going_on: list[list[Event]] = []  # per row, its events that have not ended
+    for event in sorted(events, key=lambda event: (event.start, -event.end)):
+        for k in range(len(rows)):
+            going_on[k] = [e for e in going_on[k] if e.end > event.start]
+            if all(event.end <= e.end for e in going_on[k]):
+                break
+        else:
+            k = len(rows)
+            rows.append([])
+            going_on.append([])
+        rows[k].append(event)
+        going_on[k].append(event)
+    return rows
