@@ -4,25 +4,30 @@
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
 Its `generate` ends where the model ends, and README.md there says what the model was trained on.
-The parameters have the names that they have there, so nothing is converted: they come to rank 0,
-and transformers writes the model. The folder is put in place whole, as a checkpoint is; an earlier
-export in it is replaced.
+The parameters have the names that they have there, so nothing is converted. They come to rank 0 one
+at a time: it holds a file's worth of them, however large the model is. The folder is put in place
+whole, as a checkpoint is; an earlier export in it is replaced.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from training.checkpoint import SaveError, aside_of, put_in_place
 from training.launch import UserError, World
+
+FILE_BYTES = 1 << 30  # of weights in one file, unless a single one has more
 
 
 def check_export(folder: Path, workdir: Path) -> None:
@@ -49,48 +54,46 @@ def export(
     world: World,
     folder: Path,
     weights: Iterator[tuple[str, Tensor]],
-    write: Callable[[Path, dict[str, Tensor]], None],
+    write_rest: Callable[[Path], None],
 ) -> None:
     """Writes a model. All ranks call it together.
 
     Args:
         weights: see `LaidOutModel.weights`.
-        write: writes a model of these weights, by name, into the folder that it is given.
+        write_rest: writes into the folder that it is given what else there is, as config.json.
 
     Raises:
         SaveError: on rank 0: they cannot be written. What was there before still is.
     """
-    found = dict(weights)  # of other ranks nothing
     if not world.is_main:
+        deque(weights, maxlen=0)
         return
     folder = folder.resolve()
     aside = aside_of(folder)
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir()
-        write(aside, found)
+        write_rest(aside)
+        _write_weights(aside, weights)
         for path in aside.iterdir():  # safetensors lets only the owner read
             path.chmod((aside / "config.json").stat().st_mode)
         put_in_place(aside, folder)
     except (OSError, SafetensorError) as error:
         raise SaveError(f"--export {folder}: cannot be written ({error})") from error
     finally:
+        deque(weights, maxlen=0)  # what other ranks still send, if it could not be written
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def write_gpt2(
-    folder: Path, model: Any, weights: dict[str, Tensor], tokenizer: Any, max_length: int
-) -> None:
-    """Gives a model without memory its weights and writes it: `generate` knows where a text ends,
-    the tokenizer how long one may be."""
+def write_gpt2(folder: Path, model: Any, tokenizer: Any, max_length: int) -> None:
+    """Everything but the weights: `generate` knows where a text ends, the tokenizer how long one
+    may be."""
     from transformers import GenerationConfig
 
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model.load_state_dict(weights, strict=False, assign=True)  # without the tied use of `wte`
-    model.tie_weights()
-    model.config.update({"use_cache": True, **special})
-    model.generation_config = GenerationConfig(max_length=max_length, **special)
-    model.save_pretrained(folder)
+    model.config.update({"architectures": [type(model).__name__], "use_cache": True, **special})
+    model.config.save_pretrained(folder)
+    GenerationConfig(max_length=max_length, **special).save_pretrained(folder)
     tokenizer.model_max_length = max_length
     tokenizer.save_pretrained(folder)
 
@@ -138,3 +141,28 @@ ids = tokenizer("{prompt}", return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids)[0, ids.input_ids.size(1) :], skip_special_tokens=True))
 ```
 """
+
+
+def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Into model.safetensors or, where that would be too large, several files with an index."""
+    where: dict[str, str] = {}  # the file of each
+    batch: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        file = f"model-{len(set(where.values())) + 1:05d}.safetensors"
+        save_file(batch, folder / file, {"format": "pt"})
+        where.update(dict.fromkeys(batch, file))
+        batch.clear()
+
+    total = 0
+    for name, p in weights:
+        if batch and sum(t.nbytes for t in batch.values()) + p.nbytes > FILE_BYTES:
+            flush()
+        batch[name] = p.contiguous()
+        total += p.nbytes
+    flush()
+    if len(set(where.values())) == 1:
+        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
+    else:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -223,9 +223,9 @@ class SequenceTask(Task, ABC):
     ) -> str:
         """Writes model, tokenizer and model card for `transformers`."""
 
-        def write(aside: Path, found: dict[str, Tensor]) -> None:
+        def write(aside: Path) -> None:
             length = self.args.model_max_length
-            write_gpt2(aside, self.skeleton(), found, load_tokenizer(self.files), length)
+            write_gpt2(aside, self.skeleton(), load_tokenizer(self.files), length)
             title, prompt = self.card()
             score = self.score_name.lower()
             card = model_card(folder, title, self.describe(), prompt, summary, score)

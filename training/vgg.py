@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -201,8 +200,7 @@ class PictureTask:
     ) -> str:
         """Writes the weights by name."""
 
-        def write(aside: Path, found: dict[str, Tensor]) -> None:
-            save_file(found, aside / "model.safetensors")
+        def write(aside: Path) -> None:
             (aside / "config.json").write_bytes(self.files["config.json"])
 
         export(world, folder, weights, write)
