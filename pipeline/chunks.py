@@ -28,8 +28,8 @@ next micro-batch. How many clocks apart neighbours do the same decides the memor
     V-Min                      1      1        1      1         (n+2)/3, rounded up
 
     ZB-V, 2 ranks, 3 micro-batches                      bubble = (n-1)/(6m+n-1) = 1/19
-    rank 0: F0a F1a F2a F0b I0b W0b F1b I1b I0a W1b W0a I1a W1a F2b I2b W2b .   I2a W2a
-    rank 1: .   F0a F0b F1a F1b I0b I0a W0b F2a I1b I1a W0a F2b W1b W1a I2b I2a W2b W2a
+    rank 0: F0a F1a F2a F0b I0b W0b F1b I1b I0a W1b W0a F2b I2b I1a W2b I2a W1a W2a .
+    rank 1: .   F0a F0b F1a F1b I0b I0a W0b W0a F2a F2b I1b I1a I2b I2a W1b W1a W2b W2a
 
 Those are the clocks of a pattern that repeats for ever. A step has a beginning and an end, where it
 would leave gaps; `_close_up` fills them with what is ready, as far as the memory allows.
@@ -185,8 +185,11 @@ def _held(pattern: Pattern) -> int:
 def _close_up(lists: Schedule, num_stages: int, most: int) -> Schedule:
     """The same actions, each rank doing at every clock the first of its list that is ready.
 
-    W only where nothing else is. A forward may come before others of the list if the rank, doing
-    these later, never holds more than ``most``: so what the list has can always be done.
+    Once a rank has no forwards left, W only where nothing else is ready. Before, W in its place:
+    I takes longer than F and W, so an I that came before a W, as early as clocks of one length
+    allow, would wait for its gradient in every period. A forward may come before others of the list
+    if the rank, doing these later, never holds more than ``most``: so what the list has can always
+    be done.
     """
     rest = [list(actions) for actions in lists]
     closed: Schedule = [[] for _ in lists]
@@ -195,7 +198,9 @@ def _close_up(lists: Schedule, num_stages: int, most: int) -> Schedule:
     while any(rest):
         started = []
         for r, actions in enumerate(rest):
-            k = _next(actions[: 2 * _PERIOD * len(lists)], num_stages, done, alive[r], most)
+            near = actions[: 2 * _PERIOD * len(lists)]
+            late = all(action.kind is not FORWARD for action in actions)
+            k = _next(near, num_stages, done, alive[r], most, late)
             if k is not None:
                 started.append((r, actions.pop(k)))
         for r, action in started:
@@ -206,14 +211,19 @@ def _close_up(lists: Schedule, num_stages: int, most: int) -> Schedule:
 
 
 def _next(
-    actions: list[Action], num_stages: int, done: set[Action], alive: int, most: int
+    actions: list[Action],
+    num_stages: int,
+    done: set[Action],
+    alive: int,
+    most: int,
+    weights_last: bool,
 ) -> int | None:
     """The place of the action to do now."""
     peak, weight = alive, None
     for k, action in enumerate(actions):
         born = _BORN[action.kind]
         if all(needed in done for needed in dependencies(action, num_stages)):
-            if action.kind is BACKWARD_WEIGHT:
+            if action.kind is BACKWARD_WEIGHT and weights_last:
                 weight = k if weight is None else weight
             elif peak + born <= most:
                 return k

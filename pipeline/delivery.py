@@ -1,5 +1,8 @@
 """Bring the gradients that the stages summed to the parameters, once per step, through autograd.
 
+When: threads at the end of the step, processes a layer at a time during the last backward, so that
+buckets of replicas (data_parallel/gradients.py) leave meanwhile.
+
 Stages add gradients up by themselves (stage.py). Writing the sums to ``.grad`` directly would pass
 by gradient hooks, say one that starts an all-reduce. So the sums are handed out by an autograd
 function; autograd takes a gradient over without a copy where ``.grad`` is still None.

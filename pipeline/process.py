@@ -41,7 +41,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -177,9 +178,10 @@ class ProcessPipe:
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
             inputs, targets = microbatch.cut(x, target, sizes)
             lists, _ = plan(schedule, self.ranks, len(inputs))
+            tied = self._ownership.tied()
+            self._deliver_early(stages, tied.values())
             with hooks_held(list(self.module.parameters())):
                 loss = self._run(stages, inputs, targets, loss_fn, lists, scale)
-            tied = self._ownership.tied()
             found = [(k.index, dict(zip(k.parameters, k.gradients, strict=True))) for k in stages]
             parts = {
                 name: {s: gradients[p] for s, gradients in found if p in gradients}
@@ -282,6 +284,16 @@ class ProcessPipe:
                 stages.append(stage)
             first_layer += len(part)
         return stages
+
+    def _deliver_early(self, stages: Sequence[Stage], tied: Collection[nn.Parameter]) -> None:
+        """A layer's gradients reach ``.grad`` during the last backward, so that who waits for them
+        there, as the buckets of data parallelism do, need not wait for its end. Not those of which
+        other stages have a part, nor where a hook is to run that `hooks_held` holds."""
+        uses = Counter(p for stage in stages for p in {*stage.parameters})
+        several = {p for p, n in uses.items() if n > 1}
+        hooked = {p for p in uses if p._backward_hooks}
+        for stage in stages:
+            stage.deliver, stage.held_back = deliver, {*tied, *several, *hooked}
 
     def _run(
         self,

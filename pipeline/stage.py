@@ -15,7 +15,9 @@ does the work: the worker that ran the forward runs the backward.
 zero_bubble.py.
 
 Gradients of the parameters are added up here, in the order of the calls, and not in ``.grad``: they
-reach that once, by way of autograd (delivery.py). Transport is not here, and neither is a schedule.
+reach that once, by way of autograd (delivery.py), all at the end of the step; or, where somebody
+waits for them (``deliver``), those of a layer as soon as the last micro-batch's backward has passed
+it. Transport is not here, and neither is a schedule.
 
 ``by_layer`` makes a graph per layer instead of one per stage, joined as the stages are. Then the
 gradients of a layer's parameters are added up and freed before the next layer's are made; in one
@@ -30,7 +32,7 @@ Cost: between forward and backward (its second half) of a micro-batch, its activ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,6 +107,10 @@ class Stage:
         # Per micro-batch, leaves of its input that lay in one memory where they come from.
         self.shared_before: Mapping[int, Sequence[int]] = {}
         self.num_microbatches = 0  # of the step; 0: not known
+        # Called with sums to which nothing will be added; those of ``held_back`` are left here.
+        self.deliver: Callable[[Gradients], None] | None = None
+        self.held_back: Collection[nn.Parameter] = ()
+        self._ended = 0  # micro-batches whose backward is over
         self._totals: Gradients = {}
         self._kept: dict[int, _Kept] = {}
         self._seed = seed or StepSeed()
@@ -173,7 +179,9 @@ class Stage:
             graph = graphs.pop()
             gradients = self._differentiate(graph, part, gradients, sums, retain_graph)
             add_products(graph.products, self._totals, sums, self._shared)
+            self._hand_over(part, sums)
         add_in_place(self._totals, sums, gradients)
+        self._ended += 1
         return list(gradients)
 
     def backward_input(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -195,16 +203,27 @@ class Stage:
                 "call backward_input first, and this once"
             )
         kept = self._kept.pop(i)
-        while kept.graphs:
+        for part in reversed(self._parts):
             products = kept.graphs.pop().products
             add_products(products, self._totals, kept.sums, self._shared)
+            self._hand_over(part, kept.sums)
         add_in_place(self._totals, kept.sums, [])
+        self._ended += 1
 
     def take_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
         """The sums over all micro-batches so far; they are handed over and start anew."""
         pairs = list(zip(self.parameters, self.gradients, strict=True))
         self._totals = {}
         return pairs
+
+    def _hand_over(self, part: _Part, sums: Gradients) -> None:
+        """In the last backward: delivers the gradients of a part. Those in ``sums`` are not yet
+        whole, and stay."""
+        if self.deliver is None or self._ended + 1 != self.num_microbatches:
+            return
+        kept = {*sums, *self._shared, *self.held_back}
+        whole = [p for p in part.parameters if p in self._totals and p not in kept]
+        self.deliver({p: self._totals.pop(p) for p in whole})
 
     def _forgets(self, i: int, part: _Part, tail: Callable[[Any], Any] | None) -> bool:
         if self._recompute == EXCEPT_LAST:

@@ -12,11 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from data_parallel.gradients import GradientBuckets
 from pipeline.messages import Message, read
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
 from pipeline.shared_messages import _listen
-from tests.pipeline.pipeline_models import assert_same_bits, batch, cut, square_error, tower
+from runtime.mesh import make_mesh
+from tests.pipeline.pipeline_models import (
+    assert_close,
+    assert_same_bits,
+    batch,
+    cut,
+    square_error,
+    tower,
+)
 from tests.pipeline.test_process_errors import SOON, _caught
 from tests.ranks import Ranks
 
@@ -88,6 +97,43 @@ def test_a_parameter_of_three_ranks_has_one_sum_in_the_order_of_the_stages(
     assert [answer["owned"] for answer in answers] == [
         ["0.weight", "0.bias"], ["1.bias"], ["2.bias"]
     ]  # fmt: skip
+
+
+def _averaging(rank: int, _: int) -> list[tuple[list[bool], dict[str, Any]]]:
+    """Of two replicas of one stage, by schedule: of the buckets, a parameter each, whether their
+    exchange started before the last backward ended; and the mean gradients, by name."""
+    mesh, found = make_mesh(2, 1, 1, 20.0), []
+    x, y = (t.chunk(2)[rank] for t in batch(8))
+    for schedule in ("1f1b", "zb"):  # whole backwards, and halves
+        events: list[tuple[str, int, int, float, float]] = []
+
+        def note(*event: Any, events: list[Any] = events) -> None:
+            events.append(event)
+
+        group = mesh.pipeline.group
+        with ProcessPipe(tower(), [6], group=group, recorder=note, timeout=20) as pipe:
+            buckets = GradientBuckets(
+                pipe.parameters(), mesh.data.group, bucket_bytes=1, recorder=note
+            )
+            pipe.train_step(x, y, square_error, schedule, 2)
+            buckets.finish()
+            last = max(end for kind, *_, end in events if kind in "BW")
+            starts = [start for kind, *_, start, _ in events if kind == "all_reduce"]
+            early = [start < last for start in starts]
+            found.append((early, {n: p.grad for n, p in pipe.named_parameters().items()}))
+    return found
+
+
+def test_replicas_exchange_gradients_while_the_last_backward_runs(ranks: Ranks) -> None:
+    """Layer by layer, each when its own part of the backward has ended."""
+    x, y = batch(8)
+    plain = tower()
+    square_error(plain(x), y).backward()
+    mean = {n: p.grad / 2 for n, p in plain.named_parameters() if p.grad is not None}
+    for answer in ranks.run(_averaging):
+        for early, gradients in answer:
+            assert early == [True] * len(mean)
+            assert_close(gradients, mean)
 
 
 def test_a_message_gives_back_what_it_was_made_of() -> None:

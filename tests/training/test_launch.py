@@ -257,13 +257,13 @@ def test_a_port_that_cannot_be_had_is_a_users_mistake() -> None:
     ("slices", "each", "expected"),
     [
         (3, None, [[2], [3], [5]]),
-        (5, None, [[2], [3], [5], [7], [2]]),
+        (9, None, [[2], [3], [5], [7], [7], [5], [3], [2], [2]]),
         (2, None, [[2, 3], [5, 7]]),
         (2, 3, [[2, 3, 5], [7, 2, 3]]),
         (2, 8, [[2, 3, 5, 7], [2, 3, 5, 7]]),
     ],
 )
-def test_cores_are_dealt_out_in_consecutive_slices(
+def test_cores_are_dealt_out_in_consecutive_slices_to_and_fro(
     monkeypatch: pytest.MonkeyPatch, slices: int, each: int | None, expected: list[list[int]]
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
