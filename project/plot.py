@@ -288,12 +288,16 @@ def _why(
             for run in runs
         ]
         more = positions[1] / positions[0] - 1
-        reason = "the time is that of the slowest rank, tokens/s are added over the ranks"
+        own = fmean(over_epochs([rank], TIME)[0] for rank in runs[1])
         if abs(more) > 0.005:
             reason = (
                 f"with {name} an epoch has {abs(more):.0%} {'more' if more > 0 else 'fewer'} "
                 "tokens, as every part of a batch is padded to its own longest sentence"
             )
+        elif after > 1.005 * own:
+            reason = "the time is that of the slowest rank, tokens/s are added over the ranks"
+        else:
+            reason = "epochs take unequal times, and the mean of their speeds is not that of these"
         found.append(f"{by_time:.2f}x by time, {by_tokens:.2f}x by tokens/s: {reason}")
     return found
 

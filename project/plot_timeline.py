@@ -265,7 +265,7 @@ def draw_timeline(
                 labels = [f"{worker}\n{idle[worker]:.0%} idle" for worker in workers]
                 seconds = readable(duration(actions_of(workers)) * factor)
                 heading += f": {seconds} {name}, {fmean(idle.values()):.0%} idle"
-                heading += after_actions(workers, factor, name)
+                heading += after_actions(workers)
             begin = min(event.start for events in workers.values() for event in events)
             for y, events in enumerate(workers.values()):
                 ax.barh(y, duration(workers) * factor, 0.86, color=FAINT)
@@ -285,10 +285,11 @@ def draw_timeline(
     return path
 
 
-def after_actions(workers: Workers, factor: float, unit: str) -> str:
+def after_actions(workers: Workers) -> str:
     """What a heading adds on the optimizer, which the schedule does not know: it is drawn, and does
     not count as busy. The time is of the slowest worker."""
     rows = [spent(e for e in events if e.kind == "optimizer") for events in workers.values()]
+    factor, unit = handy(max(rows))
     return f"; then the optimizer: {readable(max(rows) * factor)} {unit}" if max(rows) else ""
 
 

@@ -389,7 +389,7 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     assert title(fig) == "pipeline, gpipe, 2 stages: 36.8% idle, ideal 33.3%"
     assert "2 stages, gpipe, 2 micro-batches; 1 core per process; step 1; " in foot(fig)
     assert measured.get_title(loc="left") == (
-        "measured: 9.50 s, 37% idle; then the optimizer: 0.500 s"
+        "measured: 9.50 s, 37% idle; then the optimizer: 500 ms"
     )
     assert ideal.get_title(loc="left") == "ideal: 9.00 s, 33% idle"
     rows = [label.get_text() for label in measured.get_yticklabels()]
