@@ -2,7 +2,8 @@
 # make test    every test, a file per core at a time
 # make verify  every strategy and layout beside one plain process: a table
 # make lint    ruff and mypy
-# make figures the runs behind the pictures in submit_figures/, and the pictures
+# make report  the runs, figures, tables and answers of CMU 11-868 on one page (five minutes)
+# make figures the same, and the other runs and pictures of submit_figures/
 # make bench   every benchmark: one table, and JSON beside it
 # make chaos   kills, stops and interrupts real runs, and looks at what is left (three quarters of an hour)
 # make fuzz    random models under random layouts beside one plain process (five minutes)
@@ -12,7 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: train test verify lint figures bench chaos fuzz clean
+.PHONY: train test verify lint report figures bench chaos fuzz clean
 .DELETE_ON_ERROR:
 
 # --no-build-isolation would need setuptools in the environment; the default asks pip for it.
@@ -36,18 +37,13 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-DP := project/run_data_parallel.py --cores_per_rank 1 --batch_size 128 --n_train 3000
-PP := project/run_pipeline.py --num_devices 2 --n_layer 8 --n_embd 256 --n_head 4 --n_train 1500 \
-	--num_microbatches 8
-EPOCHS := --n_epochs 5 --n_validation 100 --n_test 10 --timeline 3 --device cpu
+report: $(VENV)/.installed
+	$(RUN) project/report.py
+
 STEPS := --num_batches 9 --timeline 8 --keep 0 --device cpu
 RUNS := ddp=1,ddp=2,fsdp=1,fsdp=2,model=2,pipeline=2 --workdir workdir_figures
 
-figures: $(VENV)/.installed
-	$(RUN) $(DP) $(EPOCHS) --world_size 1 --workdir workdir_figures/dp1
-	$(RUN) $(DP) $(EPOCHS) --world_size 2 --workdir workdir_figures/dp2
-	$(RUN) $(PP) $(EPOCHS) --model_parallel_mode model_parallel --workdir workdir_figures/mp
-	$(RUN) $(PP) $(EPOCHS) --model_parallel_mode pipeline_parallel --workdir workdir_figures/pp
+figures: report
 	for n in 1 2; do for s in ddp fsdp; do \
 	  $(RUN) project/train.py $$s $(STEPS) --world_size $$n --workdir workdir_figures/$$s$$n || exit; \
 	done; done
@@ -55,14 +51,12 @@ figures: $(VENV)/.installed
 	$(RUN) project/train.py pipeline $(STEPS) --workdir workdir_figures/pipeline2
 	$(RUN) project/train.py 3d --dp 2 --pp 2 --tp 2 --model gpt2-mini --num_batches 6 \
 	  --workdir workdir_figures/3d2x2x2
-	$(RUN) project/plot.py data_parallel --single workdir_figures/dp1 --multiple workdir_figures/dp2
-	$(RUN) project/plot.py pipeline --model_parallel workdir_figures/mp --pipeline_parallel workdir_figures/pp
 	$(RUN) project/plot.py schedule --schedule gpipe
 	$(RUN) project/plot.py schedule --schedule 1f1b
 	$(RUN) project/plot.py split_time $(RUNS)
 	$(RUN) project/plot.py throughput $(RUNS)
 	$(RUN) project/plot.py memory ddp=2,fsdp=2 --workdir workdir_figures
-	for r in dp2 pp pipeline2 fsdp2 3d2x2x2; do $(RUN) project/plot.py timeline workdir_figures/$$r || exit; done
+	for r in pipeline2 fsdp2 3d2x2x2; do $(RUN) project/plot.py timeline workdir_figures/$$r || exit; done
 
 bench: $(VENV)/.installed
 	$(RUN) -m benchmarks

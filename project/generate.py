@@ -18,32 +18,27 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from training.command_line import Parser, count
+
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Ends the program where it cannot be right."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("trained", metavar="FOLDER", help="a run's workdir, a checkpoint, an export, a hub id")
-    add("text", nargs="*", help="lines of text; by default they are read from standard input")
+    add("text", nargs="*", default=[], help="lines of text; default: those of standard input")
     add("--input", type=Path, metavar="FILE", help="read the lines from this file")
-    add("--num_samples", type=int, default=1, metavar="N", help="lines out per line in [1]")
+    add("--num_samples", type=count, default=1, metavar="N", help="lines out per line in [1]")
     add("--temperature", type=float, metavar="T",
         help="draw tokens, from logits divided by this; 0 takes the likeliest; default: 0, or 1 "
         "with --num_samples or --top_k")  # fmt: skip
-    add("--top_k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    add("--top_k", type=count, metavar="K", help="draw from the K likeliest tokens")
     add("--seed", type=int, default=0, help="of the draws [0]")
-    add("--max_new_tokens", type=int, default=128, metavar="N", help="per line out [128]")
-    add("--batch_size", type=int, default=128, metavar="N", help="lines at a time [128]")
+    add("--max_new_tokens", type=count, default=128, metavar="N", help="per line out [128]")
+    add("--batch_size", type=count, default=128, metavar="N", help="lines at a time [128]")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
         help="auto: a GPU if there is one")  # fmt: skip
     args = parser.parse_args(argv)
-    for name in ("num_samples", "top_k", "max_new_tokens", "batch_size"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} {value}: it must be a whole number, 1 or more")
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
         parser.error(f"--temperature {args.temperature:g}: it must be 0 or more, as 0.8")
     if args.text and args.input:

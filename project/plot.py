@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -25,9 +26,15 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from matplotlib.ticker import MaxNLocator
+
 from pipeline.catalogue import SCHEDULES
 from project.plot_timeline import (
     COLOURS,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
     draw_step,
     handy,
     in_step,
@@ -36,12 +43,17 @@ from project.plot_timeline import (
     plot_schedule,
     shares,
     steps_of,
+    stillness,
 )
+from training.command_line import Parser, count
 from training.curves import (
     BLUE,
+    GREEN,
+    GREY,
     INK,
     Epochs,
     describe,
+    epochs_of,
     picture,
     plot_training,
     read_epochs,
@@ -61,7 +73,7 @@ ALIKE = (  # options that must be the same in all runs of a figure
     "n_train",
 )  # fmt: skip
 NAMED = ("strategy", "precision", "recompute", "learning_rate", "schedule", "world_size", "dropout")
-STYLES = ("-", "--", ":", "-.", "-", "--", ":", "-.")  # lines that lie on each other still show
+LINES = (GREY, ORANGE, SKY, BLUE, GREEN, PURPLE, VERMILION, INK)  # wide ones first
 TIMES = ("forward", "recompute", "backward", "optimizer", "other", "communication", "idle")
 
 
@@ -236,7 +248,9 @@ def compare(
         verb = "as fast as" if metric == TIME else "the tokens/s of"
         gain = (after[0] / base) ** sign
         about = [describe(folders[1]), "mean and standard deviation of all epochs but the first"]
-        about += _why(runs, labels, options, gain, ideal if equal else None)
+        about += _why(runs, labels[1], options)
+        if equal and gain > 1.01 * ideal:
+            about.append(_above_ideal(folders[0], options))
         paths.append(output / f"{name}_{file}.png")
         draw_bars(
             paths[-1], bars, ylabel=YLABELS[metric], foot="; ".join(filter(None, about)),
@@ -255,34 +269,58 @@ def _size(options: Mapping[str, Any]) -> list[str]:
 
 
 def _why(
-    runs: Sequence[list[Epochs]],
-    labels: tuple[str, str, str],
-    options: Sequence[Mapping[str, Any]],
-    gain: float,
-    ideal: float | None,
+    runs: Sequence[list[Epochs]], name: str, options: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """What a reader of the figure would wonder about."""
     found = []
-    if ideal is None:
-        cores = [o.get("cores") for o in options]
+    cores = [o.get("cores") for o in options]
+    if cores[0] != cores[1]:
         found.append(
             f"no ideal is drawn, since a process has {cores[0]} cores in one run and {cores[1]} in "
             "the other: --cores_per_rank 1 for both makes them equal"
         )
-    elif gain > 1.01 * ideal and "pipeline" in labels:
-        found.append(
-            "more than ideal, since the baseline computes the whole batch at once, and "
-            "micro-batches stay in the caches"
-        )
-    before, after = (
-        sum(epoch[TIME] * epoch[THROUGHPUT] for rank in run for epoch in rank[1:]) for run in runs
+    (time, after), (rate, rate_after) = (
+        [over_epochs(run, metric)[0] for run in runs] for metric in (TIME, THROUGHPUT)
     )
-    if abs(after / before - 1) > 0.02:
-        found.append(
-            f"{labels[1]}: {abs(after / before - 1):.0%} {'fewer' if after < before else 'more'} "
-            "positions, by the padding, so that time and tokens/s say different things"
-        )
+    by_time, by_tokens = time / after, rate_after / rate
+    if abs(by_tokens / by_time - 1) > 0.01:
+        positions = [
+            sum(epoch[TIME] * epoch[THROUGHPUT] for rank in run for epoch in rank[1:])
+            for run in runs
+        ]
+        more = positions[1] / positions[0] - 1
+        own = fmean(over_epochs([rank], TIME)[0] for rank in runs[1])
+        if abs(more) > 0.005:
+            reason = (
+                f"with {name} an epoch has {abs(more):.0%} {'more' if more > 0 else 'fewer'} "
+                "tokens, as every part of a batch is padded to its own longest sentence"
+            )
+        elif after > 1.005 * own:
+            reason = "the time is that of the slowest rank, tokens/s are added over the ranks"
+        else:
+            reason = "epochs take unequal times, and the mean of their speeds is not that of these"
+        found.append(f"{by_time:.2f}x by time, {by_tokens:.2f}x by tokens/s: {reason}")
     return found
+
+
+def _above_ideal(baseline: Path, options: Sequence[Mapping[str, Any]]) -> str:
+    """Why a run may gain more than its ideal, which takes the baseline's time for granted."""
+    before, after = (o.get("num_microbatches") or 1 for o in options)
+    if before < after:
+        pieces = f"{before} pieces" if before > 1 else "one piece"
+        return (
+            f"more than ideal, since the baseline works on the whole batch in {pieces}, and "
+            "smaller ones stay in the caches"
+        )
+    with suppress(UserError):
+        workers, about = timeline_of(baseline)
+        if about.get("schedule") in SCHEDULES:
+            still = fmean(stillness(in_step(workers, step)) for step in steps_of(workers))
+            return (
+                "more than ideal, since the baseline also loses time between its actions: in "
+                f"{still:.1%} of a step no stage works"
+            )
+    return "more than ideal: the two runs differ in more than what is compared, as in their caches"
 
 
 def over_epochs(ranks: list[Epochs], metric: str) -> tuple[float, float]:
@@ -327,8 +365,8 @@ def run_names(text: str) -> list[tuple[str, int]]:
     found = [part.strip().partition("=") for part in text.split(",")]
     if not all(name in STRATEGIES and number.isdecimal() for name, _, number in found):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: take strategies ({', '.join(STRATEGIES)}) and their number of processes, "
-            "e.g. ddp=1,ddp=2"
+            f"{text}: they must be strategies ({', '.join(STRATEGIES)}) with their number of "
+            "processes, e.g. ddp=1,ddp=2"
         )
     return [(name, int(number)) for name, _, number in found]
 
@@ -437,28 +475,35 @@ def plot_memory(runs: Sequence[Run], path: Path) -> Path:
     )  # fmt: skip
 
 
-def plot_losses(workdirs: Sequence[Path], path: Path) -> Path:
-    """The validation losses of runs, called by the options in which they differ."""
-    options = [read_options(workdir) for workdir in workdirs]
-    differ = [
-        key
-        for key, value in options[0].items()
-        if key in NAMED and any(other.get(key) != value for other in options)
-    ]
-    runs = {}
-    for workdir, given in zip(workdirs, options, strict=True):
-        name = ", ".join(str(given.get(key)) for key in differ) or workdir.name
-        runs[name] = [epoch["validation_loss"] for epoch in read_epochs(workdir, "rank0_results")]
-    ends = ", ".join(f"{name} {losses[-1]:.3f}" for name, losses in runs.items())
-    title = f"validation loss after {max(map(len, runs.values()))} epochs: {ends}"
-    with picture(path, title, describe(*workdirs)) as (_, (ax,)):
-        for (name, losses), style in zip(runs.items(), STYLES, strict=False):
-            done = range(1, len(losses) + 1)
-            ax.plot(done, losses, style, marker="o", label=name, clip_on=False)
-        ax.set(title="loss (nats per target)", xlabel="epoch", xticks=list(done))
-        ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
-        ax.legend()
+def plot_losses(workdirs: Sequence[Path], path: Path, names: Sequence[str] | None = None) -> Path:
+    """The losses of runs beside each other, called by `names`, or by the options in which they
+    differ."""
+    runs = dict(zip(names or _names(workdirs), map(epochs_of, workdirs), strict=True))
+    ends = ", ".join(f"{name} {run[-1]['validation_loss']:.3f}" for name, run in runs.items())
+    n = max(map(len, runs.values()))
+    title = f"validation loss after {n} epochs: {ends}"
+    with picture(path, title, describe(*workdirs), (12, 5.6), ncols=2) as (_, axes):
+        for ax, kind in zip(axes, ("training", "validation"), strict=True):
+            for k, (name, run) in enumerate(runs.items()):
+                values = [epoch[f"{kind}_loss"] for epoch in run]
+                # A wide line shows under the narrow ones that lie on it.
+                look: dict[str, Any] = {"lw": max(1.5, 9 - 2.3 * k), "color": LINES[k % len(LINES)]}
+                ax.plot(range(1, len(run) + 1), values, label=name, **look)
+            ax.set(title=f"{kind} loss (nats per target)", xlabel="epoch")
+            ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+            ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
+        axes[0].legend()
     return path
+
+
+def _names(workdirs: Sequence[Path]) -> list[str]:
+    """Of runs: the options in which they differ."""
+    options = [read_options(workdir) for workdir in workdirs]
+    differ = [key for key in NAMED if len({str(given.get(key)) for given in options}) > 1]
+    return [
+        ", ".join(str(given[key]) for key in differ if given.get(key) is not None) or workdir.name
+        for workdir, given in zip(workdirs, options, strict=True)
+    ]
 
 
 # The command line
@@ -477,8 +522,7 @@ COMMANDS = {
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = Parser(description=__doc__)
     adder = parser.add_subparsers(dest="figure", required=True, metavar="COMMAND")
     commands = {name: adder.add_parser(name, help=text) for name, text in COMMANDS.items()}
 
@@ -513,13 +557,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def count(text: str) -> int:
-    """The type of an option: a whole number, 1 or more."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 1 or more, is needed, as 4")
-    return int(text)
-
-
 def draw_figure(args: argparse.Namespace) -> list[Path]:
     """Draws what the command line asks for; returns the paths."""
     name, folder = args.figure, args.output or OUTPUT
@@ -542,6 +579,10 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
         return [plot_schedule(args.schedule, *sizes, args.chunks, path(stem))]
     if name == "timeline":
         run = args.run if args.run.exists() else args.workdir / args.run
+        if not run.is_dir():
+            raise UserError(
+                f"{args.run}: there is no such folder, and no {run}; name the --workdir of a run"
+            )
         workers, about = timeline_of(run)
         print(f"wrote {write_trace(run)}: open it in https://ui.perfetto.dev")
         return [draw_step(path(f"timeline_{run.name}"), workers, about, describe(run), args.step)]

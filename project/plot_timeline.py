@@ -38,10 +38,11 @@ from training.perfetto import without_crossings
 from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event
 
 ORANGE, SKY, PURPLE, VERMILION, YELLOW = "#E69F00", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
+AMBER = "#F5CE85"  # a light orange: half of a backward
 COLOURS = {  # of what a picture tells apart, in the order of its legend
     "parameters": BLUE, "gradients": ORANGE,
-    "forward": BLUE, "recompute": YELLOW, "backward": ORANGE, "backward of inputs": ORANGE,
-    "backward of weights": GREEN, "optimizer": GREY, "other": SKY, "communication": VERMILION,
+    "forward": BLUE, "recompute": YELLOW, "backward": ORANGE, "backward (input)": AMBER,
+    "backward (weight)": GREEN, "optimizer": GREY, "other": SKY, "communication": VERMILION,
     "send": PURPLE, "receive": SKY, "all-reduce": VERMILION, "all-gather": SKY,
     "reduce-scatter": PURPLE, "wait for all ranks": INK, "idle": FAINT, "peak resident": "white",
     "baseline": GREY, "measured": BLUE, "ideal": "white",
@@ -56,12 +57,11 @@ def on(colour: str) -> str:
 
 
 def legend(fig: Figure, kinds: set[str], below: float = 3.6) -> None:
-    """Says which colour is which kind, `below` the axes in lines; a backward and its first half are
-    one."""
+    """Says which colour is which kind, `below` the axes in lines."""
     patches = [
         Patch(facecolor=colour, label=kind, edgecolor=BLUE if colour == "white" else colour)
         for kind, colour in COLOURS.items()
-        if kind in kinds and not (kind == "backward of inputs" and "backward" in kinds)
+        if kind in kinds
     ]
     fig.axes[-1].legend(
         handles=patches, loc="upper left", bbox_to_anchor=(0, 0), borderaxespad=below,
@@ -108,6 +108,12 @@ def bubbles(workers: Workers) -> dict[str, float]:
     actions = actions_of(workers)
     total = duration(actions) or 1.0
     return {name: 1 - spent(events) / total for name, events in actions.items()}
+
+
+def stillness(workers: Workers) -> float:
+    """The share of a step's actions in which no worker is busy with one."""
+    actions = actions_of(workers)
+    return 1 - spent(e for events in actions.values() for e in events) / duration(actions)
 
 
 def shares(workers: Workers) -> dict[str, float]:
@@ -195,8 +201,12 @@ def draw_step(
         meaning = "ideal: equal stages and micro-batches, transfers take no time"
     else:
         times, total = shares(measured), duration(measured)
-        sent, idling = times["communication"] / total, times["idle"] / total
-        title += f", {n} worker{'s' * (n > 1)}: communication {sent:.0%}, idle {idling:.0%}"
+        found = ", ".join(
+            f"{kind} {times[kind] / total:.0%}"
+            for kind in ("optimizer", "communication", "idle")
+            if times[kind]
+        )
+        title += f", {n} worker{'s' * (n > 1)}: {found}"
         meaning = "communication: the part that no computation hides"
     numbers = "layers" if any(map(by_layer, measured.values())) else "micro-batches"
     numbers = "micro-batches, letters: chunks" if ranks else numbers
@@ -256,6 +266,7 @@ def draw_timeline(
                 labels = [f"{worker}\n{idle[worker]:.0%} idle" for worker in workers]
                 seconds = readable(duration(actions_of(workers)) * factor)
                 heading += f": {seconds} {name}, {fmean(idle.values()):.0%} idle"
+                heading += after_actions(workers)
             begin = min(event.start for events in workers.values() for event in events)
             for y, events in enumerate(workers.values()):
                 ax.barh(y, duration(workers) * factor, 0.86, color=FAINT)
@@ -273,6 +284,14 @@ def draw_timeline(
         axes[-1].set_xlabel(f"{unit} ({name})" if name else unit)
         legend(fig, found)
     return path
+
+
+def after_actions(workers: Workers) -> str:
+    """What a heading adds on the optimizer, which the schedule does not know: it is drawn, and does
+    not count as busy. The time is of the slowest worker."""
+    rows = [spent(e for e in events if e.kind == "optimizer") for events in workers.values()]
+    factor, unit = handy(max(rows))
+    return f"; then the optimizer: {readable(max(rows) * factor)} {unit}" if max(rows) else ""
 
 
 def by_layer(events: Sequence[Event]) -> bool:

@@ -51,6 +51,7 @@ from training.launch import World, launch, setup
 from training.loop import recipe_of, run, train
 from training.optimization import Optimizers
 from training.replicated import Replicated
+from training.results import OPTIONS, options_of, write_json
 from training.saving import NO_RESUME, Resume, find_resume
 from training.sequences import SequenceTask
 from training.text import Texts
@@ -102,12 +103,15 @@ def run_dp(world: World, args: Any, texts: Texts, resume: Resume = NO_RESUME) ->
 
 
 def write_gradients(world: World, args: Any, task: SequenceTask, model: Replicated) -> None:
-    """An epoch without evaluation; then each rank writes the gradients of its last step."""
+    """An epoch without evaluation; then each rank writes the gradients of its last step, and the
+    first one the options."""
     optimizer = Optimizers(model.optimizers, recipe_of(args, task), world, counted=model.counted)
     steps = task.steps(0, model.part, model.parts, model.num_microbatches)
     steps = islice(steps, args.num_batches or task.steps_per_epoch)
-    train(model, optimizer, steps, "Epoch 0", world.rank, model.average_gradients)
+    train(model, optimizer, steps, "Epoch 1", world.rank, model.average_gradients)
     print(f"rank {world.rank} wrote {save_grad_weights(model.module, world.rank)}", flush=True)
+    if world.is_main:
+        write_json(args.workdir / OPTIONS, options_of(args))
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ from tests.equivalence import golden
 from tests.equivalence.compare import Result
 from tests.equivalence.run import check_all
 from tests.equivalence.table import TABLE, Row
+from training.command_line import Parser
 from training.launch import UserError, torchrun_world_size
 from training.results import write_json
 
@@ -64,10 +65,7 @@ def choose(patterns: list[str]) -> list[Row]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options, with what is wrong with them said before anything is started."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--strategy", action="append", metavar="PATTERN", help="only these rows, as 'fsdp2-*'")
     add("--list", action="store_true", help="print the names of the rows")

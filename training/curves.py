@@ -85,13 +85,23 @@ def read_epochs(workdir: Path, prefix: str) -> Epochs:
     UserError where there are none, or one cannot be read."""
     try:
         results = read_results(workdir, prefix)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, AttributeError) as error:
         raise UserError(f"{workdir}: a result file cannot be read ({error})") from error
     if not results:
         raise UserError(
             f"{workdir} has no {prefix}_epoch0.json; name the --workdir of a finished run"
         )
+    for name in ("training_loss", "validation_loss"):
+        if any(name not in epoch for epoch in results):
+            raise UserError(f"{workdir}: a result file has no {name}; make the run again")
     return results
+
+
+def epochs_of(workdir: Path) -> Epochs:
+    """The results of a run: of the first rank, or of a pipeline. Raises UserError as `read_epochs`
+    does."""
+    pipeline = any(workdir.glob("eval_results_epoch*.json"))
+    return read_epochs(workdir, "eval_results" if pipeline else "rank0_results")
 
 
 def describe(*workdirs: Path) -> str:
@@ -124,8 +134,7 @@ def _facts(workdir: Path) -> list[str]:
 def plot_training(workdir: Path, output: Path | None = None) -> Path:
     """Draws loss and score of a run after each epoch, by default in workdir/training.png; returns
     the path. Raises UserError where results are missing."""
-    pipeline = any(workdir.glob("eval_results_epoch*.json"))
-    epochs = read_epochs(workdir, "eval_results" if pipeline else "rank0_results")
+    epochs = epochs_of(workdir)
     panels = [("loss (nats per target)", {"training_loss": GREY, "validation_loss": BLUE})]
     found = f"validation loss {epochs[-1]['validation_loss']:.2f}"
     for key, name, split in SCORES:

@@ -188,11 +188,11 @@ def run(
             saving.after_step(epoch, totals)
 
         totals = train(
-            model, optimizer, steps, f"Epoch {epoch}", world.rank, average_gradients_fn, length,
+            model, optimizer, steps, f"Epoch {epoch + 1}", world.rank, average_gradients_fn, length,
             before, after_step,
         )  # fmt: skip
         saving.save(epoch, totals)
-        check_replicas(world, model.whole_parameters(), f"in epoch {epoch}")
+        check_replicas(world, model.whole_parameters(), f"in epoch {epoch + 1}")
         few = not whole_epochs and total < per_epoch  # too few steps to learn to translate
         result = results.end_epoch(epoch, totals, *_evaluate(world, task, model, score=not few))
         metrics.add_evaluation(optimizer.steps, epoch, result)

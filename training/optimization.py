@@ -223,7 +223,7 @@ class Optimizers:
 
     def _where(self) -> str:
         epoch, step = divmod(self.steps, self.recipe.steps_per_epoch)
-        return f"epoch {epoch}, step {step + 1} of {self.recipe.steps_per_epoch}"
+        return f"epoch {epoch + 1}, step {step + 1} of {self.recipe.steps_per_epoch}"
 
     def _advice(self) -> str:
         """What a person may try."""

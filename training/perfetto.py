@@ -38,7 +38,7 @@ def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any
             world_size, by_rank = content["world_size"], content["workers"] == "rank"
             about = about or content["about"]
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a timeline ({error!r})") from error
+            raise ValueError(f"{path} is not a timeline, or only half of one") from error
         ranks = about.get("ranks")
         for event in [] if by_rank else events:
             s = max(0, event.stage)

@@ -8,7 +8,8 @@ once for all ranks of a pipeline:
 
 and metrics.jsonl as it goes, see training/metrics.py; and at the end summary.json: speed, memory
 and the loss of every step. options.json has the options of the run, config.json and tokenizer.json
-the model's. Figures are drawn from these files.
+the model's. Figures are drawn from these files. Files count epochs from 0, as the course's names
+do; whatever a person reads (the table, figures, messages) counts from 1, and 0 is the start.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -133,7 +135,7 @@ class Results:
         units = zip(self.task.units, (positions, tokens), strict=False)
         shown_speeds = "   ".join(f"{speed:>{len(unit)},.0f}" for unit, speed in units)
         self.say(
-            f"{epoch:>5}   {training_loss:>10.3f}   {validation_loss:>11.3f}{shown}   "
+            f"{epoch + 1:>5}   {training_loss:>10.3f}   {validation_loss:>11.3f}{shown}   "
             f"{totals.seconds:>4.0f}s   {shown_speeds}"
         )
         return result
@@ -175,6 +177,7 @@ class Results:
         summary = {
             **options_of(args),
             "layout": model.description,
+            "load": os.getloadavg()[0],  # of the machine, over a minute, this run included
             "cores": len(core_slice(0, 1)) if world.device.type == "cpu" else None,  # a process'
             "schedule": model.schedule,
             "num_microbatches": model.num_microbatches,

@@ -37,8 +37,8 @@ COMPUTE, COMMUNICATION = "compute", "communication"
 KINDS = {  # kind: its name, and its lane
     "F": ("forward", COMPUTE),
     "B": ("backward", COMPUTE),
-    "I": ("backward of inputs", COMPUTE),
-    "W": ("backward of weights", COMPUTE),
+    "I": ("backward (input)", COMPUTE),
+    "W": ("backward (weight)", COMPUTE),
     "R": ("recompute", COMPUTE),
     "optimizer": ("optimizer", COMPUTE),
     "send": ("send", COMMUNICATION),

@@ -21,6 +21,7 @@ from tests.project.made_up import (
     RANKS,
     SINGLE,
     TOKENS,
+    Rows,
     write_epochs,
     write_run,
 )
@@ -140,7 +141,11 @@ def test_data_parallel(
     assert error_bars(ax) == [pytest.approx((m - spread, m + spread)) for m in (20, 10, 11)]
     assert title(time) == "2 processes: 1.82x as fast as one (ideal 2x)"  # 20 s to the slowest's 11
     assert [text for text in inside(ax) if text.endswith("x")] == ["2.00x", "1.82x", "2x"]
-    assert foot(time) == "mean and standard deviation of all epochs but the first"
+    both = (  # per epoch as many tokens
+        "mean and standard deviation of all epochs but the first; 1.82x by time, 1.92x by "
+        "tokens/s: the time is that of the slowest rank, tokens/s are added over the ranks"
+    )
+    assert foot(time) == both
     assert [bool(bar.get_hatch()) for bar in boxes(ax)] == [False, False, False, True]
 
     (ax,) = throughput.axes
@@ -151,6 +156,7 @@ def test_data_parallel(
     low, high = error_bars(ax)[1]
     assert (high - low) / 2 == pytest.approx((886.6667 - 731.8182) / 2**0.5, rel=1e-4)
     assert title(throughput) == "2 processes: 1.92x the tokens/s of one (ideal 2x)"
+    assert foot(throughput) == both
 
 
 def test_processes_of_unequal_cores_have_no_ideal(tmp_path: Path, drawn: dict[str, Figure]) -> None:
@@ -171,8 +177,8 @@ def test_processes_of_unequal_cores_have_no_ideal(tmp_path: Path, drawn: dict[st
         "--cores_per_rank 1 for both makes them equal"
     )
     assert padding == (
-        "2 processes: 10% fewer positions, by the padding, so that time and tokens/s say different "
-        "things"
+        "1.82x by time, 1.73x by tokens/s: with 2 processes an epoch has 10% fewer tokens, as "
+        "every part of a batch is padded to its own longest sentence"
     )
 
 
@@ -212,6 +218,28 @@ def test_pipeline(
     assert heights(ax) == pytest.approx([8400 / 36, (8400 / 23 + 8400 / 25) / 2, 8400 / 36 * ideal])
 
 
+def test_more_than_ideal_is_explained(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    """The baseline has the whole batch at once; or its stages hand over slowly: of 10 s no stage
+    works in 4."""
+    pipe = write_epochs(tmp_path / "pp", "eval_results", [9.0, 4.0, 4.0], num_microbatches=4)
+    line = f"pipeline --model_parallel {{}} --pipeline_parallel {pipe} --output {tmp_path}"
+    whole = write_epochs(tmp_path / "mp", "eval_results", [9.0, 8.0, 8.0], num_microbatches=1)
+    plot.draw_figure(plot.parse(line.format(whole).split()))
+    assert foot(drawn["pipeline_throughput.png"]).endswith(
+        "; more than ideal, since the baseline works on the whole batch in one piece, and smaller "
+        "ones stay in the caches"
+    )
+    rows: Rows = [[("F", 0, 0, 0, 1), ("B", 0, 0, 7, 10)], [("F", 1, 0, 3, 4), ("B", 1, 0, 4, 5)]]
+    slow = write_run(tmp_path, "model2", rows, num_microbatches=4, schedule="sequential")
+    write_epochs(slow, "eval_results", [9.0, 8.0, 8.0])
+    (slow / "summary.json").write_text('{"num_microbatches": 4, "schedule": "sequential"}')
+    plot.draw_figure(plot.parse(line.format(slow).split()))
+    assert foot(drawn["pipeline_training_time.png"]).endswith(
+        "; more than ideal, since the baseline also loses time between its actions: in 40.0% of a "
+        "step no stage works"
+    )
+
+
 def test_training_draws_losses_and_score(single: Path, drawn: dict[str, Figure]) -> None:
     summary = {"batch_size": 128, "cores": 1, "model": "gpt2-mini", "n_layer": 2, "n_embd": None}
     (single / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
@@ -235,12 +263,18 @@ def test_losses_of_runs_are_named_by_what_differs(tmp_path: Path, drawn: dict[st
     for run, precision in zip(runs, ("fp32", "bf16"), strict=True):
         about = {"model": "gpt2-mini", "precision": precision, "workdir": str(run), "dropout": 0.1}
         (run / "summary.json").write_text(json.dumps(about), encoding="utf-8")
-    (tmp_path / "b" / "rank0_results_epoch1.json").write_text('{"validation_loss": 2.0}')
+    (tmp_path / "b" / "rank0_results_epoch1.json").write_text(
+        '{"training_loss": 1.0, "validation_loss": 2.0}'
+    )
     args = ["training", *map(str, runs), "--output", str(tmp_path / "losses.png")]
     assert plot.draw_figure(plot.parse(args)) == [tmp_path / "losses.png"]
-    (ax,) = drawn["losses.png"].axes
-    found = {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in ax.lines}
-    assert found == {"fp32": [4.5, 3.5], "bf16": [4.5, 2.0]}
+    found = [
+        {line.get_label(): np.asarray(line.get_ydata()).tolist() for line in ax.lines}
+        for ax in drawn["losses.png"].axes
+    ]
+    assert found == [
+        {"fp32": [4.0, 3.0], "bf16": [4.0, 1.0]}, {"fp32": [4.5, 3.5], "bf16": [4.5, 2.0]}
+    ]  # fmt: skip
 
 
 def test_training_of_pictures_and_of_runs_without_a_loss(
@@ -354,7 +388,9 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     assert foot(fig).endswith("; numbers: micro-batches")
     assert title(fig) == "pipeline, gpipe, 2 stages: 36.8% idle, ideal 33.3%"
     assert "2 stages, gpipe, 2 micro-batches; 1 core per process; step 1; " in foot(fig)
-    assert measured.get_title(loc="left") == "measured: 9.50 s, 37% idle"
+    assert measured.get_title(loc="left") == (
+        "measured: 9.50 s, 37% idle; then the optimizer: 500 ms"
+    )
     assert ideal.get_title(loc="left") == "ideal: 9.00 s, 33% idle"
     rows = [label.get_text() for label in measured.get_yticklabels()]
     assert rows == ["rank 0\n37% idle", "rank 1\n37% idle"]
@@ -380,7 +416,7 @@ def test_a_timeline_without_a_schedule_has_no_ideal(
     write_run(tmp_path, "ddp2", DDP2)
     fig = picture(tmp_path, drawn, "timeline", "ddp=2")
     assert len(fig.axes) == 1
-    assert title(fig) == "ddp, 2 workers: communication 15%, idle 5%"
+    assert title(fig) == "ddp, 2 workers: optimizer 10%, communication 15%, idle 5%"
     work = [b for b in boxes(fig.axes[0]) if b.get_y() > 0.55 and b.get_height() < 0.2]
     assert len({b.get_y() for b in work}) == 2  # all-reduces that overlap
 
@@ -445,8 +481,12 @@ def test_files_that_do_not_compare(single: Path, multiple: Path, tmp_path: Path)
     assert said(nothing, multiple) == (
         f"{nothing} has no rank0_results_epoch0.json; name the --workdir of a finished run"
     )
-    (multiple / "rank1_results_epoch0.json").write_text("{")
-    assert "a result file cannot be read" in said(single, multiple)
+    for broken, words in (
+        ("{", "a result file cannot be read"), ("[]", "a result file cannot be read"),
+        ("{}", "a result file has no training_loss; make the run again"),
+    ):  # fmt: skip
+        (multiple / "rank1_results_epoch0.json").write_text(broken)
+        assert words in said(single, multiple)
 
 
 def test_runs_that_are_missing_or_differ(tmp_path: Path) -> None:
@@ -469,10 +509,35 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path) -> None:
     assert message(tmp_path, "split_time", "ddp=2", *root) == (
         f"{folder}/timeline_rank1.json is missing; make the run again, with --timeline 10"
     )
+    assert message(tmp_path, "timeline", "ddp=3", *root) == (
+        f"ddp3: there is no such folder, and no {tmp_path}/ddp3; name the --workdir of a run"
+    )
     (folder / "timeline_rank0.json").write_text("{}")
     assert "timeline_rank0.json is not a timeline" in message(tmp_path, "timeline", str(folder))
     (folder / "summary.json").write_text("{")
     assert "summary.json cannot be read" in message(tmp_path, "memory", "ddp=2", *root)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "missing: COMMAND"),
+        ("graph", "COMMAND graph: it must be one of data_parallel, pipeline, "),
+        ("timeline run --step y", "--step y: it must be a whole number;"),
+        ("timeline run --step", "--step needs a value;"),
+        ("schedule --schedule fast", "--schedule fast: it must be one of gpipe, 1f1b, "),
+        ("schedule --n_chunk 0", "--num_microbatches 0: it must be a whole number, 1 or more;"),
+        ("training run --color red", "--color red: there is no such option;"),
+    ],
+)
+def test_a_mistyped_line_is_answered_by_one_sentence(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        plot.parse(line.split())
+    assert end.value.code == 2
+    (found,) = capsys.readouterr().err.splitlines()
+    assert f"error: {said}" in found and found.endswith("; --help explains all")
 
 
 @pytest.mark.parametrize("text", ["", "ddp", "dp=2", "ddp=2,", "ddp=2;fsdp=2", "ddp=-1"])

@@ -109,7 +109,7 @@ def test_a_loss_that_explodes_is_said_once() -> None:
     resumed.load_state_dict(optimizer.state_dict())
     said += [resumed.step(torch.tensor(loss), 2) for loss in (61.0, 600.0)]
     assert said == [None] * 3 + [
-        "epoch 0, step 4 of 10: the loss is 30.5 and was 3 at first; try --learning_rate 0.0005, "
+        "epoch 1, step 4 of 10: the loss is 30.5 and was 3 at first; try --learning_rate 0.0005, "
         "--warmup_steps 100, --max_grad_norm 1 or --on_nan skip, which leaves such steps out",
         None,
     ]

@@ -80,7 +80,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice() -> None:
     with pytest.raises(RunError) as error:
         optimizers.step(torch.tensor(NAN), 1)
     assert str(error.value) == (
-        "epoch 1, step 2 of 4: the loss is nan; try --learning_rate 0.25, --warmup_steps 100, "
+        "epoch 2, step 2 of 4: the loss is nan; try --learning_rate 0.25, --warmup_steps 100, "
         "--max_grad_norm 1 or --on_nan skip, which leaves such steps out"
     )
     assert parameters[0].tolist() == [1.0, 1.0]
@@ -103,7 +103,7 @@ def test_whatever_is_not_finite_is_seen(loss: float, gradient: float, what: str)
     assert parameters[1].grad is not None
     parameters[1].grad[2] = gradient
     reason = optimizers.step(torch.tensor(loss), 1)
-    assert reason == f"epoch 0, step 1 of 4: {what}; the step was left out"
+    assert reason == f"epoch 1, step 1 of 4: {what}; the step was left out"
     assert [p.tolist() for p in parameters] == [[1.0] * 3] * 2
 
 
@@ -133,7 +133,7 @@ def test_without_a_target_there_is_nothing_to_learn() -> None:
     assert optimizers.step(torch.tensor(1.0), 7) is None
     feed(parameters, 0.0)
     assert optimizers.step(torch.tensor(0.0), 0) == (
-        "epoch 0, step 2 of 4: the batch has no target token; the step was left out"
+        "epoch 1, step 2 of 4: the batch has no target token; the step was left out"
     )
     assert parameters[0].tolist() == [0.0]
     assert optimizers.state_dict().items() >= {"steps": 2, "in_a_row": 0}.items()
@@ -149,7 +149,7 @@ def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
     with pytest.raises(RunError) as error:
         optimizers.step(torch.tensor(NAN), 1)
     assert str(error.value) == (
-        "epoch 0, step 40 of 100: the loss is nan; the step was left out, as were 19 before it; "
+        "epoch 1, step 40 of 100: the loss is nan; the step was left out, as were 19 before it; "
         "try --learning_rate 0.5 or --warmup_steps 100"
     )
 
@@ -198,4 +198,4 @@ def test_ranks_leave_out_the_same_steps(ranks: Ranks) -> None:
 def test_all_ranks_stop(ranks: Ranks) -> None:
     found = ranks.run(_rank, "stop", ROWS)
     assert found[0] == found[1]
-    assert found[0][1].startswith("RunError epoch 0, step 2 of 4: the loss of rank 1 is nan; try ")
+    assert found[0][1].startswith("RunError epoch 1, step 2 of 4: the loss of rank 1 is nan; try ")

@@ -68,8 +68,8 @@ def test_rows_stand_under_their_header(
     results: Results, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results.say_start(7.25, Score(0.5))
-    results.end_epoch(9, TOTALS, 2.25, Score(33.125))
-    results.end_epoch(10, Totals(), 2.25, None)  # too few steps to be scored
+    results.end_epoch(8, TOTALS, 2.25, Score(33.125))
+    results.end_epoch(9, Totals(), 2.25, None)  # too few steps to be scored
     assert capsys.readouterr().out.split("\n")[:-1] == [
         # epoch   train loss   valid. loss      BLEU    time   positions/s   real tokens/s
         "start                      7.250       0.5",

@@ -1,0 +1,329 @@
+"""Makes the runs of CMU 11-868, assignment 4, and one page of their figures, tables and answers.
+
+    python project/report.py                         writes workdir_report/report.html
+    python project/report.py --n_epochs 2 --n_train 200        smaller runs
+
+One process and two, one stage at a time and a pipeline train the same model on the same batches,
+each process or stage on one core. Two short runs leave the gradients of their first step. A
+finished run is kept and used again as long as its options are the same, so the program may be
+interrupted and started again; a run that was interrupted begins anew, since its times would not
+compare. The page needs no network and no JavaScript, and every number in it comes from the files
+of the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+if __package__ in (None, ""):  # run as a script: the packages are beside this folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from training.command_line import Parser, count
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--workdir", type=Path, default=Path("workdir_report"), metavar="DIR",
+        help="folder for the runs and the page [%(default)s]")  # fmt: skip
+    add("--output", type=Path, metavar="DIR", help="of the figures [submit_figures]")
+    add("--n_train", type=count, default=1536, metavar="N", help="training examples [%(default)s]")
+    add("--n_epochs", type=count, default=4, metavar="N", help="2 or more [%(default)s]")
+    args = parser.parse_args(argv)
+    if args.n_epochs < 2:
+        parser.error("--n_epochs 1: the first epoch is left out of all times, so take 2 or more")
+    return args
+
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import may swallow a KeyboardInterrupt
+    parse()
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from pipeline.catalogue import find
+from pipeline.schedule import bubble
+from project.plot import (
+    OUTPUT,
+    THROUGHPUT,
+    TIME,
+    over_epochs,
+    plot_data_parallel,
+    plot_losses,
+    plot_pipeline,
+    timeline_of,
+)
+from project.plot_timeline import bubbles, draw_step, in_step, plot_schedule, steps_of
+from training.curves import Epochs, describe, read_epochs, read_options, readable
+from training.errors import RunError
+from training.results import SUMMARY, writing
+
+ROOT = Path(__file__).resolve().parents[1]
+REAL = "real_tokens_per_sec"
+COMMON = {  # options of all runs
+    "model": "gpt2-mini", "batch_size": "128", "n_validation": "100", "n_test": "10",
+    "device": "cpu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the report: its folder and name, and the command that makes it."""
+
+    folder: Path
+    name: str
+    program: str
+    options: dict[str, str]
+    leaves: tuple[str, ...] = (SUMMARY,)
+
+    @property
+    def command(self) -> list[str]:
+        """As a person types it, after `python`."""
+        given = [f"--{name}={value}" for name, value in self.options.items()]
+        return [f"project/{self.program}.py", *given, f"--workdir={self.folder}"]
+
+    def finished(self) -> bool:
+        """Whether its files are there, and of a run with the same options."""
+        if not all((self.folder / name).is_file() for name in self.leaves):
+            return False
+        found = read_options(self.folder)
+        return all(str(found.get(name)) == value for name, value in self.options.items())
+
+
+def planned(workdir: Path, n_train: int, n_epochs: int) -> dict[str, Run]:
+    """The runs, in their order."""
+    common = COMMON | {"n_train": str(n_train)}
+    long = common | {"n_epochs": str(n_epochs), "timeline": "3", "keep": "0"}
+    flow = long | {"num_devices": "2", "num_microbatches": "8"}
+    short = common | {"num_batches": "1", "pytest": "True"}
+    made = {}
+    for key, name, program, options in (
+        ("dp1", "one process", "run_data_parallel", long | _ranks(1)),
+        ("dp2", "two processes", "run_data_parallel", long | _ranks(2)),
+        ("mp", "model parallel", "run_pipeline", flow | _mode("model_parallel")),
+        ("pp", "pipeline", "run_pipeline", flow | _mode("pipeline_parallel")),
+        ("gradients1", "gradients of one process", "run_data_parallel", short | _ranks(1)),
+        ("gradients2", "gradients of two processes", "run_data_parallel", short | _ranks(2)),
+    ):
+        ranks = range(int(options.get("world_size", 1)))
+        files = tuple(f"tests/model{rank}_gradients.pth" for rank in ranks)
+        leaves = (*files, "options.json") if "pytest" in options else (SUMMARY,)
+        made[key] = Run(workdir / key, name, program, options, leaves)
+    return made
+
+
+def _ranks(n: int) -> dict[str, str]:
+    return {"world_size": str(n), "cores_per_rank": "1"}
+
+
+def _mode(name: str) -> dict[str, str]:
+    return {"model_parallel_mode": name}
+
+
+def make(run: Run) -> None:
+    """Runs the program to its end; in the folder, if it leaves gradients, which are written where
+    it runs. Raises RunError where it fails."""
+    with writing(run.folder):
+        run.folder.mkdir(parents=True, exist_ok=True)
+    for name in run.leaves:
+        (run.folder / name).unlink(missing_ok=True)
+    program, *options = run.command
+    place = None
+    if SUMMARY not in run.leaves:
+        options[-1], place = "--workdir=.", run.folder
+    process = subprocess.Popen([sys.executable, str(ROOT / program), *options], cwd=place)
+    try:
+        status = process.wait()
+    except BaseException:  # Ctrl-C, and its like: the run's own ranks are ended by the run
+        process.terminate()
+        process.wait()
+        raise
+    if status:
+        raise RunError(
+            f"the run {run.folder.name} ended with status {status}; its command was: python "
+            f"{shlex.join(run.command)}"
+        )
+
+
+# What the files say
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run as its result files have it."""
+
+    run: Run
+    ranks: list[Epochs]
+    loss: list[float]  # of every step
+
+    def mean(self, metric: str) -> float:
+        """Over all epochs but the first: of the slowest rank's time, or summed over the ranks."""
+        return over_epochs(self.ranks, metric)[0]
+
+    def shown(self, metric: str, unit: str = "") -> str:
+        """The mean and its spread."""
+        mean, std = over_epochs(self.ranks, metric)
+        return f"{readable(mean)} ± {readable(std)}{unit}"
+
+    def positions(self) -> float:
+        """Of an epoch, over all ranks, padding included."""
+        return fmean(sum(e[TIME] * e[THROUGHPUT] for e in es) for es in self.epochs()[1:])
+
+    def epochs(self) -> list[tuple[dict[str, float], ...]]:
+        """Per epoch, the results of the ranks."""
+        return list(zip(*self.ranks, strict=True))
+
+
+def read(run: Run) -> Measured:
+    """Raises UserError where its files are missing."""
+    options = read_options(run.folder)
+    staged = "num_devices" in options
+    prefixes = (
+        ["eval_results"] if staged
+        else [f"rank{rank}_results" for rank in range(options.get("world_size", 1))]
+    )  # fmt: skip
+    ranks = [read_epochs(run.folder, prefix) for prefix in prefixes]
+    return Measured(run, ranks, [math.nan if x is None else x for x in options["loss"]])
+
+
+def furthest(a: Sequence[float], b: Sequence[float]) -> float:
+    """The largest relative difference between two runs' losses."""
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def compare_gradients(one: Run, two: Run) -> list[dict[str, Any]]:
+    """Per parameter: its largest gradient on one process; the largest difference between the two
+    ranks, and between the first rank and one process."""
+    import torch  # here: figures are drawn without it
+
+    alone, *ranks = (
+        torch.load(run.folder / name, weights_only=True)
+        for run in (one, two)
+        for name in run.leaves
+        if name.endswith(".pth")
+    )
+    return [
+        {
+            "name": name,
+            "largest": float(gradient.abs().max()),
+            "ranks": max(float((other[name] - ranks[0][name]).abs().max()) for other in ranks),
+            "alone": float((ranks[0][name] - gradient).abs().max()),
+        }
+        for name, gradient in alone.items()
+    ]
+
+
+def measured_bubble(run: Run) -> float:
+    """The idle part of a step, the mean over workers and recorded steps but the first."""
+    workers, _ = timeline_of(run.folder)
+    return fmean(fmean(bubbles(in_step(workers, k)).values()) for k in steps_of(workers))
+
+
+def predicted_bubble(run: Run) -> float:
+    """Of the schedule, where every action takes as long."""
+    options = read_options(run.folder)
+    schedule = find(options["schedule"], options["chunks"])
+    return float(bubble(schedule(options["num_devices"], options["num_microbatches"])))
+
+
+def speed_up(of: Measured, over: Measured) -> dict[str, float]:
+    """By time of an epoch, by positions per second, by real tokens per second."""
+    gains = {name: of.mean(name) / over.mean(name) for name in (THROUGHPUT, REAL)}
+    return {TIME: over.mean(TIME) / of.mean(TIME), **gains}
+
+
+# The page
+
+
+def draw_all(runs: dict[str, Run], output: Path) -> dict[str, Path]:
+    """Draws the figures; returns them by their names."""
+    paths = plot_data_parallel(runs["dp1"].folder, runs["dp2"].folder, output)
+    paths += plot_pipeline(runs["mp"].folder, runs["pp"].folder, output)
+    long = [run for run in runs.values() if SUMMARY in run.leaves]
+    names = [run.name for run in long]
+    paths.append(plot_losses([run.folder for run in long], output / "losses.png", names))
+    for key in ("dp2", "pp"):
+        folder = runs[key].folder
+        path = output / f"timeline_{key}.png"
+        paths.append(draw_step(path, *timeline_of(folder), describe(folder)))
+    flow = read_options(runs["pp"].folder)
+    name, sizes = flow["schedule"], (flow["num_devices"], flow["num_microbatches"])
+    paths.append(plot_schedule(name, *sizes, flow["chunks"], output / "schedule_pp.png"))
+    return {path.stem: path for path in paths}
+
+
+def write_page(runs: dict[str, Run], page: Path, output: Path) -> Path:
+    """Draws the figures into `output` and writes the page with them inside; returns its path.
+    Raises UserError where a run's files are missing or do not compare."""
+    figures = draw_all(runs, output)
+    long = {key: read(run) for key, run in runs.items() if SUMMARY in run.leaves}
+    gradients = compare_gradients(runs["gradients1"], runs["gradients2"])
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["number"] = readable
+    environment.filters["tiny"] = lambda value: f"{value:.1e}" if value else "0"
+    environment.filters["share"] = lambda value: f"{value:.1%}"
+    text = environment.get_template("report.html").render(
+        about=describe(*(m.run.folder for m in long.values())),
+        runs=long,
+        loads=[read_options(m.run.folder)["load"] for m in long.values()],
+        dp=speed_up(long["dp2"], long["dp1"]),
+        pp=speed_up(long["pp"], long["mp"]),
+        flow=read_options(runs["pp"].folder),
+        bubbles={
+            key: (measured_bubble(runs[key]), predicted_bubble(runs[key])) for key in ("mp", "pp")
+        },
+        apart={key: furthest(m.loss, long["dp1"].loss) for key, m in long.items()},
+        gradients=gradients,
+        images={
+            name: base64.b64encode(path.read_bytes()).decode() for name, path in figures.items()
+        },
+        commands=[shlex.join(["python", *run.command]) for run in runs.values()],
+        TIME=TIME, THROUGHPUT=THROUGHPUT, REAL=REAL,
+    )  # fmt: skip
+    with writing(page):
+        page.write_text(text, encoding="utf-8")
+    return page
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The program."""
+    args = parse(argv)
+    runs = planned(args.workdir, args.n_train, args.n_epochs)
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > 0.3 * cores:
+        print(f"The load of this machine is {load:.1f}, on {cores} cores: times will be off.")
+    for number, run in enumerate(runs.values(), 1):
+        what = f"[{number}/{len(runs)}] {run.name}"
+        if run.finished():
+            print(f"{what}: finished before, in {run.folder}/", flush=True)
+            continue
+        print(f"{what}: python {shlex.join(run.command)}", flush=True)
+        start = time.perf_counter()
+        make(run)
+        print(f"{what}: {time.perf_counter() - start:.0f} s\n", flush=True)
+    page = write_page(runs, args.workdir / "report.html", args.output or OUTPUT)
+    print(f"The figures are in {args.output or OUTPUT}/, the page is {page}.")
+
+
+if __name__ == "__main__":
+    from project.utils import run_program
+
+    run_program(main)
