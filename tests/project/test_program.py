@@ -51,7 +51,7 @@ def test_it_says_what_it_trains_and_how_well(trained: Run) -> None:
         "test: 7 pairs, all there are (100 were asked for).",
     ]
     table = lines.index(HEADER)
-    assert [row.split()[0] for row in lines[table : table + 4]] == ["epoch", "start", "0", "1"]
+    assert [row.split()[0] for row in lines[table : table + 4]] == ["epoch", "start", "1", "2"]
     work = trained.workdir
     assert trained.stdout.rstrip().split("\n")[-1] == (
         f"Results are in {work}/; the curves are drawn in {work}/training.png."
