@@ -1,6 +1,6 @@
 """Runs every benchmark, prints their tables, and writes JSON under benchmarks/results/.
 
-    python -m benchmarks                      all, about an hour on two cores
+    python -m benchmarks                      all: each takes up to five minutes on two cores
     python -m benchmarks data_parallel        one of them
     python -m benchmarks --list
 

@@ -1,15 +1,19 @@
-"""Two stages per rank: this project's schedules and PyTorch's, in two processes with a core each.
+"""The best schedules, this project's and PyTorch's, in two processes with a core each.
 
-The blocks, batch and loss of the benchmark `pipeline`, a block per stage:
+The blocks, batch and loss of the benchmark `pipeline`. With a stage of two blocks per rank:
 
-- 1f1b: a stage of two blocks per rank, for the reader;
-- interleaved, zbv: this project's `ProcessPipe`, and its `Pipe` (threads);
-- torch interleaved, interleaved zb, zbv: `torch.distributed.pipelining`'s ScheduleInterleaved1F1B,
-  ScheduleInterleavedZeroBubble and ScheduleZBVZeroBubble.
+- zb: this project's `ProcessPipe`; torch 1f1b: `torch.distributed.pipelining`'s Schedule1F1B;
 
-Of each of ours also the share of time in which a rank computes nothing, in a step of its own that
-is recorded, beside that of the schedule if every action took its mean time and nothing was sent.
-Nothing is updated: every step computes the same loss and gradients, and those are compared.
+and with two stages of a block:
+
+- zbv: this project's `ProcessPipe`, and its `Pipe` (threads); interleaved;
+- torch interleaved, interleaved zb, zbv: ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble and
+  ScheduleZBVZeroBubble.
+
+For every number of micro-batches, our best beside PyTorch's best. Of zbv and interleaved also the
+share of time in which a rank computes nothing, in a step of its own that is recorded, beside that
+of the schedule if every action took its mean time and nothing was sent. Nothing is updated: every
+step computes the same loss and gradients, and those are compared.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -41,9 +45,12 @@ from project.plot_timeline import bubbles, ideal_of
 from training.launch import Settings, World, gather_over_ranks, launch
 from training.timeline import Event
 
-MICROBATCHES, ROUNDS, RECORDED = (4, 8), 5, 3
-OURS = ("1f1b", "interleaved", "zbv")
+MICROBATCHES, ROUNDS, RECORDED = (2, 4, 8, 16), 3, 3
+USUAL = (4, 8)  # where the others are timed, too
+OURS = ("zb", "zbv", "interleaved")
+OTHERS = ("interleaved", "torch interleaved", "threads, zbv")
 TORCH = {
+    "torch 1f1b": ("1f1b", Schedule1F1B),
     "torch interleaved": ("interleaved", ScheduleInterleaved1F1B),
     "torch interleaved zb": ("interleaved", ScheduleInterleavedZeroBubble),
     "torch zbv": ("zbv", ScheduleZBVZeroBubble),
@@ -66,25 +73,26 @@ class _Bench:
         self.gradients: dict[str, list[tuple[int, Tensor]]] = {}  # with the number of the block
         self.blocks = make_blocks()
         use_cores(self.own)
-        self.pipes, self.threads = {}, {}
+        self.pipes = {}
         for name in OURS:
             ranks = places(name, K)
             sizes = [BLOCKS // len(ranks)] * len(ranks)
             self.pipes[name] = ProcessPipe(make_blocks(), sizes, ranks=ranks)
-            placed, _ = place(list(make_blocks()), sizes, [f"cpu:{r}" for r in ranks])
-            use_cores(self.cores)
-            self.threads[name] = Pipe(placed, BATCH, sizes=sizes)
-            use_cores(self.own)
+        ranks, sizes = places("zbv", K), [1] * BLOCKS
+        placed, _ = place(list(make_blocks()), sizes, [f"cpu:{r}" for r in ranks])
+        use_cores(self.cores)
+        self.threads = Pipe(placed, BATCH, sizes=sizes)
 
     def contestants(self) -> dict[str, Callable[[], None]]:
         """As steps that all ranks call."""
         turns: dict[str, Callable[[], None]] = {}
         for m in MICROBATCHES:
-            for name in OURS:
-                turns[f"{name}, M={m}"] = self._ours(name, m)
-                turns[f"threads, {name}, M={m}"] = self._in_threads(name, m)
-            for name in TORCH:
-                turns[f"{name}, M={m}"] = self._torch(name, m)
+            turns |= {f"{name}, M={m}": self._ours(name, m) for name in OURS}
+            turns |= {f"{name}, M={m}": self._torch(name, m) for name in TORCH}
+            turns[f"threads, zbv, M={m}"] = self._in_threads(m)
+            if m not in USUAL:
+                for name in OTHERS:
+                    del turns[f"{name}, M={m}"]
         return turns
 
     def _note(self, name: str, loss: float, blocks: dict[int, nn.Module]) -> None:
@@ -113,16 +121,16 @@ class _Bench:
 
         return turn
 
-    def _in_threads(self, name: str, m: int) -> Callable[[], None]:
-        pipe = self.threads[name]
+    def _in_threads(self, m: int) -> Callable[[], None]:
+        pipe = self.threads
 
         def turn() -> None:
             if self.world.is_main:
                 use_cores(self.cores)
                 pipe.zero_grad()
-                loss = pipe.train_step(self.x, self.y, square_error, name, m)
+                loss = pipe.train_step(self.x, self.y, square_error, "zbv", m)
                 layers = [block for part in pipe.partitions for block in part.children()]
-                self._note(f"threads, {name}, M={m}", loss.item(), dict(enumerate(layers)))
+                self._note(f"threads, zbv, M={m}", loss.item(), dict(enumerate(layers)))
             else:
                 dist.barrier()
 
@@ -130,12 +138,15 @@ class _Bench:
 
     def _torch(self, name: str, m: int) -> Callable[[], None]:
         placed, kind = TORCH[name]
-        ranks, rank = places(placed, K), self.world.rank
-        blocks = {k: make_blocks()[k] for k in self._mine(ranks)}
+        ranks, rank, every = places(placed, K), self.world.rank, make_blocks()
+        blocks, size = {k: every[k] for k in self._mine(ranks)}, BLOCKS // len(ranks)
         stages: list[Any] = [
-            PipelineStage(b, k, BLOCKS, torch.device("cpu")) for k, b in blocks.items()
+            PipelineStage(every[s * size : (s + 1) * size], s, len(ranks), torch.device("cpu"))
+            for s, r in enumerate(ranks)
+            if r == rank
         ]
-        run: Any = kind(stages, m, loss_fn=square_error, scale_grads=False)
+        many: Any = stages if len(ranks) > K else stages[0]
+        run: Any = kind(many, m, loss_fn=square_error, scale_grads=False)
 
         def turn() -> None:
             use_cores(self.own)
@@ -156,7 +167,7 @@ class _Bench:
         """Of a recorded step: the mean share of time in which a rank computes nothing, and the
         schedule's own. On rank 0."""
         events: Recorded = []
-        pipe: Any = self.threads[name] if threads else self.pipes[name]
+        pipe: Any = self.threads if threads else self.pipes[name]
         ranks = places(name, K)
         pipe.recorder = lambda *event: events.append(event)
         if not threads or self.world.is_main:
@@ -193,14 +204,14 @@ def _rank(world: World, cores: Sequence[int], out: Path) -> None:
     bench.check()
     idle = {
         (name, m, threads): [bench.idle(name, m, threads) for _ in range(RECORDED)]
-        for m in MICROBATCHES for name in OURS for threads in (False, True)
-    }  # fmt: skip
+        for m in USUAL
+        for name, threads in (("interleaved", False), ("zbv", False), ("zbv", True))
+    }
     if world.is_main:
         torch.save((seconds, idle), out)
-    for pipe in bench.threads.values():
+    bench.threads.close()
+    for pipe in bench.pipes.values():
         pipe.close()
-    for process_pipe in bench.pipes.values():
-        process_pipe.close()
     dist.barrier()
 
 
@@ -218,24 +229,30 @@ def run() -> list[Row]:
         ratio = ratio_of(seconds[against], seconds[name])
         rows.append(Row(name, value, spread, "s", ratio, against, goal))
 
-    for m in MICROBATCHES:
-        for name in TORCH:
-            add(f"{name}, M={m}", f"1f1b, M={m}")
-        for name in OURS:
-            add(f"{name}, M={m}", f"1f1b, M={m}")
-            add(f"threads, {name}, M={m}", f"1f1b, M={m}")
-            for other in AGAINST.get(name, ()):
+    def fastest(names: Sequence[str], m: int) -> str:
+        found = [f"{name}, M={m}" for name in names if f"{name}, M={m}" in seconds]
+        return min(found, key=lambda name: statistics.median(seconds[name]))
+
+    for name in seconds:
+        add(name, f"torch 1f1b, {name.rpartition(', ')[2]}")
+    for m in USUAL:
+        for name, others in AGAINST.items():
+            for other in others:
                 add(f"{name}, M={m}", f"{other}, M={m}", 1.0)
-        for name in OURS:
-            for threads in (False, True):
-                measured, own = zip(*filter(None, idle[name, m, threads]), strict=True)
-                value, spread = summarize([100 * share for share in measured])
-                how = "threads, " if threads else ""
-                ideal = f"of {100 * statistics.median(own):.1f} % of the schedule's own"
-                ratio = value / (100 * statistics.median(own))
-                rows.append(Row(f"idle: {how}{name}, M={m}", value, spread, "%", ratio, ideal))
+    for m in MICROBATCHES:
+        ours, theirs = fastest(OURS, m), fastest(list(TORCH), m)
+        value, spread = summarize(seconds[ours])
+        ratio = ratio_of(seconds[theirs], seconds[ours])
+        rows.append(Row(f"best: {ours}", value, spread, "s", ratio, f"the best, {theirs}", 1.0))
+    for (name, m, threads), found in idle.items():
+        measured, own = zip(*filter(None, found), strict=True)
+        value, spread = summarize([100 * share for share in measured])
+        how = "threads, " if threads else ""
+        ideal = f"of {100 * statistics.median(own):.1f} % of the schedule's own"
+        ratio = value / (100 * statistics.median(own))
+        rows.append(Row(f"idle: {how}{name}, M={m}", value, spread, "%", ratio, ideal))
     title = (
-        f"Two stages per rank, {BLOCKS} GPT-2 blocks of width {WIDTH}, batch {BATCH} x {LENGTH}, "
+        f"The best schedules, {BLOCKS} GPT-2 blocks of width {WIDTH}, batch {BATCH} x {LENGTH}, "
         f"{K} ranks with a core each"
     )
     write_rows("chunks", title, rows)

@@ -1,10 +1,11 @@
-"""An epoch over 5,000 pairs: the plain loop against ours, on two ranks with a core each.
+"""An epoch over 1,600 pairs: the plain loop against ours, on two ranks with a core each.
 
 The plain loop is what one writes first: every sequence padded to 128, a vocabulary of 50,257
 rows whatever the text needs, logits at every position, tokenising in collate, an all-reduce per
 parameter after backward. Ours is the program's. Blocks, optimizer, tokenizer, batch size and
 number of steps are the same, and so are the initial weights of the blocks. Both go through the
-whole epoch, taking turns step by step; the times of each fifth of the epoch give the spread.
+whole epoch, taking turns step by step; the times of each fifth of the epoch give the spread. Of
+5,000 pairs (`run(5000)`) it takes ten minutes.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _rank(world: World, args: Any, out: Path) -> None:
         torch.save((seconds, losses), out)
 
 
-def run(n_train: int = 5000) -> list[Row]:
+def run(n_train: int = 1600) -> list[Row]:
     """Trains both for an epoch and prints their table."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.pt"

@@ -3,7 +3,8 @@
 Memory: the first of two stages goes through its list of actions alone, its gradients made up, and
 the bytes of all tensors that exist are counted. What backward makes in passing is in them, the
 gradients of the parameters are not. The formula is `planning.cost.recomputed_activations`, of one
-micro-batch's activations as they were counted.
+micro-batch's activations as they were counted. The same for each of four ranks under the V-shaped
+schedules too, whose ranks have two stages.
 
 Time: a step of both stages in threads, a core each, M=16. Forward is a third of a step, so a step
 that repeats all of it takes 1.33 times as long.
@@ -23,12 +24,17 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from benchmarks.live_bytes import LiveBytes
-from pipeline.catalogue import plan
+from pipeline.catalogue import V_SHAPED, places, plan
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
-from pipeline.schedule import BACKWARD, FORWARD
+from pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from pipeline.stage import Stage
-from planning.cost import held_activations, held_microbatches, recomputed_activations
+from planning.cost import (
+    held_activations,
+    held_chunks,
+    held_microbatches,
+    recomputed_activations,
+)
 from runtime.recompute import segments
 from training.curves import BLUE, GREEN, GREY, picture
 from training.model import build_model, gpt2_config, gpt2_layers
@@ -61,25 +67,69 @@ def squares(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
     return (output[0] - target).square().sum()
 
 
-def peak(schedule: str, m: int, mode: str) -> tuple[int, int]:
-    """Bytes at the peak of the first stage; and of one micro-batch after its forward."""
-    stage = Stage(
-        0, nn.Sequential(*make_layers(COUNTED)[:BLOCKS]), torch.device("cpu"), recompute=mode
-    )
-    stage.num_microbatches = m
+def peak(schedule: str, m: int, mode: str, num_ranks: int = K, rank: int = 0) -> tuple[int, int]:
+    """Bytes at the peak of a rank; and of one micro-batch after its first stage's forward."""
+    ranks = places(schedule, num_ranks)
+    size = 2 * BLOCKS // len(ranks)
+    stages = {
+        s: Stage(
+            s, nn.Sequential(*make_layers(COUNTED)[:size]), torch.device("cpu"), recompute=mode
+        )
+        for s, r in enumerate(ranks)
+        if r == rank
+    }
     hidden, weights, keys = batch(BATCH // m, COUNTED)
     one: list[Tensor | None] = [torch.ones_like(hidden), None, None]
-    stage.forward(m, (hidden, weights, keys))
-    stage.backward(m, one)  # from here on the sums of the parameters' gradients exist
+    for stage in stages.values():
+        stage.num_microbatches = m
+        stage.forward(m, (hidden, weights, keys))
+        stage.backward(m, one)  # from here on the sums of the parameters' gradients exist
     live, first = LiveBytes(), 0
     with live:
-        for kind, _, i in plan(schedule, range(K), m)[0][0]:
+        for kind, s, i in plan(schedule, ranks, m)[0][rank]:
             if kind is FORWARD:
-                stage.forward(i, (hidden.clone(), weights, keys))
+                stages[s].forward(i, (hidden.clone(), weights, keys))
                 first = first or live.now
             elif kind is BACKWARD:
-                stage.backward(i, one)
+                stages[s].backward(i, one)
+            elif kind is BACKWARD_INPUT:
+                stages[s].backward_input(i, one)
+            else:
+                stages[s].backward_weight(i)
     return live.peak, first
+
+
+def promised(schedule: str, m: int, num_ranks: int, first: int) -> float:
+    """Bytes that the fullest rank holds at most with `always`, by its list: of a micro-batch that
+    waits its input; of one in backward all of the ``first``; of one that waits for its W the inputs
+    of its products and the gradients of their outputs, no more than that."""
+    x, most = BATCH // m * LENGTH * COUNTED * 4, 0
+    for actions in plan(schedule, places(schedule, num_ranks), m)[0]:
+        waiting = begun = 0
+        for kind, *_ in actions:
+            waiting += kind is FORWARD
+            most = max(most, waiting * x + (begun + (kind is not BACKWARD_WEIGHT)) * first)
+            waiting -= kind in (BACKWARD, BACKWARD_INPUT)
+            begun += {BACKWARD_INPUT: 1, BACKWARD_WEIGHT: -1}.get(kind, 0)
+    return most
+
+
+def held_by_ranks() -> list[Row]:
+    """Of four ranks the one that holds most, beside what its schedule promises."""
+    rows, n, m = [], 4, MICROBATCHES[-1]
+    for schedule in ("gpipe", "1f1b", *V_SHAPED):
+        in_a_v = schedule in V_SHAPED
+        held = held_chunks(schedule, n) if in_a_v else held_microbatches(schedule, n, m, 0)
+        peaks = {mode: [peak(schedule, m, mode, n, r) for r in range(n)] for mode in MODES[:2]}
+        first = peaks["never"][0][1]
+        for mode, by_rank in peaks.items():
+            found = max(most for most, _ in by_rank) / 1e6
+            of = held * first if mode == "never" else promised(schedule, m, n, first)
+            name = f"activations of the fullest of {n} ranks, {schedule}, M={m}, {mode}"
+            at_most = "at most " * (mode != "never" and in_a_v)
+            against = f"of {at_most}{of / 1e6:.2f} MB"
+            rows.append(Row(name, found, (found, found), "MB", found / of * 1e6, against))
+    return rows
 
 
 def memory() -> tuple[list[Row], dict[tuple[str, str, int], tuple[float, float]]]:
@@ -158,7 +208,7 @@ def run() -> list[Row]:
     """Counts, times, prints the table, draws."""
     rows, points = memory()
     draw(points)
-    rows += times()
+    rows += held_by_ranks() + times()
     title = f"Recomputation: {SETTING}, widths {COUNTED} (memory) and {TIMED} (time)"
     write_rows("recompute", title, rows)
     return rows

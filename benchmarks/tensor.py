@@ -55,7 +55,7 @@ from training.parallel import Staged
 from training.task import Step
 
 TITLE = "Tensor parallelism, GPT-2 with 4 blocks of width 768, a core per rank"
-ROUNDS = 7
+ROUNDS = 5
 BLOCKS, WIDTH, HEADS, VOCABULARY = 4, 768, 12, 4096
 B, T = 8, 128
 PUBLISHED = 50257

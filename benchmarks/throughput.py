@@ -1,8 +1,9 @@
 """Every strategy of project/train.py on VGG16 and GPT-2, with one worker and with two.
 
 These are runs of the program, as a person starts them: processes of their own, a core per worker,
-the same global batch for all. Runs take turns; a rate is that of a step, and the first step of each
-run is left out, for it pays for what happens once.
+the same global batch for all. A rate is that of a step, and the first step of each run is left out,
+for it pays for what happens once. Most of the time goes into starting, so there is one round; in
+several the runs take turns.
 
 What to expect of two workers on two cores: DDP and FSDP halve each worker's part of the batch; a
 pipeline of M micro-batches is at best 2M/(M+1) times as fast as one worker that takes stages in
@@ -23,7 +24,7 @@ from benchmarks.harness import Row, summarize, write_rows
 from training.results import SUMMARY
 
 ROOT = Path(__file__).resolve().parents[1]
-ROUNDS, STEPS, BATCH = 3, 5, 32
+ROUNDS, STEPS, BATCH = 1, 5, 32
 MODELS = {
     "VGG16": "--model vgg16 --n_train 256 --n_validation 16",
     # Every sentence padded to one length: so a step is the same work for all.
