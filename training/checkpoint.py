@@ -439,14 +439,6 @@ def names(folder: Path) -> list[str]:
     return sorted(found, key=lambda name: int(name.split("-")[0]))
 
 
-def set_aside(folder: Path) -> None:
-    """Moves checkpoints that are not resumed to FOLDER_old, in place of what was there."""
-    if names(folder):
-        old = folder.with_name(f"{folder.name}_old")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-
-
 def clean(folder: Path) -> None:
     """Removes what a killed process left aside in `folder`."""
     with suppress(FileNotFoundError):  # another rank may move the folder meanwhile

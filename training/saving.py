@@ -28,18 +28,15 @@ from training.checkpoint import (
     clean,
     load_training,
     newest,
-    set_aside,
     training_pieces,
 )
 from training.errors import torchrun
 from training.launch import UserError, World, gather_over_ranks
 from training.layout import LaidOutModel
 from training.optimization import Optimizers
-from training.results import Results, Totals, options_of
+from training.results import CHECKPOINTS, Results, Totals, options_of
 from training.seeds import stream
 from training.task import Task
-
-CHECKPOINTS = "checkpoints"  # their folder in the workdir
 
 # Options that decide *what* is computed: a resumed run must have the same. All others say how long
 # to train, where to write, and which devices compute the same thing in which order.
@@ -166,8 +163,6 @@ class Saving:
         world, args, model, results = self.world, self.args, self.model, self.results
         folder, timeout = args.workdir / CHECKPOINTS, getattr(args, "timeout", 300.0)
         clean(folder)  # of what a killed run has left half written
-        if world.is_main and not args.resume:
-            set_aside(folder)
         self.saver = Saver(folder, args.keep, world, timeout, args.async_save)
         if resume.checkpoint is None:
             return None
