@@ -84,10 +84,12 @@ def test_rows_stand_under_their_header(
 
 
 def test_results_are_read_in_the_order_of_epochs(tmp_path: Path) -> None:
+    losses = {"training_loss": 2.0, "validation_loss": 3.0}
     for epoch in (10, 9, 2):
-        write_json(tmp_path / f"rank0_results_epoch{epoch}.json", {"bleu": epoch})
-    write_json(tmp_path / "rank1_results_epoch0.json", {"bleu": 0})
-    assert read_epochs(tmp_path, "rank0_results") == [{"bleu": 2}, {"bleu": 9}, {"bleu": 10}]
+        write_json(tmp_path / f"rank0_results_epoch{epoch}.json", losses | {"bleu": epoch})
+    write_json(tmp_path / "rank1_results_epoch0.json", losses)
+    expected = [losses | {"bleu": epoch} for epoch in (2, 9, 10)]
+    assert read_epochs(tmp_path, "rank0_results") == expected
 
 
 def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(
@@ -116,8 +118,9 @@ def test_json_has_null_where_there_is_no_number(tmp_path: Path) -> None:
     write_json(path, {"a": math.nan, "b": [1.5, math.inf, (-math.inf, 2)], "c": None})
     assert json.loads(path.read_text()) == {"a": None, "b": [1.5, None, [None, 2]], "c": None}
     assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
+    write_json(path, {"training_loss": math.nan, "validation_loss": 3.0})
     (found,) = read_epochs(tmp_path, "rank0_results")
-    assert math.isnan(found["a"])
+    assert math.isnan(found["training_loss"]) and found["validation_loss"] == 3.0
 
 
 def test_results_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) -> None:
