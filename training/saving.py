@@ -191,8 +191,12 @@ class Saving:
         """The run has come to its end."""
         if self.saver:
             self.saver.wait()
-            if self.args.keep and not self.optimizer.in_a_row:
-                self.saver.prune()
+            self._prune()
+
+    def _prune(self) -> None:
+        """Where the last step was finite, so were the weights that it began with."""
+        if self.args.keep and self.saver and not self.optimizer.in_a_row:
+            self.saver.prune()
 
     def _layout(self) -> list[Any]:
         axes = [getattr(self.args, axis, 1) for axis in ("dp", "pp", "tp")]
@@ -200,11 +204,11 @@ class Saving:
         return [self.world.world_size, self.model.parts, self.model.schedule, *axes, *ranks]
 
     def save(self, epoch: int, totals: Totals) -> None:
-        """Saves, unless this step was saved already, or was left out and changed nothing."""
+        """Saves, unless this step was saved already; and first removes older checkpoints."""
         world, model, steps = self.world, self.model, self.optimizer.steps
-        left_out = self.optimizer.in_a_row > 0
-        if not self.args.keep or steps <= self.saved or left_out or self.saver is None:
+        if not self.args.keep or steps <= self.saved or self.saver is None:
             return
+        self._prune()
         results = self.results
         positions, tokens = results.over_ranks(totals.positions, totals.tokens)
         state = {
