@@ -1,5 +1,5 @@
-"""Every option once: its name, type, default and help. `--config run.yaml` reads them from a file,
-`--print_config` prints them as one.
+"""The options that programs share, each once: name, type, default and help. Those of one program
+are in its own file. `--config run.yaml` reads options from a file, `--print_config` prints them.
 
 This module does not import torch, so that --help and a mistyped option are answered at once. Rules
 between options are in rules.py and in the programs. The courses' own spellings, as --n_chunk, are
@@ -25,12 +25,12 @@ from jsonargparse.typing import restricted_number_type
 
 MAX_SECONDS = 30 * 24 * 3600  # what the libraries can still count in milliseconds
 if TYPE_CHECKING:
-    from builtins import float as Fraction
-    from builtins import float as Positive
-    from builtins import float as Seconds
-    from builtins import int as Count
-    from builtins import int as Port
-    from builtins import int as Whole
+    Count = int
+    Whole = int
+    Port = int
+    Positive = float
+    Fraction = float
+    Seconds = float
 else:
     Count = restricted_number_type("Count", int, [(">=", 1)])
     Whole = restricted_number_type("Whole", int, [(">=", 0), ("<", 2**32)])
@@ -169,20 +169,6 @@ class Ranks:
 
 
 @dataclass
-class DataParallel:
-    """data parallelism"""
-
-    gradient_sync: Literal["per_parameter", "flat", "overlap"] = "overlap"
-    """one all-reduce per parameter after backward, one for all, or buckets while backward runs"""
-    bucket_mb: Positive | None = None
-    """size of a bucket of gradient_sync overlap in MiB; default: 4"""
-    comm_dtype: Literal["fp32", "bf16"] = "fp32"
-    """type in which buckets are sent"""
-    pytest: bool = False
-    """True: an epoch without evaluation; each rank writes tests/model{rank}_gradients.pth"""
-
-
-@dataclass
 class Stages:
     """stages of a pipeline"""
 
@@ -193,75 +179,6 @@ class Stages:
     balance: str | None = None
     """auto (default): by measured time, may split a block in half; uniform: equal numbers of
     blocks; 3,5: explicit numbers (vgg16: of layers)"""
-
-
-@dataclass
-class Threads:
-    """devices"""
-
-    model_parallel_mode: Literal["none", "model_parallel", "pipeline_parallel"] = "none"
-    """none: one device; model_parallel: stages that compute one at a time; pipeline_parallel:
-    stages that compute at the same time, on different micro-batches"""
-    num_devices: Count | None = None
-    """stages: GPUs, by default all; or slices of the CPU cores, by default 2"""
-    pipeline: Literal["whole", "blocks"] = "whole"
-    """whole: embedding and head belong to the first and last stage; blocks: the course's form, with
-    both on the first device"""
-
-
-@dataclass
-class Strategy:
-    """strategy"""
-
-    dp: Count | None = None
-    """of 3d: replicas, each with a part of the batch; default: 1"""
-    pp: Count | None = None
-    """of 3d: stages of layers; default: 1"""
-    tp: Count | None = None
-    """of 3d: parts of every matrix; default: 1"""
-    sequence_parallel: bool = False
-    """of tensor and 3d: between matrices, each rank has a part of the positions"""
-    trace: bool = False
-    """of pipeline and model: trace the model of transformers and cut that"""
-    zero: Literal[1, 2, 3] | None = None
-    """ZeRO: 1 optimizer state, 2 + gradients, 3 (of fsdp the default) + parameters; of 3d 1 or 3"""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """with check_weights prefer sgd: AdamW cannot reveal gradients scaled by a constant"""
-    momentum: Fraction = 0.9
-    """of sgd"""
-    vgg_width: Count = 64
-    """of vgg16: channels of the first layers; later ones have up to 8 times as many"""
-    check_weights: bool = False
-    """train again on one process and compare every weight by name; exit status 1 if they differ"""
-    check_output: bool = False
-    """the same for the outputs on a batch of test data"""
-
-
-@dataclass
-class DataParallelOptions(Training, Data, Model, Files, Ranks, DataParallel):
-    """Of run_data_parallel.py."""
-
-
-@dataclass
-class PipelineOptions(Training, Data, Model, Files, Threads, Stages):
-    """Of run_pipeline.py."""
-
-
-@dataclass
-class TrainOptions(Training, Data, Model, Files, Ranks, Strategy, Stages):
-    """Of train.py."""
-
-    strategy: Literal["single", "ddp", "fsdp", "pipeline", "model", "tensor", "3d"] = "ddp"
-    """how the model is laid out on the processes; see above"""
-    n_epochs: Count = 1
-    batch_size: Count = 32
-    model: str = "vgg16"
-    """vgg16 on pictures, or gpt2-mini, gpt2, ... on text, as in run_data_parallel.py"""
-    dropout: Fraction = 0.0
-    cores_per_rank: Count | None = 1
-    workdir: Path | None = None  # type: ignore[assignment]
-    """folder for results; default: workdir/STRATEGY and WORLD_SIZE, or as workdir/3d2x2x2"""
-    timeline: Whole = 20
 
 
 T = TypeVar("T")

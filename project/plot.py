@@ -15,6 +15,7 @@ first epoch or step is slower and left out.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -52,16 +53,15 @@ from training.curves import (
     GREY,
     INK,
     Epochs,
-    describe,
     epochs_of,
     picture,
     plot_training,
     read_epochs,
-    read_options,
     readable,
 )
 from training.errors import UserError
 from training.perfetto import read_timelines, write_trace
+from training.results import OPTIONS, SUMMARY
 from training.timeline import Event
 
 OUTPUT, WORKDIR = Path("submit_figures"), Path("workdir")
@@ -392,6 +392,46 @@ def load_runs(names: Sequence[tuple[str, int]], root: Path) -> list[Run]:
     return runs
 
 
+def read_options(workdir: Path) -> dict[str, Any]:
+    """The options of a run: from its summary or, if it did not reach its end, from the options.
+    Raises UserError where they cannot be read."""
+    for name in (SUMMARY, OPTIONS):
+        try:
+            return json.loads((workdir / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise UserError(f"{workdir / name} cannot be read ({error})") from None
+    return {}
+
+
+def describe(*workdirs: Path) -> str:
+    """What was trained and how, as far as the options tell and the runs have it in common."""
+    first, *others = map(_facts, workdirs)
+    return "; ".join(fact for fact in first if all(fact in facts for facts in others))
+
+
+def _facts(workdir: Path) -> list[str]:
+    options = read_options(workdir)
+    sizes = [f"{n} {options[n]}" for n in ("n_layer", "n_embd", "vocab_size") if options.get(n)]
+    parts = [", ".join([options["model"], *sizes])] if "model" in options else []
+    if "batch_size" in options:
+        parts.append(f"batches of {options['batch_size']}")
+    if options.get("strategy") == "3d":
+        parts.append("data {dp} x pipeline {pp} x tensor {tp}".format(**options))
+    stages = options.get("num_devices") or options.get("pp") or options.get("world_size", 1)
+    schedule = options.get("schedule")
+    if schedule and stages > 1:
+        chunks = options.get("chunks") or 1
+        each = f" with {chunks} chunks" if chunks > 1 else ""
+        micro_batches = f"{options['num_microbatches']} micro-batches"
+        parts.append(f"{stages} stages{each}, {schedule}, {micro_batches}")
+    if cores := options.get("cores"):
+        who = "" if "num_devices" in options else " per process"
+        parts.append(f"{cores} core{'s' * (cores > 1)}{who}")
+    return parts
+
+
 def timeline_of(folder: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
     """What the workers of a run recorded, and its options. Raises UserError where nothing was."""
     try:
@@ -572,7 +612,9 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
     if name == "training":
         if len(args.workdir) > 1:
             return [plot_losses(args.workdir, path("losses"))]
-        return [plot_training(args.workdir[0], args.output and path("training"))]
+        (run,) = args.workdir
+        steps = read_options(run).get("num_batches")
+        return [plot_training(run, describe(run), steps, args.output and path("training"))]
     if name == "schedule":
         sizes = args.num_devices, args.num_microbatches
         stem = f"schedule_{args.schedule}"

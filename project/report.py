@@ -62,14 +62,16 @@ from project.plot import (
     OUTPUT,
     THROUGHPUT,
     TIME,
+    describe,
     over_epochs,
     plot_data_parallel,
     plot_losses,
     plot_pipeline,
+    read_options,
     timeline_of,
 )
 from project.plot_timeline import bubbles, draw_step, in_step, plot_schedule, steps_of
-from training.curves import Epochs, describe, read_epochs, read_options, readable
+from training.curves import Epochs, read_epochs, readable
 from training.errors import RunError
 from training.results import SUMMARY, writing
 

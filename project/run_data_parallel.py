@@ -12,22 +12,43 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if __name__ == "__main__":
-    from project.options import DataParallelOptions, begin
+from project.options import Data, Files, Model, Positive, Ranks, Training, begin, parse
 
+
+@dataclass
+class DataParallel:
+    """data parallelism"""
+
+    gradient_sync: Literal["per_parameter", "flat", "overlap"] = "overlap"
+    """one all-reduce per parameter after backward, one for all, or buckets while backward runs"""
+    bucket_mb: Positive | None = None
+    """size of a bucket of gradient_sync overlap in MiB; default: 4"""
+    comm_dtype: Literal["fp32", "bf16"] = "fp32"
+    """type in which buckets are sent"""
+    pytest: bool = False
+    """True: an epoch without evaluation; each rank writes tests/model{rank}_gradients.pth"""
+
+
+@dataclass
+class DataParallelOptions(Training, Data, Model, Files, Ranks, DataParallel):
+    """Of run_data_parallel.py."""
+
+
+if __name__ == "__main__":
     begin(DataParallelOptions, __doc__)
 
+# What follows takes seconds to import: --help and mistyped options are answered by now.
 from itertools import islice
-from typing import Any
 
 import torch
 
 from data_parallel.gradients import average_gradients
-from project.options import DataParallelOptions, parse
 from project.rules import (
     check_batch,
     check_microbatches,

@@ -12,21 +12,42 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if __name__ == "__main__":
-    from project.options import PipelineOptions, begin
+from project.options import Count, Data, Files, Model, Stages, Training, begin, parse
 
+
+@dataclass
+class Threads:
+    """devices"""
+
+    model_parallel_mode: Literal["none", "model_parallel", "pipeline_parallel"] = "none"
+    """none: one device; model_parallel: stages that compute one at a time; pipeline_parallel:
+    stages that compute at the same time, on different micro-batches"""
+    num_devices: Count | None = None
+    """stages: GPUs, by default all; or slices of the CPU cores, by default 2"""
+    pipeline: Literal["whole", "blocks"] = "whole"
+    """whole: embedding and head belong to the first and last stage; blocks: the course's form, with
+    both on the first device"""
+
+
+@dataclass
+class PipelineOptions(Training, Data, Model, Files, Threads, Stages):
+    """Of run_pipeline.py."""
+
+
+if __name__ == "__main__":
     begin(PipelineOptions, __doc__)
 
-from typing import Any
+# What follows takes seconds to import: --help and mistyped options are answered by now.
 
 import torch
 
 from pipeline.catalogue import chunks_of
-from project.options import PipelineOptions, parse
 from project.rules import (
     check_microbatches,
     check_model,

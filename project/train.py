@@ -17,21 +17,80 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if __name__ == "__main__":
-    from project.options import TrainOptions, begin
+from project.options import (
+    Count,
+    Data,
+    Files,
+    Fraction,
+    Model,
+    Ranks,
+    Stages,
+    Training,
+    Whole,
+    begin,
+    parse,
+)
 
+
+@dataclass
+class Strategy:
+    """strategy"""
+
+    dp: Count | None = None
+    """of 3d: replicas, each with a part of the batch; default: 1"""
+    pp: Count | None = None
+    """of 3d: stages of layers; default: 1"""
+    tp: Count | None = None
+    """of 3d: parts of every matrix; default: 1"""
+    sequence_parallel: bool = False
+    """of tensor and 3d: between matrices, each rank has a part of the positions"""
+    trace: bool = False
+    """of pipeline and model: trace the model of transformers and cut that"""
+    zero: Literal[1, 2, 3] | None = None
+    """ZeRO: 1 optimizer state, 2 + gradients, 3 (of fsdp the default) + parameters; of 3d 1 or 3"""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """with check_weights prefer sgd: AdamW cannot reveal gradients scaled by a constant"""
+    momentum: Fraction = 0.9
+    """of sgd"""
+    vgg_width: Count = 64
+    """of vgg16: channels of the first layers; later ones have up to 8 times as many"""
+    check_weights: bool = False
+    """train again on one process and compare every weight by name; exit status 1 if they differ"""
+    check_output: bool = False
+    """the same for the outputs on a batch of test data"""
+
+
+@dataclass
+class TrainOptions(Training, Data, Model, Files, Ranks, Strategy, Stages):
+    """Of train.py."""
+
+    strategy: Literal["single", "ddp", "fsdp", "pipeline", "model", "tensor", "3d"] = "ddp"
+    """how the model is laid out on the processes; see above"""
+    n_epochs: Count = 1
+    batch_size: Count = 32
+    model: str = "vgg16"
+    """vgg16 on pictures, or gpt2-mini, gpt2, ... on text, as in run_data_parallel.py"""
+    dropout: Fraction = 0.0
+    cores_per_rank: Count | None = 1
+    workdir: Path | None = None  # type: ignore[assignment]
+    """folder for results; default: workdir/STRATEGY and WORLD_SIZE, or as workdir/3d2x2x2"""
+    timeline: Whole = 20
+
+
+if __name__ == "__main__":
     begin(TrainOptions, __doc__)
 
-from typing import Any
+# What follows takes seconds to import: --help and mistyped options are answered by now.
 
 import torch
 
 from pipeline.catalogue import chunks_of
-from project.options import TrainOptions, parse
 from project.rules import (
     check_batch,
     check_microbatches,

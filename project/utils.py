@@ -154,7 +154,8 @@ def _show(results: Results, args: Any) -> None:
     from training.curves import plot_training  # here: matplotlib takes a second to import
 
     results.close()
-    picture = plot_training(args.workdir)
+    foot = "; ".join(results.task.describe().splitlines()[:2])
+    picture = plot_training(args.workdir, foot, args.num_batches)
     if args.timeline:
         results.say(
             f"The recorded steps: python project/plot.py timeline {args.workdir} draws them and "

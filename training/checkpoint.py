@@ -230,8 +230,7 @@ class Saver:
         state: Mapping[str, Any],
         files: Mapping[str, bytes] | None = None,
     ) -> str:
-        """Writes a checkpoint and returns its name. First removes older ones, see `prune`: a step
-        was finite that began with the weights of the newest.
+        """Writes a checkpoint and returns its name.
 
         Args:
             label: what its name says beside its number, as epoch1-step40.
@@ -244,7 +243,6 @@ class Saver:
                 background. Earlier checkpoints are as they were.
         """
         self.wait()
-        self.prune()
         name = self._together(partial(self._begin, label), self._cannot_write)
         self._one_folder = all(self._gather(aside_of(self.folder / name).exists()))
         texts = {STATE: _json(state), **(files or {})}
@@ -387,8 +385,8 @@ class Saver:
         return outcomes[0][0]  # type: ignore[return-value]
 
     def prune(self) -> None:
-        """Removes all but the newest `keep`. Weights that are ruined look like others: until the
-        next step is finite one more stays."""
+        """Removes all but the newest `keep`. To be called when a step from the newest one's weights
+        was finite: weights that are ruined look like others."""
         for old in names(self.folder)[: -self.keep] if self.world.is_main else ():
             shutil.rmtree(self.folder / old, ignore_errors=True)
 
@@ -437,14 +435,6 @@ def names(folder: Path) -> list[str]:
         return []
     found = [path.name for path in folder.iterdir() if _NAME.fullmatch(path.name)]
     return sorted(found, key=lambda name: int(name.split("-")[0]))
-
-
-def set_aside(folder: Path) -> None:
-    """Moves checkpoints that are not resumed to FOLDER_old, in place of what was there."""
-    if names(folder):
-        old = folder.with_name(f"{folder.name}_old")
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
 
 
 def clean(folder: Path) -> None:

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from training.errors import UserError
-from training.results import OPTIONS, PICTURE, SUMMARY, read_results, writing
+from training.results import PICTURE, writing
 
 BLUE, GREEN, INK, GREY, FAINT = "#0072B2", "#009E73", "#1F2933", "#6B7785", "#E8EBEE"
 STYLE = {
@@ -67,26 +67,17 @@ def readable(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
-def read_options(workdir: Path) -> dict[str, Any]:
-    """The options of a run: from its summary or, if it did not reach its end, from the options.
-    Raises UserError where they cannot be read."""
-    for name in (SUMMARY, OPTIONS):
-        try:
-            return json.loads((workdir / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            raise UserError(f"{workdir / name} cannot be read ({error})") from None
-    return {}
-
-
 def read_epochs(workdir: Path, prefix: str) -> Epochs:
-    """The results of one rank from the first epoch on; see `read_results` for `prefix`. Raises
+    """The results of all epochs, in order, of `prefix`: `rank0_results` or `eval_results`. Raises
     UserError where there are none, or one cannot be read."""
-    try:
-        results = read_results(workdir, prefix)
-    except (ValueError, OSError, AttributeError) as error:
-        raise UserError(f"{workdir}: a result file cannot be read ({error})") from error
+    paths = workdir.glob(f"{prefix}_epoch*.json")
+    results = []
+    for path in sorted(paths, key=lambda path: int(path.stem.rpartition("epoch")[2])):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            results.append({key: math.nan if x is None else x for key, x in content.items()})
+        except (ValueError, OSError, AttributeError) as error:
+            raise UserError(f"{path}: a result file cannot be read ({error})") from error
     if not results:
         raise UserError(
             f"{workdir} has no {prefix}_epoch0.json; name the --workdir of a finished run"
@@ -104,36 +95,16 @@ def epochs_of(workdir: Path) -> Epochs:
     return read_epochs(workdir, "eval_results" if pipeline else "rank0_results")
 
 
-def describe(*workdirs: Path) -> str:
-    """What was trained and how, as far as the options tell and the runs have it in common."""
-    first, *others = map(_facts, workdirs)
-    return "; ".join(fact for fact in first if all(fact in facts for facts in others))
-
-
-def _facts(workdir: Path) -> list[str]:
-    options = read_options(workdir)
-    sizes = [f"{n} {options[n]}" for n in ("n_layer", "n_embd", "vocab_size") if options.get(n)]
-    parts = [", ".join([options["model"], *sizes])] if "model" in options else []
-    if "batch_size" in options:
-        parts.append(f"batches of {options['batch_size']}")
-    if options.get("strategy") == "3d":
-        parts.append("data {dp} x pipeline {pp} x tensor {tp}".format(**options))
-    stages = options.get("num_devices") or options.get("pp") or options.get("world_size", 1)
-    schedule = options.get("schedule")
-    if schedule and stages > 1:
-        chunks = options.get("chunks") or 1
-        each = f" with {chunks} chunks" if chunks > 1 else ""
-        micro_batches = f"{options['num_microbatches']} micro-batches"
-        parts.append(f"{stages} stages{each}, {schedule}, {micro_batches}")
-    if cores := options.get("cores"):
-        who = "" if "num_devices" in options else " per process"
-        parts.append(f"{cores} core{'s' * (cores > 1)}{who}")
-    return parts
-
-
-def plot_training(workdir: Path, output: Path | None = None) -> Path:
+def plot_training(
+    workdir: Path, foot: str, steps: int | None = None, output: Path | None = None
+) -> Path:
     """Draws loss and score of a run after each epoch, by default in workdir/training.png; returns
-    the path. Raises UserError where results are missing."""
+    the path. Raises UserError where results are missing.
+
+    Args:
+        foot: what was trained and how.
+        steps: of the run, if it was to end after so many, and not after epochs.
+    """
     epochs = epochs_of(workdir)
     panels = [("loss (nats per target)", {"training_loss": GREY, "validation_loss": BLUE})]
     found = f"validation loss {epochs[-1]['validation_loss']:.2f}"
@@ -141,11 +112,10 @@ def plot_training(workdir: Path, output: Path | None = None) -> Path:
         if any(math.isfinite(epoch.get(key, math.nan)) for epoch in epochs):
             panels.append((f"{name} on the {split} split", {key: GREEN}))
             found = f"{name} {epochs[-1][key]:.1f}, {found}"
-    steps = read_options(workdir).get("num_batches")
     n, unit = (steps, "step") if steps else (len(epochs), "epoch")
     title = f"{found} after {n} {unit}{'s' * (n > 1)}"
     path = output or workdir / PICTURE
-    with picture(path, title, describe(workdir), ncols=len(panels)) as (_, axes):
+    with picture(path, title, foot, ncols=len(panels)) as (_, axes):
         for ax, (heading, names) in zip(axes, panels, strict=True):
             for name, colour in names.items():
                 values = [epoch[name] for epoch in epochs]

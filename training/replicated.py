@@ -67,8 +67,10 @@ class Replicated(LaidOutModel):
         self.num_microbatches = plan.num_microbatches
         self.module = materialize(task, world.device, plan.dtype)
         layers = task.layers(self.module)
-        number = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}
-        self.net: nn.Module = Recomputed(layers, number.get(plan.recompute, 1))
+        self.net: nn.Module = nn.Sequential(*layers)
+        if plan.recompute != "never":
+            number = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}
+            self.net = Recomputed(layers, number[plan.recompute])
         parameters = list(self.module.parameters())
         self.optimizers = [plan.make_optimizer(parameters)]
         plan.timeline.watch(self.optimizers[0])

@@ -36,9 +36,11 @@ _RESULT_FILE = re.compile(
 )
 _OTHER_FILES = re.compile(
     r"timeline_rank\d+\.json|(trace|summary|options)\.json|training\.png|metrics\.jsonl|tensorboard"
+    r"|checkpoints"
 )
 METRICS, OPTIONS = "metrics.jsonl", "options.json"
-GO_ON = (METRICS, "tensorboard")  # which a resumed run continues
+CHECKPOINTS = "checkpoints"  # their folder
+GO_ON = (METRICS, "tensorboard", CHECKPOINTS)  # which a resumed run continues
 SUMMARY, PICTURE = "summary.json", "training.png"
 
 
@@ -210,10 +212,10 @@ def options_of(args: Any) -> dict[str, Any]:
 
 
 def set_aside(workdir: Path) -> Path | None:
-    """Moves what an earlier run left in `workdir`, if it came so far as to have results, into
-    earlier_1, or earlier_2, ... in it, and returns that folder."""
+    """Moves what an earlier run left in `workdir`, if it came so far as to have results or a
+    checkpoint, into earlier_1, or earlier_2, ... in it, and returns that folder."""
     names = [path.name for path in workdir.iterdir()]
-    if not any(map(_RESULT_FILE.fullmatch, names)):
+    if not any(map(_RESULT_FILE.fullmatch, names)) and not any(workdir.glob(f"{CHECKPOINTS}/*")):
         return None
     n = next(n for n in itertools.count(1) if f"earlier_{n}" not in names)
     aside = workdir / f"earlier_{n}"
@@ -283,16 +285,6 @@ def _finite(content: Any) -> Any:
     if isinstance(content, list | tuple):
         return [_finite(value) for value in content]
     return content
-
-
-def read_results(workdir: Path, prefix: str) -> list[dict[str, float]]:
-    """The results of all epochs, in order, of `prefix`: `rank0_results` or `eval_results`."""
-    paths = workdir.glob(f"{prefix}_epoch*.json")
-    found = []
-    for path in sorted(paths, key=lambda path: int(path.stem.rpartition("epoch")[2])):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found.append({key: math.nan if x is None else x for key, x in content.items()})
-    return found
 
 
 def spread(values: Sequence[float], unit: str) -> str:

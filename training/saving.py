@@ -28,18 +28,15 @@ from training.checkpoint import (
     clean,
     load_training,
     newest,
-    set_aside,
     training_pieces,
 )
 from training.errors import torchrun
 from training.launch import UserError, World, gather_over_ranks
 from training.layout import LaidOutModel
 from training.optimization import Optimizers
-from training.results import Results, Totals, options_of
+from training.results import CHECKPOINTS, Results, Totals, options_of
 from training.seeds import stream
 from training.task import Task
-
-CHECKPOINTS = "checkpoints"  # their folder in the workdir
 
 # Options that decide *what* is computed: a resumed run must have the same. All others say how long
 # to train, where to write, and which devices compute the same thing in which order.
@@ -166,8 +163,6 @@ class Saving:
         world, args, model, results = self.world, self.args, self.model, self.results
         folder, timeout = args.workdir / CHECKPOINTS, getattr(args, "timeout", 300.0)
         clean(folder)  # of what a killed run has left half written
-        if world.is_main and not args.resume:
-            set_aside(folder)
         self.saver = Saver(folder, args.keep, world, timeout, args.async_save)
         if resume.checkpoint is None:
             return None
@@ -196,8 +191,12 @@ class Saving:
         """The run has come to its end."""
         if self.saver:
             self.saver.wait()
-            if self.args.keep and not self.optimizer.in_a_row:
-                self.saver.prune()
+            self._prune()
+
+    def _prune(self) -> None:
+        """Where the last step was finite, so were the weights that it began with."""
+        if self.args.keep and self.saver and not self.optimizer.in_a_row:
+            self.saver.prune()
 
     def _layout(self) -> list[Any]:
         axes = [getattr(self.args, axis, 1) for axis in ("dp", "pp", "tp")]
@@ -205,11 +204,11 @@ class Saving:
         return [self.world.world_size, self.model.parts, self.model.schedule, *axes, *ranks]
 
     def save(self, epoch: int, totals: Totals) -> None:
-        """Saves, unless this step was saved already, or was left out and changed nothing."""
+        """Saves, unless this step was saved already; and first removes older checkpoints."""
         world, model, steps = self.world, self.model, self.optimizer.steps
-        left_out = self.optimizer.in_a_row > 0
-        if not self.args.keep or steps <= self.saved or left_out or self.saver is None:
+        if not self.args.keep or steps <= self.saved or self.saver is None:
             return
+        self._prune()
         results = self.results
         positions, tokens = results.over_ranks(totals.positions, totals.tokens)
         state = {

@@ -22,8 +22,7 @@ from training.errors import UserError
 from training.generation import drawn, likeliest, newest_alone
 from training.model import gpt2_layers
 from training.prefix import Prefix
-from training.results import OPTIONS
-from training.saving import CHECKPOINTS
+from training.results import CHECKPOINTS, OPTIONS
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import PreTrainedTokenizerFast

@@ -16,7 +16,7 @@ from training.checkpoint import aside_of, clean, names
 from training.errors import Interrupted, say, torchrun, torchrun_world_size
 from training.export import check_export
 from training.launch import UserError
-from training.saving import CHECKPOINTS
+from training.results import CHECKPOINTS
 
 ROOM = 1 << 20  # bytes
 

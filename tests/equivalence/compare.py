@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from project.options import TrainOptions
+from project.train import TrainOptions
 from tests.equivalence.plain import Reference
 from tests.equivalence.problems import EPS, LEARNING_RATE, SEED
 from tests.equivalence.table import Row

@@ -28,8 +28,7 @@ from runtime.ranks import Ranks
 from runtime.shared_memory import SharedBuffers, sum_into
 from tensor_parallel import collectives, layers, loss
 from tensor_parallel.gpt2 import Part
-from tests.equivalence import problems
-from training import model, optimization
+from training import model, optimization, sequences
 from training.model import loss_of_targets
 from training.replicated import Replicated
 from training.task import Step
@@ -97,7 +96,7 @@ def a_micro_batch_is_not_scaled() -> Iterator[None]:
         calls.append(1)
         return loss.detach() + 20 * (loss - loss.detach()) if len(calls) == 2 else loss
 
-    with patch.object(problems, "loss_of_targets", louder):
+    with patch.object(sequences, "loss_of_targets", louder):
         yield
 
 

@@ -12,14 +12,11 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
-from project.options import (
-    ALIASES,
-    DataParallelOptions,
-    PipelineOptions,
-    TrainOptions,
-)
+from project.options import ALIASES
 from project.rules import check_model, check_warmup
-from project.run_pipeline import choose_devices
+from project.run_data_parallel import DataParallelOptions
+from project.run_pipeline import PipelineOptions, choose_devices
+from project.train import TrainOptions
 from project.utils import launch_settings, read_texts
 from tests.project.conftest import ROOT
 from tests.project.programs import FLOW, parse

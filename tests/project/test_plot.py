@@ -243,7 +243,7 @@ def test_more_than_ideal_is_explained(tmp_path: Path, drawn: dict[str, Figure]) 
 def test_training_draws_losses_and_score(single: Path, drawn: dict[str, Figure]) -> None:
     summary = {"batch_size": 128, "cores": 1, "model": "gpt2-mini", "n_layer": 2, "n_embd": None}
     (single / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    assert plot_training(single) == single / "training.png"
+    assert plot_training(single, plot.describe(single)) == single / "training.png"
     fig = drawn["training.png"]
     curves = [[np.asarray(line.get_ydata()).tolist() for line in ax.lines] for ax in fig.axes]
     assert curves == [[[4.0, 3.0, 2.0], [4.5, 3.5, 2.5]], [[0.0, 10.0, 20.0]]]
@@ -253,8 +253,7 @@ def test_training_draws_losses_and_score(single: Path, drawn: dict[str, Figure])
     assert named == [["training 2.00", "validation 2.50"], ["BLEU 20.0"]]
     assert title(fig) == "BLEU 20.0, validation loss 2.50 after 3 epochs"
     assert foot(fig) == "gpt2-mini, n_layer 2; batches of 128; 1 core per process"
-    (single / "summary.json").write_text('{"num_batches": 5}', encoding="utf-8")
-    plot_training(single)
+    plot_training(single, "", 5)
     assert title(drawn["training.png"]).endswith(" after 5 steps")
 
 
@@ -282,10 +281,10 @@ def test_training_of_pictures_and_of_runs_without_a_loss(
 ) -> None:
     path = write_epochs(tmp_path, "eval_results", [1.0]) / "eval_results_epoch0.json"
     path.write_text('{"training_loss": 1, "validation_loss": 2, "accuracy": 50.0}')
-    plot_training(tmp_path)
+    plot_training(tmp_path, "")
     assert title(drawn["training.png"]) == "accuracy 50.0, validation loss 2.00 after 1 epoch"
     path.write_text('{"training_loss": null, "validation_loss": null, "bleu": null}')
-    plot_training(tmp_path)
+    plot_training(tmp_path, "")
     assert len(drawn["training.png"].axes) == 1
 
 

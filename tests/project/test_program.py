@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
 
-from project.options import DataParallelOptions
+from project.run_data_parallel import DataParallelOptions
 from project.utils import evaluate_bleu
 from tests.project.conftest import PROGRAM, TINY, Run, start
 from tests.project.programs import names_in, read_json

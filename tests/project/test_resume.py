@@ -224,6 +224,9 @@ def test_steps_that_are_left_out_are_null_and_counted_through_a_resume(ranks: Ra
     assert found["validation_loss"] is None
     skipped = [read_json(f"work/rank0_results_epoch{e}.json")["skipped_steps"] for e in range(3)]
     assert skipped == [3, 4, 4]
+    # Weights that may be ruined are saved, and take the place of no others.
+    steps = ["000001-epoch0-step4", "000002-epoch1-step4", "000003-epoch2-step4"]
+    assert names_in("work/checkpoints") == steps
     _, error = run(line + "--num_batches 25 --resume", ranks)
     assert error is not None and "step 1 of 4" in error and "as were 19 before it" in error
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from training.curves import read_epochs
 from training.launch import RunError, World
 from training.results import (
     Results,
     Totals,
     clear_results,
-    read_results,
     set_aside,
     spread,
     write_json,
@@ -84,11 +84,12 @@ def test_rows_stand_under_their_header(
 
 
 def test_results_are_read_in_the_order_of_epochs(tmp_path: Path) -> None:
+    losses = {"training_loss": 2.0, "validation_loss": 3.0}
     for epoch in (10, 9, 2):
-        write_json(tmp_path / f"rank0_results_epoch{epoch}.json", {"bleu": epoch})
-    write_json(tmp_path / "rank1_results_epoch0.json", {"bleu": 0})
-    assert read_results(tmp_path, "rank0_results") == [{"bleu": 2}, {"bleu": 9}, {"bleu": 10}]
-    assert read_results(tmp_path, "eval_results") == []
+        write_json(tmp_path / f"rank0_results_epoch{epoch}.json", losses | {"bleu": epoch})
+    write_json(tmp_path / "rank1_results_epoch0.json", losses)
+    expected = [losses | {"bleu": epoch} for epoch in (2, 9, 10)]
+    assert read_epochs(tmp_path, "rank0_results") == expected
 
 
 def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(
@@ -117,8 +118,9 @@ def test_json_has_null_where_there_is_no_number(tmp_path: Path) -> None:
     write_json(path, {"a": math.nan, "b": [1.5, math.inf, (-math.inf, 2)], "c": None})
     assert json.loads(path.read_text()) == {"a": None, "b": [1.5, None, [None, 2]], "c": None}
     assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
-    (found,) = read_results(tmp_path, "rank0_results")
-    assert math.isnan(found["a"])
+    write_json(path, {"training_loss": math.nan, "validation_loss": 3.0})
+    (found,) = read_epochs(tmp_path, "rank0_results")
+    assert math.isnan(found["training_loss"]) and found["validation_loss"] == 3.0
 
 
 def test_results_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -149,4 +151,10 @@ def test_results_of_the_run_before_are_set_aside(tmp_path: Path) -> None:
         folder = set_aside(tmp_path)
         assert folder == tmp_path / f"earlier_{n}"
         assert {p.name: p.read_text() for p in folder.iterdir()} == dict.fromkeys(old, str(n))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "earlier_1", "earlier_2"]
+    (tmp_path / "checkpoints").mkdir()  # as every run makes it
+    assert set_aside(tmp_path) is None
+    (tmp_path / "checkpoints" / "000001-epoch0-step4").mkdir()  # nothing to resume by mistake
+    assert set_aside(tmp_path) == tmp_path / "earlier_3"
+    assert (tmp_path / "earlier_3" / "checkpoints" / "000001-epoch0-step4").is_dir()
+    left = ["config.json", "earlier_1", "earlier_2", "earlier_3"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == left
