@@ -35,7 +35,7 @@ _RESULT_FILE = re.compile(
     r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch(?P<epoch>\d+)\.json"
 )
 _OTHER_FILES = re.compile(
-    r"timeline_rank\d+\.json|(trace|summary|options)\.json|training\.png|metrics\.jsonl|tensorboard"
+    r"(timeline|profile)_rank\d+\.json|(trace|summary|options)\.json|training\.png|metrics\.jsonl|tensorboard"
 )
 METRICS, OPTIONS = "metrics.jsonl", "options.json"
 GO_ON = (METRICS, "tensorboard")  # which a resumed run continues
