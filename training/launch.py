@@ -283,8 +283,9 @@ def is_consequence(error: BaseException) -> bool:
     """Whether what began an error says no more than that another rank did not answer."""
     while before := error.__cause__ or (not error.__suppress_context__ and error.__context__):
         error = before
-    # gloo raises plain RuntimeErrors, which begin with the place in its source.
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+    # gloo raises plain RuntimeErrors, which begin with the place in its source; but one of them.
+    of_gloo = ("gloo/", "Application timeout caused pair closure")
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in of_gloo)
 
 
 def watch(
