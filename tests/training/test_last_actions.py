@@ -102,7 +102,7 @@ def test_the_columns_of_the_table() -> None:
     last = (LastAction * 2)()
     last[1].note("reduce-scatter", 12, 3, 0)
     last[1].begun -= 61
-    assert table(last, first_rank=8).splitlines()[1:] == [
+    assert table(list(last), first_rank=8).splitlines()[1:] == [
         "   8                                             0            0     0  not yet",
         "   9  reduce-scatter                            12            3     0  61.0 s ago",
     ]
