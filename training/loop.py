@@ -175,12 +175,12 @@ def run(
     first = max(0, saving.steps_done - 1) // per_epoch
     results.begin(first, notes, resumed=saving.steps_done > 0)
     note = plan.timeline.last.note
-    profile = Profile(plan.timeline, args.profile, args.workdir)
     metrics = Metrics(world, args, task, model, saving.steps_done)
     whole_epochs = args.num_batches is None
     if whole_epochs and saving.steps_done == 0:
         note("evaluation")
         results.say_start(*_evaluate(world, task, model))
+    profile = Profile(plan.timeline, args.profile, args.workdir)
     for epoch in range(first, -(-total // per_epoch)):
         length = min(per_epoch, total - epoch * per_epoch)
         steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)

@@ -17,8 +17,9 @@ from training.timeline import Timeline
 
 
 class Profile:
-    """Of one rank: the first step warms up, then `num_steps` are profiled, fewer where the run is
-    shorter, and profile_rank{r}.json is written, for https://ui.perfetto.dev."""
+    """Of one rank: the first step warms up, then `num_steps` are profiled, or what is left of the
+    run, and profile_rank{r}.json is written, for https://ui.perfetto.dev. What comes between two
+    steps, such as an evaluation, is in it, too."""
 
     def __init__(self, timeline: Timeline, num_steps: int, workdir: Path) -> None:
         self._timeline, self._profiler = timeline, None
