@@ -11,6 +11,8 @@ it is a file in the folder that torchrun makes on each machine.
        0  receive                              0            1     1  1.0 s ago
        1  forward                              1            1        1.1 s ago    <- the culprit
 
+`after forward` says that it has ended, and that nothing has begun since.
+
 Cost: 5 microseconds per action.
 """
 
