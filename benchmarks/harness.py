@@ -51,10 +51,13 @@ def summarize(values: Sequence[float]) -> tuple[float, tuple[float, float]]:
     return middle, (low, high)
 
 
-def alternate(contestants: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every contestant in every round, after a round that does not count."""
+def alternate(
+    contestants: dict[str, Callable[[], None]], rounds: int, warm: bool = False
+) -> dict[str, list[float]]:
+    """Seconds of every contestant in every round, after a round that does not count, unless they
+    are `warm`."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for round_ in range(rounds + 1):
+    for round_ in range(1 if warm else 0, rounds + 1):
         names = list(contestants) if round_ % 2 else list(contestants)[::-1]
         for name in names:
             start = time.perf_counter()

@@ -37,9 +37,8 @@ SC 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data P
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +53,7 @@ from data_parallel.sharded_layer import LayerGraph, ShardedLayer
 from data_parallel.sharding import Piece, names_of, plan
 from data_parallel.shards import Gradients, Parameters, ShardedUnit
 from runtime.graph import Initialize
-from runtime.recorder import Recorder, listening
+from runtime.recorder import Recorder, acting
 from runtime.unseen import Strangers
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -436,18 +435,9 @@ class FullyShardedDataParallel:
         self._graphs, self._output = [], []
         self._parameters.free(self.units)
 
-    @contextmanager
-    def _record(self, kind: str, layer: int) -> Iterator[None]:
-        recorder = listening(self.recorder)
-        if recorder is None:
-            yield
-            return
-        start = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # kernels run later than they are launched
+    def _record(self, kind: str, layer: int) -> AbstractContextManager[None]:
         microbatch = -1 if layer < 0 else self._microbatch
-        recorder(kind, layer, microbatch, start, time.perf_counter())
+        return acting(self.recorder, kind, layer, microbatch, device=self.device)
 
 
 def _first(of_layers: Iterable[list[ShardedUnit]]) -> list[ShardedUnit]:

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.recorder import Recorder, listening
+from runtime.recorder import Recorder, acting
 from runtime.shared_memory import SharedBuffers, aligned
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -241,9 +241,8 @@ class GradientBuckets:
         for i in range(len(self.buckets)):
             self._receive(i)
         if self.shared is not None:
-            start = time.perf_counter()
-            dist.barrier(self.group)  # until all ranks have written their parts of my buckets
-            self._record("barrier", -1, start)
+            with acting(self.recorder, "barrier"):
+                dist.barrier(self.group)  # until all ranks have written their parts of my buckets
         for bucket in self.buckets:
             bucket.hand_back()
         self._next = 0
@@ -284,20 +283,15 @@ class GradientBuckets:
     def _receive(self, i: int) -> None:
         bucket = self.buckets[i]
         assert bucket.work is not None and bucket.sent is not None
-        bucket.work.wait()
-        if self.shared is not None:
-            self.shared.average(bucket.offset, bucket.numel, bucket.dtype)
-        else:
-            if bucket.sent is not bucket.flat:
-                bucket.flat.copy_(bucket.sent)
-            bucket.gradients.div_(self.world_size)
-        self._record("all_reduce", i, bucket.sent_at)
-
-    def _record(self, kind: str, i: int, start: float) -> None:
-        if (recorder := listening(self.recorder)) is not None:
-            if (device := self.buckets[i].device).type == "cuda":
-                torch.cuda.synchronize(device)  # kernels run later than they are launched
-            recorder(kind, i, -1, start, time.perf_counter())
+        start, device = bucket.sent_at, bucket.device
+        with acting(self.recorder, "all_reduce", i, device=device, start=start):
+            bucket.work.wait()
+            if self.shared is not None:
+                self.shared.average(bucket.offset, bucket.numel, bucket.dtype)
+            else:
+                if bucket.sent is not bucket.flat:
+                    bucket.flat.copy_(bucket.sent)
+                bucket.gradients.div_(self.world_size)
 
 
 def group_parameters(parameters: list[TensorT], bucket_bytes: int) -> list[list[TensorT]]:

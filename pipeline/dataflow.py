@@ -17,7 +17,6 @@ whose other end is in another process, see process.py.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from runtime.recorder import Recorder, listening
+from runtime.recorder import Recorder, acting
 
 from .schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from .stage import Stage
@@ -201,19 +200,14 @@ class Dataflow:
         """Tells the recorder; an error gets a note of where it happened. ``part``: of the action,
         recorded apart."""
         device = self._stages[action.stage].device
-        recorder = listening(self._recorder)
-        start = time.perf_counter() if recorder is not None else 0.0
         try:
-            yield
-            if recorder is not None and device.type == "cuda":
-                torch.cuda.synchronize(device)  # kernels run later than they are launched
+            with acting(self._recorder, part or action.kind.value, *action[1:], device=device):
+                yield
         except BaseException as error:
             what = action.kind.name.lower().replace("_", " ")
             where = f"on stage {action.stage} ({device})"
             _add_note(error, f"in the {what} of micro-batch {action.microbatch} {where}")
             raise
-        if recorder is not None:
-            recorder(part or action.kind.value, *action[1:], start, time.perf_counter())
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from .group_messages import GroupLinks
 from .messages import Message, PeerError, read
 from .shared_messages import open_shared_links
 
-Record = Callable[[str, int, int, float, float], None]  # kind, stage, micro-batch, start, end
+Acting = Callable[..., AbstractContextManager[None]]  # runtime.recorder.acting, with its recorder
 
 UP, DOWN = "activations", "gradients"
 FROM_LAST, TIED = "what the last stage found", "the gradients of shared parameters"
@@ -53,9 +53,12 @@ class Neighbour:
     belongs to no stage goes to a rank.
     """
 
-    def __init__(self, link: Link, own: int, peer: int, record: Record) -> None:
-        self.link = link
-        self._own, self._peer, self._record = own, peer, record
+    def __init__(
+        self, link: Link, own: int, peer: int, acting: Acting, group: dist.ProcessGroup | None
+    ) -> None:
+        self.link, self._acting = link, acting
+        self._own, self._peer = own, peer
+        self._name = peer if group is None else dist.get_global_rank(group, peer)
         self._early: dict[tuple[str, int, int], Any] = {}
 
     def put(self, what: str, i: int, value: Any, stages: tuple[int, int] | None = None) -> None:
@@ -63,27 +66,25 @@ class Neighbour:
         does not wait until it is received."""
         begin, end = stages or (self._own, self._peer)
         place = "rank" if stages is None else "stage"
-        start = time.perf_counter()
         try:
-            self.link.send(Message((what, end, i, value)))
+            with self._acting("send", begin, i, self._name):
+                self.link.send(Message((what, end, i, value)))
         except PeerError as error:
             way = f"handing {what} from {place} {begin} to {place} {end}"
             raise PeerError(f"{way}{_of(i)}: {error}") from None
-        self._record("send", begin, i, start, time.perf_counter())
 
     def get(self, what: str, i: int, stages: tuple[int, int] | None = None) -> Any:
         """Wait for micro-batch i. A schedule may want it later than it comes."""
         begin, end = stages or (self._peer, self._own)
         place = "rank" if stages is None else "stage"
-        start = time.perf_counter()
-        while (what, end, i) not in self._early:
-            try:
-                sent, to, number, value = read(*self.link.receive())
-            except PeerError as error:
-                way = f"{place} {end} waited for {what} of {place} {begin}"
-                raise PeerError(f"{way}{_of(i)}: {error}") from None
-            self._early[sent, to, number] = value
-        self._record("receive", end, i, start, time.perf_counter())
+        try:
+            with self._acting("receive", end, i, self._name):
+                while (what, end, i) not in self._early:
+                    sent, to, number, value = read(*self.link.receive())
+                    self._early[sent, to, number] = value
+        except PeerError as error:
+            way = f"{place} {end} waited for {what} of {place} {begin}"
+            raise PeerError(f"{way}{_of(i)}: {error}") from None
         return self._early.pop((what, end, i))
 
 
@@ -125,10 +126,10 @@ class Neighbours:
         device: torch.device,
         share_memory: bool,
         timeout: float,
-        record: Record,
+        acting: Acting,
     ) -> None:
         self.rank, self._last = rank, ranks[-1]
-        self._record = record
+        self._acting = acting
         self._tied = {name: users for name, users in sorted(tied.items()) if rank in users}
         pairs = {(min(ends), max(ends)) for ends in pairwise(ranks) if ends[0] != ends[1]}
         pairs |= {(r, r + 1) for r in range(max(ranks))}  # for `from_last`
@@ -139,7 +140,7 @@ class Neighbours:
             links = open_shared_links(sorted(pairs), group, timeout)
         if links is None:
             links = self._groups = GroupLinks(sorted(pairs), group, device, timeout)
-        self._all = {peer: Neighbour(link, rank, peer, record) for peer, link in links.items()}
+        self._all = {r: Neighbour(link, rank, r, acting, group) for r, link in links.items()}
         # As `Dataflow` has them: activations into stage s, and gradients out of it.
         self.up: dict[int, Channel] = {}
         self.down: dict[int, Channel] = {}
@@ -167,21 +168,21 @@ class Neighbours:
     ) -> Gradients:
         """For parameters that several ranks use, the sum of their gradients, in the order of the
         stages, by which this rank's ``parts`` are given: the same bits on all of those."""
-        start = time.perf_counter()
-        peers = sorted({r for users in self._tied.values() for r in users} - {self.rank})
-        for peer in peers:
-            both = {name: parts[name] for name, users in self._tied.items() if peer in users}
-            self._all[peer].put(TIED, _NONE, both)
-        of = {peer: self._all[peer].get(TIED, _NONE) for peer in peers} | {self.rank: parts}
-        sums: Gradients = {}
-        for name, users in self._tied.items():
-            p = parameters[name]
-            every = {s: part for r in users for s, part in of[r][name].items()}
-            for _, part in sorted(every.items()):
-                if part is not None:
-                    sums[p] = sums[p] + part if p in sums else part
-        if self._tied:
-            self._record("all_reduce", self.rank, _NONE, start, time.perf_counter())
+        if not self._tied:
+            return {}
+        with self._acting("all_reduce"):
+            peers = sorted({r for users in self._tied.values() for r in users} - {self.rank})
+            for peer in peers:
+                both = {name: parts[name] for name, users in self._tied.items() if peer in users}
+                self._all[peer].put(TIED, _NONE, both)
+            of = {peer: self._all[peer].get(TIED, _NONE) for peer in peers} | {self.rank: parts}
+            sums: Gradients = {}
+            for name, users in self._tied.items():
+                p = parameters[name]
+                every = {s: part for r in users for s, part in of[r][name].items()}
+                for _, part in sorted(every.items()):
+                    if part is not None:
+                        sums[p] = sums[p] + part if p in sums else part
         return sums
 
     def flush(self) -> None:

@@ -43,7 +43,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,7 @@ from torch import Tensor, nn
 from runtime.graph import Initialize
 from runtime.randomness import StepSeed
 from runtime.recompute import NEVER
-from runtime.recorder import Recorder, listening
+from runtime.recorder import Recorder, acting
 from runtime.unseen import refuse_hooks
 
 from . import microbatch
@@ -139,7 +139,7 @@ class ProcessPipe:
         self._ownership.materialize(self.device, initialize)
         tied = {name: users for name, users in self._ownership.ranks.items() if len(users) > 1}
         self._neighbours = Neighbours(
-            self.ranks, self.rank, tied, group, self.device, share_memory, timeout, self._record,
+            self.ranks, self.rank, tied, group, self.device, share_memory, timeout, self._acting,
         )  # fmt: skip
         self._broken: str | None = None
 
@@ -330,9 +330,8 @@ class ProcessPipe:
                 result.append(action)
         return result
 
-    def _record(self, kind: str, s: int, i: int, start: float, end: float) -> None:
-        if (recorder := listening(self.recorder)) is not None:
-            recorder(kind, s, i, start, end)
+    def _acting(self, *what: Any) -> AbstractContextManager[None]:
+        return acting(self.recorder, *what)
 
 
 class _With(nn.Module):

@@ -148,6 +148,8 @@ class Files:
     """auto: a GPU if there is one"""
     timeline: Whole = 0
     """record what is done in the first N steps, for plot.py timeline and ui.perfetto.dev"""
+    profile: Whole = 0
+    """what every operator took in N steps after the first, per rank, for ui.perfetto.dev"""
     tensorboard: bool = False
     """write metrics.jsonl for TensorBoard, too"""
     wandb: bool = False
@@ -177,8 +179,7 @@ class Stages:
     chunks: Count | None = None
     """stages per rank, of interleaved; default: 2"""
     balance: str | None = None
-    """auto (default): by measured time, may split a block in half; uniform: equal numbers of
-    blocks; 3,5: explicit numbers (vgg16: of layers)"""
+    """auto (default): by measured time, halves of blocks too; uniform; or 3,5: blocks of each"""
 
 
 T = TypeVar("T")

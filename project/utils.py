@@ -95,7 +95,7 @@ def plan_of(args: Any, world: World, workers: str = "rank", **about: Any) -> Pla
     steps = args.timeline + 1 if args.timeline else 0  # pictures leave out the first step
     timeline = Timeline(
         world.rank, world.world_size, num_steps=steps, workers=workers, device=world.device,
-        about={"strategy": args.strategy, **about},
+        about={"strategy": args.strategy, **about}, last=world.last,
     )  # fmt: skip
     return Plan(
         partial(make_optimizer, args), args.precision, args.num_microbatches, timeline,
@@ -160,6 +160,10 @@ def _show(results: Results, args: Any) -> None:
         results.say(
             f"The recorded steps: python project/plot.py timeline {args.workdir} draws them and "
             "writes them for https://ui.perfetto.dev."
+        )
+    if args.profile:
+        results.say(
+            f"The profile: open {args.workdir}/profile_rank*.json in https://ui.perfetto.dev."
         )
     results.say(f"Results are in {args.workdir}/; the curves are drawn in {picture}.")
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.recorder import Recorder, listening
+from runtime.recorder import Recorder, acting
 from runtime.shared_memory import CHUNK, SharedBuffers, add_up, aligned, wide
 
 Finish = Callable[[], Tensor]
@@ -194,11 +194,9 @@ class Ranks:
         start = time.perf_counter()
 
         def finish() -> Tensor:
-            work() if callable(work) else work.wait()
-            value = result()
-            if (recorder := listening(self.recorder)) is not None:
-                recorder(kind, self.rank, -1, start, time.perf_counter())
-            return value
+            with acting(self.recorder, kind, start=start):
+                work() if callable(work) else work.wait()
+                return result()
 
         return finish
 

@@ -52,7 +52,7 @@ def lines_of(program: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("program", "most"), [("run_data_parallel", 7070), ("run_pipeline", 10230), ("train", 15870)]
+    ("program", "most"), [("run_data_parallel", 7370), ("run_pipeline", 10530), ("train", 16110)]
 )
 def test_a_program_brings_in_no_more_code_than_it_did(program: str, most: int) -> None:
     assert lines_of(f"project/{program}.py") <= most

@@ -13,7 +13,8 @@ forks them, and watches. Each rank has a pipe to it, for its report of how it en
     what happens to a rank         who notices it                    what is said
     it raises                      the starter, by its report        the rank, its traceback
     it is killed, or just leaves   the starter, by the pipe's end    the rank, how it died
-    it is stopped                  the others, after `timeout`       the rank does not answer
+    it is stopped                  the others, after `timeout`       the rank does not answer, and
+                                                                     what each rank did last
     parent or starter die          the system ends it (on Linux)
 
 Cost: the imports, of some four seconds, once and not per rank: on two cores eight ranks start in
@@ -40,10 +41,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -55,6 +57,7 @@ from training.errors import GRACE, OF_TERMINAL, format_error, leave, say
 from training.errors import RunError as RunError  # where all look for them
 from training.errors import UserError as UserError
 from training.errors import torchrun_world_size as torchrun_world_size
+from training.last_actions import LastAction, in_file, table
 
 T = TypeVar("T")
 DEFAULT_PORT = 11868
@@ -65,12 +68,14 @@ _PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is. `local_rank` counts on this machine, `rank` over all of them."""
+    """Who this process is. `local_rank` counts on this machine, `rank` over all of them; `last` is
+    where it notes what it does."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (it is immutable)
+    last: LastAction = field(default_factory=LastAction, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -232,18 +237,19 @@ def _start_ranks(settings: Settings, backend: str, listener: socket.socket, repo
         return
     gc.freeze()  # what the libraries hold stays: no rank searches it, or copies it
     context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
+    last = context.RawArray(LastAction, settings.world_size)
     processes, pipes = [], []
     for rank in range(settings.world_size):
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_rank_main, args=(rank, settings, backend, listener, theirs, main, args)
+            target=_rank_main, args=(rank, settings, backend, listener, theirs, last, main, args)
         )
         process.start()
         theirs.close()
         processes.append(process)
         pipes.append(ours)
     listener.close()
-    failure = watch(processes, pipes, settings.timeout)
+    failure = watch(processes, pipes, settings.timeout, last)
     if failure is None:
         for process in processes:
             process.join(GRACE)
@@ -277,11 +283,15 @@ def is_consequence(error: BaseException) -> bool:
     """Whether what began an error says no more than that another rank did not answer."""
     while before := error.__cause__ or (not error.__suppress_context__ and error.__context__):
         error = before
-    # gloo raises plain RuntimeErrors, which begin with the place in its source.
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+    # gloo raises plain RuntimeErrors, which begin with the place in its source; but one of them.
+    of_gloo = ("gloo/", "Application timeout caused pair closure")
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in of_gloo)
 
 
-def watch(processes: Sequence[Any], pipes: Sequence[Any], timeout: float) -> Failure | None:
+def watch(
+    processes: Sequence[Any], pipes: Sequence[Any], timeout: float,
+    last: Sequence[LastAction] = (),
+) -> Failure | None:  # fmt: skip
     """Returns None when every rank has reported that it is done; or the first failure. Where that
     is a consequence, the others have GRACE to report what has brought it about."""
     silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -299,7 +309,7 @@ def watch(processes: Sequence[Any], pipes: Sequence[Any], timeout: float) -> Fai
             # When one rank is done, all have met at the end.
             deadline = min(deadline, time.monotonic() + (GRACE if consequences else timeout))
     if silent:
-        seen = consequences[0].text if consequences else ""
+        seen = consequences[0].text if consequences else table(last)
         return Failure(min(silent.values()), f"It does not answer.\n{seen}")
     return consequences[0] if consequences else None
 
@@ -323,6 +333,7 @@ def _rank_main(
     backend: str,
     listener: socket.socket,
     pipe: Any,
+    last: Sequence[LastAction],
     main: Callable[..., None],
     args: Sequence[Any],
 ) -> None:
@@ -331,15 +342,19 @@ def _rank_main(
     world_size, port = settings.world_size, listener.getsockname()[1]
     if rank > 0:
         listener.close()
+    last[rank].note("start")
     try:
         device = _claim(settings, rank, world_size)
         setup(rank, world_size, backend, port=port, listener=listener, timeout=settings.timeout)
-        main(World(rank, world_size, rank, device), *args)
+        main(World(rank, world_size, rank, device, last[rank]), *args)
+        last[rank].note("end")
         _finish(device)
     except BaseException as error:
         kind = next((k for k in (UserError, RunError) if isinstance(error, k)), None)
         text = str(error) if kind else format_error(error)
-        pipe.send(Failure(rank, text, kind, is_consequence(error)))
+        if waited := is_consequence(error):
+            text += table(last)
+        pipe.send(Failure(rank, text, kind, waited))
         leave("", 1)
     pipe.send(None)
 
@@ -351,6 +366,8 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
     local_size, world_size = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     limit, store = timedelta(seconds=settings.timeout), None
+    last = _last_actions(local_size)
+    last[local_rank].note("start")
     try:
         device = _claim(settings, local_rank, local_size)
         stay_on_interface_to(LOOPBACK if local_size == world_size else host)
@@ -365,14 +382,25 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
             choose_backend(settings.device, local_size), store=store, rank=rank,
             world_size=world_size, timeout=limit,
         )  # fmt: skip
-        main(World(rank, world_size, local_rank, device), *args)
+        main(World(rank, world_size, local_rank, device, last[local_rank]), *args)
+        last[local_rank].note("end")
         _finish(device)
     except (UserError, RunError):
         raise
     except BaseException as error:
+        text = f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}"
         if is_consequence(error):
+            text += table(last, rank - local_rank)
             time.sleep(GRACE)  # torchrun, which has seen the other rank's end, ends this one
-        leave(f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}", 1)
+        leave(text, 1)
+
+
+def _last_actions(local_size: int) -> Any:
+    """What torchrun's ranks on this machine did last, in a file beside those for their errors."""
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../ATTEMPT/RANK/error.json
+        with suppress(OSError):
+            return in_file(Path(error_file).parents[1] / "last_actions", local_size)
+    return (LastAction * local_size)()  # of this rank alone
 
 
 def _end_with_parent() -> None:

@@ -50,11 +50,6 @@ class Plan:
         """Of weights, gradients and optimizer state."""
         return torch.float64 if self.precision == "fp64" else torch.float32
 
-    @property
-    def recorder(self) -> Timeline | None:
-        """Who is told what happened when, if anybody."""
-        return self.timeline if self.timeline.recording else None
-
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         if self.precision != "bf16":

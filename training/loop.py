@@ -32,6 +32,7 @@ from training.launch import World
 from training.layout import LaidOutModel, Plan
 from training.metrics import Metrics
 from training.optimization import Optimizers, Recipe
+from training.profiling import Profile
 from training.results import NOTHING_YET, Results, Totals
 from training.saving import NO_RESUME, Resume, Saving
 from training.seeds import stream
@@ -173,10 +174,13 @@ def run(
     # A checkpoint at the end of an epoch is from before its evaluation, which is done (again).
     first = max(0, saving.steps_done - 1) // per_epoch
     results.begin(first, notes, resumed=saving.steps_done > 0)
+    note = plan.timeline.last.note
     metrics = Metrics(world, args, task, model, saving.steps_done)
     whole_epochs = args.num_batches is None
     if whole_epochs and saving.steps_done == 0:
+        note("evaluation")
         results.say_start(*_evaluate(world, task, model))
+    profile = Profile(plan.timeline, args.profile, args.workdir)
     for epoch in range(first, -(-total // per_epoch)):
         length = min(per_epoch, total - epoch * per_epoch)
         steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
@@ -186,18 +190,24 @@ def run(
             results.add_step(optimizer.loss, seconds)
             metrics.add_step(epoch, optimizer, seconds)
             saving.after_step(epoch, totals)
+            profile.step()
+            note("next batch")
 
         totals = train(
             model, optimizer, steps, f"Epoch {epoch + 1}", world.rank, average_gradients_fn, length,
             before, after_step,
         )  # fmt: skip
+        note("checkpoint")
         saving.save(epoch, totals)
+        note("comparison of replicas")
         check_replicas(world, model.whole_parameters(), f"in epoch {epoch + 1}")
+        note("evaluation")
         few = not whole_epochs and total < per_epoch  # too few steps to learn to translate
         result = results.end_epoch(epoch, totals, *_evaluate(world, task, model, score=not few))
         metrics.add_evaluation(optimizer.steps, epoch, result)
         before = NOTHING_YET
     saving.close()
+    profile.close()
     if args.timeline:
         plan.timeline.save(args.workdir)
     results.summarize()

@@ -103,7 +103,7 @@ class Sharded(LaidOutModel):
         # Autocast would keep a copy of every matrix, whole, until its backward.
         self.compute_dtype = torch.bfloat16 if plan.precision == "bf16" else None
         self.shared = shared = Shared(
-            task, mesh.tensor, plan.dtype, sequence_parallel, share_memory, plan.recorder
+            task, mesh.tensor, plan.dtype, sequence_parallel, share_memory, plan.timeline
         )
         model = shared.model
         self.layers = nn.Sequential(*shared.layers)
@@ -112,7 +112,7 @@ class Sharded(LaidOutModel):
             names={t: name for name, t in [*model.named_parameters(), *model.named_buffers()]},
             init=shared.initialize, zero=zero, compute_dtype=self.compute_dtype,
             device=world.device, group=mesh.data.group, share_memory=share_memory,
-            recorder=plan.recorder, recompute=plan.recompute != NEVER,
+            recorder=plan.timeline, recompute=plan.recompute != NEVER,
             kind=lambda name: name in shared.parts,
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]
@@ -251,12 +251,12 @@ class Staged(LaidOutModel):
             cut = task.sizes(balance, stages)
         self.cut = cut or measured_sizes(task, world, plan, stages)
         self.shared = Shared(
-            task, mesh.tensor, plan.dtype, sequence_parallel, share_memory, plan.recorder
+            task, mesh.tensor, plan.dtype, sequence_parallel, share_memory, plan.timeline
         )
         self.pipe = ProcessPipe(
             nn.Sequential(*self.shared.layers), self.cut, world.device, mesh.pipeline.group,
             ranks=ranks, model=self.shared.model, initialize=self.shared.initialize,
-            recorder=plan.recorder, share_memory=share_memory, timeout=timeout,
+            recorder=plan.timeline, share_memory=share_memory, timeout=timeout,
             recompute=mode_of(plan.recompute, stages == 1 or num_microbatches == 1),
         )  # fmt: skip
         if stages > 1:
@@ -268,13 +268,13 @@ class Staged(LaidOutModel):
         self.sharded: ShardedOptimizer | None = None
         self.buckets: GradientBuckets | None = None
         if shard_optimizer and self.parts > 1:
-            self._shard_optimizer(mine, Ranks(mesh.data.group, share_memory, plan.recorder))
+            self._shard_optimizer(mine, Ranks(mesh.data.group, share_memory, plan.timeline))
         else:
             if self.parts > 1:
                 tied = [p for name, p in mine.items() if len(self.pipe.users(name)) > 1]
                 self.buckets = GradientBuckets(
                     mine.values(), mesh.data.group, share_memory=share_memory,
-                    recorder=plan.recorder, apart=tied,
+                    recorder=plan.timeline, apart=tied,
                 )  # fmt: skip
             self.optimizers = [plan.make_optimizer(mine.values())]
             owned = self.pipe.owned_parameters().keys()

@@ -84,7 +84,7 @@ class Replicated(LaidOutModel):
         if gradient_sync == "overlap":
             ddp = DistributedDataParallel(
                 self.net, bucket_bytes=bucket_bytes, comm_dtype=comm_dtype,
-                share_memory=share_memory, recorder=plan.recorder,
+                share_memory=share_memory, recorder=plan.timeline,
             )  # fmt: skip
             self.net, self._no_sync, self.close = ddp, ddp.no_sync, ddp.close
             self.average_gradients = lambda _: ddp.average_gradients()

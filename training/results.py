@@ -35,8 +35,8 @@ _RESULT_FILE = re.compile(
     r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch(?P<epoch>\d+)\.json"
 )
 _OTHER_FILES = re.compile(
-    r"timeline_rank\d+\.json|(trace|summary|options)\.json|training\.png|metrics\.jsonl|tensorboard"
-    r"|checkpoints"
+    r"(timeline|profile)_rank\d+\.json|(trace|summary|options)\.json|training\.png|metrics\.jsonl"
+    r"|tensorboard|checkpoints"
 )
 METRICS, OPTIONS = "metrics.jsonl", "options.json"
 CHECKPOINTS = "checkpoints"  # their folder

@@ -102,7 +102,7 @@ class StagesInThreads(_InOneProcess):
         module, replicas = place(layers, self.cut, [devices[r] for r in ranks])
         one_at_a_time = schedule == "sequential" or len(ranks) == 1
         self.pipe = Pipe(
-            module, recorder=plan.recorder, replicas=replicas, sizes=self.cut,
+            module, recorder=plan.timeline, replicas=replicas, sizes=self.cut,
             recompute=mode_of(plan.recompute, one_at_a_time),
         )  # fmt: skip
         self.ranks = ranks if len(ranks) > len(devices) else None
@@ -178,7 +178,7 @@ class BlocksInThreads(_InOneProcess):
         )
         if split_size is not None:
             self.module._prepare_pipeline_parallel(split_size)
-        self.module.transformer.h_pp.recorder = plan.recorder
+        self.module.transformer.h_pp.recorder = plan.timeline
         self.module.transformer.h_pp.recompute = mode_of(plan.recompute, split_size is None)
         where = ", ".join(map(str, devices))
         self.description = f"blocks per stage: {' | '.join(map(str, sizes))} on {where}"

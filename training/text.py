@@ -275,8 +275,15 @@ def _documents(dataset: str, found: Mapping[str, Any]) -> Texts:
     """The documents without those of no letter; validation is held out where there is none."""
     texts = Texts({}, plain=True)
     for split in ("train", "validation"):
-        rows = [row["text"] or "" for row in found.get(split, [])]
-        texts.splits[split] = [t for text in rows for t in text.split(END) if t.strip()]
+        texts.splits[split] = documents = []
+        for i, row in enumerate(found.get(split, []), 1):
+            text = row["text"] or ""
+            if not isinstance(text, str):
+                raise UserError(
+                    f"--dataset {dataset}: row {i} of {split}: text is {text!r:.40}, and not text "
+                    "in quotes"
+                )
+            documents += [t for t in text.split(END) if t.strip()]
     train = texts.splits["train"]
     if not train:
         raise UserError(f"--dataset {dataset}: there is no text to train on; {NO_NETWORK}")

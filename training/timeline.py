@@ -22,14 +22,16 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from runtime.recorder import acting
+from training.last_actions import LastAction
 from training.results import write_text
 
 T = TypeVar("T")
@@ -110,6 +112,7 @@ class Timeline:
         workers: `rank`, or `stage` where the stages are threads of one rank: the rows of a picture.
         device: of this rank; `span` waits for its kernels.
         about: what a picture should know: strategy, schedule, num_microbatches ...
+        last: where every action is noted as it begins, also while nothing is recorded.
 
     `recording` says whether an event would be kept now; callers need not time anything else.
     """
@@ -123,7 +126,10 @@ class Timeline:
         workers: str = "rank",
         device: torch.device | None = None,
         about: Mapping[str, Any] | None = None,
+        last: LastAction | None = None,
     ) -> None:
+        self.last = last or LastAction()
+        self.range: Callable[[str], AbstractContextManager[Any]] = nullcontext  # of a profiler
         self.rank, self.world_size, self.workers = rank, world_size, workers
         self.device = device or torch.device("cpu")
         self.about = dict(about or {})
@@ -136,6 +142,16 @@ class Timeline:
     def __call__(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:
         if self.recording:
             self._events.append((kind, stage, microbatch, start, end))  # atomic among threads
+
+    @contextmanager
+    def around(self, kind: str, stage: int, microbatch: int, peer: int) -> Iterator[None]:
+        """Notes that something begins, and that it has ended; in a profile it is a range."""
+        name = KINDS.get(kind, (kind,))[0]
+        self.last.note(name, stage, microbatch, peer)
+        label = f"{name}, micro-batch {microbatch}" if microbatch >= 0 else name
+        with self.range(f"{label}, stage, layer or bucket {stage}" if stage >= 0 else label):
+            yield
+        self.last.note(f"after {name}", stage, microbatch, peer)
 
     def step(self, k: int) -> None:
         """Step k begins, and the one before has ended."""
@@ -154,17 +170,11 @@ class Timeline:
     @contextmanager
     def span(self, kind: str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
         """Records what happens in the `with`."""
-        start = time.perf_counter()
-        yield
-        if self.recording:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self(kind, stage, microbatch, start, time.perf_counter())
+        with acting(self, kind, stage, microbatch, device=self.device):
+            yield
 
     def watch(self, optimizer: torch.optim.Optimizer, stage: int = -1) -> None:
         """Records the steps of the optimizer, on whatever thread it is called."""
-        if not self.recording:
-            return
         spans: list[Any] = []
 
         def before(*_: object) -> None:

@@ -19,6 +19,7 @@ STOPPED = 60.0  # torchrun waits half a minute for a rank that is stopped, befor
 BLOWS = 120.0  # within which an armed process must compute something
 PAUSE = 1.5  # seconds of a stop that does no harm
 TRACEBACK = "Traceback (most recent call last)"
+LAST_ACTIONS = "rank  last action  "  # the head of a table, see training/last_actions.py
 FAILED = re.compile(r"rank (\d+) failed; |The run failed\.")
 
 Strike = Callable[[Run, int], None]
@@ -155,8 +156,8 @@ KINDS = (
         "stop", "a rank is stopped (SIGSTOP) for longer than --timeout",
         _to_rank(signal.SIGSTOP),
         {
-            OWN: End((1,), True, ("It does not answer.",), None),
-            TORCHRUN: End((1,), False, (), None),  # another says that it has waited in vain
+            OWN: End((1,), True, ("It does not answer.", LAST_ACTIONS), None),
+            TORCHRUN: End((1,), False, (LAST_ACTIONS,), None),  # another has waited in vain
         },
         waits=True,
         seconds=STOPPED,

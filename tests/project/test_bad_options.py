@@ -186,6 +186,8 @@ TABLE = [
     (TRAIN + "ddp --num_batches 5 --warmup_steps 5",
      "--warmup_steps 5: the run has 5 steps, and the warm-up must end before the last; "
      "--warmup_steps 0 to 4 works"),
+    (TRAIN + "ddp --profile 3 --num_batches 1",
+     "--profile 3 --num_batches 1: the first step is not profiled; --num_batches 4 works"),
     # models
     (DP + "--n_head 3",
      "--n_layer 4 --n_embd 256 --n_head 3: all must be positive and n_head must divide "

@@ -108,6 +108,21 @@ def test_a_text_is_continued(one: Path) -> None:
         assert said[0].split()[:4] == (row["example"] + row["gen"]).split()[:4]
 
 
+def test_an_empty_line_begins_a_text(one: Path) -> None:
+    """As what follows the end of a document, line by line, whatever is beside it."""
+    trained = load_trained(str(one / "0"))
+    end = trained.tokenizer.convert_tokens_to_ids(END)
+    ids = [end]
+    while len(ids) < 9:
+        logits = trained.model(input_ids=torch.tensor([ids])).logits[0, -1]
+        ids.append(int(logits[: len(trained.tokenizer)].argmax()))
+    text = trained.tokenizer.decode(ids[1:]).partition(END)[0]
+    options = parse_generate(["somewhere", "--max_new_tokens", "8"])
+    found = generate(trained, ["", "Line", ""], options)
+    assert found[0] == found[2] == [" ".join(text.splitlines())]
+    assert text and found[1][0].startswith("Line")
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -169,6 +169,7 @@ GLOO = RuntimeError(
     ("first", "then", "expected"),
     [
         (GLOO, None, True),
+        (RuntimeError("Application timeout caused pair closure"), None, True),
         (dist.DistNetworkError("recv failed"), None, True),
         (PeerError("stage 0 waited for gradients of stage 1: it has ended"), None, True),
         (ValueError("the bug"), None, False),

@@ -405,6 +405,9 @@ def test_a_folder_of_texts(tmp_path: Path) -> None:
 def test_a_column_of_texts(tmp_path: Path, hub: Callable[..., Hub]) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
     assert load(tmp_path / "a.jsonl").splits == {"train": ["one", "t"], "validation": ["wo"]}
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": 5}\n')
+    with pytest.raises(UserError, match=r"row 2 of train: text is 5, and not text in quotes$"):
+        load(tmp_path / "b.jsonl")
     rows = {"train": [{"text": "one"}, {"text": ""}], "validation": [{"text": "three"}]}
     hub(rows)
     assert load("some/texts").splits == {"train": ["one"], "validation": ["three"]}

@@ -1,0 +1,68 @@
+"""What each rank did last: the table below the error of a rank that has waited in vain.
+
+Problem: such a rank knows whom it has waited for, but that one may have waited for a third. The
+culprit, which is slow, hangs or is stopped, says nothing.
+
+Idea: a rank writes each action as it begins into memory that all ranks of its machine see, and who
+has waited in vain reads what all of them are at. The launcher makes this memory; under torchrun
+it is a file in the folder that torchrun makes on each machine.
+
+    rank  last action     stage, layer or bucket  micro-batch  peer  begun
+       0  receive                              0            1     1  1.0 s ago
+       1  forward                              1            1        1.1 s ago    <- the culprit
+
+`after forward` says that it has ended, and that nothing has begun since.
+
+Cost: 5 microseconds per action.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class LastAction(ctypes.Structure):
+    """Of one rank. Place, micro-batch and peer are -1 where there is none; `begun` is of
+    time.monotonic, which all processes of a machine share."""
+
+    _fields_ = (
+        ("name", ctypes.c_char * 32),
+        ("place", ctypes.c_int),
+        ("microbatch", ctypes.c_int),
+        ("peer", ctypes.c_int),
+        ("begun", ctypes.c_double),
+    )
+
+    def note(self, name: str, place: int = -1, microbatch: int = -1, peer: int = -1) -> None:
+        """It begins now."""
+        self.name = name.encode()
+        self.place, self.microbatch, self.peer = place, microbatch, peer
+        self.begun = time.monotonic()
+
+
+def in_file(path: Path, size: int) -> Any:
+    """Room for the last actions of so many ranks, in a file."""
+    nbytes = size * ctypes.sizeof(LastAction)
+    with path.open("a+b") as file:
+        file.truncate(nbytes)
+        return (LastAction * size).from_buffer(mmap.mmap(file.fileno(), nbytes))
+
+
+def table(actions: Sequence[LastAction], first_rank: int = 0) -> str:
+    """A line per rank, numbered from the first one of this machine."""
+    now = time.monotonic()
+    head = "rank  last action           stage, layer or bucket  micro-batch  peer  begun"
+    lines = [head] if actions else []
+    for rank, action in enumerate(actions, first_rank):
+        numbers = (action.place, action.microbatch, action.peer)
+        place, microbatch, peer = ["" if n < 0 else n for n in numbers]
+        begun = f"{now - action.begun:.1f} s ago" if action.begun else "not yet"
+        lines.append(
+            f"{rank:4}  {action.name.decode():20}{place:>24}{microbatch:>13}{peer:>6}  {begun}"
+        )
+    return "".join(f"{line}\n" for line in lines)
