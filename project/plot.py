@@ -298,7 +298,7 @@ def _why(
         elif after > 1.005 * own:
             reason = "the time is that of the slowest rank, tokens/s are added over the ranks"
         else:
-            reason = "epochs take unequal times, and the mean of their speeds is not that of these"
+            reason = "epochs differ in time, and in the mean of their speeds fast ones count more"
         found.append(f"{by_time:.2f}x by time, {by_tokens:.2f}x by tokens/s: {reason}")
     return found
 

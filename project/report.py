@@ -4,18 +4,17 @@
     python project/report.py --n_epochs 2 --n_train 200        smaller runs
 
 One process and two, one stage at a time and a pipeline train the same model on the same batches,
-each process or stage on one core. Two short runs leave the gradients of their first step. A
-finished run is kept and used again as long as its options are the same, so the program may be
-interrupted and started again; a run that was interrupted begins anew, since its times would not
-compare. The page needs no network and no JavaScript, and every number in it comes from the files
-of the runs.
+each process on one core, each stage on an equal share of all. Two short runs leave the gradients of
+their first step. A finished run is kept and used again as long as its options are the same, so the
+program may be interrupted and started again; a run that was interrupted begins anew, since its
+times would not compare. The page needs no network and no JavaScript, and every number in it comes
+from the files of the runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import math
 import os
 import shlex
 import signal
@@ -85,19 +84,19 @@ COMMON = {  # options of all runs
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the report: its folder and name, and the command that makes it."""
+    """A run of the report: its folder and name, its options, and the files it leaves."""
 
     folder: Path
     name: str
-    program: str
     options: dict[str, str]
-    leaves: tuple[str, ...] = (SUMMARY,)
+    leaves: tuple[str, ...]
 
     @property
     def command(self) -> list[str]:
         """As a person types it, after `python`."""
+        program = "run_pipeline" if "num_devices" in self.options else "run_data_parallel"
         given = [f"--{name}={value}" for name, value in self.options.items()]
-        return [f"project/{self.program}.py", *given, f"--workdir={self.folder}"]
+        return [f"project/{program}.py", *given, f"--workdir={self.folder}"]
 
     def finished(self) -> bool:
         """Whether its files are there, and of a run with the same options."""
@@ -110,31 +109,20 @@ class Run:
 def planned(workdir: Path, n_train: int, n_epochs: int) -> dict[str, Run]:
     """The runs, in their order."""
     common = COMMON | {"n_train": str(n_train)}
+    one, two = ({"world_size": n, "cores_per_rank": "1"} for n in "12")
     long = common | {"n_epochs": str(n_epochs), "timeline": "3", "keep": "0"}
     flow = long | {"num_devices": "2", "num_microbatches": "8"}
     short = common | {"num_batches": "1", "pytest": "True"}
-    made = {}
-    for key, name, program, options in (
-        ("dp1", "one process", "run_data_parallel", long | _ranks(1)),
-        ("dp2", "two processes", "run_data_parallel", long | _ranks(2)),
-        ("mp", "model parallel", "run_pipeline", flow | _mode("model_parallel")),
-        ("pp", "pipeline", "run_pipeline", flow | _mode("pipeline_parallel")),
-        ("gradients1", "gradients of one process", "run_data_parallel", short | _ranks(1)),
-        ("gradients2", "gradients of two processes", "run_data_parallel", short | _ranks(2)),
-    ):
-        ranks = range(int(options.get("world_size", 1)))
-        files = tuple(f"tests/model{rank}_gradients.pth" for rank in ranks)
-        leaves = (*files, "options.json") if "pytest" in options else (SUMMARY,)
-        made[key] = Run(workdir / key, name, program, options, leaves)
-    return made
-
-
-def _ranks(n: int) -> dict[str, str]:
-    return {"world_size": str(n), "cores_per_rank": "1"}
-
-
-def _mode(name: str) -> dict[str, str]:
-    return {"model_parallel_mode": name}
+    files = ("options.json", *(f"tests/model{rank}_gradients.pth" for rank in range(2)))
+    runs = (
+        ("dp1", "one process", long | one, (SUMMARY,)),
+        ("dp2", "two processes", long | two, (SUMMARY,)),
+        ("mp", "model parallel", flow | {"model_parallel_mode": "model_parallel"}, (SUMMARY,)),
+        ("pp", "pipeline", flow | {"model_parallel_mode": "pipeline_parallel"}, (SUMMARY,)),
+        ("gradients1", "gradients of one process", short | one, files[:2]),
+        ("gradients2", "gradients of two processes", short | two, files),
+    )
+    return {key: Run(workdir / key, *about) for key, *about in runs}  # type: ignore[arg-type]
 
 
 def make(run: Run) -> None:
@@ -193,14 +181,10 @@ class Measured:
 
 def read(run: Run) -> Measured:
     """Raises UserError where its files are missing."""
-    options = read_options(run.folder)
-    staged = "num_devices" in options
-    prefixes = (
-        ["eval_results"] if staged
-        else [f"rank{rank}_results" for rank in range(options.get("world_size", 1))]
-    )  # fmt: skip
+    n = int(run.options.get("world_size", 0))
+    prefixes = [f"rank{rank}_results" for rank in range(n)] or ["eval_results"]
     ranks = [read_epochs(run.folder, prefix) for prefix in prefixes]
-    return Measured(run, ranks, [math.nan if x is None else x for x in options["loss"]])
+    return Measured(run, ranks, read_options(run.folder)["loss"])
 
 
 def furthest(a: Sequence[float], b: Sequence[float]) -> float:

@@ -1,5 +1,6 @@
-"""What README.md and docs/assignments.md tell people to type exists, its options are good; and the
-files and names that the map of the assignments gives."""
+"""What README.md and the pages of the courses tell people to type exists, its options are good; and
+the files and names that these pages give. (The commands of the courses are run, too: see
+tests/project/test_courses.py.)"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks
-from project import generate, plot
+from project import generate, plot, report
 from project.run_data_parallel import parse_data_parallel
 from project.run_pipeline import parse_pipeline
 from project.train import parse_train
@@ -27,13 +28,17 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
     "project/train.py": partial(parse_train, None),
     "project/plot.py": plot.parse,
     "project/generate.py": generate.parse,
+    "project/report.py": report.parse,
 }
 MARKED = {
     name
     for path in (ROOT / "tests").rglob("*.py")
     for name in re.findall(r"pytest\.mark\.(a[45]_\w+)", path.read_text("utf-8"))
 }
-BEGINNINGS = ("python project/", "torchrun ", "python -m benchmarks", "make")
+BEGINNINGS = (
+    "python project/", "torchrun ", "python -m benchmarks", "python -m pytest", "make"
+)  # fmt: skip
+COURSES = [ROOT / "docs" / name for name in ("cmu_11868.md", "brown_cs1390.md")]
 
 
 def commands(text: str) -> list[str]:
@@ -145,9 +150,17 @@ def test_every_file_name_that_the_readme_quotes(monkeypatch: pytest.MonkeyPatch)
     assert missing(re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), monkeypatch) == []
 
 
-def test_every_file_name_and_command_of_the_map_of_assignments(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("page", COURSES, ids=[page.stem for page in COURSES])
+def test_every_name_picture_and_command_of_a_course(
+    page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (ROOT / "docs" / "assignments.md").read_text("utf-8")
-    assert len(QUOTED.findall(text)) > 60
-    assert missing(text, monkeypatch) == []
+    text = page.read_text("utf-8")
+    found = commands(text)
+    assert len(found) >= 8
+    for command in found:
+        check(command, monkeypatch)
+    words = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    assert len(QUOTED.findall(words)) >= 20
+    assert missing(words, monkeypatch) == []
+    linked = re.findall(r"\]\((?!http)(.*?)\)", words)
+    assert linked and [path for path in linked if not (page.parent / path).is_file()] == []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +21,7 @@ from training.launch import RunError, World
 from training.results import Totals
 from training.saving import Saving, find_resume
 
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
     "run_data_parallel": (run_data_parallel, run_data_parallel.parse_data_parallel),
     "run_pipeline": (run_pipeline, run_pipeline.parse_pipeline),
@@ -37,13 +40,20 @@ FLOW = "--model_parallel_mode pipeline_parallel --num_devices 2 "
 Tamper = Callable[[int, pytest.MonkeyPatch], None]
 
 
+def course_commands(page: str, containing: str = "") -> list[str]:
+    """The lines for `parse` and `run` of the commands on a page in docs/ that have these words."""
+    text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")
+    found = re.findall(r"^python project/(\w+)\.py (.*)$", text, re.MULTILINE)
+    return [f"{program} {options}" for program, options in found if containing in options]
+
+
 class _Stop(BaseException):
     """In the middle of a run."""
 
 
 def parse(line: str) -> Any:
     """The settled options of a command line, which begins with a program's name."""
-    program, *options = line.split()
+    program, *options = shlex.split(line)
     return PROGRAMS[program][1](None, options)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.project.programs import on_rank
+from tests.project.programs import course_commands, on_rank
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,9 +29,9 @@ def gradients(ranks: Ranks, tmp_path: Path) -> list[dict[str, Tensor]]:
     folder = ROOT
     if not all((folder / file).exists() for file in FILES):
         folder = tmp_path
-        line = "--pytest True --n_train 192 --n_validation 2 --n_test 2 --batch_size 128 "
-        line += f"--device cpu --n_layer 2 --vocab_size 512 --n_epochs 1 --workdir {folder}/work"
-        line = f"run_data_parallel --world_size 2 {line}"
+        (line,) = course_commands("cmu_11868", "--pytest True")
+        line += " --n_train 192 --n_validation 2 --n_test 2 --batch_size 128 --world_size 2 "
+        line += f"--device cpu --n_layer 2 --vocab_size 512 --workdir {folder}/work"
         said = ranks.run(on_rank, line, partial(_in_folder, folder))
         assert said == [(f"rank {r} wrote {FILES[r]}\n", None) for r in range(2)]
     return [torch.load(folder / file, weights_only=True) for file in FILES]

@@ -130,7 +130,7 @@ def test_the_page_of_tiny_runs(
 
 
 def test_a_run_that_fails_ends_the_report(tmp_path: Path) -> None:
-    bad = report.Run(tmp_path / "bad", "bad", "run_pipeline", {"num_devices": "none"})
+    bad = report.Run(tmp_path / "bad", "bad", {"num_devices": "none"}, ("summary.json",))
     with pytest.raises(RunError, match="the run bad ended with status 2; its command was: python "):
         report.make(bad)
     assert not bad.finished()

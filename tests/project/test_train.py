@@ -12,7 +12,16 @@ import torch
 
 from data_parallel.ddp import DistributedDataParallel
 from tests.project.conftest import ROOT, Run, start
-from tests.project.programs import ON_TWO, TINY, VGG, names_in, read_json, run, summary
+from tests.project.programs import (
+    ON_TWO,
+    TINY,
+    VGG,
+    course_commands,
+    names_in,
+    read_json,
+    run,
+    summary,
+)
 from tests.ranks import Ranks
 from training import check
 from training.perfetto import read_timelines
@@ -25,9 +34,13 @@ CHECKED = "--num_batches 5 --check_weights --check_output "
 GPT = TINY + CHECKED + "--dropout 0 --optimizer sgd --learning_rate 0.02 "
 
 # Whatever a strategy does on two ranks must come out as on one: batches of 6, 6, 6, 2, then of the
-# next epoch. test_losses.py compares losses; here it is the weights, each by its name.
+# next epoch. test_losses.py compares losses; here it is the weights, each by its name. The first
+# lines are the course's, on less data.
+OF_COURSE = [
+    line.removeprefix("train ") for line in course_commands("brown_cs1390", "--check_weights")
+]
 LINES = [
-    *(f"{strategy} {VGG} {CHECKED} --max_grad_norm 0.5 --warmup_steps 1" for strategy in ON_TWO),
+    *(f"{line} {VGG} {CHECKED} --max_grad_norm 0.5 --warmup_steps 1" for line in OF_COURSE),
     f"fsdp --zero 2 --num_microbatches 2 --precision fp64 {GPT}",
     f"pipeline --schedule zb --num_microbatches 3 --precision fp64 {GPT}",
     f"ddp --precision bf16 {GPT}",
@@ -57,6 +70,10 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
     for events in workers.values():
         assert {"F", "optimizer"} < {event.kind for event in events}
         assert max(event.step for event in events) == 4
+
+
+def test_the_course_has_a_command_for_every_strategy() -> None:
+    assert sorted(line.split()[0] for line in OF_COURSE) == sorted(ON_TWO)
 
 
 def test_one_process_against_the_plain_loop() -> None:
