@@ -42,8 +42,9 @@ from pipeline.partition import place
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
 from project.plot_timeline import bubbles, ideal_of
-from training.launch import Settings, World, gather_over_ranks, launch
+from training.launch import Settings, launch
 from training.timeline import Event
+from training.world import World, gather_over_ranks
 
 MICROBATCHES, ROUNDS, RECORDED = (2, 4, 8, 16), 3, 3
 USUAL = (4, 8)  # where the others are timed, too

@@ -22,9 +22,9 @@ from benchmarks.text import benchmark_texts, text_name
 from project.run_data_parallel import parse_data_parallel
 from project.utils import generate, plan_of
 from training.data import eos
-from training.launch import World
 from training.replicated import Replicated
 from training.translation import TranslationTask
+from training.world import World
 
 LENGTH = 128
 ROUNDS = 2

@@ -29,10 +29,11 @@ from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
 from planning.cost import Link, all_reduce_seconds
 from project.plot_timeline import bubbles, in_step, steps_of
-from training.launch import Settings, World, launch
+from training.launch import Settings, launch
 from training.memory import state_bytes
 from training.perfetto import read_timelines
 from training.timeline import Timeline
+from training.world import World
 
 WORLDS = (2, 3)
 NUMEL = 3 * 2**20  # floats in a collective: divisible by 2 and 3

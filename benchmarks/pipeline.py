@@ -38,7 +38,8 @@ from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.schedule import clock_cycles
 from pipeline.worker import Task
-from training.launch import Settings, World, launch
+from training.launch import Settings, launch
+from training.world import World
 
 K, MICROBATCHES, ROUNDS = 2, (4, 8), 3
 BLOCKS, WIDTH, BATCH, LENGTH = 4, 512, 32, 128

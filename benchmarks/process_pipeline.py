@@ -42,7 +42,8 @@ from benchmarks.pipeline import BATCH, BLOCKS, LENGTH, WIDTH, K, make_blocks, sq
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
-from training.launch import Settings, World, launch
+from training.launch import Settings, launch
+from training.world import World
 
 MICROBATCHES, ROUNDS, FEWER_ROUNDS = (4, 8), 5, 3
 SCHEDULES = ("gpipe", "1f1b", "zb")

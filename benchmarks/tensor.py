@@ -42,7 +42,7 @@ from runtime.ranks import Ranks
 from tensor_parallel.collectives import replicate
 from tensor_parallel.gpt2 import HeadAndLoss, cut
 from tensor_parallel.loss import head_loss
-from training.launch import Settings, World, launch
+from training.launch import Settings, launch
 from training.layout import Plan
 from training.model import (
     build_model,
@@ -53,6 +53,7 @@ from training.model import (
 )
 from training.parallel import Staged
 from training.task import Step
+from training.world import World
 
 TITLE = "Tensor parallelism, GPT-2 with 4 blocks of width 768, a core per rank"
 ROUNDS = 5

@@ -60,9 +60,9 @@ if __name__ == "__main__":
 from project.utils import run_program
 from training.errors import UserError
 from training.generation import continue_all
-from training.launch import choose_device
 from training.seeds import stream
 from training.trained import Trained, Whole, load_trained
+from training.world import choose_device
 
 
 def read_lines(args: argparse.Namespace) -> list[str]:

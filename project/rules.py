@@ -12,9 +12,9 @@ from typing import Any
 
 from runtime.cores import core_slice
 from training.errors import UserError, torchrun_world_size, works
-from training.launch import choose_device
 from training.model import PRESETS, gpt2_size
 from training.pretrained import check_pretrained
+from training.world import choose_device
 
 RATES = {"vgg16": 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
 SGD_FACTOR = 30  # its steps are gradients, which are small; AdamW's are of the size of the rate

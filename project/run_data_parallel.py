@@ -60,7 +60,6 @@ from project.rules import (
 from project.utils import (
     announce,
     finish,
-    launch_settings,
     plan_of,
     read_texts,
     run_program,
@@ -68,7 +67,7 @@ from project.utils import (
     text_task,
 )
 from training.errors import UserError
-from training.launch import World, launch, setup
+from training.launch import Settings, launch, setup
 from training.loop import recipe_of, run, train
 from training.optimization import Optimizers
 from training.replicated import Replicated
@@ -77,6 +76,7 @@ from training.saving import NO_RESUME, Resume, find_resume
 from training.sequences import SequenceTask
 from training.text import Texts
 from training.workdir import alone_in_workdir, claim_folders
+from training.world import World
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
 BUCKET_MB = 4.0
@@ -141,7 +141,7 @@ def main() -> None:
     with alone_in_workdir(args):
         texts = read_texts(args)
         resume = find_resume(args, texts.fingerprints()["train"])
-        launch(run_dp, launch_settings(args), args, texts, resume)
+        launch(run_dp, Settings.of(args), args, texts, resume)
 
 
 if __name__ == "__main__":

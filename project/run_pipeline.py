@@ -58,12 +58,12 @@ from project.rules import (
 )
 from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
 from training.errors import UserError, run_here, torchrun_world_size
-from training.launch import World, choose_device, quiet_libraries
 from training.loop import run
 from training.model import sizes_of_blocks
 from training.saving import find_resume
 from training.staged import BlocksInThreads, StagesInThreads
 from training.workdir import alone_in_workdir, claim_folders
+from training.world import World, choose_device, quiet_libraries
 
 
 def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> Any:

@@ -106,7 +106,6 @@ from project.rules import (
 from project.utils import (
     announce,
     finish,
-    launch_settings,
     plan_of,
     read_texts,
     run_program,
@@ -115,7 +114,7 @@ from project.utils import (
 from tensor_parallel.gpt2 import degrees
 from training.check import check, outputs_on_main
 from training.errors import RunError, UserError, torchrun, works
-from training.launch import World, choose_backend, choose_device, launch, on_main
+from training.launch import Settings, launch
 from training.loop import run
 from training.model import PRESETS, sizes_of_blocks, split_by
 from training.parallel import lay_out
@@ -128,6 +127,7 @@ from training.text import Texts
 from training.traced import traced_layers
 from training.vgg import VGG, PictureTask
 from training.workdir import alone_in_workdir, claim_folders
+from training.world import World, choose_backend, choose_device, on_main
 
 SENTENCES_ONLY = (
     "n_layer", "n_embd", "n_head", "vocab_size", "dropout", "n_test", "padding", "src", "tgt",
@@ -408,7 +408,7 @@ def main() -> None:
     with alone_in_workdir(args):
         data = read_data(args)
         resume = find_resume(args, data.fingerprints()["train"])
-        launch(run_rank, launch_settings(args), args, data, resume)
+        launch(run_rank, Settings.of(args), args, data, resume)
 
 
 if __name__ == "__main__":

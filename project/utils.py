@@ -18,10 +18,9 @@ from torch import nn
 from project.options import as_typed
 from project.rules import check_plain_text, check_warmup
 from training.data import collate_batch, get_tokenizer
-from training.errors import refuse, signals_end
+from training.errors import RunError, UserError, refuse, signals_end
 from training.generation import evaluate_bleu, translate
 from training.language import LanguageTask
-from training.launch import RunError, Settings, UserError, World, on_main, quiet_libraries
 from training.layout import LaidOutModel, Plan
 from training.loop import evaluate_loss, train
 from training.results import Results
@@ -31,6 +30,7 @@ from training.task import Task
 from training.text import SPLITS, Texts, load_texts
 from training.timeline import Timeline
 from training.translation import TranslationTask
+from training.world import World, on_main, quiet_libraries
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import PreTrainedTokenizerFast
@@ -130,17 +130,6 @@ def make_optimizer(args: Any, parameters: Iterable[nn.Parameter]) -> torch.optim
     if getattr(args, "optimizer", "adamw") == "sgd":
         return torch.optim.SGD(ps, args.learning_rate, momentum=args.momentum)
     return torch.optim.AdamW(ps, args.learning_rate, fused=ps[0].device.type != "mps")
-
-
-def launch_settings(args: Any) -> Settings:
-    """How the ranks of these options are started."""
-    libraries = ["torch._dynamo", "torch.distributed.checkpoint"]  # optimizers import the former
-    if args.model != "vgg16":
-        libraries.append("transformers.models.gpt2.modeling_gpt2")
-    return Settings(
-        args.world_size, args.device, args.master_port, args.timeout, args.cores_per_rank,
-        tuple(libraries),
-    )  # fmt: skip
 
 
 def finish(world: World, results: Results, args: Any, task: Task, model: LaidOutModel) -> None:

@@ -33,7 +33,7 @@ from tests.equivalence.compare import Result
 from tests.equivalence.run import check_all
 from tests.equivalence.table import TABLE, Row
 from training.command_line import Parser
-from training.launch import UserError, torchrun_world_size
+from training.errors import UserError, torchrun_world_size
 from training.results import write_json
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}

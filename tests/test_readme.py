@@ -19,7 +19,7 @@ from project import generate, plot, report
 from project.run_data_parallel import parse_data_parallel
 from project.run_pipeline import parse_pipeline
 from project.train import parse_train
-from training.launch import UserError
+from training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 PARSERS: dict[str, Callable[[list[str]], object]] = {

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.launch import RunError, World, gather_over_ranks
+from training.errors import RunError
+from training.world import World, gather_over_ranks
 
 SHOWN = 3  # differences that an error names
 

@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from training.launch import World, gather_over_ranks
 from training.layout import LaidOutModel, Plan
 from training.loop import num_steps, recipe_of
 from training.task import Task, materialize
+from training.world import World, gather_over_ranks
 
 FACTOR = 16.0
 EPS32 = torch.finfo(torch.float32).eps

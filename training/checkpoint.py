@@ -49,8 +49,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.launch import RunError, UserError, World, gather_over_ranks
+from training.errors import RunError, UserError
 from training.results import json_text
+from training.world import World, gather_over_ranks
 
 # torch.distributed.checkpoint is imported where it is used: it takes a second.
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from training.checkpoint import SaveError, aside_of, put_in_place
-from training.launch import UserError, World
+from training.errors import UserError
+from training.world import World
 
 FILE_BYTES = 1 << 30  # of weights in one file, unless a single one has more
 

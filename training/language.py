@@ -24,14 +24,15 @@ from typing import Any, cast
 import numpy as np
 
 from training.data import Encoded, train_bpe
+from training.errors import UserError
 from training.generation import continue_all
-from training.launch import UserError, World
 from training.layout import LaidOutModel
 from training.model import PRESETS
 from training.results import writing
 from training.sequences import MAX_VOCAB, SHOWN, SequenceTask
 from training.task import Score
 from training.text import END
+from training.world import World
 
 PROMPT = 8  # tokens of a text that the model continues at the end of an epoch
 CONTINUED = 24  # tokens that it adds

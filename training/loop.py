@@ -28,7 +28,6 @@ from torch import nn
 from tqdm import tqdm
 
 from training.agreement import check_replicas, check_same, run_things
-from training.launch import World
 from training.layout import LaidOutModel, Plan
 from training.metrics import Metrics
 from training.optimization import Optimizers, Recipe
@@ -38,6 +37,7 @@ from training.saving import NO_RESUME, Resume, Saving
 from training.seeds import stream
 from training.shared_cores import core_notes
 from training.task import Score, Step, Task
+from training.world import World
 
 # Progress bars of one process need a lock among its threads. The default is one among processes, a
 # named semaphore of the system's, which a run that is killed would leave in /dev/shm.

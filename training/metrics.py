@@ -29,12 +29,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from training.launch import World, gather_over_ranks
 from training.layout import LaidOutModel
 from training.memory import peak_bytes
 from training.optimization import Optimizers
 from training.results import METRICS, json_text, options_of, writing
 from training.task import Task
+from training.world import World, gather_over_ranks
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 """Takes the number of steps done, and what is known of them."""

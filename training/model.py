@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.dropout import attention, dropout, place
-from training.launch import UserError
+from training.errors import UserError
 from training.seeds import stream
 
 if TYPE_CHECKING:  # it takes seconds to import: functions do it where they need it

@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training.launch import RunError, World
+from training.errors import RunError
+from training.world import World
 
 MOST_IN_A_ROW = 20  # steps left out: the weights being the same, it is they that are bad
 RISEN = 10  # times the first step's loss: the run diverges

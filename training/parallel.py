@@ -32,13 +32,13 @@ from runtime.ranks import Ranks
 from runtime.recompute import NEVER, mode_of
 from training.checkpoint import Piece, whole
 from training.generation import newest_alone
-from training.launch import World
 from training.layout import LaidOutModel, Plan
 from training.memory import state_bytes
 from training.prefix import Prefix
 from training.replicated import Replicated
 from training.task import Step, Task
 from training.tensor import Shared
+from training.world import World
 
 
 def lay_out(

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from training.launch import UserError
+from training.errors import UserError
 from training.model import PRESETS, generator_for
 
 if TYPE_CHECKING:  # see training/model.py

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.gradients import average_gradients, average_gradients_flat
-from training.launch import World
 from training.layout import LaidOutModel, Plan
 from training.memory import state_bytes
 from training.prefix import Prefix
 from training.task import Step, Task, materialize
+from training.world import World
 
 
 class Recomputed(nn.Sequential):

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # figures are drawn without torch
-    from training.launch import World
     from training.layout import LaidOutModel
     from training.task import Score, Task
+    from training.world import World
 
 _RESULT_FILE = re.compile(
     r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch(?P<epoch>\d+)\.json"
@@ -144,7 +144,7 @@ class Results:
 
     def over_ranks(self, *values: float) -> list[float]:
         """Sums of what the data-parallel ranks have; stages of one pipeline count once."""
-        from training.launch import gather_over_ranks
+        from training.world import gather_over_ranks
 
         copies = self.world.world_size / self.model.parts
         every = gather_over_ranks(values, self.world)
@@ -167,8 +167,8 @@ class Results:
     def summarize(self) -> None:
         """Writes summary.json, from which runs are compared; bytes are of each rank."""
         from runtime.cores import core_slice
-        from training.launch import gather_over_ranks
         from training.memory import peak_bytes
+        from training.world import gather_over_ranks
 
         world, args, model = self.world, self.args, self.model
         mine = (peak_bytes(world.device), model.state_bytes())

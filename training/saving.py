@@ -30,13 +30,13 @@ from training.checkpoint import (
     newest,
     training_pieces,
 )
-from training.errors import torchrun
-from training.launch import UserError, World, gather_over_ranks
+from training.errors import UserError, torchrun
 from training.layout import LaidOutModel
 from training.optimization import Optimizers
 from training.results import CHECKPOINTS, Results, Totals, options_of
 from training.seeds import stream
 from training.task import Task
+from training.world import World, gather_over_ranks
 
 # Options that decide *what* is computed: a resumed run must have the same. All others say how long
 # to train, where to write, and which devices compute the same thing in which order.

@@ -27,7 +27,6 @@ from data_parallel.dataset import even_slices, partition_dataset, shuffled_indic
 from training.agreement import check_same
 from training.data import Encoded, collate_batch, load_tokenizer
 from training.export import export, model_card, write_gpt2
-from training.launch import World, gather_over_ranks, on_main
 from training.layout import LaidOutModel
 from training.model import (
     PRESETS,
@@ -43,6 +42,7 @@ from training.pretrained import model_content, pretrained_config, pretrained_ini
 from training.results import writing
 from training.seeds import stream
 from training.task import Step, Task
+from training.world import World, gather_over_ranks, on_main
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable, Sequence
 
 from runtime.cores import core_slice
-from training.launch import World, gather_over_ranks
+from training.world import World, gather_over_ranks
 
 
 def core_notes(world: World) -> list[str]:

@@ -22,13 +22,13 @@ from pipeline.pipe import Pipe
 from runtime.cores import core_slice
 from runtime.recompute import mode_of
 from training.generation import likeliest, newest_alone
-from training.launch import World
 from training.layout import LaidOutModel, Plan
 from training.memory import state_bytes
 from training.model import split_by
 from training.prefix import Prefix
 from training.shared_cores import sharing
 from training.task import Step, Task, materialize
+from training.world import World
 
 
 class _InOneProcess(LaidOutModel):

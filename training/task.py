@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from training.launch import World
     from training.layout import LaidOutModel
+    from training.world import World
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from training.data import PAD, Encoded, encode, eos, get_tokenizer
+from training.errors import UserError
 from training.generation import evaluate_bleu, translate
-from training.launch import UserError, World
 from training.layout import LaidOutModel
 from training.model import PRESETS
 from training.results import writing
 from training.sequences import MAX_VOCAB, SHOWN, SequenceTask
 from training.task import Score
 from training.text import SPLITS
+from training.world import World
 
 
 class TranslationTask(SequenceTask):

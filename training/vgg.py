@@ -37,12 +37,12 @@ from torch.nn import functional as F
 
 from data_parallel.dataset import even_slices, partition_dataset
 from training.export import export
-from training.launch import World
 from training.layout import LaidOutModel
 from training.model import generator_for, split_by
 from training.pictures import Pictures, PictureSets, to_inputs
 from training.seeds import stream
 from training.task import Score, Step
+from training.world import World
 
 VGG = "vgg16"
 EVAL_BATCH = 64

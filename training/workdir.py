@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from training.checkpoint import aside_of, clean, names
-from training.errors import Interrupted, say, torchrun, torchrun_world_size
+from training.errors import Interrupted, UserError, say, torchrun, torchrun_world_size
 from training.export import check_export
-from training.launch import UserError
 from training.results import CHECKPOINTS
 
 ROOM = 1 << 20  # bytes

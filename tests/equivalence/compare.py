@@ -36,7 +36,6 @@ from project.train import TrainOptions
 from tests.equivalence.plain import Reference
 from tests.equivalence.problems import EPS, LEARNING_RATE, SEED
 from tests.equivalence.table import Row
-from training.launch import World, gather_over_ranks
 from training.layout import LaidOutModel, Plan
 from training.loop import train
 from training.optimization import Optimizers
@@ -44,6 +43,7 @@ from training.results import Results
 from training.saving import NO_RESUME, Saving, find_resume
 from training.seeds import stream
 from training.task import Step, Task
+from training.world import World, gather_over_ranks
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}  # relative, of ten steps
 KINDS = ("loss", "gradient", "weight")

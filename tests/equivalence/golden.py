@@ -25,8 +25,9 @@ from project import run_data_parallel, run_pipeline
 from project.run_data_parallel import parse_data_parallel
 from project.run_pipeline import choose_devices, parse_pipeline
 from project.utils import read_texts
-from training.launch import Settings, World, launch
+from training.launch import Settings, launch
 from training.results import SUMMARY, write_json
+from training.world import World
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden"
 STEPS = 50

@@ -27,10 +27,10 @@ from tests.equivalence.problems import (
     Problem,
     Sentences,
 )
-from training.launch import World
 from training.model import gpt2_layers
 from training.seeds import stream
 from training.vgg import vgg16
+from training.world import World
 
 
 @dataclass

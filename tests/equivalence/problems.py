@@ -19,7 +19,6 @@ from transformers import GPT2Config
 
 from data_parallel.dataset import shuffled_indices
 from training.data import PAD, Encoded
-from training.launch import World
 from training.model import generator_for, gpt2_config, initializer
 from training.optimization import Recipe
 from training.pictures import Pictures, PictureSets
@@ -28,6 +27,7 @@ from training.sequences import CPU_POSITIONS
 from training.traced import traced_layers
 from training.translation import TranslationTask
 from training.vgg import PictureTask, initialize_vgg_parameter
+from training.world import World
 
 LEARNING_RATE, WARMUP, DECAY = 1e-3, 3, 20  # the rate rises for 3 steps, then falls to 0 at step 20
 # AdamW divides by |gradient| + eps. With the usual 1e-8 a gradient that is zero but for rounding

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from runtime.mesh import Mesh, make_mesh
 from tests.equivalence.problems import Noise, Problem, Sentences
-from training.launch import World
 from training.layout import LaidOutModel, Plan
 from training.parallel import Sharded, Staged
 from training.replicated import Replicated
 from training.staged import BlocksInThreads, StagesInThreads
 from training.task import Step, Task
+from training.world import World
 
 Build = Callable[[Task, World, Plan], LaidOutModel]
 Cut = tuple[int, ...]  # layers per stage

@@ -9,7 +9,7 @@ import pytest
 
 from tests.equivalence import golden
 from tests.ranks import Ranks
-from training.launch import World
+from training.world import World
 
 
 def data_parallel(rank: int, world_size: int, workdir: Path) -> list[float]:

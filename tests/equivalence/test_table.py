@@ -14,7 +14,7 @@ from tests.equivalence.mutations import MUTATIONS
 from tests.equivalence.plain import plain
 from tests.equivalence.table import ODD, TABLE, find
 from tests.ranks import Ranks
-from training.launch import World
+from training.world import World
 
 STEPS = 2  # the second is the odd one where a row says so
 reference = functools.cache(plain)

@@ -17,9 +17,10 @@ import pytest
 from project import run_data_parallel, run_pipeline, train
 from project.utils import read_texts
 from tests.ranks import Ranks
-from training.launch import RunError, World
+from training.errors import RunError
 from training.results import Totals
 from training.saving import Saving, find_resume
+from training.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {

@@ -14,7 +14,7 @@ from tests.project.conftest import write_pairs
 from tests.project.programs import FLOW, PROGRAMS, TINY, parse, run
 from training.checkpoint import newest
 from training.data import train_tokenizer
-from training.launch import UserError
+from training.errors import UserError
 from training.model import build_model, gpt2_config
 from training.saving import NO_RESUME, find_resume
 from training.workdir import alone_in_workdir

@@ -24,9 +24,10 @@ from tests.project.conftest import ROOT
 from tests.project.programs import FLOW, TINY, VGG, names_in, parse, read_json, run, summary
 from tests.ranks import Ranks
 from training.checkpoint import put_in_place
+from training.errors import RunError, UserError
 from training.export import export
-from training.launch import RunError, UserError, World
 from training.trained import load_trained
+from training.world import World
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

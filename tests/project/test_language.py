@@ -16,10 +16,11 @@ from project.generate import parse as parse_generate
 from project.utils import read_texts
 from tests.project.programs import FLOW, parse, read_json, run, summary
 from tests.ranks import Ranks
+from training.errors import UserError
 from training.language import LanguageTask
-from training.launch import UserError, World
 from training.text import END
 from training.trained import load_trained
+from training.world import World
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

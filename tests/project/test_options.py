@@ -17,11 +17,12 @@ from project.rules import check_model, check_warmup
 from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
 from project.train import TrainOptions
-from project.utils import launch_settings, read_texts
+from project.utils import read_texts
 from tests.project.conftest import ROOT
 from tests.project.programs import FLOW, parse
 from training.data import train_tokenizer
-from training.launch import Settings, UserError
+from training.errors import UserError
+from training.launch import Settings
 from training.model import build_model, gpt2_config
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -211,7 +212,7 @@ def test_stages_that_are_not_given(line: str, settled: tuple[int, str, str, int]
 
 def test_launch_settings_are_those_of_the_options() -> None:
     line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 1"
-    settings = launch_settings(parse(DP + line))
+    settings = Settings.of(parse(DP + line))
     assert replace(settings, libraries=()) == Settings(4, "cpu", 1234, 5.0, 1)
 
 

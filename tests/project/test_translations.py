@@ -16,12 +16,13 @@ from project.run_pipeline import choose_devices
 from project.utils import plan_of, read_texts
 from tests.project.programs import FLOW, TINY, parse, run
 from tests.ranks import Ranks
+from training.errors import RunError
 from training.generation import evaluate_bleu, translate
-from training.launch import RunError, World
 from training.parallel import Sharded, Staged, lay_out
 from training.staged import BlocksInThreads, StagesInThreads
 from training.task import materialize
 from training.translation import TranslationTask
+from training.world import World
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from project.utils import evaluate_loss, save_grad_weights, train
-from training.launch import World
 from training.layout import Plan
 from training.optimization import Optimizers, Recipe
 from training.results import Totals
 from training.task import Step
+from training.world import World
 
 
 def test_gradients_are_saved_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

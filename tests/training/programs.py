@@ -16,8 +16,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from training.errors import refuse, signals_end
-from training.launch import Settings, UserError, World, launch, torchrun_world_size
+from training.errors import UserError, refuse, signals_end, torchrun_world_size
+from training.launch import Settings, launch
+from training.world import World
 
 
 def describe(world: World, folder: Path, *_: object) -> None:

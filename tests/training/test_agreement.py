@@ -8,7 +8,8 @@ import torch
 
 from tests.ranks import Ranks
 from training.agreement import check_replicas, check_same, run_things
-from training.launch import RunError, World
+from training.errors import RunError
+from training.world import World
 
 
 def same(rank: int, world_size: int, per_rank: list[dict[str, bytes]]) -> str | None:

@@ -34,9 +34,9 @@ from training.checkpoint import (
     open_checkpoint,
     whole,
 )
-from training.launch import World
 from training.parallel import flat_pieces
 from training.saving import Resume
+from training.world import World
 
 SHARD = "__0_0.distcp"
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from training.data import Encoded, collate_batch, encode, load_tokenizer, train_tokenizer
-from training.launch import UserError, World
+from training.errors import UserError
 from training.task import Step
 from training.text import Texts
 from training.translation import TranslationTask
+from training.world import World
 
 PAIRS = [
     {"de": "Der Hund schläft.", "en": "The dog sleeps."},

@@ -10,8 +10,8 @@ from transformers import GPT2LMHeadModel
 
 from training import export as module
 from training.export import export
-from training.launch import World
 from training.model import build_model, gpt2_config
+from training.world import World
 
 
 @pytest.mark.parametrize(("file_bytes", "files"), [(1 << 30, 1), (20_000, 3)])

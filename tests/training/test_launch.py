@@ -24,20 +24,17 @@ from tests.ranks import Ranks
 from tests.training import programs
 from tests.training.conftest import Described
 from training import launch as launcher
+from training.errors import RunError, UserError
 from training.launch import (
     Failure,
-    RunError,
     Settings,
-    UserError,
-    World,
-    choose_device,
     is_consequence,
     launch,
     listen,
-    on_main,
     stay_on_interface_to,
     watch,
 )
+from training.world import World, choose_backend, choose_device, on_main
 
 
 def children() -> list[psutil.Process]:
@@ -274,13 +271,13 @@ def test_cores_are_dealt_out_in_consecutive_slices_to_and_fro(
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert str(choose_device("auto", 1, 2)) == "cpu"
-    assert launcher.choose_backend("auto", 2) == "gloo"
+    assert choose_backend("auto", 2) == "gloo"
     with pytest.raises(UserError, match=r"^--device cuda: no GPU .*--device cpu works"):
         choose_device("cuda", 0, 2)
     with pytest.raises(UserError, match=r"^--device mps with 2 ranks: .*--world_size 1, or --dev"):
         choose_device("mps", 0, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(choose_device("auto", r, 3)) for r in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert [launcher.choose_backend("auto", n) for n in (1, 2, 3)] == ["nccl", "nccl", "gloo"]
+    assert [choose_backend("auto", n) for n in (1, 2, 3)] == ["nccl", "nccl", "gloo"]
     assert str(choose_device("cpu", 1, 2)) == "cpu"
-    assert launcher.choose_backend("cpu", 2) == "gloo"
+    assert choose_backend("cpu", 2) == "gloo"

@@ -14,10 +14,10 @@ from torch import nn
 from project.utils import read_texts
 from tests.project.programs import TINY, parse, run, summary
 from tests.ranks import Ranks
-from training.launch import World
 from training.metrics import flops_of_forward, peak_flops
 from training.optimization import Optimizers, Recipe
 from training.translation import TranslationTask
+from training.world import World
 
 LINE = TINY + "--n_epochs 2 --dropout 0.1 --precision fp64 --lr_scheduler cosine --warmup_steps 2 "
 STEP = {

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, GPT2LMHeadModel
 
 from training.data import train_tokenizer
-from training.launch import UserError
+from training.errors import UserError
 from training.model import (
     build_model,
     gpt2_config,

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from tests.ranks import Ranks
-from training.launch import RunError, World
+from training.errors import RunError
 from training.optimization import MOST_IN_A_ROW, Optimizers, Recipe, clip_factor, squared_norms
+from training.world import World
 
 INF, NAN = math.inf, math.nan
 

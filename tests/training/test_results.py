@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from training.curves import read_epochs
-from training.launch import RunError, World
+from training.errors import RunError
 from training.results import (
     Results,
     Totals,
@@ -22,6 +22,7 @@ from training.results import (
     write_json,
 )
 from training.task import Score
+from training.world import World
 
 PAIRS = [{"de": "Bär", "en": "bear"}, {"de": "a", "en": "b"}]
 TOTALS = Totals(loss_sum=3.0, count=2, positions=25_000, tokens=20_000, seconds=12.5)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from training.launch import World
 from training.shared_cores import core_notes, sharing
+from training.world import World
 
 
 def test_workers_that_share_cores_are_said_to() -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from training.errors import Interrupted
+from training.errors import Interrupted, UserError
 from training.export import check_export
-from training.launch import UserError
 from training.workdir import alone_in_workdir
 
 HALF = ("work/checkpoints/.000002-epoch1.part/state.json", "work/summary.json.part",

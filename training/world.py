@@ -1,0 +1,120 @@
+"""Who a rank is among the others, and what all ranks do together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from training.errors import UserError
+from training.last_actions import LastAction
+
+T = TypeVar("T")
+_BEAT = 0.1  # seconds between signs of life: less than any time-out
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is. `local_rank` counts on this machine, `rank` over all of them; `last` is
+    where it notes what it does."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (it is immutable)
+    last: LastAction = field(default_factory=LastAction, compare=False, repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 prints, draws the progress bars and writes what is written once."""
+        return self.rank == 0
+
+
+def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
+    """`auto` takes a GPU if there is one. More ranks than GPUs share them in turn."""
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise UserError("--device cuda: no GPU is visible here; --device cpu works everywhere")
+    if device == "mps" and (local_world_size > 1 or not torch.backends.mps.is_available()):
+        raise UserError(
+            f"--device mps with {local_world_size} ranks: an Apple GPU takes one rank; "
+            "--world_size 1, or --device cpu, works"
+        )
+    if device == "cuda" or (device == "auto" and gpus):
+        return torch.device("cuda", local_rank % gpus)
+    return torch.device("mps" if device == "mps" else "cpu")
+
+
+def choose_backend(device: str, local_world_size: int) -> str:
+    """NCCL where every rank has a GPU of its own, gloo otherwise."""
+    on_gpu = choose_device(device, 0, local_world_size).type == "cuda"
+    return "nccl" if on_gpu and torch.cuda.device_count() >= local_world_size else "gloo"
+
+
+def on_main(world: World, work: Callable[[], None]) -> None:
+    """Runs work() on rank 0 while the others wait for it, however long it takes: no time-out ends
+    them, since rank 0 keeps telling them that it lives. `work` must not communicate. Where it
+    raises, rank 0 does; the others go on."""
+    if world.world_size == 1:
+        work()
+        return
+    done = torch.zeros((), device=world.device)
+    if not world.is_main:
+        while not done.item():
+            dist.broadcast(done, 0)
+        return
+    finished = threading.Event()
+
+    def tell() -> None:
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)
+        with suppress(RuntimeError):  # another rank is gone: whoever watches knows it
+            while not done.item():
+                done.fill_(finished.wait(_BEAT))
+                dist.broadcast(done, 0)
+
+    teller = threading.Thread(target=tell, name="tell the others", daemon=True)
+    teller.start()
+    try:
+        work()
+    finally:
+        finished.set()
+        teller.join()
+
+
+def gather_over_ranks(value: T, world: World, group: Any = None) -> list[T]:
+    """Every rank's value, by rank, on every rank."""
+    if world.world_size == 1:
+        return [value]
+    parts: list[Any] = [None] * world.world_size
+    dist.all_gather_object(parts, value, group)
+    return parts
+
+
+def quiet_libraries() -> None:
+    """Silences the advice and progress bars of libraries: by the environment those that are
+    imported later, here and in the ranks, and the others by their loggers."""
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "HF_HUB_VERBOSITY": "error",
+        "DATASETS_VERBOSITY": "critical",  # what it cannot read, it raises as well
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "true",
+        # oneDNN keeps what it compiled for each of the last 1,024 shapes, and batches of like
+        # lengths have many: a bf16 run of gpt2-mini grew to 3 GB a rank. With 32: 0.7 GB, as fast.
+        "LRU_CACHE_CAPACITY": "32",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
+    }.items():
+        os.environ.setdefault(name, value)
+    for library in ("transformers", "huggingface_hub"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)
