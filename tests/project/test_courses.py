@@ -14,8 +14,15 @@ from project import plot
 from tests.project.made_up import PIPELINE, RANKS, SINGLE, write_epochs, write_timelines
 from tests.project.programs import TINY, VGG, course_commands, run
 from tests.ranks import Ranks
+from training.curves import STYLE
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures, which take longer than the runs."""
+    monkeypatch.setitem(STYLE, "savefig.dpi", 30)
 
 
 def draw(options: str, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from project import report
 from tests.project.programs import on_rank, run
 from tests.ranks import Ranks
+from training.curves import STYLE
 from training.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -80,6 +81,7 @@ def test_the_page_of_tiny_runs(
     made: list[str] = []
     monkeypatch.setattr(report, "make", partial(make_here, ranks, made))
     monkeypatch.setattr(report, "COMMON", report.COMMON | TINY)
+    monkeypatch.setitem(STYLE, "savefig.dpi", 30)  # pictures take longer than the runs
     report.main(SIZES)
     assert made == NAMES
     assert {path.name for path in Path("figures").iterdir()} == FIGURES
