@@ -24,9 +24,7 @@ from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
 from tests.pipeline.pipeline_models import Call, assert_close, cut, gradients, square_error
-from tests.pipeline.test_gpt2_pipeline import gpt2
 from tests.ranks import Ranks
-from training.model import gpt2_layers
 
 Step = Callable[[Pipe, Tensor, Tensor], Any]
 
@@ -487,14 +485,3 @@ def test_a_hook_on_what_a_process_takes_apart_is_refused_too(holder: str, kind: 
         attrgetter(holder)(pipe).register_forward_hook(_change)
         with pytest.raises(ValueError, match=rf"^{holder} \({kind}\) has a hook that would never"):
             pipe.train_step(*sequences(), square_error)
-
-
-@pytest.mark.parametrize("name", ["transformer", "lm_head", "transformer.h.0"])
-def test_a_hook_on_what_the_layers_of_gpt2_replace_is_refused(name: str) -> None:
-    model = gpt2()
-    model(torch.zeros(1, 2, dtype=torch.long), output_hidden_states=True)
-    assert any(module._forward_hooks for module in model.modules())
-    gpt2_layers(model)
-    model.get_submodule(name).register_forward_hook(_change)
-    with pytest.raises(ValueError, match=rf"{name} \(\w+\) has a hook that would never run"):
-        gpt2_layers(model)
