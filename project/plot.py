@@ -518,13 +518,13 @@ def plot_memory(runs: Sequence[Run], path: Path) -> Path:
 def plot_losses(workdirs: Sequence[Path], path: Path, names: Sequence[str] | None = None) -> Path:
     """The losses of runs beside each other, called by `names`, or by the options in which they
     differ."""
-    runs = dict(zip(names or _names(workdirs), map(epochs_of, workdirs), strict=True))
-    ends = ", ".join(f"{name} {run[-1]['validation_loss']:.3f}" for name, run in runs.items())
-    n = max(map(len, runs.values()))
+    runs = list(zip(names or _names(workdirs), map(epochs_of, workdirs), strict=True))
+    ends = ", ".join(f"{name} {run[-1]['validation_loss']:.3f}" for name, run in runs)
+    n = max(len(run) for _, run in runs)
     title = f"validation loss after {n} epochs: {ends}"
     with picture(path, title, describe(*workdirs), (12, 5.6), ncols=2) as (_, axes):
         for ax, kind in zip(axes, ("training", "validation"), strict=True):
-            for k, (name, run) in enumerate(runs.items()):
+            for k, (name, run) in enumerate(runs):
                 values = [epoch[f"{kind}_loss"] for epoch in run]
                 # A wide line shows under the narrow ones that lie on it.
                 look: dict[str, Any] = {"lw": max(1.5, 9 - 2.3 * k), "color": LINES[k % len(LINES)]}
@@ -537,13 +537,14 @@ def plot_losses(workdirs: Sequence[Path], path: Path, names: Sequence[str] | Non
 
 
 def _names(workdirs: Sequence[Path]) -> list[str]:
-    """Of runs: the options in which they differ."""
+    """Of runs: the options in which they differ, or their folders where these tell too little."""
     options = [read_options(workdir) for workdir in workdirs]
     differ = [key for key in NAMED if len({str(given.get(key)) for given in options}) > 1]
-    return [
-        ", ".join(str(given[key]) for key in differ if given.get(key) is not None) or workdir.name
-        for workdir, given in zip(workdirs, options, strict=True)
+    found = [
+        ", ".join(str(given[key]) for key in differ if given.get(key) is not None)
+        for given in options
     ]
+    return found if len({*found}) == len(found) else [str(workdir) for workdir in workdirs]
 
 
 # The command line

@@ -150,7 +150,7 @@ def _show(results: Results, args: Any) -> None:
             f"The recorded steps: python project/plot.py timeline {args.workdir} draws them and "
             "writes them for https://ui.perfetto.dev."
         )
-    if args.profile:
+    if any(args.workdir.glob("profile_rank*.json")):
         results.say(
             f"The profile: open {args.workdir}/profile_rank*.json in https://ui.perfetto.dev."
         )

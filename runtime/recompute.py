@@ -18,7 +18,8 @@ nothing by stages: every layer is a segment there, but the last one, whose backw
 No bit changes. The second forward has the first one's autocast and draws the same random numbers:
 in a stage they are seeded anew for each layer and micro-batch (randomness.py), elsewhere the
 generators are restored. A segment works on a copy of its input, so it may write to it. A layer that
-changes its buffers would do so twice: `unchanged` refuses it.
+changes its buffers would do so twice: `unchanged` refuses it. (Whole models are those of this
+project, where no layer does either.)
 
     threads, processes    pipeline/stage.py                    a Graph per segment (graph.py)
     shards                data_parallel/sharded_layer.py       the same, a layer being a segment

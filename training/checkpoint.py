@@ -391,6 +391,13 @@ class Saver:
         for old in names(self.folder)[: -self.keep] if self.world.is_main else ():
             shutil.rmtree(self.folder / old, ignore_errors=True)
 
+    def forget_after(self, loaded: Checkpoint) -> None:
+        """Removes those that are newer than the one that was loaded: they are damaged, and must not
+        count as checkpoints that are kept."""
+        newer = names(self.folder)[names(self.folder).index(loaded.folder.name) + 1 :]
+        for name in newer:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
 
 def _empty(known: Any) -> Tensor:
     """Room for a tensor that the library describes."""

@@ -56,13 +56,13 @@ def in_file(path: Path, size: int) -> Any:
 def table(actions: Sequence[LastAction], first_rank: int = 0) -> str:
     """A line per rank, numbered from the first one of this machine."""
     now = time.monotonic()
-    head = "rank  last action           stage, layer or bucket  micro-batch  peer  begun"
+    head = "rank  last action               stage, layer or bucket  micro-batch  peer  begun"
     lines = [head] if actions else []
     for rank, action in enumerate(actions, first_rank):
         numbers = (action.place, action.microbatch, action.peer)
         place, microbatch, peer = ["" if n < 0 else n for n in numbers]
         begun = f"{now - action.begun:.1f} s ago" if action.begun else "not yet"
         lines.append(
-            f"{rank:4}  {action.name.decode():20}{place:>24}{microbatch:>13}{peer:>6}  {begun}"
+            f"{rank:4}  {action.name.decode():24}{place:>24}{microbatch:>13}{peer:>6}  {begun}"
         )
     return "".join(f"{line}\n" for line in lines)

@@ -212,9 +212,15 @@ def _start_ranks(settings: Settings, backend: str, listener: socket.socket, repo
         main, args = report.recv()
         for library in settings.libraries:
             importlib.import_module(library)
+        failure = _fork_and_watch(settings, backend, listener, main, args)
     except BaseException as error:
-        report.send(Failure(None, format_error(error)))
-        return
+        failure = Failure(None, format_error(error))
+    report.send(failure)
+
+
+def _fork_and_watch(
+    settings: Settings, backend: str, listener: socket.socket, main: Any, args: Any
+) -> Failure | None:
     gc.freeze()  # what the libraries hold stays: no rank searches it, or copies it
     context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
     last = context.RawArray(LastAction, settings.world_size)
@@ -233,7 +239,7 @@ def _start_ranks(settings: Settings, backend: str, listener: socket.socket, repo
     if failure is None:
         for process in processes:
             process.join(GRACE)
-    report.send(failure)
+    return failure
 
 
 @contextmanager

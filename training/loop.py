@@ -208,6 +208,7 @@ def run(
         before = NOTHING_YET
     saving.close()
     profile.close()
+    metrics.close()
     if args.timeline:
         plan.timeline.save(args.workdir)
     results.summarize()

@@ -59,6 +59,7 @@ class Metrics:
         dtype = torch.bfloat16 if args.precision == "bf16" else weights.dtype
         self.peak = sum(gather_over_ranks(peak_flops(world.device, dtype), world))
         self.sinks = list(_sinks(args, steps_done)) if world.is_main else []
+        self.wandb = args.wandb and world.is_main
 
     def add_step(self, epoch: int, optimizer: Optimizers, seconds: float) -> None:
         """A step has been made, or left out."""
@@ -79,6 +80,13 @@ class Metrics:
         """The model has been evaluated. Speeds in `result` are this rank's, and left out."""
         found = {key: x for key, x in result.items() if not key.endswith("tokens_per_sec")}
         self._write(steps, epoch=epoch, **found)
+
+    def close(self) -> None:
+        """The run has come to its end. (Ranks are forked, and run nothing when Python exits.)"""
+        if self.wandb:
+            import wandb
+
+            wandb.finish()
 
     def _write(self, steps: int, epoch: int, **numbers: Any) -> None:
         for sink in self.sinks:

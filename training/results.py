@@ -221,7 +221,8 @@ def set_aside(workdir: Path) -> Path | None:
     aside = workdir / f"earlier_{n}"
     with writing(aside):
         aside.mkdir()
-        for name in names:
+        # What tells that there was a run goes last: where this is cut short, the next run goes on.
+        for name in sorted(names, key=lambda name: name not in (SUMMARY, OPTIONS, METRICS)):
             if _RESULT_FILE.fullmatch(name) or _OTHER_FILES.fullmatch(name):
                 (workdir / name).rename(aside / name)
     return aside

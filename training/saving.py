@@ -168,6 +168,8 @@ class Saving:
             return None
         state = resume.checkpoint.state
         load_training(self.saver, resume.checkpoint, model)
+        if world.is_main:
+            self.saver.forget_after(resume.checkpoint)
         same = state["layout"] == self._layout()
         random = state["random"][world.rank] if same else {}
         if random.keys() == random_states(model.devices).keys():

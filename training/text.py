@@ -15,6 +15,7 @@ missing is cut off the end of train. Pairs with an empty side are skipped and co
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import socket
@@ -196,7 +197,7 @@ def _by_split(folder: Path, files: Sequence[Path]) -> dict[str, list[str]]:
         split = "train"
         for part in file.relative_to(folder).parts:
             split = next((s for b, s in BEGINNINGS.items() if part.startswith(b)), split)
-        found.setdefault(split, []).append(str(file))
+        found.setdefault(split, []).append(glob.escape(str(file)))
     return found
 
 
@@ -296,12 +297,13 @@ def _documents(dataset: str, found: Mapping[str, Any]) -> Texts:
 
 
 def held_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What comes before and behind a point near the end of the text: the end of a line or, in the
-    last one, of a word."""
+    """What comes before and behind a point near the end of the text: the end of a line or document
+    or, in the last one, of a word."""
     text = END.join(documents).rstrip()
     least = (len(text) - 1) * (HELD_OUT - 1) // HELD_OUT
-    found = [at + 1 for at in (text.find("\n", least), text.find(" ", least)) if at >= 0]
-    at = found[0] if found else least
+    end_of_line, end = text.find("\n", least) + 1, text.find(END, max(0, least - len(END)))
+    found = [at for at in (end_of_line, end) if at > 0]
+    at = min(found) if found else text.find(" ", least) + 1 or least
     parts = text[:at].split(END), text[at:].split(END)
     before, behind = ([t for t in part if t.strip()] for part in parts)
     return before, behind

@@ -166,19 +166,20 @@ def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> No
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
-    """It is named. Half of one, from a killed run, is removed."""
+    """It is named, and removed, as is half of one, from a killed run."""
     line = f"run_pipeline {TINY} --n_epochs 1 --keep 1 "
     run(line + "--save_every 1 --keep 9", stop_at=3)
     folder = Path("work/checkpoints").resolve()
     _, second, third = names_in(folder)
     (folder / third / "state.json").write_text("{}")
     (folder / ".000007-epoch5-step1.part").mkdir()
-    printed, error = run(line + "--resume")
+    printed, error = run(line + "--resume --save_every 1", stop_at=3)
     assert error is None
     said = [row for row in printed.splitlines() if "checkpoint" in row]
     assert said[0].startswith(f"Skipped a damaged checkpoint: {folder / third}: ")
     assert said[1] == f"Resumed from {folder / second}: 2 steps done."
-    assert names_in(folder) == ["000004-epoch0-step4"]
+    # The damaged one does not count as the one that is kept.
+    assert names_in(folder) == [second, "000003-epoch0-step3"]
 
 
 def test_ranks_that_were_not_there_draw_masks_of_their_own(ranks: Ranks) -> None:

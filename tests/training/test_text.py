@@ -388,6 +388,8 @@ def test_a_cut_is_at_a_line_or_at_a_word() -> None:
     assert held_out(["x" * 100]) == (["x" * 94], ["x" * 6])
     assert held_out(["a\nb\n"]) == (["a\n"], ["b"])
     assert held_out(["one", "two", "th ree"]) == (["one", "two", "th "], ["ree"])
+    documents = [*["eight by"] * 40, "a line\nand one"]
+    assert held_out(documents) == (documents[:39], documents[39:])
 
 
 def test_a_folder_of_texts(tmp_path: Path) -> None:
