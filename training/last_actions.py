@@ -60,7 +60,7 @@ def table(actions: Sequence[LastAction], first_rank: int = 0) -> str:
     lines = [head] if actions else []
     for rank, action in enumerate(actions, first_rank):
         numbers = (action.place, action.microbatch, action.peer)
-        place, microbatch, peer = ["" if n < 0 else n for n in numbers]
+        place, microbatch, peer = ["" if n < 0 or not action.begun else n for n in numbers]
         begun = f"{now - action.begun:.1f} s ago" if action.begun else "not yet"
         lines.append(
             f"{rank:4}  {action.name.decode():24}{place:>24}{microbatch:>13}{peer:>6}  {begun}"
