@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from tests.ranks import server
 
@@ -56,13 +55,8 @@ def _program(
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_num_threads(1)  # threads of this process would be missing in those it forks
-    fork, start = mp.get_context("fork"), vars(torch.multiprocessing)["start_processes"]
-    patch = pytest.MonkeyPatch()
-    patch.setattr("training.launch.get_context", lambda _: fork)
-    patch.setattr(
-        "torch.multiprocessing.start_processes",
-        lambda *args, **options: start(*args, **{**options, "start_method": "fork"}),
-    )
+    fork = mp.get_context("fork")
+    pytest.MonkeyPatch().setattr("training.launch.get_context", lambda _: fork)
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")
