@@ -5,7 +5,8 @@ core each. Most tests ask what a program says and leaves, and not how Python sta
 
 Idea: the process is forked from the server that the ranks of a test come from (tests/ranks.py), and
 forks its ranks itself. The rest is as from a shell: its command line, folder, environment, and what
-it writes on file descriptors 1 and 2. Tests of starting and ending start real programs.
+it writes on file descriptors 1 and 2. Tests of starting and ending start real programs. So do those
+of the tutorial, whose programs host the store: a rank that is forked beside its thread may hang.
 """
 
 from __future__ import annotations
