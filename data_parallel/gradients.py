@@ -197,10 +197,10 @@ class GradientBuckets:
         self.world_size = dist.get_world_size(group)
         self.comm_dtype = comm_dtype
         self.recorder = recorder
-        among = [p for p in trained if p not in set(apart)]
-        alone = [[p] for p in trained if p in set(apart)]
-        groups = group_parameters(among, bucket_bytes) + alone
-        self.buckets = [_Bucket(group) for group in groups]
+        lonely = set(apart)
+        among = [p for p in trained if p not in lonely]
+        alone = [[p] for p in trained if p in lonely]
+        self.buckets = [_Bucket(ps) for ps in group_parameters(among, bucket_bytes) + alone]
         self.shared: SharedBuffers | None = None
         on_cpu = all(bucket.device.type == "cpu" for bucket in self.buckets)
         if share_memory and on_cpu and comm_dtype is None:

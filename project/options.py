@@ -81,9 +81,10 @@ class Training:
     num_batches: Count | None = None
     """stop after so many steps, instead of n_epochs"""
     num_microbatches: Count | None = None
-    """micro-batches per step; default: 4 in a pipeline, else as suits the padding"""
+    """micro-batches per step; default: 4 in a pipeline, else 1, and on a CPU what pads least"""
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
-    """compute activations again in backward; sqrt keeps about sqrt(L) inputs of L layers"""
+    """compute activations again in backward; except_last: but for the last micro-batch; sqrt: keep
+    about sqrt(L) inputs of L layers"""
 
 
 @dataclass
@@ -91,8 +92,7 @@ class Data:
     """data"""
 
     dataset: str = "builtin"
-    """builtin, a folder with train.de train.en validation.* test.*, a JSONL, CSV or Parquet file,
-    a dataset on the hub; plain text: a .txt file or a folder of them"""
+    """builtin, a folder (train.de ...), a JSONL, CSV, Parquet or .txt file, a hub name"""
     n_train: Count | Literal["all"] = 5000
     """training examples at most, or all"""
     n_validation: Count | Literal["all"] = 1000

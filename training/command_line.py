@@ -17,7 +17,7 @@ RULES = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows the description as it is written; answers a mistake by one line and status 2."""
+    """Shows the description as it is written; answers a mistake with one line and status 2."""
 
     def __init__(self, **settings: object) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)

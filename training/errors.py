@@ -4,8 +4,8 @@ Under torchrun every rank runs the whole program: all find the same mistake, and
 makes others fail. torchrun ends all as soon as one has ended, so a rank that says what another says
 as well, or knows better, waits GRACE seconds to be ended, and speaks only if it is not.
 
-This module does not import torch: a mistyped option is answered at once. It and `launch` are the
-only ones that read or write the environment.
+This module does not import torch: a mistyped option is answered at once. Only it, `launch` and
+`world` read or write the environment.
 """
 
 from __future__ import annotations
