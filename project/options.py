@@ -2,8 +2,8 @@
 are in its own file. `--config run.yaml` reads options from a file, `--print_config` prints them.
 
 This module does not import torch, so that --help and a mistyped option are answered at once. Rules
-between options are in rules.py and in the programs. The courses' own spellings, as --n_chunk, are
-in ALIASES.
+between options are in training/rules.py and in the programs. The courses' own spellings, as
+--n_chunk, are in ALIASES.
 """
 
 from __future__ import annotations

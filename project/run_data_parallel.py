@@ -49,14 +49,6 @@ from itertools import islice
 import torch
 
 from data_parallel.gradients import average_gradients
-from project.rules import (
-    check_batch,
-    check_microbatches,
-    check_model,
-    check_recompute,
-    settle_ranks,
-    settle_training,
-)
 from project.utils import (
     announce,
     finish,
@@ -72,6 +64,14 @@ from training.loop import recipe_of, run, train
 from training.optimization import Optimizers
 from training.replicated import Replicated
 from training.results import OPTIONS, options_of, write_json
+from training.rules import (
+    check_batch,
+    check_microbatches,
+    check_model,
+    check_recompute,
+    settle_ranks,
+    settle_training,
+)
 from training.saving import NO_RESUME, Resume, find_resume
 from training.sequences import SequenceTask
 from training.text import Texts

@@ -48,7 +48,11 @@ if __name__ == "__main__":
 import torch
 
 from pipeline.catalogue import chunks_of
-from project.rules import (
+from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
+from training.errors import UserError, run_here, torchrun_world_size
+from training.loop import run
+from training.model import sizes_of_blocks
+from training.rules import (
     check_microbatches,
     check_model,
     check_recompute,
@@ -56,10 +60,6 @@ from project.rules import (
     number_of_blocks,
     settle_training,
 )
-from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
-from training.errors import UserError, run_here, torchrun_world_size
-from training.loop import run
-from training.model import sizes_of_blocks
 from training.saving import find_resume
 from training.staged import BlocksInThreads, StagesInThreads
 from training.workdir import alone_in_workdir, claim_folders

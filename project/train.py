@@ -91,18 +91,6 @@ if __name__ == "__main__":
 import torch
 
 from pipeline.catalogue import chunks_of
-from project.rules import (
-    check_batch,
-    check_microbatches,
-    check_model,
-    check_recompute,
-    check_warmup,
-    fewer_stages,
-    number_of_blocks,
-    number_of_heads,
-    settle_ranks,
-    settle_training,
-)
 from project.utils import (
     announce,
     finish,
@@ -121,6 +109,18 @@ from training.parallel import lay_out
 from training.pictures import PictureSets, load_pictures
 from training.replicated import Replicated
 from training.results import SUMMARY, write_json
+from training.rules import (
+    check_batch,
+    check_microbatches,
+    check_model,
+    check_recompute,
+    check_warmup,
+    fewer_stages,
+    number_of_blocks,
+    number_of_heads,
+    settle_ranks,
+    settle_training,
+)
 from training.saving import NO_RESUME, Resume, find_resume
 from training.task import Task
 from training.text import Texts

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from project.options import as_typed
-from project.rules import check_plain_text, check_warmup
 from training.data import collate_batch, get_tokenizer
 from training.errors import RunError, UserError, refuse, signals_end
 from training.generation import evaluate_bleu, translate
@@ -24,6 +23,7 @@ from training.language import LanguageTask
 from training.layout import LaidOutModel, Plan
 from training.loop import evaluate_loss, train
 from training.results import Results
+from training.rules import check_plain_text, check_warmup
 from training.saving import Resume
 from training.sequences import FILES, SequenceTask
 from training.task import Task

@@ -75,6 +75,6 @@ def test_no_two_files_have_one_name() -> None:
     assert [name for name, n in stems.items() if n > 1 and name != "__init__"] == []
 
 
-def test_project_has_eleven_files_at_most() -> None:
+def test_project_has_ten_files_at_most() -> None:
     files = [path for path in (ROOT / "project").glob("*.py") if path.stem != "__init__"]
-    assert len(files) <= 11
+    assert len(files) <= 10

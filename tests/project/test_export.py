@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from project.generate import generate
 from project.generate import parse as parse_generate
-from project.rules import check_model
 from project.utils import read_texts
 from tests.project.conftest import ROOT
 from tests.project.programs import FLOW, TINY, VGG, names_in, parse, read_json, run, summary
@@ -26,6 +25,7 @@ from tests.ranks import Ranks
 from training.checkpoint import put_in_place
 from training.errors import RunError, UserError
 from training.export import export
+from training.rules import check_model
 from training.trained import load_trained
 from training.world import World
 

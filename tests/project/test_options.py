@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from project.options import ALIASES
-from project.rules import check_model, check_warmup
 from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
 from project.train import TrainOptions
@@ -24,6 +23,7 @@ from training.data import train_tokenizer
 from training.errors import UserError
 from training.launch import Settings
 from training.model import build_model, gpt2_config
+from training.rules import check_model, check_warmup
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
