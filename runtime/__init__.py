@@ -1,1 +1,1 @@
-"""What the parallel strategies stand on. Imports torch alone, and none of them."""
+"""What the parallel strategies share. Imports torch, and none of the strategies."""

@@ -1,4 +1,4 @@
-"""How the cores of a host are dealt out to its ranks, or those of a process to its workers."""
+"""Deals the cores of a host out to its ranks, or the cores of a process to its workers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 def core_slice(index: int, slices: int, cores_each: int | None = None) -> list[int]:
-    """The cores of slice `index` of `slices`: this process' cores dealt out in equal, consecutive
-    parts. With more slices than cores they are dealt to and fro, as 0 1 1 0: in a mesh a first and
-    a last stage then share a core, of which one has work while the other waits. Empty where the
-    system does not tell which cores a process may use (macOS)."""
+    """The cores of slice `index`: this process' cores in `slices` equal, consecutive parts. With
+    more slices than cores the deal turns back at each end (0 1 1 0), so that in a mesh the first
+    and the last stage share a core: one of them works while the other waits. Empty if the system
+    does not report which cores a process may use (macOS)."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     cores = sorted(os.sched_getaffinity(0))

@@ -1,22 +1,22 @@
 """Dropout whose mask depends on the example, never on the rank that computes it.
 
-Problem. A mask that is drawn from a rank's generator depends on which examples the rank has, in
-which order it draws, and which heads or positions it holds. Two layouts then train with different
-masks, and their losses cannot be compared.
+Problem. A mask drawn from a rank's generator depends on the rank's examples, on the order of its
+draws, and on the heads or positions it holds. Two layouts then train with different masks, and
+their losses cannot be compared.
 
 Idea. Do not draw: hash. Whether an activation is kept is a function of the example's key, of the
-place in the model, and of the activation's coordinates (head, position, channel). A rank that holds
-some heads or some positions computes the mask of those, and gets what one process gets.
+place in the model, and of the activation's coordinates (head, position, channel). A rank with some
+of the heads or positions computes exactly its part of one process's mask.
 
     row    = hash(key of the example, place, head, position)     one number per row
     kept   = hash(row + hash(channel)) >= p * 2^32               one per activation
 
 Cost: six passes over 32-bit integers. For 384 positions of width 256 on one core 0.4 ms, where
-torch's own dropout takes 1.0 to 1.5 ms; what autograd keeps is one byte per activation. A GPU keeps
-its fused attention, whose masks come from the device's generator and depend on the layout.
+torch's own dropout takes 1.0 to 1.5 ms; autograd keeps one byte per activation. A GPU keeps its
+fused attention, whose masks come from the device's generator and depend on the layout.
 
-Shapes: B examples, T positions, C channels, H heads. The mixing constants are those of Chris
-Wellons' "Prospecting for Hash Functions" (lowbias32).
+Shapes: B examples, T positions, C channels, H heads. The mixing constants are from Chris Wellons,
+"Prospecting for Hash Functions" (lowbias32).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit numbers
 
 
 def place(name: str) -> int:
-    """The number of a place in the model where activations are dropped, as "h.3.attn"."""
+    """The number of a dropout in the model, from its name, e.g. "h.3.attn"."""
     return zlib.crc32(name.encode())
 
 
 def dropout(x: Tensor, p: float, keys: Tensor | None, where: int, *indices: Tensor) -> Tensor:
-    """`x` with a share `p` of its elements set to 0, the others divided by 1 - p.
+    """`x` with each element set to 0 with probability `p`, the others divided by 1 - p.
 
     Args:
         x: [B, ..., C].
-        keys: [B], int64: a number per example and step; None: torch's generator decides.
+        keys: [B], int64: a number per example and step; None: draw from torch's generator.
         where: the `place` of this dropout.
-        indices: for every dimension of `x` between the first and the last, which of the whole
-            tensor's indices these are: positions; or heads and positions.
+        indices: for every dimension of `x` between the first and the last, its indices in the
+            whole tensor: positions; or heads and positions.
     """
     if p == 0:
         return x
@@ -68,14 +68,14 @@ def attention(
     where: int = 0,
     heads: Tensor | None = None,
 ) -> Tensor:
-    """Attention with dropout of its weights: [B, H, T, E], as are queries, keys and values.
+    """Attention with dropout on its weights: [B, H, T, E], the shape of the queries.
 
     Args:
-        mask: to be added to the scores; None: position t sees positions 0 to t.
-        heads: [H], which of the model's heads these are.
+        mask: added to the scores; None: position t sees positions 0 to t.
+        heads: [H], the numbers of these heads in the model.
     """
     if p == 0 and mask is not None and q.size(-2) == 1 and q.device.type == "cpu":
-        # One position: the fused kernel takes up to twice as long, it is made for many.
+        # One position: the fused kernel, made for many, takes up to twice as long.
         return ((q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1) + mask).softmax(-1) @ v
     if p == 0 or keys is None or q.device.type != "cpu":
         return F.scaled_dot_product_attention(

@@ -3,12 +3,12 @@
     x ──detach──▸ layers ──▸ y ──detach──▸        `record` runs this, and keeps x and y
     ◂── dx ────── grad of y by x and parameters ◂── dy        `differentiate`
 
-Whoever records several pieces one after the other joins them: the y of one, detached, is the x of
-the next, and the dx of one is the dy of the one before. So the stages of a pipeline are joined, on
-threads or in processes, the layers of a stage, and sharded layers, whose parameters are there only
-while they compute.
+Pieces recorded one after the other are joined by their caller: the y of one, detached, is the x of
+the next, and the dx of one is the dy of the piece before. This joins the stages of a pipeline (in
+threads or processes), the layers of a stage, and sharded layers, whose parameters exist only while
+the layer computes.
 
-A graph that is to be recomputed keeps x alone: see recompute.py.
+A graph to be recomputed keeps only x: see recompute.py.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from runtime.sharing import overlapping
 
 Gradients = dict[nn.Parameter, Tensor]
 Initialize = Callable[[str, Tensor], object]
-"""Called with (name, tensor): writes the initial value of that parameter, or buffer. It must depend
-on the name and on nothing else, for each rank asks only for what it holds a part of."""
+"""Called with (name, tensor): writes the initial value of a parameter or buffer. The value must
+depend on nothing but the name, since a rank asks only for the tensors it holds a part of."""
 
 
 class Graph:
-    """One piece, its tensors in ``memory``."""
+    """One piece, with its tensors on the device ``memory``."""
 
     def __init__(self, memory: torch.device) -> None:
-        self.shared: tuple[int, ...] = ()  # leaves of x that lie in the memory of another
+        self.shared: tuple[int, ...] = ()  # leaves of x that share memory with another leaf
         self._memory = memory
-        self._forgotten: tuple[Any, list[int], Autocast] | None = None  # x, as it came
+        self._forgotten: tuple[Any, list[int], Autocast] | None = None  # x as given
         # Positions count the leaves of x and of y.
         self.inputs: list[Tensor] = []
         self._input_positions: list[int] = []
@@ -46,20 +46,20 @@ class Graph:
 
     @property
     def forgotten(self) -> bool:
-        """Whether `recompute` must come before `differentiate`."""
+        """Whether `recompute` must run before `differentiate`."""
         return self._forgotten is not None
 
     def record(
         self, value: Any, run: Callable[[Any], Any], is_first: bool, forget: bool = False
     ) -> Any:
-        """``run(value)``, detached; ``requires_grad`` says which leaves are part of the graph.
+        """``run(value)``, detached; ``requires_grad`` marks the leaves that are part of the graph.
 
-        ``run`` may write to the tensors of ``value``: only it will read them, and the model's first
-        graph gets copies, for a batch is the caller's, and its micro-batches lie in one memory. But
-        see ``shared``. A tensor that is there twice stays one, and its gradient is that of
-        its first place.
+        ``run`` may write to the tensors of ``value`` (but see ``shared``): nobody else reads them.
+        The model's first graph works on copies, because the batch belongs to the caller and its
+        micro-batches share memory. A tensor that appears twice stays one tensor, and its gradient
+        is found at its first position.
 
-        ``forget`` frees what backward needs; `recompute`, of the same ``run``, makes it again.
+        ``forget`` frees what backward needs; `recompute`, with the same ``run``, makes it again.
         """
         result = self._record(value, run, is_first or forget)
         if forget and torch.is_grad_enabled():
@@ -68,9 +68,9 @@ class Graph:
         return result
 
     def recompute(self, run: Callable[[Any], Any]) -> None:
-        """What a `record` that forgot left out. ``run`` must compute the same bits again.
+        """Rebuilds a forgotten graph. ``run`` must compute the same bits again.
 
-        Raises RuntimeError where x has been written to meanwhile.
+        Raises RuntimeError if x has been written to in between.
         """
         if self._forgotten is None:
             return
@@ -115,10 +115,10 @@ class Graph:
         gradients: Sequence[Tensor | None],
         retain_graph: bool = False,
     ) -> tuple[list[Tensor | None], Gradients, list[Tensor | None]]:
-        """From those of y the gradients of x; of the parameters; and what may share their memory.
+        """The gradients of x and of the parameters, and the tensors that may share their memory.
 
         ``gradients`` has one entry per leaf of y, and the first result one per leaf of x: None
-        where nothing depends on it.
+        for a leaf without a gradient.
         """
         pairs = []
         for output, position in zip(self._outputs, self._output_positions, strict=True):
@@ -129,7 +129,7 @@ class Graph:
         if not pairs or not (self.inputs or parameters):
             return result, {}, []
         incoming = [dy for _, dy in pairs]
-        # torch.autograd.grad itself, but for its checks: those leave a TorchFunctionMode behind.
+        # torch.autograd.grad without its checks: they would switch a TorchFunctionMode off.
         found = Variable._execution_engine.run_backward(
             tuple(y for y, _ in pairs),
             tuple(incoming),
@@ -146,24 +146,24 @@ class Graph:
         return result, {p: g for p, g in of_parameters if g is not None}, [*incoming, *of_inputs]
 
     def release(self) -> None:
-        """Let go of x and y; of the products they hold their own."""
+        """Let go of x and y. Weight products still to be computed keep their own operands."""
         self.inputs, self._outputs = [], []
         self._input_positions, self._output_positions = [], []
 
 
 def _versions(value: Any) -> list[int]:
-    """How often each tensor has been written to; inference tensors do not count."""
+    """The number of writes to each tensor; inference tensors do not count theirs."""
     leaves = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
     return [0 if x.is_inference() else x._version for x in leaves]
 
 
 def move(tensor: Tensor, memory: torch.device, copy: bool = False) -> Tensor:
-    """To another memory. The CPU does not wait by itself for a copy that comes later."""
+    """Move a tensor to a device. A copy to a GPU is asynchronous: the CPU does not wait for it."""
     return tensor.to(memory, non_blocking=memory.type == "cuda", copy=copy)
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory, but no leaf and no view: an in-place first layer is allowed."""
+    """The same memory, but neither leaf nor view, so that the first layer may work in place."""
 
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:

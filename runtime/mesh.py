@@ -1,13 +1,13 @@
-"""The layout of a run: dp x pp x tp ranks, and which of them work together on what.
+"""The layout of a run: dp x pp x tp ranks, and the groups in which they work together.
 
     rank = (d * pp + p) * tp + t            2 x 2 x 2:   d=0   p=0  [0 1]      d=1   p=0  [4 5]
                                                                p=1  [2 3]            p=1  [6 7]
 
-The ranks that share layers (tensor) wait for each other several times in every layer, and are
-neighbours; those that hand on activations (pipeline) do so once per micro-batch; those that add up
-gradients (data) meet once per step, and are furthest apart.
+Tensor-parallel ranks wait for each other several times in every layer, so they are neighbours.
+Pipeline ranks exchange activations once per micro-batch. Data-parallel ranks add up gradients once
+per step, so they are furthest apart.
 
-Not torch's `DeviceMesh`: its groups have the default time-out of half an hour.
+Not torch's `DeviceMesh`, whose groups have the default timeout of half an hour.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 
 class Axis(NamedTuple):
-    """This rank's place on one axis: `rank` of `size`, and the `group` of those that differ from it
-    in this place alone; None: it is alone."""
+    """This rank's coordinate on one axis: `rank` of `size`, and the `group` of the ranks that
+    differ from it in this coordinate only; None: it is alone."""
 
     rank: int = 0
     size: int = 1
@@ -28,7 +28,7 @@ class Axis(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """This rank's places."""
+    """This rank's coordinates."""
 
     data: Axis = Axis()
     pipeline: Axis = Axis()
@@ -39,7 +39,7 @@ def make_mesh(dp: int, pp: int, tp: int, timeout: float) -> Mesh:
     """All ranks must call it together.
 
     Args:
-        timeout: seconds that a rank waits for another in a collective.
+        timeout: seconds a rank waits for the others in a collective.
 
     Raises:
         ValueError: there are not dp * pp * tp ranks.
@@ -53,7 +53,7 @@ def make_mesh(dp: int, pp: int, tp: int, timeout: float) -> Mesh:
     for axis, size in enumerate(sizes):
         stride = (pp * tp, tp, 1)[axis]
         own, group = rank // stride % size, None
-        # Every rank must take part in making every group, in the same order.
+        # Every rank must help to make every group, in the same order.
         for first in range(world_size if world_size > 1 else 0):
             if first // stride % size == 0:
                 members = [first + k * stride for k in range(size)]

@@ -3,32 +3,32 @@
 Problem. Torch has one default CPU generator for all threads. Two stages that draw their dropout
 masks from it at the same time get different masks in every run.
 
-Idea. Each (layer, micro-batch) draws from a source of its own, seeded from the default generator
-of the caller: `torch.manual_seed` governs all of it, the same seed gives the same bits under every
+Idea. Each (layer, micro-batch) draws from its own generator, seeded from the caller's default
+generator. So `torch.manual_seed` governs every draw, the same seed gives the same bits under every
 schedule and every cut of the layers (a cut by measured costs may differ from run to run), and a
 step that draws nothing leaves the default generator untouched.
 
-How draws are redirected. Torch marks every operator that draws with a tag. A `TorchFunctionMode`
-is thread-local and sees each torch function that Python calls. A marked one, and one written in
-Python, which may call such, runs under a `TorchDispatchMode`: that sees the kernels inside and
-gives the stage's generator to those that draw. So dropout inside an LSTM, `torch.distributions`,
-`nn.init` and what torch will add need no list, and arithmetic stays torch's own. Rejected: a
-`TorchDispatchMode` over all of the forward (Python for every kernel, 0.3 ms for a GPT-2 block),
-patching `torch.nn.functional` (global), a lock around the default generator (stages wait for each
-other).
+How draws are redirected. Torch tags every operator that draws. A `TorchFunctionMode` is
+thread-local and sees each torch function called from Python. Tagged functions run under a
+`TorchDispatchMode`, and so do functions written in Python, which may call tagged ones. The dispatch
+mode sees the kernels inside and gives the stage's generator to the kernels that draw. So dropout in
+an LSTM, `torch.distributions`, `nn.init` and future operators need no list, and arithmetic stays
+torch's own. Rejected: a `TorchDispatchMode` over the whole forward (Python for every kernel, 0.3 ms
+for a GPT-2 block), patching `torch.nn.functional` (global), a lock around the default generator
+(stages wait for each other).
 
-Not seen: draws inside `torch.jit`, torch.compile'd and C++ extensions' code, numpy's and Python's.
+Not seen: draws by `torch.jit`, torch.compile'd code, C++ extensions, numpy and Python itself.
 
 Cost: about 1 us per torch call in Python, 0.1 ms for a GPT-2 block's forward, which computes for
 10 to 100 ms; about 6 us per kernel inside a function that may draw (recurrent layers: per step of
 the sequence). Masks are as fast as torch's own.
 
-Backward draws nothing, unless it runs a forward again (activation checkpointing): with other masks
-its gradients would be wrong, so `NoDraws` refuses. It sees Python's calls only; a plain backward
-has none.
+Backward draws nothing, unless it repeats a forward (activation checkpointing). Other masks would
+make its gradients wrong, so `NoDraws` refuses. It sees only calls from Python; a plain backward
+makes none.
 
-On CUDA the fused kernels stay: there the default generator of the *device* is seeded before the
-first draw of an action and put back after it; only one worker uses a device.
+CUDA keeps its fused kernels: the *device's* default generator is seeded before the first draw of an
+action and restored after it. Only one worker uses a device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_DRAW_NOTHING: set[Any] = {  # for speed alone: what is missing here is right too
+_DRAW_NOTHING: set[Any] = {  # for speed only: a missing entry does no harm
     F.layer_norm, F.group_norm, F.batch_norm, F.relu, F.silu, F.softmax, F.log_softmax,
     F.embedding, F.cross_entropy, Tensor.split, torch.split, torch.einsum,
 }  # fmt: skip
@@ -56,8 +56,8 @@ _DRAW_NOTHING: set[Any] = {  # for speed alone: what is missing here is right to
 class StepSeed:
     """One number for a whole step, drawn from the default generator when first asked for.
 
-    With ``peek`` the generator stays as it is: where each process draws for itself, and only the
-    stages that need the number ask, all must be left with the same state.
+    ``peek`` leaves the generator's state alone. Processes need this where only the stages that draw
+    ask for the number: all must end with the same state.
     """
 
     def __init__(self, peek: bool = False) -> None:
@@ -75,7 +75,7 @@ class StepSeed:
 
 
 class StageRandomness(TorchFunctionMode):
-    """Inside ``with randomness.of(step, layer, i):`` torch draws from their own source."""
+    """Inside ``with randomness.of(step, layer, i):`` torch draws from that layer's generator."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -117,8 +117,8 @@ class StageRandomness(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def generator(self) -> torch.Generator:
-        """The source of this (layer, micro-batch), seeded when first asked for; the device's is
-        seeded with it."""
+        """The generator of this (layer, micro-batch). The first call seeds it, and the device's,
+        with the same seed."""
         if not self._seeded:
             seed = _mix(self._step.get(), self._layer, self._microbatch)
             self._generator.manual_seed(seed)
@@ -132,7 +132,7 @@ class StageRandomness(TorchFunctionMode):
     def _dropout(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        """`F.dropout` with the arithmetic of torch's CPU kernel, without the detour by kernels."""
+        """`F.dropout` with the arithmetic of torch's CPU kernel, without a `TorchDispatchMode`."""
         if not training or not 0.0 < p < 1.0:
             return F.dropout(input, p, training, inplace)
         generator = self.generator()
@@ -152,8 +152,8 @@ class StageRandomness(TorchFunctionMode):
         scale: float | None = None,
         **others: Any,
     ) -> Tensor:
-        """Attention B H T E with dropout: a tenth faster than torch's own, which has no fused
-        kernel for it on the CPU either."""
+        """Attention B H T E with dropout: a tenth faster than torch's own, which is not fused on
+        the CPU either."""
         if dropout_p == 0.0 or others.get("enable_gqa") or query.device.type != "cpu":
             with _Kernels(self) if dropout_p else contextlib.nullcontext():
                 return F.scaled_dot_product_attention(
@@ -161,7 +161,7 @@ class StageRandomness(TorchFunctionMode):
                 )
         factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
         scores = (query * factor) @ key.transpose(-2, -1)
-        # As torch: a row that is masked everywhere gives 0. A causal one never is.
+        # As torch: a fully masked row gives 0. A causal mask has no such row.
         softmax = torch.softmax if attn_mask is None else torch._safe_softmax
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
@@ -173,10 +173,10 @@ class StageRandomness(TorchFunctionMode):
 
 
 class NoDraws(StageRandomness):
-    """Inside ``with``, a draw raises. Around a backward."""
+    """Inside ``with``, a draw raises. For backwards."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))  # of all devices: none has a source of its own here
+        super().__init__(torch.device("cpu"))  # stands for all devices: none is seeded here
 
     def generator(self) -> torch.Generator:
         raise RuntimeError(
@@ -188,7 +188,7 @@ class NoDraws(StageRandomness):
 
 
 class _Kernels(TorchDispatchMode):
-    """Inside ``with``, the kernels that draw do so from the source of ``randomness``."""
+    """Inside ``with``, kernels draw from the generator of ``randomness``."""
 
     def __init__(self, randomness: StageRandomness) -> None:
         super().__init__()
@@ -211,23 +211,23 @@ class _Kernels(TorchDispatchMode):
                 f"{func} draws from the generator that all stages share, and takes no other: the "
                 "same seed would give other bits in every run. Use torch.nn.functional.dropout"
             )
-        # Of a function without the argument, as rand, another overload has it.
+        # For functions without the argument, such as rand, another overload takes it.
         return func.overloadpacket(*args, **{**kwargs, "generator": generator})
 
 
 @functools.lru_cache(4096)
 def _may_draw(func: Any) -> bool:
-    """Whether a function that Python calls may draw: by its operators' tags, if it has any."""
+    """Whether a function called from Python may draw, by the tags of its operators, if any."""
     if isinstance(func, FunctionType):
         return func not in _DRAW_NOTHING
-    name = getattr(func, "__name__", "").split(".")[0]  # of an overload it says which
+    name = getattr(func, "__name__", "").split(".")[0]  # an overload's name ends in .overload
     packet = getattr(torch.ops.aten, name, None)
     return isinstance(packet, OpOverloadPacket) and any(map(_is_tagged, _overloads(packet)))
 
 
 @functools.lru_cache(4096)
 def _draws(overload: Any) -> bool:
-    """Whether a kernel draws. Attention's own for the CPU is marked, but refuses dropout."""
+    """Whether a kernel draws. The CPU's attention kernel is tagged, but refuses dropout."""
     chooses = ("_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu")
     return _is_tagged(overload) and overload.overloadpacket.__name__ not in chooses
 

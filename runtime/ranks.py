@@ -1,24 +1,24 @@
-"""Collectives among some ranks: through shared memory on one host, else by their process group.
+"""Collectives within a group of ranks: shared memory on one host, else the process group.
 
-Problem. What ranks exchange in the middle of a layer cannot be hidden behind other work. On CPUs
-gloo copies every byte through the kernel, there and back.
+Problem. Exchanges in the middle of a layer cannot overlap with other work. On CPUs gloo copies
+every byte into the kernel and out again.
 
 Idea. CPU ranks of one host exchange through memory that all of them map (shared_memory.py). Each
-writes what it has into its own stretch, says so by a small all-reduce, and reads what it needs from
-the others':
+writes its tensor into its own stretch, announces it by a small all-reduce, and reads what it needs
+from the others' stretches:
 
     rank 0   write slot 0 | say | read slots 0 | write slot 1 | say | read slots 1 | write slot 0
 
-Two slots are enough: who has heard that all have said "slot 1 is written" knows that all have read
-slots 0. Sums are taken in the order of ranks, so every rank has the same bits. What ranks say is
-also compared: ranks that make different calls end with an error. Which ranks share a host is found
-out by trying, not concluded from how many there are.
+Two slots are enough: a rank announces slot 1 only after reading slots 0, so when all have announced
+slot 1, slots 0 are free. Sums are taken in rank order, so every rank has the same bits. The
+announcements are also compared: ranks that make different calls end with an error. Whether ranks
+share a host is found out by trying, not inferred from their number.
 
-Sums of 16-bit numbers, as autocast makes them, are taken in fp32 and rounded once: rounded at every
-rank, small terms would vanish. A group is sent fp32 for it, memory is not.
+Sums of 16-bit numbers (autocast) are taken in fp32 and rounded once; rounded at every rank, small
+terms would vanish. For this the process group sends fp32; shared memory stays 16-bit.
 
-Cost, t ranks, a tensor of G bytes: by the group an all-reduce sends 2 G (t-1)/t from each rank, the
-other two half of that; through memory each writes G and reads t G. Two slots of memory per rank.
+Cost, t ranks, a tensor of G bytes: in a group each rank sends 2 G (t-1)/t for an all-reduce, half
+of that for the other two; in memory it writes G and reads up to t G. Two slots per rank.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from runtime.recorder import Recorder, acting
 from runtime.shared_memory import CHUNK, SharedBuffers, add_up, aligned, wide
 
 Finish = Callable[[], Tensor]
-"""Waits for what was started, and gives its result; nothing else may be started before."""
+"""Waits for a started collective and returns its result. Must be called before the next start."""
 
 _SLOTS = 2
-_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER = 1, 2, 3  # what ranks say they do
+_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER = 1, 2, 3  # what ranks announce
 
 
 class Ranks:
-    """Some ranks that work together. All call the same methods in the same order, with tensors of
-    the same shapes.
+    """A group of ranks. All call the same methods in the same order, with tensors of the same
+    shapes.
 
     Args:
         group: their process group; None: this rank is alone.
-        share_memory: CPU ranks of one host exchange through it, where they can.
+        share_memory: use shared memory between CPU ranks of one host, if possible.
         recorder: is told of every `all_reduce`, `reduce_scatter` and `all_gather`.
 
     Attributes:
-        rank, size: this rank's number among them, and how many there are.
+        rank, size: this rank's number in the group, and the number of ranks.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Ranks:
             total = torch.empty_like(x, memory_format=torch.contiguous_format)
             parts = [self._view(r, x.shape, x.dtype).flatten() for r in range(self.size)]
             flat = total.view(-1)
-            for begin in range(0, flat.numel(), CHUNK):  # a part that stays in cache
+            for begin in range(0, flat.numel(), CHUNK):  # a chunk stays in cache
                 here = slice(begin, begin + CHUNK)
                 if wide(x) != x.dtype:
                     flat[here] = add_up([part[here] for part in parts])
@@ -100,8 +100,8 @@ class Ranks:
         return self.start_all_reduce(x)()
 
     def start_reduce_scatter(self, x: Tensor, dim: int) -> Finish:
-        """Begins to sum all ranks' `x`; the result is this rank's part of the sum along `dim`,
-        which the number of ranks must divide."""
+        """Begins to sum all ranks' `x`; the result is this rank's part of the sum along `dim`.
+        The number of ranks must divide that dimension."""
         if self.size == 1:
             return lambda: x
         if not self._through_memory(x):
@@ -123,7 +123,7 @@ class Ranks:
         return self.start_reduce_scatter(x, dim)()
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' `x`, of one shape, joined along `dim`."""
+        """All ranks' `x`, concatenated along `dim`."""
         if self.size == 1:
             return x
         if not self._through_memory(x):
@@ -152,24 +152,24 @@ class Ranks:
         if not self._share or x.device.type != "cpu":
             return False
         if self._memory is None:
-            self._open(x.nbytes)  # also tells whether there is such a thing
+            self._open(x.nbytes)  # also finds out whether memory can be shared
         return self._share
 
     def _open(self, nbytes: int) -> None:
-        """Room for tensors of so many bytes. Pages that are never used take no memory."""
+        """Makes room for tensors of `nbytes`. Pages that are never touched take no memory."""
         self._slot_bytes = aligned(max(2 * nbytes, 1 << 24))
         self._memory = SharedBuffers.open(_SLOTS * self._slot_bytes, self.group)
         self._share = self._memory is not None
 
     def _publish(self, x: Tensor, what: int) -> Any:
-        """Lays `x`, of one shape on all ranks, out for the others and says so."""
+        """Writes `x` where the others can read it, and announces it."""
         if self._under_way:
             raise RuntimeError("a collective is to be finished before the next one is started")
         if x.nbytes > self._slot_bytes:
             self._open(x.nbytes)
         self._turn += 1
         self._view(self.rank, x.shape, x.dtype).copy_(x)
-        # Who says something else makes another call: what it has can be of no use to this one.
+        # A rank that announces another number makes another call: its tensor must not be used.
         mine = what + 4 * self._turn + (x.numel() % 2**16 << 40)
         said = torch.tensor([mine])
         work = dist.all_reduce(said, group=self.group, async_op=True)
@@ -184,7 +184,7 @@ class Ranks:
         return wait
 
     def _view(self, rank: int, shape: Any, dtype: torch.dtype) -> Tensor:
-        """What a rank has in the slot of this turn."""
+        """The tensor in a rank's slot of this turn."""
         assert self._memory is not None
         shape = torch.Size(shape)
         start = self._turn % _SLOTS * self._slot_bytes
@@ -201,6 +201,6 @@ class Ranks:
         return finish
 
 
-# Their names since torch 2.13; the older ones warn there.
+# Renamed in torch 2.13, which warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

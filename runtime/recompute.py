@@ -1,25 +1,25 @@
 """Forward again, right before backward: memory for time.
 
-Problem. Between forward and backward autograd keeps all that the layers have computed. For a block
-of GPT-2 that is some thirty times its input.
+Problem. Between forward and backward autograd keeps what the layers have computed: for a block of
+GPT-2 some thirty times its input.
 
 Idea. Keep the input of a segment of layers, forget the rest, and compute it again when backward
-gets there. Forward is a third of a step, so a step takes about a third longer. What is kept, of L
-layers in K stages, for M micro-batches of a batch of N examples:
+gets there. Forward is a third of a step, so a step takes about a third longer. Kept by each of K
+stages, for L layers and M micro-batches of a batch of N examples:
 
     never         N L/K                          everything
     always        N  +  N/M L/K                  a stage's inputs; one micro-batch, computed again
-    except_last   the same                       the last one's backward is next: it keeps its own
+    except_last   the same                       as always, but all of the last micro-batch
     sqrt          N sqrt(L/K)  +  N/M sqrt(L/K)  the inputs of segments; of one segment, the rest
 
-Where one micro-batch is held at a time (one stage, data parallelism, shards) `always` would gain
-nothing by stages: every layer is a segment there, but the last one, whose backward is next.
+Where one micro-batch is held at a time (one stage, data parallelism, shards) a segment per stage
+saves nothing: `always` recomputes layer by layer there, all but the last, whose backward is next.
 
 No bit changes. The second forward has the first one's autocast and draws the same random numbers:
-in a stage they are seeded anew for each layer and micro-batch (randomness.py), elsewhere the
-generators are restored. A segment works on a copy of its input, so it may write to it. A layer that
-changes its buffers would do so twice: `unchanged` refuses it. (Whole models are those of this
-project, where no layer does either.)
+a stage seeds them for each layer and micro-batch (randomness.py), elsewhere the generators are
+restored. A segment works on a copy of its input, so it may write to it. A layer that changes its
+buffers would change them twice: `unchanged` refuses it. (Whole models are this project's own; none
+of their layers does either.)
 
     threads, processes    pipeline/stage.py                    a Graph per segment (graph.py)
     shards                data_parallel/sharded_layer.py       the same, a layer being a segment
@@ -46,12 +46,12 @@ NEVER, EXCEPT_LAST, SQRT, LAYERS = "never", "except_last", "sqrt", "layers"
 
 
 def mode_of(asked: str, one_at_a_time: bool) -> str:
-    """What --recompute means in a layout: `always` is `layers` where one micro-batch is held."""
+    """The mode for --recompute: `always` is `layers` where one micro-batch is held at a time."""
     return LAYERS if asked == "always" and one_at_a_time else asked
 
 
 def segments(layers: Sequence[T], mode: str) -> list[list[T]]:
-    """The layers, cut where inputs are kept. ValueError for a mode that there is not."""
+    """The layers, cut where inputs are kept. ValueError for an unknown mode."""
     if mode not in MODES:
         raise ValueError(f"recompute={mode!r}: one of {', '.join(MODES)}")
     number = {SQRT: round(math.sqrt(len(layers))), LAYERS: len(layers)}.get(mode, 1)
@@ -78,8 +78,8 @@ class Autocast:
 
 
 class SameDraws:
-    """Inside ``with``, torch's generators start as they did the first time; after a later time
-    they go on as if it had not been. Not for threads, which share the CPU's."""
+    """The first ``with`` notes the state of torch's generators; later ones start from that state
+    and restore the current one at the end. Not for threads, which share the CPU generator."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
@@ -111,11 +111,11 @@ class SameDraws:
 
 @contextlib.contextmanager
 def unchanged(layer: Any, name: str) -> Iterator[None]:
-    """Around the forward of a layer, called ``name``. ValueError if it changes a buffer of its."""
+    """Around the forward of the layer ``name``. ValueError if it changes one of its buffers."""
     if not isinstance(layer, nn.Module):
         yield
         return
-    # Values, for batch norm's kernel does not count its writes.
+    # Compare values: batch norm's kernel does not count its writes in _version.
     before = {key: b.clone() for key, b in layer.named_buffers()}
     yield
     for key, b in layer.named_buffers():

@@ -1,4 +1,4 @@
-"""What a strategy tells a recorder of itself: who does what, and who did what when."""
+"""How a strategy reports its actions: what runs now, and what ran when."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 Recorder = Callable[[str, int, int, float, float], None]
 """Called with (kind, place, micro-batch, start, end). The place is a stage, a layer or a bucket;
-start and end are seconds of perf_counter. Place and micro-batch are -1 where there is none. Of
-collectives it is told the time in which a rank works on them or waits for them, and not what
-travels while the rank computes.
+start and end are seconds of perf_counter. Without a place or a micro-batch these are -1. For a
+collective, start to end is the time a rank works on it or waits for it, without the time it travels
+while the rank computes.
 
-A recorder whose attribute `recording` is false is not called. To record on a GPU means to wait for
-its kernels before reading the clock: done while it records only. Where it has a method
-`around(kind, place, micro-batch, peer)`, every action runs in the context that this returns.
+A recorder whose attribute `recording` is false is not called. On a GPU the clock is read after
+waiting for the kernels, and only while recording. If the recorder has a method
+`around(kind, place, micro-batch, peer)`, every action runs in the context manager it returns.
 """
 
 
@@ -30,12 +30,12 @@ def acting(
     device: torch.device | None = None,
     start: float | None = None,
 ) -> Iterator[None]:
-    """Tells the recorder what is done in the `with`, if it does not fail.
+    """Reports the body of the `with` to the recorder, unless it raises.
 
     Args:
-        peer: the rank that is waited for, or sent to.
-        device: whose kernels are waited for.
-        start: of an action that has begun before.
+        peer: the rank waited for, or sent to.
+        device: its kernels are waited for before the clock is read.
+        start: of an action that began before the `with`.
     """
     around = getattr(recorder, "around", None)
     with around(kind, place, microbatch, peer) if around is not None else nullcontext():

@@ -1,16 +1,16 @@
-"""Memory that the CPU ranks of one host share: a stretch of each, mapped by all.
+"""Memory shared by the CPU ranks of one host: one stretch per rank, mapped by all.
 
-Problem: on one machine gloo sends through the loopback interface: the kernel copies every byte in
-and out, and with a core per rank it does so on the core that should compute.
+Problem: on one machine gloo sends through the loopback interface. The kernel copies every byte in
+and out; with one core per rank, these copies take the core that should compute.
 
-Idea: what ranks exchange lies in memory that the others can read, so only *when* is sent, in small
-messages of the process group. A dead rank is noticed as before.
+Idea: ranks put their data in memory that the others can read. Only the signal that it is ready is
+sent, as a small message of the process group, so a dead rank is noticed as with gloo.
 
 Cost: none of its own; pages that are never written to take no memory.
 
-Ownership: the memory is anonymous (a memfd). It has no name that could be left behind, and is
-gone with the last process that maps it, however that ends. Others reach it through /proc, which
-only works on one machine, for one user, on Linux: `SharedBuffers.open` returns None elsewhere.
+Ownership: the memory is anonymous (a memfd). It has no name that could be left behind, and it is
+freed with the last process that maps it, however that process ends. Other ranks open it through
+/proc (one machine, one user, Linux only); elsewhere `SharedBuffers.open` returns None.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK = 1 << 18  # elements added at a time: a part that stays in cache
+CHUNK = 1 << 18  # elements added at a time, so that they stay in cache
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
 
 def add_up(parts: Sequence[Tensor]) -> Tensor:
-    """The sum, in the order of ranks, 16-bit numbers in fp32 and rounded once; where there is one
-    part, that part itself."""
+    """The sum, in rank order; 16-bit numbers are summed in fp32 and rounded once. A single part is
+    returned as it is."""
     if len(parts) == 1:
         return parts[0]
     total = parts[0].to(wide(parts[0])) + parts[1]
@@ -41,15 +41,15 @@ def add_up(parts: Sequence[Tensor]) -> Tensor:
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The type in which such numbers are added up."""
+    """The type for sums of such numbers."""
     return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
 
 
 def sum_into(
     parts: Sequence[Tensor], targets: Sequence[Tensor], divisor: int = 1, accumulate: bool = False
 ) -> None:
-    """Writes the sum of the parts, divided by `divisor`, into every target, of which each may be
-    one of the parts. A chunk at a time, which stays in cache."""
+    """Writes the sum of the parts, divided by `divisor`, into every target, or adds it to the
+    target (`accumulate`). A target may be one of the parts. Works on chunks that stay in cache."""
     for begin in range(0, parts[0].numel(), CHUNK):
         here = slice(begin, begin + CHUNK)
         total = add_up([part[here] for part in parts])
@@ -63,12 +63,12 @@ def sum_into(
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of a cache line."""
+    """Rounded up to a multiple of a cache line."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class SharedBuffers:
-    """A stretch of memory per rank, each mapped by all ranks.
+    """One stretch of memory per rank, each mapped by all ranks.
 
     Attributes:
         ranks: by rank, its memory as bytes.
@@ -92,15 +92,15 @@ class SharedBuffers:
     def open(
         cls, nbytes: int, group: dist.ProcessGroup | None = None, readable: bool = False
     ) -> SharedBuffers | None:
-        """A buffer of `nbytes` for every rank of the group, zeroed; None where they cannot share
-        memory. All ranks must call it together, and all get the same answer. Memory is taken from
-        the system page by page, when first written to.
+        """A zeroed buffer of `nbytes` for every rank of the group; None if they cannot share
+        memory. All ranks must call it together, and all get the same answer. The system allocates
+        each page when it is first written to.
 
         Args:
-            readable: keeps a descriptor of each, so that `read` works.
+            readable: keep the file descriptors, which `read` needs.
         """
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        secret = os.urandom(16)  # tells the file of this run from any other behind the same path
+        secret = os.urandom(16)  # tells this run's file from another one at the same path
         mine, descriptor = _create(secret, nbytes)
         places: list[tuple[str, bytes]] = [("", b"")] * world_size
         dist.all_gather_object(places, (f"/proc/{os.getpid()}/fd/{descriptor}", secret), group)
@@ -119,7 +119,7 @@ class SharedBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Of each rank's."""
+        """The size of one rank's buffer."""
         return self.ranks[self.rank].numel()
 
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -131,15 +131,15 @@ class SharedBuffers:
         return tensor.data_ptr() - self.ranks[self.rank].data_ptr()
 
     def average(self, offset: int, numel: int, dtype: torch.dtype) -> None:
-        """Replaces what all ranks have at an offset by its mean. All must have written theirs
-        before; a barrier must come after, before anybody reads.
+        """Replaces the numbers at an offset in every rank's buffer by their mean. All ranks must
+        have written theirs before; a barrier must follow before anybody reads.
 
-        Rank r averages part r of W, in the memory of all ranks:
+        Rank r averages part r of W, in all ranks' memory:
 
             memory of rank 0   [ part 0 | part 1 ]     rank 0 reads and writes both parts 0
             memory of rank 1   [ part 0 | part 1 ]     rank 1 reads and writes both parts 1
 
-        Parts are disjoint, so nobody waits. A rank reads G bytes and writes G, whatever W.
+        Parts are disjoint, so nobody waits. A rank reads G bytes and writes G, for any W.
         """
         world_size = len(self.ranks)
         begin, end = (numel * r // world_size for r in (self.rank, self.rank + 1))
@@ -147,8 +147,8 @@ class SharedBuffers:
         sum_into(parts, parts, divisor=world_size)
 
     def read(self, rank: int, offset: int, into: Tensor) -> None:
-        """Copies a rank's memory, from byte `offset` on, into a tensor of this one's. Unlike a
-        copy out of the map, it leaves none of the other's pages among this process' own."""
+        """Copies a rank's memory, from byte `offset` on, into a tensor of this rank. Unlike a copy
+        from the map, this does not make the other rank's pages resident in this process."""
         target = memoryview(into.view(torch.uint8).numpy().data)
         done = 0
         while done < len(target):
@@ -156,8 +156,8 @@ class SharedBuffers:
 
 
 def _create(secret: bytes, nbytes: int) -> tuple[mmap.mmap | None, int]:
-    """New memory that starts with the secret, and its descriptor; (None, -1) where there is no
-    such thing."""
+    """New memory that starts with the secret, and its descriptor; (None, -1) if the system has no
+    memfd or refuses one."""
     if not hasattr(os, "memfd_create"):
         return None, -1
     descriptor = -1
@@ -166,14 +166,14 @@ def _create(secret: bytes, nbytes: int) -> tuple[mmap.mmap | None, int]:
         os.ftruncate(descriptor, ALIGNMENT + nbytes)
         os.pwrite(descriptor, secret, 0)
         return mmap.mmap(descriptor, ALIGNMENT + nbytes), descriptor
-    except OSError:  # a sandbox that forbids it, no descriptor or memory left
+    except OSError:  # a sandbox forbids it, or descriptors or memory ran out
         if descriptor >= 0:
             os.close(descriptor)
         return None, -1
 
 
 def _attach(path: str, secret: bytes, nbytes: int) -> tuple[mmap.mmap | None, int]:
-    """Another rank's memory and a descriptor of it; (None, -1) where `path` is not it."""
+    """Another rank's memory and its descriptor; (None, -1) if it is not at `path`."""
     try:
         with Path(path).open("r+b") as file:
             if file.read(len(secret)) != secret:

@@ -1,11 +1,11 @@
 """Tensors that share memory where a graph is cut.
 
 Problem. At a cut every tensor is detached by itself, and autograd forgets that one is a view of
-another. If a layer behind the cut then writes to one, the gradient of the other is wrong, without a
-word. Between processes each has a copy, and even the values differ.
+another. If a layer after the cut then writes to one, the gradient of the other is silently wrong.
+Between processes each tensor is a copy, and even the values differ.
 
-Idea. Autograd counts the writes to a tensor: ``_version``. Whoever cuts a graph notes those of the
-tensors that share memory (`overlapping`) and looks again after every layer (`Watch`). Sharing that
+Idea. Autograd counts the writes to a tensor in ``_version``. A cut notes the counts of tensors that
+share memory (`overlapping`) and compares them after every layer (`Watch`). Shared memory that
 nobody writes to costs nothing.
 """
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 
 def overlapping(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """The positions of tensors that lie in the memory of another; fake ones too.
+    """The positions of tensors whose memory overlaps another's; works on fake tensors too.
 
-    One tensor at several positions is no other. Memory counts from the first element to the last,
-    with what a stride leaves out.
+    The same tensor at several positions does not count. A tensor's memory reaches from its first
+    element to its last, including the elements its strides skip.
     """
     places: dict[int, tuple[Any, Any, Any]] = {}  # storage, begin, end
     for leaf in leaves:
@@ -41,17 +41,17 @@ def overlapping(leaves: Sequence[Any]) -> tuple[int, ...]:
 
 
 class Watch:
-    """Over tensors that share memory."""
+    """Notices writes to tensors that share memory."""
 
     def __init__(self) -> None:
         self._versions: list[tuple[Tensor, int]] = []
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """From now on these too."""
+        """Watch these tensors too, from now on."""
         self._versions += [(t, t._version) for t in tensors if not t.is_inference()]
 
     def check(self, layer: str) -> None:
-        """ValueError, naming the layer that has just run, if any was written to."""
+        """ValueError, naming the layer that has just run, if a watched tensor was written to."""
         if any(t._version != version for t, version in self._versions):
             raise ValueError(
                 f"{layer} changes a tensor in place that shares memory with another one handed on "

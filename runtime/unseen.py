@@ -1,12 +1,12 @@
-"""What a strategy that calls the layers of a model one by one would not see.
+"""Finds what a strategy that calls a model's layers one by one would miss.
 
-Pieces of a model are joined by what their layers return: its tensors are found by pytree, detached,
-handed on, and their gradients come back. Without a word would be lost
+Pieces of a model are joined by what their layers return: pytree finds the tensors, which are
+detached and handed on, and their gradients come back. These would be lost silently:
 
 - the gradients of tensors inside an object that pytree does not know: `hidden_type`;
-- those of tensors that a layer takes from elsewhere in Python, an attribute of another layer or a
-  closure: `Strangers`;
-- hooks on a module whose children are called instead: `refuse_hooks`.
+- the gradients of tensors that a layer takes from an attribute of another layer or from a closure:
+  `Strangers`;
+- hooks on a module whose children are called instead of it: `refuse_hooks`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WITHOUT = (str, bytes, int, float, complex, type, FunctionType, ModuleType, nn.
 
 
 def hidden_type(value: Any) -> str | None:
-    """The name of the first type in ``value`` that holds tensors and is no pytree."""
+    """The name of the first type in ``value`` that holds tensors but is unknown to pytree."""
     for leaf in pytree.tree_leaves(value):
         if not isinstance(leaf, Tensor) and next(tensors_in(leaf), None) is not None:
             return type(leaf).__name__
@@ -33,7 +33,7 @@ def hidden_type(value: Any) -> str | None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in containers and attributes, however deep, but for those of modules."""
+    """All tensors in containers and attributes, at any depth, except inside modules."""
     waiting: list[Any] = [value]
     seen: dict[int, Any] = {}
     while waiting:
@@ -41,7 +41,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         if isinstance(one, Tensor):
             yield one
         elif not isinstance(one, _WITHOUT) and id(one) not in seen:
-            seen[id(one)] = one  # kept, so that no other gets its id
+            seen[id(one)] = one  # kept alive, so that its id stays unique
             waiting += getattr(one, "__dict__", {}).values()
             for kind in type(one).__mro__:
                 slots = kind.__dict__.get("__slots__", ())
@@ -54,7 +54,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class Strangers:
-    """Finds what a graph reaches beside what is ``known``: its inputs and parameters.
+    """Finds the leaves of a graph other than the ``known`` ones, its inputs and parameters.
 
     Cost: about 1 us per operator of the graph.
     """
@@ -64,10 +64,10 @@ class Strangers:
         self._seen: set[Node] = set()
 
     def refuse(self, value: Any, who: str, given: Any = None) -> None:
-        """RuntimeError if ``value``, which ``who`` computed from what it was ``given``, depends on
-        one, by operators that no earlier call has looked at.
+        """RuntimeError if ``value``, which ``who`` computed from ``given``, depends on an unknown
+        leaf. Operators seen by an earlier call are skipped.
 
-        A leaf that a layer makes for itself counts, too: it cannot be told from the caller's.
+        A leaf that the layer itself creates counts too: it looks the same as the caller's.
         """
         nodes = [get_gradient_edge(t).node for t in tensors_in(value) if t.requires_grad]
         while nodes:
@@ -90,9 +90,9 @@ class Strangers:
 
 
 def refuse_hooks(uncalled: Iterable[tuple[str, nn.Module]]) -> None:
-    """ValueError if one of the named modules, which nobody calls, has a hook on its call.
+    """ValueError if one of the named modules, which are never called, has a hook on its call.
 
-    Not those with which transformers records hidden states, and which are idle otherwise.
+    Hooks with which transformers records hidden states are allowed: they are idle otherwise.
     """
     for name, module in uncalled:
         hooks = [
