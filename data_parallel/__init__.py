@@ -1,1 +1,1 @@
-"""Data parallelism: every process holds a whole model, or its shard of one."""
+"""Data parallelism: every process holds the whole model, or a shard of it."""

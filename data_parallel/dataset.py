@@ -1,17 +1,17 @@
 """Deals a dataset out to the ranks.
 
-Problem: W ranks train on one dataset. Every example must be used by exactly one of them, and
-the examples that make up the k-th *global* batch must not depend on W, or two runs that differ
-only in the number of ranks see different data and cannot be compared.
+Problem: W ranks train on one dataset. Exactly one rank must use each example, and the k-th
+*global* batch must not depend on W: otherwise two runs that differ only in the number of ranks
+see different data and cannot be compared.
 
-Idea: shuffle the indices once, by a seed that all ranks share, then
+Idea: shuffle the indices once, with a seed that all ranks share, then
 
-- equal sizes: deal them out in turn, as cards: rank r takes places r, r+W, r+2W, ... Its k-th
-  batch of B/W examples is then its part of places k*B ... (k+1)*B - 1 of the shuffled order,
-  and the ranks' k-th batches together are that stretch, for every W that divides B;
-- other sizes: consecutive stretches of the shuffled order, as long as the sizes say.
+- equal sizes: deal them out like cards: rank r takes places r, r+W, r+2W, ... of the shuffled
+  order. Its k-th batch of B/W examples is its part of places k*B ... (k+1)*B - 1, and the ranks'
+  k-th batches together are that stretch, for every W that divides B;
+- other sizes: consecutive stretches of the shuffled order, with these sizes.
 
-A rank's part of a batch is cut into micro-batches of sizes that differ by at most one.
+A rank's part of a batch is cut into micro-batches whose sizes differ by at most one.
 
 Cost: one list of indices per rank; the examples are not copied.
 """
@@ -36,8 +36,8 @@ def shuffled_indices(n: int, seed: int) -> list[int]:
 
 
 def even_slices(n: int, parts: int) -> list[slice]:
-    """n examples in consecutive parts whose sizes differ by at most one, the larger first: exactly
-    `parts` of them, or where there are fewer examples, one each. ValueError for less than a part.
+    """n examples cut into `parts` consecutive parts whose sizes differ by at most one, the larger
+    first. With fewer examples than parts, one part per example. ValueError if `parts` < 1.
     """
     if parts < 1:
         raise ValueError(f"parts={parts}: at least 1 is needed, for example 4")
@@ -66,11 +66,11 @@ class DataPartitioner:
     Args:
         data: anything with a length and integer indices.
         sizes: the fraction of the data in each partition. They must be positive and sum to at
-            most 1; where they sum to 1 every example is in exactly one partition, whatever
-            the length of the data.
+            most 1. If they sum to 1, every example is in exactly one partition, for any length
+            of the data.
         seed: of the shuffle; the same on all ranks.
-        stretch, key: sort each stretch of so many shuffled examples by `key(example)` before they
-            are dealt out.
+        stretch, key: before dealing, sort each run of `stretch` shuffled examples by
+            `key(example)`.
 
     Raises:
         ValueError: sizes that are not positive, or sum to more than 1.
@@ -102,13 +102,13 @@ class DataPartitioner:
         if math.isclose(math.fsum(sizes), 1, abs_tol=1e-9) and max(sizes) - min(sizes) < 1e-12:
             self.partitions = [indices[r :: len(sizes)] for r in range(len(sizes))]
         else:
-            # Cutting at the rounded running sums loses nothing and repeats nothing; rounding
-            # each size on its own would.
+            # Cut at the rounded running sums: rounding each size on its own could lose or repeat
+            # examples.
             ends = [round(math.fsum(sizes[: r + 1]) * len(indices)) for r in range(len(sizes))]
             self.partitions = [indices[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
     def use(self, partition: int) -> Partition:
-        """The partition of rank `partition`. Raises IndexError where there is no such rank."""
+        """The partition of rank `partition`. Raises IndexError if there is no such rank."""
         if not 0 <= partition < len(self.partitions):
             raise IndexError(
                 f"partition {partition} of {len(self.partitions)}: "
@@ -131,15 +131,15 @@ def partition_dataset(
     """The batches of one rank in an epoch.
 
     Args:
-        batch_size: of the global batch; a rank's batches hold batch_size // world_size examples,
-            or one more of some where the world size does not divide it.
-        collate_fn: makes a batch of a list of examples.
+        batch_size: of the global batch. A rank's batches hold batch_size // world_size examples;
+            if the world size does not divide it, some hold one more.
+        collate_fn: makes a batch from a list of examples.
         seed: of the shuffle.
-        key: of an example, as its length: each global batch is sorted by it before it is dealt
-            out, so that all ranks get as much of it. By default it stays shuffled.
-        start: the number of the first batch, for a run that is resumed.
+        key: sort each global batch by key(example), e.g. its length, before dealing, so that all
+            ranks get equal shares of it. By default the batch stays shuffled.
+        start: the number of the first batch, for a resumed run.
 
-    A rank that gets no example of a last, smaller batch has one batch less.
+    A rank without an example in the last, smaller batch has one batch less.
 
     Raises:
         ValueError: the batch is smaller than the number of ranks.
@@ -154,13 +154,13 @@ def partition_dataset(
     partitioner = DataPartitioner(
         dataset, [1 / world_size] * world_size, seed, stretch=batch_size, key=key
     )
-    # Rank r holds the places r, r + W, r + 2 W, ...: so many of them are below k * B.
+    # Rank r holds the places r, r + W, r + 2 W, ...: count those below k * B.
     edges = [
         len(range(rank, min(k * batch_size, n), world_size)) for k in range(-(-n // batch_size) + 1)
     ]
     batches = [list(range(a, b)) for a, b in pairwise(edges[start:]) if a < b]
-    # A generator of its own: a loader draws a seed for workers that it does not have, and dropout
-    # must not depend on how often a run was resumed.
+    # Its own generator: a DataLoader draws a seed even without workers, and dropout must not
+    # depend on how often the run was resumed.
     return DataLoader(
         partitioner.use(rank), batch_sampler=batches, collate_fn=collate_fn,
         generator=torch.Generator(),

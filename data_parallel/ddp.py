@@ -1,10 +1,10 @@
-"""A whole model on every rank, each computing its part of the batch.
+"""A whole model on every rank; each rank computes its part of the batch.
 
 Problem: W copies of a model must stay equal, though each sees other examples.
 
-Idea: rank 0's weights are sent to all once. After that only gradients travel: their mean is the
-same number on every rank, and so is what an optimizer makes of it, bit for bit. It is computed
-bucket by bucket while backward still runs: see gradients.py.
+Idea: rank 0's weights are sent to all once. After that only gradients travel. Their mean has the
+same bits on every rank, and so has the optimizer's update. It is computed bucket by bucket, while
+backward still runs: see gradients.py.
 
     model = DistributedDataParallel(net)          # broadcast_params
     loss = loss_fn(model(mine)) * W / whole       # mine: this rank's part; whole: size of the batch
@@ -12,12 +12,12 @@ bucket by bucket while backward still runs: see gradients.py.
     model.average_gradients()                     # p.grad is the mean over the ranks
     optimizer.step()
 
-The mean over ranks is the mean over examples only if all ranks have equally many. To be right for
-any division, scale each rank's *summed* loss by W / (examples of the whole batch).
+The mean over ranks is the mean over examples only if all ranks have equally many. For any other
+division, scale each rank's *summed* loss by W / (examples of the whole batch).
 
-Cost: a broadcast of the parameters, P bytes, once; per step 2 * G * (W-1)/W bytes of gradients sent
-by each rank. Memory: parameters, gradients and optimizer state whole on every rank; `fsdp.py` is
-for models where that is too much.
+Cost: one broadcast of the parameters, P bytes; per step each rank sends 2 * G * (W-1)/W bytes of
+gradients. Memory: every rank holds all parameters, gradients and optimizer state. Use `fsdp.py` for
+models too large for that.
 
 Paper: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
 2020.
@@ -38,18 +38,18 @@ from runtime.recorder import Recorder
 
 
 class DistributedDataParallel(nn.Module):
-    """`module`, the same on all ranks from here on.
+    """Keeps `module` the same on all ranks.
 
-    All ranks must construct it together. Buffers are sent once, with the parameters: what a module
-    then writes into its own (the averages of a batch norm) stays with its rank.
+    All ranks must construct it together. Buffers are sent once, with the parameters; later writes
+    to them (the averages of a batch norm) stay on their rank.
 
     Args:
-        module: on its device already; see `GradientBuckets` for this and the following.
+        module: already on its device.
         group: the ranks; by default all.
-        bucket_bytes, comm_dtype, share_memory, recorder: of the gradients' buckets.
+        bucket_bytes, comm_dtype, share_memory, recorder: see `GradientBuckets`.
 
     Raises:
-        ValueError: the ranks' modules have other names, shapes or types; or nothing to train.
+        ValueError: names, shapes or types differ between ranks; or there is nothing to train.
     """
 
     def __init__(
@@ -83,25 +83,25 @@ class DistributedDataParallel(nn.Module):
                 tensor.detach().copy_(part.view_as(tensor))
 
     def average_gradients(self) -> None:
-        """Waits until every p.grad is the mean over the ranks; call it after each backward that
-        was not inside `no_sync()`, equally often on all ranks."""
+        """Waits until every p.grad is the mean over the ranks. Call it after each backward outside
+        `no_sync()`, equally often on all ranks."""
         self.buckets.finish()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, backward accumulates gradients locally and sends nothing."""
+        """Inside, backward accumulates gradients locally and sends nothing."""
         return self.buckets.no_sync()
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Removes the hooks from the parameters."""
         self.buckets.close()
 
     def _named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Parameters and buffers, a shared one under its first name only."""
+        """Parameters and buffers; a shared tensor only under its first name."""
         return [*self.module.named_parameters(), *self.module.named_buffers()]
 
     def _of_first_rank(self) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """Groups of tensors, and rank 0's values of each, one behind the other: a broadcast per
-        group of bucket_bytes, since one per tensor would pay the latency for every bias."""
+        """Groups of tensors, and rank 0's values of each group, concatenated: one broadcast per
+        bucket_bytes, since one per tensor would pay the latency for every bias."""
         source = dist.get_global_rank(self.group or dist.group.WORLD, 0)  # type: ignore[arg-type]
         tensors = [tensor for _, tensor in self._named_tensors()]
         for group in group_parameters(tensors, self._bucket_bytes):
@@ -110,7 +110,7 @@ class DistributedDataParallel(nn.Module):
             yield group, flat
 
     def _check_that_all_have_the_same_module(self) -> None:
-        """Else broadcasts of different sizes would meet, and hang or mix up the weights."""
+        """Otherwise broadcasts of different sizes would hang or mix up the weights."""
         mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in self._named_tensors()]
         ranks: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(ranks, mine, self.group)

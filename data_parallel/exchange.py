@@ -2,33 +2,33 @@
 
 Problem: before a layer computes, each rank needs all shards of its parameters (all-gather);
 after its backward, each rank needs the sum of all ranks' gradients of its own shard
-(reduce-scatter). Both are started early and finished late, so that they travel while the layers
-before and after compute.
+(reduce-scatter). Both start early and finish late, so that they overlap with the computation of
+neighbouring layers.
 
 Idea: two ways behind one interface.
 
 `GroupExchange` uses the collectives of the process group: NCCL between GPUs, gloo otherwise. Gloo's
-own reduce-scatter is an all-reduce of which most is thrown away, 19.7 ms for 12.6 MB and two ranks
-of one machine; an all-to-all of the parts, which are then added up here, takes 7.8 ms.
+own reduce-scatter is an all-reduce that throws most of the result away: 19.7 ms for 12.6 MB and two
+ranks of one machine. An all-to-all of the parts, added up here, takes 7.8 ms.
 
 `SharedExchange` is for CPU ranks of one machine. Shards and gradients lie in memory that the others
-can read (runtime/shared_memory.py): a gather copies the other ranks' shards (0.6 ms where gloo
-takes 10), a reduction adds up the others' gradients where they lie, in the order of ranks. There
-is no network to hide, so a gather copies when it is waited for. The process group only carries
-announcements, each a small all-reduce:
+can read (runtime/shared_memory.py). A gather copies the other ranks' shards (0.6 ms where gloo
+takes 10); a reduction adds up the others' gradients in place, in rank order. There is no network to
+hide, so a gather copies when it is waited for. The process group carries only announcements, each a
+small all-reduce:
 
     rank 0   backward of layer 2 | announce 0 | backward of layer 1 | sum 0, announce 1 | ...
     rank 1   backward of layer 2  | announce 0 | backward of layer 1  | sum 0, announce 1 | ...
 
-An announcement says: this layer's gradients are in my memory, and I have read my part of all that
-was announced before. So a sum starts when its announcement has come from all ranks, which had a
-layer's time for it, and memory is written to again once the *next* one has. All ranks take memory
-in the same order, so what one has at an offset, the others have there too.
+An announcement says: this layer's gradients are in my memory, and I have read my part of everything
+announced before. A sum starts when its announcement has come from all ranks, which had a layer's
+time for it. Memory is reused once the *next* announcement has come from all. All ranks take memory
+in the same order, so a tensor has the same offset on every rank.
 
-An announcement also says what a rank is doing, and every rank compares: ranks that do not make the
-same calls end with an error, instead of adding up what does not belong together.
+An announcement also names the call that a rank makes, and every rank compares: ranks that make
+different calls end with an error instead of a wrong sum.
 
-Cost, W ranks, a unit of G bytes: (W-1)/W G received for a gather, as much sent for a reduction.
+Cost, W ranks, a unit of G bytes: a gather receives (W-1)/W G, a reduction sends as much.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from data_parallel.sharding import Unit
 from runtime.shared_memory import SharedBuffers, aligned, sum_into
 
 Finish = Callable[[], None]
-"""Waits for what was started. To be called once, in the order of the starts."""
+"""Waits for a started exchange. Call each once, in the order of the starts."""
 
-_UPDATING = -1  # what ranks announce, as below 0 an update, from 0 on gradients: `_describe`
+_UPDATING = -1  # an announcement: below 0 of an update, from 0 on of gradients; see `_describe`
 
 
 class Pool:
-    """Lends memory for a moment: a layer's gathered parameters, or its gradients on their way.
+    """Lends memory for a moment: a layer's gathered parameters, or its gradients in transit.
 
-    Allocating it anew for each layer would cost the kernel a page fault per 4 KiB, and keeping it
-    for every layer would undo the sharding. So what is given back is kept for others, by sizes of
-    powers of two: altogether at most four times the largest that are lent at the same time. Pages
-    that are never written to take no memory. CUDA's own allocator keeps memory already.
+    Allocating anew for each layer would cost a page fault per 4 KiB, and keeping memory for every
+    layer would undo the sharding. So returned memory is kept for reuse, in sizes that are powers of
+    two: in all at most four times the largest blocks lent at the same time. Pages that are never
+    written to take no memory. CUDA's own allocator keeps memory already.
 
     Attributes:
         peak_bytes: the most that was lent at the same time.
@@ -70,7 +70,7 @@ class Pool:
         self._lent_bytes = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """Bytes, `nbytes` or more of them."""
+        """Lends at least `nbytes` bytes."""
         size = 1 << (nbytes - 1).bit_length() if self._keep else nbytes
         idle = self._idle.get(size)
         self._lent_bytes += size
@@ -85,21 +85,21 @@ class Pool:
 
 
 class Reduction(NamedTuple):
-    """The gradients of a unit: `whole` has them, flat, `target` takes this rank's part."""
+    """The gradients of a unit, flat, in `whole`; this rank's part of their sum goes to `target`."""
 
     unit: Unit
     whole: Tensor
     target: Tensor
-    accumulate: bool  # adds to what target holds
-    lent: Tensor | None = None  # the memory of `whole`, to be given back
+    accumulate: bool  # add to `target` instead of overwriting it
+    lent: Tensor | None = None  # the memory of `whole`, to be returned to the pool
 
 
 class Exchange(ABC):
     """Moves shards between the ranks of a group.
 
     Attributes:
-        parameters, gradients: memory for whole units. Lent gradients must lie in the latter.
-        prefetch: whether a gather that is started early travels while others compute.
+        parameters, gradients: memory for whole units. Gradients must be taken from `gradients`.
+        prefetch: whether a gather that starts early overlaps with computation.
         waits: whether ranks wait for each other around an update.
     """
 
@@ -116,20 +116,20 @@ class Exchange(ABC):
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.parameters = Pool(self._empty, keep=device.type == "cpu")
-        self._announced = self._heard = 0  # how many announcements were made; came from all
+        self._announced = self._heard = 0  # announcements made; received from all
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()  # the difference
 
     @abstractmethod
     def storage(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeroed memory for good. All ranks ask for the same, in the same order."""
+        """Zeroed memory, never given back. All ranks ask for the same sizes in the same order."""
 
     @abstractmethod
     def start_gather(self, unit: Unit, shard: Tensor, whole: Tensor) -> Finish:
-        """Fills `whole` with the shards of all ranks. `shard` may be this rank's part of it."""
+        """Fills `whole` with all ranks' shards. `shard` may be this rank's part of `whole`."""
 
     @abstractmethod
     def start_reduce(self, reductions: list[Reduction]) -> Finish:
-        """Sums gradients over the ranks, all units of a layer at once. The reduction before must
+        """Sums gradients over the ranks, all units of a layer at once. The previous reduction must
         be finished."""
 
     @abstractmethod
@@ -138,13 +138,13 @@ class Exchange(ABC):
 
     @abstractmethod
     def after_update(self, backwards: int = 0) -> None:
-        """Waits until all ranks' shards are new, by gradients of so many backwards."""
+        """Waits until all ranks have updated their shards; `backwards` since the last update."""
 
     def _empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _announce(self, what: int) -> int:
-        """Tells all ranks what this one does. Returns the number of the announcement."""
+        """Tells all ranks which call this rank makes. Returns the number of the announcement."""
         said = torch.zeros(self.world_size, dtype=torch.int64)
         said[self.rank] = what
         said = said.to(self.device)
@@ -155,10 +155,10 @@ class Exchange(ABC):
         return self._announced - 1
 
     def _wait_for(self, number: int) -> None:
-        """Until an announcement, and those before, have come from all.
+        """Waits until this announcement and all earlier ones have come from all ranks.
 
         Raises:
-            RuntimeError: the ranks do not do the same; again, whenever it is called again.
+            RuntimeError: the ranks make different calls. Every later call raises it again.
         """
         while self._heard <= number:
             work, said = self._pending[0]
@@ -189,7 +189,7 @@ class Exchange(ABC):
 
 
 class GroupExchange(Exchange):
-    """By collectives."""
+    """By collectives of the process group."""
 
     def __init__(
         self, units: Sequence[Unit], device: torch.device, group: dist.ProcessGroup | None = None
@@ -197,7 +197,7 @@ class GroupExchange(Exchange):
         super().__init__(units, device, group)
         self.gradients = self.parameters
         self._by_parts = dist.get_backend(group) == "gloo"
-        # Their names since torch 2.13; the older ones warn there.
+        # Renamed in torch 2.13, which warns about the old names.
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -235,15 +235,15 @@ class GroupExchange(Exchange):
         return finish
 
     def before_update(self) -> None:
-        pass  # a gather has sent this rank's shard when it is finished
+        pass  # a finished gather has already sent this rank's shard
 
     def after_update(self, backwards: int = 0) -> None:
-        # Nobody need wait. That all say the same is seen the next time, when the answer is here.
+        # No need to wait: the answer of the previous announcement is checked, this one's next time.
         self._wait_for(self._announce(_UPDATING - 1 - backwards) - 1)
 
 
 class SharedExchange(Exchange):
-    """By reading each other's memory. Made by `open`."""
+    """By reading each other's memory. Use `open` to make one."""
 
     prefetch = False
     waits = True
@@ -253,7 +253,7 @@ class SharedExchange(Exchange):
     ) -> None:
         super().__init__(units, torch.device("cpu"), group)
         self.memory = memory
-        self._end = 0  # of what is in use of the memory
+        self._end = 0  # of the memory in use
         self._gathered = False  # since the last reduction or update
         self._being_read: list[Tensor] = []  # lent to the last reduction
         self.gradients = Pool(lambda nbytes: self.storage(nbytes, torch.uint8))
@@ -262,9 +262,9 @@ class SharedExchange(Exchange):
     def open(
         cls, units: Sequence[Unit], group: dist.ProcessGroup | None = None
     ) -> SharedExchange | None:
-        """None where the ranks cannot share memory. All must call it together."""
-        # Address space: parameters, and of the gradients either all, or for two layers at a time
-        # memory that is rounded up to a power of two.
+        """None if the ranks cannot share memory. All must call it together."""
+        # Address space: all parameters; and all gradients, or those of two layers at a time in
+        # blocks rounded up to a power of two.
         nbytes = sum(aligned(unit.nbytes) + 4 * aligned(unit.gradient_nbytes) for unit in units)
         memory = SharedBuffers.open(nbytes, group, readable=True)
         return None if memory is None else cls(units, memory, group)
@@ -294,7 +294,7 @@ class SharedExchange(Exchange):
         number = self._announce(2 * first.unit.index + first.accumulate)
 
         def finish() -> None:
-            self._wait_for(number)  # so all have read what was announced before
+            self._wait_for(number)  # so all have read everything announced before
             for memory in self._being_read:
                 self.gradients.give(memory)
             self._being_read = [r.lent for r in reductions if r.lent is not None]
@@ -309,7 +309,7 @@ class SharedExchange(Exchange):
         return finish
 
     def before_update(self) -> None:
-        if self._gathered:  # and no reduction since, as after an evaluation
+        if self._gathered:  # and no reduction since: after an evaluation
             self._wait_for(self._announce(_UPDATING))
 
     def after_update(self, backwards: int = 0) -> None:

@@ -1,35 +1,35 @@
-"""Fully sharded data parallelism: each rank holds 1/W of the model, and of what trains it.
+"""Fully sharded data parallelism: each rank holds 1/W of parameters, gradients, optimizer state.
 
 Problem: data parallelism keeps everything W times. AdamW in fp32 takes 16 bytes per parameter
-(weight, gradient, two moments) on every rank: a model that does not fit one rank does not fit
-a thousand.
+(weight, gradient, two moments) on every rank: a model too large for one rank is too large for a
+thousand.
 
 Idea (ZeRO): the rank that holds shard r of the parameters also updates it, so only that rank needs
-its gradients and its optimizer state. Parameters are gathered when they are used, layer by layer:
+the shard's gradients and optimizer state. Layers gather their parameters just before using them:
 
     compute   | F0       | F1       | F2 | B2       | B1       | B0       | update
     gather      1          2               1          (0)
     reduce                                            2          1
 
-While layer k computes, the parameters of the next are on their way, and the gradients of the one
-before; no rank holds more than two layers' parameters whole. Backward gathers nothing for a layer
-that looks up embeddings, hence (0), even if they are tied.
+While layer k computes, the next layer's parameters and the previous one's gradients are in transit;
+no rank holds more than two layers' parameters whole. Backward gathers nothing for an embedding
+lookup, even a tied one: hence (0).
 
-`zero` is how much is sharded: 1 the optimizer state, 2 also the gradients, 3 also the parameters.
-Bytes in fp32 with AdamW, W ranks, P parameters, the largest layer having L of them:
+`zero` says what is sharded: 1 the optimizer state, 2 also the gradients, 3 also the parameters.
+Bytes in fp32 with AdamW for W ranks and P parameters, L of them in the largest layer:
 
     zero   parameters   gradients   moments   lent for a while   sent per rank and micro-batch
     1      4 P          4 P         8 P / W   -                  8 P (W-1)/W per step
     2      4 P          4 P / W     8 P / W   4 L to 8 L         4 P (W-1)/W, and as much per step
     3      4 P / W      4 P / W     8 P / W   8 L to 12 L        12 P (W-1)/W
 
-Collectives are matched by their order, so all ranks must make the same calls. One that has no
-examples calls ``forward(None)`` and ``backward(None)``, and takes part with zeros; `train_step`
-does so by itself where ranks have different numbers of micro-batches.
+Collectives are matched by their order, so all ranks must make the same calls. A rank without
+examples calls ``forward(None)`` and ``backward(None)``, and contributes zeros; `train_step` does so
+by itself when ranks have different numbers of micro-batches.
 
 Gradients are *summed* over ranks and micro-batches. For the mean over all target tokens of the
-global batch, the loss of each micro-batch is its sum divided by the global number of tokens.
-Dropout draws from each rank's own generator, as in data parallelism.
+global batch, divide each micro-batch's summed loss by the global number of tokens. Dropout draws
+from each rank's own generator, as in data parallelism.
 
 Papers: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 SC 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
@@ -57,16 +57,16 @@ from runtime.recorder import Recorder, acting
 from runtime.unseen import Strangers
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes the optimizer of flat shards. It must work element by element, as SGD, Adam, AdamW: one
-that looks at whole matrices, as Muon or Adafactor, would see pieces of them."""
+"""Makes the optimizer of flat shards. It must work element by element, like SGD, Adam or AdamW.
+Muon and Adafactor need whole matrices and would see pieces of them."""
 
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Memory of this rank for a model and its training; activations are not in it.
+    """Memory of this rank for a model and its training, without activations.
 
     ``lent`` is the most that was lent at the same time, for gathered parameters and for gradients
-    on their way.
+    in transit.
     """
 
     parameters: int
@@ -90,32 +90,30 @@ class FullyShardedDataParallel:
         fsdp.optimizer_step()
 
     Args:
-        layers: run one after the other. On the meta device, in which case `init` gives the values,
-            or with values: then those of rank 0 count, and the modules are emptied. Either way
-            their parameters have no memory from here on, but for the time of a forward.
+        layers: run one after the other. On the meta device `init` gives the values; otherwise rank
+            0's values are sent to all and the modules are emptied. Either way, from here on their
+            parameters have memory only while the layer computes.
         make_optimizer: of the trainable shards, one flat tensor per unit (sharding.py).
         names: of the parameters, and of buffers on the meta device; by default those of
             ``nn.Sequential(*layers)``.
-        init: fills one parameter, or buffer, by its name.
+        init: fills one parameter or buffer, by its name.
         zero: 1, 2 or 3.
-        compute_dtype: the type in which parameters travel and layers compute, for example bf16.
-            Shards, their gradients and sums stay in the parameters' own. Not the same as autocast,
-            which keeps norms and sums in fp32, but which here would keep a copy of every matrix,
-            in the graphs: use this instead.
+        compute_dtype: the type in which parameters are gathered and layers compute, e.g. bf16.
+            Shards, gradients and sums keep the parameters' type. Autocast would keep norms and
+            sums in fp32, but here its graphs would hold a copy of every matrix: use this instead.
         device: where to compute.
         group: the ranks; by default all.
-        share_memory: lets CPU ranks of one machine read each other's shards, where they can.
-        recorder: is told who did what when: F, B, all_gather and reduce_scatter of a layer; and, of
-            none, all_reduce (of how many micro-batches ranks have), reduce_scatter (what is left
-            of it after backward), optimizer, and barrier (shared memory, around an update).
-
-        recompute: computes layers again in backward (runtime/recompute.py), where they are
-            gathered for it anyway: all but the last and embeddings.
-        kind: by name; parameters of different kinds are in different units.
+        share_memory: let CPU ranks of one machine read each other's shards, if possible.
+        recorder: is told of F, B, R (recompute), all_gather and reduce_scatter of each layer; and,
+            without a layer, of all_reduce (of the numbers of micro-batches), reduce_scatter (the
+            rest after backward), optimizer, and barrier (shared memory, around an update).
+        recompute: computes layers again in backward (runtime/recompute.py) if backward gathers
+            them anyway: all but the last and embeddings.
+        kind: of a name; parameters of different kinds go into different units.
 
     Raises:
-        ValueError: zero is none of 1, 2, 3; nothing to train; no `init` for what is on the meta
-            device; a parameter, or a buffer on the meta device, without a name.
+        ValueError: zero is none of 1, 2, 3; there is nothing to train; something is on the meta
+            device without `init`; a parameter, or a buffer on the meta device, has no name.
     """
 
     def __init__(
@@ -170,19 +168,19 @@ class FullyShardedDataParallel:
         self.optimizer = make_optimizer([u.shard for u in self._trained])
         self._first_trained = min(u.unit.layers[0] for u in self._trained)
         self._graphs: list[LayerGraph | None] = []
-        self._output: list[Any] = []  # of the last forward in grad mode, its leaves
+        self._output: list[Any] = []  # the leaves of the last output in grad mode
         self._microbatch = 0
 
     # A pass over the layers
 
     def forward(self, x: Any) -> Any:
-        """The output of the last layer for x; None for None, on a rank that has no examples.
+        """The output of the last layer for x. A rank without examples passes None and gets None.
 
-        In grad mode the next `backward` is that of this forward.
+        In grad mode the next `backward` belongs to this forward.
 
         Raises:
             RuntimeError: a layer's output depends on a tensor that requires a gradient and that the
-                layer before has not returned, or not in a container of `torch.utils._pytree`.
+                previous layer did not return in a container of `torch.utils._pytree`.
         """
         self._forget()
         value, training = _cast(x, self.compute_dtype), torch.is_grad_enabled()
@@ -194,7 +192,7 @@ class FullyShardedDataParallel:
                 with self._record("F", k):
                     value, graph = layer.forward(value, training and self._forget_layers[k])
             self._graphs.append(graph)
-            # The last layer's stay for its backward, which is next.
+            # Keep the last layer's parameters: its backward is next.
             if following or not training:
                 self._parameters.free([u for u in layer.units if u not in following])
         if training:
@@ -210,13 +208,13 @@ class FullyShardedDataParallel:
         """Adds the gradients of a loss, computed from the output of the last forward.
 
         Args:
-            loss: None on a rank that has no examples.
-            last: no other backward comes before the optimizer step. With zero 1 the exchange then
-                overlaps with this one; the others do not need to know.
+            loss: None on a rank without examples.
+            last: this is the last backward before the optimizer step. With zero 1 it overlaps with
+                the exchange; zero 2 and 3 ignore `last`.
 
         Raises:
-            RuntimeError: there was no forward in grad mode; or, with zero 1, a `last` one before;
-                or the loss depends on more tensors that require a gradient than forward returned.
+            RuntimeError: no forward in grad mode came before; or, with zero 1, the `last` backward
+                did; or the loss needs gradients of tensors that forward did not return.
         """
         if not self._graphs:
             raise RuntimeError("backward needs a forward in grad mode before it, one for each")
@@ -248,12 +246,12 @@ class FullyShardedDataParallel:
         scale: float = 1.0,
         num_microbatches: int | None = None,
     ) -> Tensor:
-        """Forward and backward of this rank's micro-batches, of which it may have none.
+        """Forward and backward of this rank's micro-batches; there may be none.
 
         Args:
             loss_fn: (output, target) to the *sum* of the losses of a micro-batch.
-            scale: of the loss and its gradients, for example 1 / tokens of the global batch.
-            num_microbatches: of the rank that has most; without it the ranks ask each other.
+            scale: of the loss and its gradients, e.g. 1 / tokens of the global batch.
+            num_microbatches: the largest number on any rank; without it the ranks find it out.
 
         Returns:
             This rank's part of the loss. The sum over the ranks is the loss of the step.
@@ -271,25 +269,24 @@ class FullyShardedDataParallel:
         return torch.stack([loss.to(losses[-1].dtype) for loss in losses]).sum()
 
     def expose_gradients(self) -> None:
-        """Makes the gradients of the shards their ``grad``, to be looked at or scaled before
-        `optimizer_step`, which does so too. All ranks must call it."""
+        """Sets the ``grad`` of the shards, so that gradients can be inspected or scaled before
+        `optimizer_step` (which also calls this). All ranks must call it."""
         self._settle()
         for u in self._trained:
             u.shard.grad = u.gradient if u.has_gradient else None
 
     def zero_grad(self) -> None:
-        """Forgets gradients that no `optimizer_step` has used. All ranks must call it."""
+        """Drops gradients that no `optimizer_step` has used. All ranks must call it."""
         self._settle()
-        if any(u.reduced for u in self.units):  # zero 1: others may be reading what the next
-            self._wait_for_all(self.exchange.after_update)  # backward writes to
+        if any(u.reduced for u in self.units):  # zero 1: the next backward overwrites gradients
+            self._wait_for_all(self.exchange.after_update)  # that other ranks may still be reading
         self._gradients.clear()
         self._microbatch = 0
         self.expose_gradients()
 
     def optimizer_step(self) -> None:
-        """Updates this rank's shards; gradients are then spent. Nobody's backward may be missing.
-
-        Without a backward since the last step it changes nothing.
+        """Updates this rank's shards and drops the gradients. All ranks must have made the same
+        backwards. Without a backward since the last step it changes nothing.
         """
         self.expose_gradients()
         self._wait_for_all(self.exchange.before_update)
@@ -300,22 +297,22 @@ class FullyShardedDataParallel:
         self._wait_for_all(lambda: self.exchange.after_update(self._microbatch))
         self._microbatch = 0
 
-    # What is held here
+    # What this rank holds
 
     def get_local_info(self, layer: int) -> list[Piece]:
-        """Which part of each of a layer's parameters this rank holds, and its values."""
+        """This rank's part of each of the layer's parameters, with its values."""
         units = self.layers[layer].units
         return [piece for u in units for piece in u.unit.pieces(self.rank, u.shard.data)]
 
     def get_local_grad_shard(self, layer: int) -> list[Piece]:
-        """The gradients of those, summed over all ranks and backwards since the last step."""
+        """Their gradients, summed over all ranks and all backwards since the last step."""
         self._gradients.settle()
         found = [(u, u.gradient) for u in self.layers[layer].units if u.has_gradient]
         return [x for u, g in found if g is not None for x in u.unit.pieces(self.rank, g)]
 
     def gather_param_data(self, layer: int) -> dict[str, Tensor]:
-        """The whole parameters of a layer by name, to be read until the next forward. All ranks
-        must call it."""
+        """The whole parameters of a layer by name, valid until the next forward. All ranks must
+        call it."""
         units = self.layers[layer].units
         self._gather(layer, units, [])
         whole = [(u.unit, u.whole) for u in units if u.whole is not None]
@@ -326,15 +323,15 @@ class FullyShardedDataParallel:
         }
 
     def parameters_changed(self) -> None:
-        """To be called, by all ranks, after writing to the shards. Where a forward came
-        before the writing, there must be a barrier in between: other ranks may still read there."""
+        """All ranks must call it after writing to the shards. Between a forward and the writes
+        there must be a barrier: other ranks may still be reading."""
         self._parameters.outdate(frozen=True)
         self.exchange.after_update()
 
     def gather(self, what: str = "parameters") -> Iterator[tuple[str, Tensor | None]]:
-        """Every parameter's name, in order, and on rank 0 the whole of it; None on the others.
+        """Every parameter's name, in order, with the whole parameter on rank 0, None elsewhere.
 
-        All ranks must go through all of it. Only one parameter is whole at a time.
+        All ranks must exhaust the iterator. Only one parameter is whole at a time.
 
         Args:
             what: ``parameters`` or ``gradients``.
@@ -380,13 +377,13 @@ class FullyShardedDataParallel:
             lent=sum(pool.peak_bytes for pool in pools),
         )
 
-    # How a pass goes about it
+    # The parts of a pass
 
     def _used_by(self, layer: int) -> list[ShardedUnit]:
         return [u for u in self.units if layer in u.unit.layers]
 
     def _gather(self, layer: int, units: list[ShardedUnit], following: list[ShardedUnit]) -> None:
-        """Waits for the units of a layer, and sends for those of the following."""
+        """Waits for the units of a layer, and starts to gather the next layer's."""
         self._parameters.start(units)
         if any(u.arriving is not None for u in units):
             with self._record("all_gather", layer):
@@ -395,10 +392,10 @@ class FullyShardedDataParallel:
             self._parameters.start(following)
 
     def _gradients_of_output(self, loss: Tensor | None) -> list[Tensor | None]:
-        """Of the leaves of the last layer's output, as they are handed to its backward."""
+        """The gradients of the last layer's output, one per leaf, None without one."""
         output, self._output = self._output, []
         gradients: list[Tensor | None] = [None] * len(output)
-        first: dict[int, int] = {}  # a tensor at several positions is one
+        first: dict[int, int] = {}  # a repeated tensor counts at its first position
         for k, y in enumerate(output):
             if isinstance(y, Tensor) and y.requires_grad:
                 first.setdefault(id(y), k)
@@ -413,25 +410,25 @@ class FullyShardedDataParallel:
         return gradients
 
     def _most(self, count: int) -> int:
-        """The largest of the ranks' numbers."""
+        """The largest `count` of any rank."""
         with self._record("all_reduce", -1):
             number = torch.tensor(count, device=self.device)
             dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
             return int(number)
 
     def _settle(self) -> None:
-        """Waits for the gradients of the layers that were last in backward."""
+        """Waits for the gradients of the layers that backward reached last."""
         if not self._gradients.settled:
             with self._record("reduce_scatter", -1):
                 self._gradients.settle()
 
     def _wait_for_all(self, wait: Callable[[], None]) -> None:
-        """For one of the exchange's waits around an update, where it has any."""
+        """Runs one of the exchange's waits around an update, recorded as a barrier if it waits."""
         with self._record("barrier", -1) if self.exchange.waits else nullcontext():
             wait()
 
     def _forget(self) -> None:
-        """Frees what a forward has left for a backward that did not come."""
+        """Frees what a forward has kept for its backward."""
         self._graphs, self._output = [], []
         self._parameters.free(self.units)
 
@@ -441,12 +438,12 @@ class FullyShardedDataParallel:
 
 
 def _first(of_layers: Iterable[list[ShardedUnit]]) -> list[ShardedUnit]:
-    """The units of the first of the layers that has any."""
+    """The units of the first layer that has any."""
     return next((units for units in of_layers if units), [])
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Floating-point tensors in the type of the computation."""
+    """`value` with its floating-point tensors cast to `dtype`."""
     if dtype is None:
         return value
     return pytree.tree_map_only(

@@ -1,26 +1,25 @@
 """Averages gradients over the ranks.
 
-Problem: after backward every rank has the gradient of its own examples; before the optimizer steps
-all need the mean. Three ways, the simplest first:
+Problem: after backward every rank has the gradient of its own examples; before the optimizer step
+all need the mean. Three ways, simplest first:
 
     per_parameter   average_gradients: an all-reduce for each parameter, after backward
     flat            average_gradients_flat: one all-reduce of everything, after backward
     overlap         GradientBuckets: a few, each started as soon as its last gradient is there
 
 Idea of the buckets: backward produces gradients from the last layer to the first. Parameters are
-grouped, in that order, into flat buckets; p.grad is a view of its place in the bucket. When the
-last gradient of a bucket has arrived the bucket is all-reduced asynchronously, while backward
-goes on with the layers before it. Afterwards nothing is copied back: the optimizer reads the
-views.
+grouped, in that order, into flat buckets; p.grad is a view into its bucket. When a bucket's last
+gradient has arrived, the bucket is all-reduced asynchronously while backward continues with earlier
+layers. Nothing is copied back: the optimizer reads the views.
 
     backward:    block 3 | block 2 | block 1 | block 0 | embedding |
     network:             | bucket 0 .... | bucket 1 ...... | bucket 2 |
 
-Cost: a ring all-reduce of G bytes over W ranks sends 2 * G * (W-1)/W bytes from each rank,
-whatever the grouping; fewer buckets pay its latency less often, more overlap better. Memory: the
-buckets are the gradients; with `comm_dtype` a bucket on its way has a copy in that type. CPU ranks
-of one machine keep the buckets in shared memory and average them there: a small all-reduce of its
-flags says that a bucket is full on every rank, and a barrier that all have been averaged.
+Cost: a ring all-reduce of G bytes over W ranks sends 2 * G * (W-1)/W bytes from each rank, for any
+grouping; fewer buckets pay the latency less often, more buckets overlap better. Memory: the buckets
+are the gradients; with `comm_dtype` a bucket in transit has a copy in that type. CPU ranks of one
+machine keep the buckets in shared memory and average them there: a small all-reduce of its flags
+says that a bucket is full on every rank, and a barrier says that all have been averaged.
 
 Papers: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
@@ -46,8 +45,8 @@ TensorT = TypeVar("TensorT", bound=Tensor)
 def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Replaces every gradient by its mean over the ranks, one parameter at a time.
 
-    A parameter that has a gradient on some ranks only counts as zero on the others; one that
-    has none anywhere keeps none, so that the optimizer leaves it alone.
+    A gradient that exists only on some ranks counts as zero on the others. A parameter without a
+    gradient on any rank keeps none, so the optimizer skips it.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p, somewhere in zip(parameters, _has_gradient(parameters, group), strict=True):
@@ -60,7 +59,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
 
 def average_gradients_flat(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """The same with one all-reduce per type of gradient: packed, reduced, and copied back."""
+    """The same with one all-reduce per dtype: gradients are packed, reduced and copied back."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     somewhere = _has_gradient(parameters, group)
     used = [p for p, has in zip(parameters, somewhere, strict=True) if has]
@@ -78,7 +77,7 @@ def average_gradients_flat(model: nn.Module, group: dist.ProcessGroup | None = N
 
 
 def _has_gradient(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[bool]:
-    """For each parameter, whether any rank has a gradient of it."""
+    """For each parameter, whether any rank has a gradient for it."""
     if not parameters:
         return []
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
@@ -88,28 +87,28 @@ def _has_gradient(parameters: list[nn.Parameter], group: dist.ProcessGroup | Non
 
 
 class _Bucket:
-    """A flat buffer of gradients, and behind them one flag per parameter: 1 where this rank has a
-    gradient of it. The flags are summed with the gradients, and so tell every rank which parameters
-    have a gradient on any of them."""
+    """A flat buffer of gradients, followed by one flag per parameter: 1 if this rank has its
+    gradient. The flags are summed with the gradients, which tells every rank which parameters have
+    a gradient on any rank."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.numel = sum(p.numel() for p in parameters)
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
         self.offset = 0  # in shared memory
-        self.waiting = len(parameters)  # gradients that this backward has not brought yet
+        self.waiting = len(parameters)  # gradients that this backward has yet to produce
         self.complete = True  # every parameter has a gradient on this rank
         self.work: dist.Work | None = None
-        self.sent: Tensor | None = None  # what is on its way: all, or flags, or a copy
+        self.sent: Tensor | None = None  # the tensor in transit: all, only the flags, or a copy
         self.sent_at = 0.0
 
     @property
     def nbytes(self) -> int:
-        """Of the buffer, rounded up so that the next one starts on a cache line."""
+        """The buffer's size, rounded up so that the next one starts on a cache line."""
         return aligned((self.numel + len(self.parameters)) * self.dtype.itemsize)
 
     def lay_out(self, flat: Tensor) -> None:
-        """Takes `flat`, zeros, as the buffer."""
+        """Uses `flat`, all zeros, as the buffer."""
         self.flat = flat
         self.gradients, self.flags = flat[: self.numel], flat[self.numel :]
         parts = self.gradients.split([p.numel() for p in self.parameters])
@@ -117,7 +116,7 @@ class _Bucket:
 
     def adopt(self, i: int) -> None:
         """Makes the gradient of parameter i a view of the buffer. After optimizer.zero_grad()
-        autograd leaves a tensor of its own, which is copied once. (To zero the view and add to it
+        autograd allocates a new gradient, which is copied once. (Zeroing the view and adding to it
         would move twice as much memory.)"""
         p, view = self.parameters[i], self.views[i]
         if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
@@ -127,7 +126,7 @@ class _Bucket:
     def complete_locally(self) -> None:
         """Puts zeros where this rank has no gradient, and sets the flags."""
         for i, p in enumerate(self.parameters):
-            self.adopt(i)  # a gradient that came by another way than backward
+            self.adopt(i)  # a gradient that did not come from backward
             if p.grad is None:
                 self.views[i].zero_()
         here = [p.grad is not None for p in self.parameters]
@@ -138,8 +137,8 @@ class _Bucket:
             self.flags.copy_(torch.tensor(here))
 
     def hand_back(self) -> None:
-        """Gives every parameter that has a gradient on any rank its view."""
-        # The flags are read, which on a GPU waits for it, only where they can say something new.
+        """Sets p.grad to its view for every parameter with a gradient on any rank."""
+        # Reading the flags waits for the GPU, so read them only if a gradient is missing here.
         somewhere = [True] * len(self.views) if self.complete else self.flags.tolist()
         for p, view, has in zip(self.parameters, self.views, somewhere, strict=True):
             p.grad = view if has else None
@@ -157,21 +156,21 @@ class GradientBuckets:
         optimizer.step()
         optimizer.zero_grad()
 
-    All ranks must call finish() equally often; one that has no examples left takes part with zeros.
-    Collectives are matched by their order, so ranks send the buckets in one order, whichever is
-    full first, and nothing else may be sent over `group` between a backward and finish().
+    All ranks must call finish() equally often; a rank with no examples left contributes zeros.
+    Collectives are matched by their order, so all ranks send the buckets in the same fixed order,
+    and nothing else may be sent over `group` between a backward and finish().
 
     Args:
-        parameters: a model's; those that are trained, on their device, each once.
-        apart: those of them that must get the same bits as in the buckets of other ranks, where
-            they lie among others: each has a bucket of its own. (Where a number lies in a bucket
-            may decide the order in which a ring adds three or more.)
+        parameters: of a model, each once, already on their device; frozen ones are skipped.
+        apart: parameters with a bucket of their own, because other ranks' buckets hold them among
+            different neighbours and all must get the same bits. (With three or more ranks a
+            number's place in its bucket may decide the order in which a ring adds.)
         group: the ranks to average over; by default all of them.
-        bucket_bytes: at most, unless a single parameter is larger.
-        comm_dtype: the type in which gradients travel and are summed, by default their own.
-        share_memory: lets CPU ranks of one machine sum in shared memory, where they can.
-        recorder: is told of each bucket's `all_reduce`, from its start to its result, and of the
-            `barrier` after shared memory.
+        bucket_bytes: the largest bucket, unless a single parameter is larger.
+        comm_dtype: the type in which gradients are sent and summed; by default their own.
+        share_memory: sum in shared memory between CPU ranks of one machine, if possible.
+        recorder: is told of each bucket's `all_reduce`, from start to result, and of the `barrier`
+            after shared memory.
 
     Raises:
         ValueError: bucket_bytes is not positive, or the model has nothing to train.
@@ -189,7 +188,7 @@ class GradientBuckets:
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes {bucket_bytes} must be positive, for example {4 << 20}")
-        # Backward reaches the parameters roughly in the reverse of the order of their creation.
+        # Backward reaches the parameters roughly in reverse order of creation.
         trained = [p for p in parameters if p.requires_grad][::-1]
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient")
@@ -227,7 +226,7 @@ class GradientBuckets:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward accumulates gradients locally and sends nothing."""
+        """Inside, backward accumulates gradients locally and sends nothing."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -235,7 +234,7 @@ class GradientBuckets:
             self._sync = before
 
     def finish(self) -> None:
-        """Sends what has not left yet, waits for all, and leaves the mean in every p.grad."""
+        """Sends the remaining buckets, waits for all, and leaves the mean in every p.grad."""
         while self._next < len(self.buckets):
             self._send(self.buckets[self._next])
         for i in range(len(self.buckets)):
@@ -248,7 +247,7 @@ class GradientBuckets:
         self._next = 0
 
     def close(self) -> None:
-        """Takes the hooks off the parameters; their gradients stay as they are."""
+        """Removes the hooks from the parameters; the gradients stay."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -295,9 +294,9 @@ class GradientBuckets:
 
 
 def group_parameters(parameters: list[TensorT], bucket_bytes: int) -> list[list[TensorT]]:
-    """Cuts the parameters, or other tensors, in their order, into groups of one type and device and
-    of at most bucket_bytes each, unless a single one is larger. Groups come in the order in which
-    they are full."""
+    """Groups parameters or other tensors, in their order, by type and device, into at most
+    bucket_bytes each, unless a single one is larger. Groups come in the order in which they
+    fill."""
     done: list[list[TensorT]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[TensorT]] = {}
     for p in parameters:

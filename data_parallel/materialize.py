@@ -1,4 +1,4 @@
-"""Gives sharded parameters their values, no rank ever holding more than one of them whole."""
+"""Fills sharded parameters. No rank ever holds more than one of them whole."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def materialize(
 ) -> None:
     """Fills the shards and empties the modules.
 
-    Parameters and buffers on the meta device are filled by `init`; the others get rank 0's values.
-    Afterwards the modules' parameters are on the meta device, and their buffers, which are small
-    (the statistics of a batch norm), whole on `device`.
+    `init` fills parameters and buffers on the meta device; the others get rank 0's values.
+    Afterwards the modules' parameters are on the meta device. Their buffers, which are small (batch
+    norm's statistics), are whole on `device`.
     """
     first = 0 if group is None else dist.get_global_rank(group, 0)
     users: dict[tuple[int, int], list[Place]] = {}
@@ -68,7 +68,7 @@ def materialize(
             else:
                 module._buffers[key] = filled = buffer.to(device).contiguous()
                 if filled.numel():
-                    flat = filled.flatten().view(torch.uint8)  # gloo does not know every type
+                    flat = filled.flatten().view(torch.uint8)  # gloo does not support every dtype
                     dist.broadcast(flat, first, group=group)
 
 
@@ -80,7 +80,7 @@ def _fill(
     device: torch.device,
     rank: int,
 ) -> None:
-    """Writes this rank's part of one parameter, of which `whole` are the values, else `init`'s."""
+    """Writes this rank's part of one parameter, from `whole` or, without it, from `init`."""
     entry = u.unit.entries[index]
     begin, end = u.unit.held(entry, rank)
     if begin == end:

@@ -1,22 +1,22 @@
-"""A layer whose parameters are there only while it computes.
+"""A layer whose parameters exist only while it computes.
 
-Problem: autograd keeps what backward will need, and that includes the layer's parameters. A graph
-that holds them would keep the whole model in memory.
+Problem: autograd saves what backward will need, including the layer's parameters. A graph that
+holds them would keep the whole model in memory.
 
-Idea: for the time of its forward the layer's modules get parameters that are views of a gathered
-buffer. Wherever autograd saves a tensor that lies in that buffer, a note is saved in its place:
-which unit, where in it. In backward the note is looked up in the buffer in which the unit is
-gathered then, which may be another. The parameters stay in the graph, but they own no memory.
+Idea: during its forward the layer's modules get parameters that are views of a gathered buffer.
+When autograd saves a tensor in that buffer, a note is saved instead: the unit, and the position in
+it. Backward looks the note up in the buffer that then holds the gathered unit, which may be
+another one. The parameters stay in the graph, but they own no memory.
 
-Backward does not need the weights of an embedding: a unit of nothing else is not gathered for it.
+Backward does not need an embedding's weights: a unit with nothing else is not gathered for it.
 
-Each layer has a graph of its own (runtime/graph.py): backward differentiates one layer at a time,
-freeing its activations as it goes. Between the passes the modules hold parameters without memory,
-on the meta device.
+Each layer has its own graph (runtime/graph.py): backward differentiates one layer at a time and
+frees its activations. Between the passes the modules hold parameters on the meta device, without
+memory.
 
-A tensor that a layer does not return in something that `torch.utils._pytree` knows (tensors,
-tuples, lists, dicts), but leaves in an attribute, would tie its graph to another layer's, and its
-gradient would end there. So each graph is searched for such strangers: they are an error.
+A layer must return its tensors in containers that `torch.utils._pytree` knows (tuples, lists,
+dicts). A tensor left in an attribute would tie one layer's graph to another's, and its gradient
+would end there. So each graph is searched for such strangers, and they raise an error.
 
 Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per node of the graph.
 """
@@ -53,7 +53,7 @@ class _Note:
 
 
 class LayerGraph(Graph):
-    """What the backward of a layer needs. ``leaves``: its parameters, by trainable unit."""
+    """The graph of one layer. ``leaves``: its parameters, by trainable unit."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -62,10 +62,10 @@ class LayerGraph(Graph):
 
 
 class ShardedLayer:
-    """A layer and the units that its parameters lie in.
+    """A layer and the units of its parameters.
 
     Attributes:
-        regathered: the units that its backward needs.
+        regathered: the units needed by its backward.
     """
 
     def __init__(
@@ -83,25 +83,25 @@ class ShardedLayer:
         needed = {p.unit for p in places if not isinstance(p.module, nn.Embedding)}
         self.regathered = [u for u in units if u.unit.index in needed]
         self._places = [(p.module, p.attribute, p.unit, p.entry) for p in places]
-        self._looked = False  # for changes of its buffers
+        self._looked = False  # whether its buffers were checked for changes
         self._resting = [p.module._parameters[p.attribute] for p in places]  # on the meta device
 
     def forward(self, value: Any, forget: bool = False) -> tuple[Any, LayerGraph]:
-        """Runs the layer on gathered parameters; the output, detached, and its graph. With
-        `forget`, `recompute` must come before `backward`, when they are gathered again.
+        """Runs the layer on gathered parameters; returns the detached output and its graph. With
+        `forget`, gather again and call `recompute` before `backward`.
 
         Raises:
-            RuntimeError: the output depends on a tensor that requires a gradient and was not handed
-                to the layer as one of the leaves of `value`.
-            ValueError: the layer writes to one of two tensors that share memory, or hands on a
-                parameter in what `pytree` does not know.
+            RuntimeError: the output depends on a tensor that requires a gradient and is not a leaf
+                of `value`.
+            ValueError: the layer writes to one of two tensors that share memory, or returns a
+                parameter inside an object unknown to `pytree`.
         """
         graph = LayerGraph(self.device)
         run = partial(self._run, graph, forget)
         return graph.record(value, run, is_first=False, forget=forget), graph
 
     def recompute(self, graph: LayerGraph) -> None:
-        """The forward again, if it was forgotten."""
+        """Runs a forgotten forward again."""
         graph.recompute(partial(self._run, graph, True))
 
     def _run(self, graph: LayerGraph, forget: bool, entered: Any) -> Any:
@@ -138,7 +138,7 @@ class ShardedLayer:
     ) -> tuple[list[Tensor | None], dict[int, list[Tensor | None]]]:
         """The gradients of the input's leaves, and of the parameters of each trainable unit.
 
-        `gradients` has one for every leaf of the output, or None.
+        `gradients` has one entry per leaf of the output, which may be None.
         """
         flat = [p for leaves in graph.leaves.values() for p in leaves]
         of_inputs, found, _ = graph.differentiate(flat, gradients)
@@ -162,7 +162,7 @@ class ShardedLayer:
             setattr(module, attribute, resting)
 
     def _own(self, output: Tensor) -> Tensor:
-        """A layer that returns a parameter itself must hand on a copy: the buffer is reused."""
+        """A copy if the layer returns one of its parameters, because the buffer is reused."""
         return output.clone() if self._inside(output) else output
 
     def _inside(self, tensor: Tensor) -> bool:

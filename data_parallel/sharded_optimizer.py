@@ -1,16 +1,16 @@
 """ZeRO 1 for any layout: every rank updates its part of the parameters, and all get the result.
 
-Problem. In data parallelism every rank keeps the optimizer's state of all parameters, twice their
-size with Adam, and makes the same update as the others.
+Problem. In data parallelism every rank keeps the optimizer state of all parameters, twice their
+size with Adam, and repeats the same update.
 
-Idea. The parameters lie end to end in flat tensors. After backward the gradients are summed by a
-reduce-scatter, so each rank gets those of its part only; it updates that part; an all-gather hands
-the new values to all. The bytes are those of one all-reduce. How the gradients came about does not
-matter: this goes with stages and with cut matrices. (fsdp.py also cuts gradients and parameters,
-and runs the layers itself.)
+Idea. The parameters lie end to end in flat tensors. After backward a reduce-scatter sums the
+gradients and leaves each rank its part; the rank updates that part of the parameters; an all-gather
+sends the new values to all. Both send as many bytes as one all-reduce. Any code may compute the
+gradients: stages and cut matrices work too. (fsdp.py also shards gradients and parameters, and runs
+the layers itself.)
 
-Cost, W ranks, G bytes of parameters: G (W-1)/W sent for gradients and as much for parameters; the
-state of the optimizer is 1/W; while gradients are summed they are held twice.
+Cost, W ranks, G bytes of parameters: each rank sends G (W-1)/W for gradients and as much for
+parameters and holds 1/W of the optimizer state; during the sum, gradients are held twice.
 
 Paper: Rajbhandari et al., "ZeRO", 2020.
 """
@@ -31,10 +31,10 @@ class ShardedOptimizer:
     """Parts of flat tensors, and their optimizer. All ranks call the same methods together.
 
     Args:
-        parameters: of this rank, by name, of one type; the other `ranks` have the same. Their
-            memory moves.
-        make_optimizer: of this rank's parts. It must work element by element, as SGD and AdamW.
-        kind: parameters of different kinds are in different flat tensors.
+        parameters: of this rank, by name, all of one dtype, the same on all `ranks`. Their data
+            moves into the flat tensors.
+        make_optimizer: of this rank's parts. It must work element by element, like SGD and AdamW.
+        kind: of a name; parameters of different kinds go into different flat tensors.
 
     Attributes:
         shards: this rank's part of each flat tensor, by kind.
@@ -64,7 +64,7 @@ class ShardedOptimizer:
         self.optimizer = make_optimizer(list(self.shards.values()))
 
     def reduce(self) -> None:
-        """Sums the parameters' gradients over the ranks: they become those of the shards."""
+        """Sums the parameters' gradients over the ranks into the gradients of the shards."""
         for unit, group, shard in zip(
             self._units, self._parameters, self.shards.values(), strict=True
         ):
@@ -76,27 +76,27 @@ class ShardedOptimizer:
             shard.grad = self.ranks.reduce_scatter(whole, 0)
 
     def step(self) -> None:
-        """Updates the shards; then all ranks have all new values."""
+        """Updates the shards and sends the new values to all ranks."""
         self.optimizer.step()
         self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Hands the shards' values to all."""
+        """Sends the shards' values to all ranks."""
         for flat, shard in zip(self._flat, self.shards.values(), strict=True):
             flat.copy_(self.ranks.all_gather(shard.detach(), 0))
 
     def zero_grad(self) -> None:
-        """Forgets all gradients."""
+        """Frees all gradients."""
         self.optimizer.zero_grad()
         for p in (p for group in self._parameters for p in group):
             p.grad = None
 
     def pieces(self, shard: Tensor, values: Tensor) -> list[Piece]:
-        """What of each parameter `values` has, which is shaped like one of the shards."""
+        """The parts of parameters in `values`, a tensor laid out like `shard`."""
         (unit,) = (u for u, s in zip(self._units, self.shards.values(), strict=True) if s is shard)
         return unit.pieces(self.ranks.rank, values)
 
     def __getattr__(self, name: str) -> Any:
-        """Its groups and state are those of the optimizer within."""
+        """Everything else, such as param_groups and state, is the inner optimizer's."""
         return getattr(self.optimizer, name)

@@ -1,18 +1,18 @@
-"""How the parameters of a list of layers are laid out flat, and which part each rank holds.
+"""The flat layout of the parameters of a list of layers, and the shard that each rank holds.
 
-Problem: a rank is to hold 1/W of every parameter. Cutting each by itself would take a collective
-per parameter, and rows do not divide evenly.
+Problem: each rank must hold 1/W of every parameter. Cutting each parameter by itself would take a
+collective per parameter, and rows do not divide evenly.
 
 Idea: the parameters of a layer are put end to end into one flat unit, and the unit is cut into W
-equal shards, wherever that falls. One collective then moves a whole layer:
+equal shards, anywhere. One collective then moves a whole layer:
 
     unit      [ ln_1.weight | ln_1.bias | attn.weight ............ | attn.bias | gap ]
     shards    [       rank 0        |       rank 1       |       rank 2              ]
 
-Parameters that several layers use (the tied embedding of GPT-2: first and last) form a unit of
-their own, gathered for each of those layers. So do frozen ones, and each type of number.
+Parameters shared by several layers (GPT-2's tied embedding: first and last) form a unit of their
+own, gathered for each of those layers. So do frozen parameters, and each dtype.
 
-Cost: every parameter, and every shard, starts on a cache line: at most 64 bytes of zeros each.
+Cost: every parameter and every shard starts on a cache line: at most 64 bytes of zeros each.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Entry(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a rank holds of one parameter: elements offset ... offset + len(tensor) of it,
-    flattened. The tensor is a view: what is written to it is kept."""
+    """A rank's part of one parameter: elements offset ... offset + len(tensor) of the flattened
+    parameter. The tensor is a view, so writing to it changes the shard."""
 
     name: str
     shape: torch.Size  # of the whole parameter
@@ -50,10 +50,10 @@ class Unit:
 
     Attributes:
         layers: the layers that use it, in order.
-        dtype: of the parameters as they are trained, and of their gradients.
-        compute_dtype: as they are gathered, and as the layers see them.
-        numel, shard_numel: elements with all gaps, of the whole and of a shard.
-        gaps: the stretches that belong to no parameter. They must stay zero.
+        dtype: of the trained parameters and of their gradients.
+        compute_dtype: of the gathered parameters, as the layers see them.
+        numel, shard_numel: elements of the whole unit and of a shard, gaps included.
+        gaps: padding between and after the parameters. Must stay zero.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole unit as it is gathered."""
+        """Of the whole gathered unit."""
         return self.numel * self.compute_dtype.itemsize
 
     @property
@@ -94,21 +94,21 @@ class Unit:
         return self.numel * self.dtype.itemsize
 
     def part(self, rank: int) -> slice:
-        """Where the shard of a rank lies in the unit."""
+        """A rank's shard, as a slice of the unit."""
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parameters, or their gradients, as they lie in the whole unit `flat`."""
+        """The parameters, or their gradients, as views of the whole unit `flat`."""
         return [flat[e.start : e.start + e.numel].view(e.shape) for e in self.entries]
 
     def held(self, entry: Entry, rank: int) -> tuple[int, int]:
-        """The elements of a parameter, begin ... end, that lie in the shard of a rank."""
+        """The elements of a parameter, begin ... end, in a rank's shard."""
         part = self.part(rank)
         begin = min(max(part.start - entry.start, 0), entry.numel)
         return begin, min(max(part.stop - entry.start, begin), entry.numel)
 
     def pieces(self, rank: int, shard: Tensor) -> list[Piece]:
-        """What of each parameter lies in the shard of a rank; none of those that do not."""
+        """The parts of parameters in a rank's shard; parameters outside it are left out."""
         pieces = []
         for e in self.entries:
             begin, end = self.held(e, rank)
@@ -128,7 +128,7 @@ class Place(NamedTuple):
 
 
 def names_of(layers: Sequence[nn.Module]) -> dict[Tensor, str]:
-    """The parameters and buffers of ``nn.Sequential(*layers)``, and their names in it."""
+    """The parameters and buffers of ``nn.Sequential(*layers)`` with their names."""
     model = nn.Sequential(*layers)
     return {t: name for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
@@ -140,10 +140,10 @@ def plan(
     compute_dtype: torch.dtype | None = None,
     kind: Callable[[str], Hashable] = lambda name: None,  # noqa: ARG005
 ) -> tuple[list[Unit], list[list[Place]]]:
-    """The units of the layers, ordered by the layer that first uses them, and each layer's places.
+    """The units of the layers, in the order of their first use, and each layer's places.
 
     Args:
-        kind: by name; parameters of different kinds are in different units.
+        kind: of a name; parameters of different kinds go into different units.
 
     Raises:
         ValueError: a parameter without a name.

@@ -1,8 +1,7 @@
-"""The units of a model as one rank holds them: parameters on loan, gradients on their way.
+"""The units of a model on one rank: gathered parameters, and gradients in transit.
 
-`Parameters` gathers units before a layer computes and frees them after; `Gradients` hands the
-gradients of a layer to the ranks that hold its shards. When they do so is decided in fsdp.py, how
-in exchange.py.
+`Parameters` gathers units before a layer computes and frees them afterwards. `Gradients` sends a
+layer's gradients to the ranks that hold its shards. fsdp.py decides when, exchange.py how.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ class ShardedUnit:
     """A unit, this rank's shard of it, and the shard's gradient.
 
     Attributes:
-        whole: all of it, flat, while it is gathered.
-        shard: flat; what the optimizer trains.
-        published: the same in the type in which it is gathered; where that is its own, itself.
+        whole: the flat unit, while it is gathered.
+        shard: flat; trained by the optimizer.
+        published: the shard in `compute_dtype`, as others gather it; the shard itself if its type
+            is the same.
         kept: with zero 1 and 2, memory for the whole parameters.
         gradient: of the shard, summed over all ranks once settled.
         has_gradient: there was a backward since the last optimizer step.
-        accumulated: with zero 1, the gradients of this rank, whole.
-        reduced: with zero 1, those have been summed over the ranks.
-        lent, arriving: with zero 3, memory for `whole`; set while it is being filled.
+        accumulated: with zero 1, this rank's whole gradients; `reduced`: summed over the ranks.
+        lent, arriving: with zero 3, the memory of `whole`; while gathering, its `Finish`.
     """
 
     def __init__(self, unit: Unit, exchange: Exchange, zero: int) -> None:
@@ -53,18 +52,18 @@ class ShardedUnit:
 
     @property
     def nbytes(self) -> int:
-        """Of the parameters that are held all the time."""
+        """Of the parameters held permanently."""
         published = self.published if self.kept is None else self.kept
         apart = self.unit.compute_dtype != self.unit.dtype
         return published.nbytes + (self.shard.nbytes if apart else 0)
 
     def publish(self) -> None:
-        """Makes a changed shard what other ranks will gather."""
+        """Copies a changed shard to the memory that other ranks gather."""
         if self.unit.compute_dtype != self.unit.dtype:
             self.published.copy_(self.shard.data)
 
     def position_of(self, tensor: Tensor) -> int | None:
-        """The element at which the tensor starts, if it lies in the gathered unit."""
+        """The element of the gathered unit at which the tensor starts; None outside it."""
         if self.whole is None:
             return None
         distance = tensor.data_ptr() - self.whole.data_ptr()
@@ -79,7 +78,7 @@ class Parameters:
         self.exchange = exchange
 
     def start(self, units: Iterable[ShardedUnit]) -> None:
-        """Starts to gather those units that are neither here nor on their way."""
+        """Starts to gather those units that are neither gathered nor in transit."""
         for u in units:
             if u.whole is None and u.arriving is None:
                 if u.kept is None:
@@ -87,14 +86,14 @@ class Parameters:
                 u.arriving = self.exchange.start_gather(u.unit, u.published, _memory(u))
 
     def finish(self, units: Iterable[ShardedUnit]) -> None:
-        """Waits until they are here."""
+        """Waits until these units are gathered."""
         for u in units:
             if u.arriving is not None:
                 u.arriving()
                 u.arriving, u.whole = None, _memory(u)
 
     def free(self, units: Iterable[ShardedUnit]) -> None:
-        """Gives back the memory of those that are not kept."""
+        """Gives lent memory back; zero 1 and 2 keep theirs."""
         for u in units:
             if u.lent is not None:
                 self.finish([u])
@@ -102,7 +101,7 @@ class Parameters:
                 u.lent, u.whole = None, None
 
     def outdate(self, frozen: bool = False) -> None:
-        """The shards have changed on all ranks; with `frozen` also those that are not trained."""
+        """Call after the shards have changed on all ranks; `frozen`: frozen ones too."""
         self.free(self.units)
         for u in self.units:
             if u.unit.trainable or frozen:
@@ -118,7 +117,7 @@ def _memory(u: ShardedUnit) -> Tensor:
 
 
 class Gradients:
-    """Sums whole gradients over the ranks, each rank's part into its shards' gradients."""
+    """Sums whole gradients over the ranks; each rank keeps the sums of its shards."""
 
     def __init__(self, units: Sequence[ShardedUnit], exchange: Exchange, zero: int) -> None:
         self.units = [u for u in units if u.unit.trainable]
@@ -129,19 +128,19 @@ class Gradients:
     def add(
         self, layer: int, found: Mapping[int, Sequence[Tensor | None]], last: bool = False
     ) -> None:
-        """Takes the gradients of a layer's units: `found`, by the unit's index; the others, of
-        which there are none, count as zero.
+        """Takes the gradients of a layer's units: `found`, by unit index. Missing ones count as
+        zero.
 
-        With zero 1 they are added up on this rank until the `last` backward of a step.
+        With zero 1 they accumulate on this rank until the `last` backward of a step.
         """
         units = [u for u in self.units if layer in u.unit.layers]
         if self.zero == 1:
             for u in units:
                 self._accumulate(u, found.get(u.unit.index, ()))
-            # What several layers use is complete after the first of them, which comes last.
+            # A shared unit is complete after the first layer that uses it, the last in backward.
             self._reduce_accumulated([u for u in units if last and layer == u.unit.layers[0]])
             return
-        self._finish()  # its memory serves again
+        self._finish()  # its memory is reused
         reductions = []
         for u in units:
             lent = self.exchange.gradients.take(u.unit.gradient_nbytes)
@@ -165,13 +164,13 @@ class Gradients:
         self._finish()
 
     def clear(self) -> None:
-        """After the optimizer step: the next gradients replace these."""
+        """Call after the optimizer step: the next gradients replace these."""
         for u in self.units:
             u.has_gradient = u.reduced = False
 
     @property
     def _left(self) -> list[ShardedUnit]:
-        """With zero 1, units whose gradients have not been sent yet."""
+        """With zero 1, units whose gradients have not been reduced yet."""
         return [u for u in self.units if self.zero == 1 and u.has_gradient and not u.reduced]
 
     def _accumulate(self, u: ShardedUnit, found: Sequence[Tensor | None]) -> None:
@@ -209,7 +208,7 @@ class Gradients:
 
 
 def _lay_out(unit: Unit, whole: Tensor, found: Sequence[Tensor | None]) -> None:
-    """Writes gradients one behind the other; those of none, and all gaps, are zero."""
+    """Writes gradients end to end into `whole`; missing ones and gaps become zero."""
     for gap in unit.gaps:
         whole[gap].zero_()
     views = unit.views(whole)

@@ -10,7 +10,7 @@ import torch
 
 Recorder = Callable[[str, int, int, float, float], None]
 """Called with (kind, place, micro-batch, start, end). The place is a stage, a layer or a bucket;
-start and end are seconds of perf_counter. Without a place or a micro-batch these are -1. For a
+start and end are seconds of perf_counter. Place and micro-batch are -1 if there is none. For a
 collective, start to end is the time a rank works on it or waits for it, without the time it travels
 while the rank computes.
 
