@@ -1,1 +1,1 @@
-"""Predicts what a parallel run costs, and never trains."""
+"""Predicts the cost of a parallel run; trains nothing."""

@@ -1,8 +1,8 @@
-"""What a parallel layout costs: bytes held, bytes sent, seconds, idle time. Closed forms, no torch.
+"""Cost of a parallel layout: bytes held, bytes sent, seconds, idle time. Closed forms, no torch.
 
-The derivations are in docs/mathematics.md, whose every number is computed here. Bytes are exact
-where the layout is: nothing is said of fragmentation, of what a framework keeps for itself, or of
-the activations inside of a layer.
+The derivations are in docs/mathematics.md; every number there is computed here. Bytes are exact for
+the layout itself. Fragmentation, the framework's own memory and activations inside a layer are not
+counted.
 
 Glossary: P parameters, W workers (ranks), n stages, m micro-batches, s stage, B sequences of T
 positions of width H.
@@ -17,7 +17,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class State:
-    """Bytes that training holds per parameter, by what they are for."""
+    """Bytes that training holds per parameter, by purpose."""
 
     parameters: float
     gradients: float
@@ -25,7 +25,7 @@ class State:
 
     @property
     def total(self) -> float:
-        """All together."""
+        """The sum."""
         return self.parameters + self.gradients + self.optimizer
 
     def __mul__(self, factor: float) -> State:
@@ -33,25 +33,25 @@ class State:
 
 
 FP32 = State(4, 4, 4 + 4)  # Adam's two moments
-MIXED = State(2, 2, 4 + 4 + 4)  # fp16 or bf16 to compute with; the weights themselves, two moments
+MIXED = State(2, 2, 4 + 4 + 4)  # computes in fp16 or bf16; fp32 weights, two moments
 SGD_FP32 = State(4, 4, 0)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two workers: bytes per second in each direction, and the seconds that the
-    smallest message takes."""
+    """A link between two workers: bytes per second in each direction, and the seconds of the
+    smallest message."""
 
     bandwidth: float
     latency: float = 0.0
 
     @classmethod
     def gigabits(cls, rate: float, latency: float = 0.0) -> Link:
-        """A link of so many Gb/s: 8 bits make a byte, and a giga is 10^9."""
+        """A link of `rate` Gb/s: 8 bits per byte, 10^9 per giga."""
         return cls(rate * 1e9 / 8, latency)
 
     def seconds(self, size: float, messages: int = 1) -> float:
-        """For `messages` one after the other that have `size` bytes together."""
+        """The time for `messages` in sequence, `size` bytes in total."""
         return messages * self.latency + size / self.bandwidth
 
 
@@ -60,7 +60,7 @@ class Link:
 
 def zero(stage: int, parameters: float, workers: int, state: State = MIXED) -> State:
     """Bytes on each worker under ZeRO (Rajbhandari et al., 2020): 0 is data parallelism, 1 shards
-    the optimizer's state, 2 the gradients too, 3 the parameters too.
+    the optimizer state, 2 also the gradients, 3 also the parameters.
 
     Raises:
         ValueError: there is no such stage.
@@ -76,24 +76,24 @@ def zero(stage: int, parameters: float, workers: int, state: State = MIXED) -> S
 
 
 def gathered(layer_parameters: float, state: State = MIXED, layers: int = 2) -> float:
-    """Bytes that ZeRO-3 holds beside its shards: the whole parameters of the layer that computes
-    and of those that are fetched meanwhile (`layers` in all), and one layer's whole gradients."""
+    """Bytes that ZeRO-3 holds besides its shards: the whole parameters of the layer that computes
+    and of the layers being fetched (`layers` in all), and one layer's whole gradients."""
     return layer_parameters * (layers * state.parameters + state.gradients)
 
 
 def padded(numel: int, workers: int, alignment: int = 16) -> int:
-    """The elements of each worker's shard of a layer with one parameter: all are as long as the
-    longest, the rest is padding.
+    """The elements of each worker's shard of a layer with one parameter: all shards are as long as
+    the longest, the rest is padding.
 
     Args:
-        alignment: elements of which a shard has a multiple. In data_parallel/sharding.py they fill
-            a cache line of 64 bytes: 16 in fp32, 32 where 16 bits are gathered.
+        alignment: a shard holds a multiple of this many elements. In data_parallel/sharding.py they
+            fill a cache line of 64 bytes: 16 in fp32, 32 if 16-bit numbers are gathered.
     """
     return -(-numel // (workers * alignment)) * alignment
 
 
 def pipeline_state(parameters: float, stages: int, state: State = MIXED) -> State:
-    """Bytes on each worker of a pipeline whose layers are cut evenly."""
+    """Bytes on each worker of a pipeline with evenly cut layers."""
     return state * (parameters / stages)
 
 
@@ -111,9 +111,9 @@ def held_microbatches(schedule: str, stages: int, microbatches: int, stage: int)
 
 
 def held_chunks(schedule: str, ranks: int, chunks: int = 2) -> int:
-    """The most chunks of micro-batches whose activations a rank holds at once, where each has
-    several chunks of layers and there are micro-batches enough: of `interleaved` the first rank, of
-    the V-shaped schedules, which have two, every rank but for one or two chunks.
+    """The most chunks of micro-batches whose activations a rank holds at once, if each rank has
+    several chunks of layers and there are enough micro-batches. `interleaved`: on the first rank;
+    V-shaped schedules (two chunks): on every rank, give or take one or two chunks.
 
     Raises:
         ValueError: no formula for this schedule.
@@ -131,8 +131,8 @@ def held_chunks(schedule: str, ranks: int, chunks: int = 2) -> int:
 def held_activations(
     activations: float, schedule: str, stages: int, microbatches: int, stage: int
 ) -> float:
-    """Bytes of activations on a stage at its peak, where the whole batch needs `activations` in the
-    whole model, and layers and micro-batches are cut evenly."""
+    """Peak bytes of activations on a stage, if the whole batch needs `activations` in the whole
+    model, and layers and micro-batches are cut evenly."""
     held = held_microbatches(schedule, stages, microbatches, stage)
     return activations / (stages * microbatches) * held
 
@@ -140,11 +140,11 @@ def held_activations(
 def recomputed_activations(
     inputs: float, activations: float, held: int, microbatches: int, segments: int = 1
 ) -> float:
-    """Bytes on a stage at its peak that keeps the inputs of its segments and computes the rest of
-    one segment again at a time (Chen et al., 2016).
+    """Peak bytes on a stage that keeps the inputs of its segments and recomputes one segment at a
+    time (Chen et al., 2016).
 
     Args:
-        inputs, activations: bytes of the stage's input, and of all that its backward needs, for
+        inputs, activations: bytes of the stage's input, and of everything its backward needs, for
             the whole batch.
         held: micro-batches between forward and backward, see `held_microbatches`.
     """
@@ -160,8 +160,8 @@ def gpt2_parameters(layers: int, width: int, vocabulary: int, positions: int) ->
 
 
 def reduce_scatter_bytes(size: float, workers: int) -> float:
-    """Bytes that each worker of a ring sends so that each has its W-th part of the sum of `size`
-    bytes; an all-gather of the parts sends as many."""
+    """Bytes that each worker sends in a ring reduce-scatter of `size` bytes; an all-gather of the
+    parts sends as many."""
     return size * (workers - 1) / workers
 
 
@@ -171,23 +171,23 @@ def all_reduce_bytes(size: float, workers: int) -> float:
 
 
 def all_reduce_seconds(size: float, workers: int, link: Link) -> float:
-    """A ring all-reduce: 2 (W-1) steps one after the other."""
+    """The time of a ring all-reduce: 2 (W-1) steps in sequence."""
     return link.seconds(all_reduce_bytes(size, workers), 2 * (workers - 1))
 
 
 def server_seconds(size: float, workers: int, link: Link) -> float:
-    """The same through one worker, which receives from all the others and sends to all."""
+    """The same through one worker (parameter server), which receives from all and sends to all."""
     return 2 * link.seconds(size * (workers - 1), workers - 1)
 
 
 def zero_traffic(
     stage: int, parameters: float, workers: int, state: State = MIXED, microbatches: int = 1
 ) -> float:
-    """Bytes that each worker sends in a step of so many micro-batches on each: the gradients are
-    reduce-scattered, the updated parameters all-gathered. What nobody holds whole cannot wait for
-    the last micro-batch: under ZeRO-2 and 3 the gradients of each are reduced, and under ZeRO-3 the
-    parameters gathered twice for each, for forward and for backward."""
-    zero(stage, parameters, workers, state)  # raises for a stage that is none
+    """Bytes that each worker sends in a step of `microbatches` per worker: gradients are
+    reduce-scattered, updated parameters all-gathered. Sharded tensors cannot wait for the last
+    micro-batch: ZeRO-2 and 3 reduce the gradients of each micro-batch, and ZeRO-3 gathers the
+    parameters twice for each, for forward and for backward."""
+    zero(stage, parameters, workers, state)  # raises for an unknown stage
     if stage == 0:
         return all_reduce_bytes(parameters * state.gradients, workers)
     reductions = microbatches if stage >= 2 else 1
@@ -199,7 +199,7 @@ def zero_traffic(
 
 def boundary_bytes(sequences: int, positions: int, width: int, element: int = 2) -> int:
     """Bytes of the activations that cross a boundary between two stages, one way: B T H elements.
-    As many come back as gradients. However many micro-batches there are, the sum is the same."""
+    As many come back as gradients. The number of micro-batches does not change the sum."""
     return sequences * positions * width * element
 
 
@@ -207,7 +207,7 @@ def boundary_bytes(sequences: int, positions: int, width: int, element: int = 2)
 
 
 def pipeline_bubble(stages: int, microbatches: int) -> Fraction:
-    """The share of time in which a stage of GPipe or 1F1B idles: (n-1)/(m+n-1)."""
+    """The share of a step in which a stage of GPipe or 1F1B idles: (n-1)/(m+n-1)."""
     return Fraction(stages - 1, microbatches + stages - 1)
 
 
@@ -217,24 +217,24 @@ def interleaved_bubble(ranks: int, microbatches: int, chunks: int) -> Fraction:
 
 
 def v_shaped_bubble(ranks: int, microbatches: int) -> Fraction:
-    """The least under ZB-V, with F, I and W of a chunk of one clock each and m >= n: the last rank
-    waits n-1 clocks for its first input, and a rank has 6m clocks of work."""
+    """The least possible under ZB-V, with one clock each for F, I and W of a chunk, and m >= n: the
+    last rank waits n-1 clocks for its first input, and a rank has 6m clocks of work."""
     return Fraction(ranks - 1, 6 * microbatches + ranks - 1)
 
 
 def zero_bubble_share(stages: int, microbatches: int) -> Fraction:
-    """The same under ZB-H1 with F, I and W of one clock each and m >= n: (n-1)/(3m+n-1)."""
+    """The same under ZB-H1 with one clock each for F, I and W, and m >= n: (n-1)/(3m+n-1)."""
     return Fraction(stages - 1, 3 * microbatches + stages - 1)
 
 
 def pipeline_seconds(stages: int, microbatches: int, forward: float, backward: float) -> float:
-    """A step of GPipe or 1F1B where each stage needs `forward` and `backward` seconds for a
+    """A step of GPipe or 1F1B, if each stage needs `forward` and `backward` seconds per
     micro-batch: m + n - 1 times both."""
     return (microbatches + stages - 1) * (forward + backward)
 
 
 def pipeline_speedup(stages: int, microbatches: int) -> float:
-    """Against one stage at a time: n m / (m + n - 1)."""
+    """Compared with one stage at a time: n m / (m + n - 1)."""
     return float(stages * (1 - pipeline_bubble(stages, microbatches)))
 
 

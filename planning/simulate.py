@@ -1,8 +1,8 @@
-"""When each action of a schedule runs, if every action takes as long as it is said to take.
+"""Simulates a schedule: when each action runs, given the duration of every action.
 
-A rank starts the next action of its list as soon as it has ended the one before and what the
-action depends on has ended elsewhere; transfers take no time. That is the ideal that a measured
-timeline is drawn beside.
+A rank starts the next action of its list as soon as its previous action and the action's
+dependencies on other ranks have ended; transfers take no time. This is the ideal beside which a
+measured timeline is drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipeline.schedule import Action, Schedule, clock_table, dependencies, ranks
 
 
 class Timed(NamedTuple):
-    """An action, and when it runs."""
+    """An action with its start and end."""
 
     action: Action
     start: float
@@ -25,12 +25,12 @@ def simulate(schedule: Schedule, seconds: Callable[[Action], float]) -> list[lis
     """Per rank, its actions with start and end, from 0.
 
     Raises:
-        ValueError: the schedule waits for ever.
+        ValueError: the schedule deadlocks.
     """
     ended: dict[Action, float] = {}
     num_stages = len(ranks_of(schedule))
     rows: list[list[Timed]] = [[] for _ in schedule]
-    for clock in clock_table(schedule):  # an order in which all dependencies come before
+    for clock in clock_table(schedule):  # in this order dependencies come first
         for row, action in zip(rows, clock, strict=True):
             if action is None:
                 continue

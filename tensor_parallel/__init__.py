@@ -1,1 +1,1 @@
-"""Tensor parallelism: the matrices of one layer are cut, and every rank multiplies by its part."""
+"""Tensor parallelism: a layer's matrices are cut, and every rank multiplies by its part."""

@@ -1,15 +1,15 @@
-"""What the ranks that share a layer say to each other, and what that means for gradients.
+"""Collectives between the ranks that share a layer, and their gradients.
 
-Problem. Every layer that is cut needs collectives in forward and others in backward. Which ones in
-backward follows from those in forward, and a mistake there is a wrong gradient and no error.
+Problem. A cut layer needs collectives in forward and others in backward. The forward determines
+those of the backward, and a mistake there gives a wrong gradient and no error.
 
-Idea. Four functions, each the other's backward, so that a layer is written as its forward alone:
+Idea. Two pairs of functions, each the other's backward, so that a layer only writes its forward:
 
     function        forward             backward            where
     replicate       nothing             all-reduce          before a column-parallel matrix
-    add_up          all-reduce          nothing             after a row-parallel one
-    gather          all-gather          reduce-scatter      the same two, where between them
-    scatter         reduce-scatter      all-gather          each rank has a part of the sequence
+    add_up          all-reduce          nothing             after a row-parallel matrix
+    gather          all-gather          reduce-scatter      instead of these two, if each rank
+    scatter         reduce-scatter      all-gather          has a part of the sequence in between
 
 Papers: Shoeybi et al., "Megatron-LM", 2019 (its f and g are `replicate` and `add_up`); Korthikanti
 et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (`gather`, `scatter`).
@@ -26,7 +26,7 @@ from runtime.ranks import Ranks
 
 
 def replicate(x: Tensor, ranks: Ranks) -> Tensor:
-    """`x`, which all ranks have; its gradient is the sum of theirs."""
+    """`x`, the same on all ranks; its gradient is the sum of the ranks' gradients."""
     return x if ranks.size == 1 else _Replicate.apply(x, ranks)
 
 

@@ -1,12 +1,12 @@
 """GPT-2, its matrices cut over the ranks that share its layers.
 
-Problem. The layers of a model are to be the same under every layout, and only their matrices cut:
-attention by heads, the MLP by neurons, the embedding, which is the head too, by tokens.
+Problem. A model has the same layers under every layout; only their matrices are cut: attention by
+heads, the MLP by neurons, the embedding (which is also the head) by tokens.
 
-Idea. `cut` takes the model of `transformers` on the meta device and puts the layers of layers.py in
-the place of its matrices, under the same names. Whatever runs the model runs it cut; attention sees
-fewer heads. What a rank has of each parameter is said by a `Part`, in terms of the whole: so
-initial values, checkpoints and exports are those of one process.
+Idea. `cut` takes the model of `transformers` on the meta device and replaces its matrices by the
+layers of layers.py, under the same names. The code that runs the model does not change; attention
+sees fewer heads. A `Part` describes a rank's part of a parameter in terms of the whole, so initial
+values, checkpoints and exports are the same as those of one process.
 
     parameter          of the whole      rank r of t has
     attn.c_attn        C x (q | k | v)   of q, of k and of v the columns of its heads
@@ -16,12 +16,12 @@ initial values, checkpoints and exports are those of one process.
     wte, lm_head       V x C             rows of its tokens: V/t, rounded up
     norms, wpe, biases of c_proj         all of it
 
-Where t does not divide V, the last rank has rows of no token. They are 0, get no gradient, and are
-part of no product, and of no checkpoint.
+If t does not divide V, the last rank's surplus rows belong to no token. They are 0, get no
+gradient, and take part in no product and no checkpoint.
 
 Cost per block and micro-batch, activations of G bytes: two all-reduces of G forward and two
-backward; with `sequence_parallel` four collectives of half of it forward and six backward, since
-the inputs of column-parallel matrices are gathered again and not kept.
+backward; with `sequence_parallel` four collectives of half the traffic forward and six backward,
+since the inputs of column-parallel matrices are not kept but gathered again.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from tensor_parallel.loss import head_loss, measure
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has of a parameter that consists of equal `blocks` along dimension `dim`: of each
-    block the same part, one behind the other.
+    """A rank's part of a parameter that consists of equal `blocks` along dimension `dim`: the same
+    part of each block, one after the other.
 
     Attributes:
         shape: of the whole parameter.
-        rank, size: the part's number, and how many there are.
+        rank, size: the part's number, and the number of parts.
     """
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Part:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Where each begins in the whole, and how long it is."""
+        """Per block, the begin of the part in the whole parameter, and its length."""
         block = self.shape[self.dim] // self.blocks
         length = -(-block // self.size)
         start = self.rank * length
@@ -71,7 +71,7 @@ class Part:
 
     @property
     def padding(self) -> int:
-        """How much of no parameter follows, so that all ranks' parts are of one size."""
+        """Zeros after the part, so that all ranks' parts have one size."""
         length = -(-(self.shape[self.dim] // self.blocks) // self.size)
         return self.blocks * length - sum(n for _, n in self.ranges)
 
@@ -83,7 +83,7 @@ class Part:
         return torch.cat([*ranges, whole.new_zeros(sizes)], self.dim)
 
     def join(self, every: Sequence[Tensor]) -> Tensor:
-        """The whole parameter, of the parts of all ranks."""
+        """The whole parameter, from the parts of all ranks."""
         whole = every[0].new_empty(self.shape)
         for rank, tensor in enumerate(every):
             for at, part in replace(self, rank=rank).rectangles((0,) * tensor.dim(), tensor):
@@ -94,11 +94,11 @@ class Part:
     def rectangles(
         self, offsets: Sequence[int], tensor: Tensor
     ) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Where in the whole a rectangle lies that begins at `offsets` of the rank's part: views of
-        `tensor`, and where each begins. It may lie in several ranges."""
+        """Maps `tensor`, a rectangle at `offsets` of the rank's part, to the whole parameter: the
+        offsets there, and a view of `tensor`, for each range that it overlaps."""
         found = []
         begin, end = offsets[self.dim], offsets[self.dim] + tensor.size(self.dim)
-        here = 0  # where the range begins in the rank's part
+        here = 0  # the begin of the range in the rank's part
         for start, length in self.ranges:
             first, last = max(begin, here), min(end, here + length)
             if first < last:
@@ -111,8 +111,8 @@ class Part:
 
 
 def degrees(num_heads: int, vocabulary: int) -> list[int]:
-    """Over how many ranks such a GPT-2 can be cut: the divisors of the number of heads, if there
-    are tokens for every rank."""
+    """The numbers of ranks over which such a GPT-2 can be cut: the divisors of the number of heads
+    that leave tokens for every rank."""
     divisors = [t for t in range(1, num_heads + 1) if num_heads % t == 0]
     return [t for t in divisors if (t - 1) * -(-vocabulary // t) < vocabulary]
 
@@ -121,12 +121,12 @@ def cut(model: Any, ranks: Ranks, sequence_parallel: bool = False) -> dict[str, 
     """Replaces the matrices of a `GPT2LMHeadModel` on the meta device by those of this rank.
 
     Args:
-        sequence_parallel: between the matrices each rank has a part of the positions while it
-            trains, which the number of ranks must divide.
+        sequence_parallel: in training each rank holds a part of the positions between the
+            matrices. The number of ranks must divide the positions.
 
     Returns:
-        By name, which part of a parameter this rank has; the others it has whole. With
-        `sequence_parallel` the gradients of those are to be summed over the ranks.
+        By name, this rank's part of each cut parameter; the others it has whole. With
+        `sequence_parallel` the gradients of whole parameters must be summed over the ranks.
 
     Raises:
         ValueError: the number of ranks does not divide the number of heads.
@@ -141,7 +141,7 @@ def cut(model: Any, ranks: Ranks, sequence_parallel: bool = False) -> dict[str, 
     parts: dict[str, Part] = {}
 
     def part(name: str, p: Tensor, dim: int, blocks: int = 1) -> nn.Parameter:
-        """The rank's part of each of so many equal blocks of a parameter along `dim`."""
+        """This rank's part of each of the equal `blocks` of a parameter along `dim`."""
         parts[name] = Part(tuple(p.shape), dim, blocks, ranks.rank, ranks.size)
         return nn.Parameter(parts[name].of(p.detach()), p.requires_grad)
 
@@ -170,11 +170,11 @@ def cut(model: Any, ranks: Ranks, sequence_parallel: bool = False) -> dict[str, 
 
 
 class VocabularyParallelHead(nn.Module):
-    """The output embedding, [rows, C] on this rank; it is for others to multiply by it.
+    """Holds the output embedding, [rows, C] on this rank. `HeadAndLoss` multiplies by it.
 
     Attributes:
         first: the token of the first row.
-        known: [at most rows, C], without those of no token.
+        known: [at most rows, C], without the surplus rows.
     """
 
     def __init__(self, weight: nn.Parameter, vocabulary: int, ranks: Ranks) -> None:
@@ -188,11 +188,11 @@ class VocabularyParallelHead(nn.Module):
 
 
 class HeadAndLoss(nn.Module):
-    """Final norm, and what is asked of the logits. Takes (hidden states B T C, weights B T, ...),
-    and looks at the N positions whose weight is not 0.
+    """Final norm, and loss or logits. Takes (hidden states B T C, weights B T, ...) and uses only
+    the N positions whose weight is not 0.
 
-    With (..., keys, labels B T) it gives the summed loss, a scalar on every rank, or where nothing
-    is differentiated the three numbers of `loss.measure`. Without labels: this rank's logits,
+    With (..., keys, labels B T) it returns the summed loss, a scalar on every rank, or without grad
+    mode the three numbers of `loss.measure`. Without labels it returns this rank's logits,
     [N, rows].
     """
 
@@ -210,7 +210,7 @@ class HeadAndLoss(nn.Module):
             hidden = gather(hidden, head.ranks, SEQUENCE)
         chosen = weights != 0
         hidden = hidden[chosen]
-        if not scattered:  # else its gradients are summed when they are scattered
+        if not scattered:  # else `gather` sums its gradients in backward
             hidden = replicate(hidden, head.ranks)
         if len(more) < 2:
             return F.linear(hidden, head.weight)

@@ -1,25 +1,25 @@
-"""Matrices of which every rank has a part.
+"""Matrices cut over the ranks.
 
-Problem. A linear layer y = x w + b is to be computed by t ranks, each with 1/t of w and the work.
+Problem. t ranks compute a linear layer y = x w + b, each with 1/t of w and of the work.
 
 Idea. There are two ways to cut w, and they fit together:
 
     column-parallel   w = [w0 | w1]    y = [x w0 | x w1]       every rank has x, and a part of y
     row-parallel      w = [w0 / w1]    y = x0 w0 + x1 w1       every rank has a part of x, and y
 
-Attention and MLP are both: a matrix, something that works on each head or neuron by itself, and a
-matrix. So the first is cut by columns and the second by rows, and between the two nothing need be
-said. The bias of a row-parallel layer is added once, after the sum.
+Attention and MLP are both a matrix, an operation on each head or neuron by itself, and a second
+matrix. With the first cut by columns and the second by rows, nothing is exchanged between the two.
+The bias of a row-parallel layer is added once, after the sum.
 
-With `sequence_parallel` each rank has some positions of what stands between such pairs (norms,
-dropout, the residual stream): the sum after the pair is scattered over the sequence and gathered
-before the next. Those activations take 1/t of the memory. As many bytes travel, and in backward the
-inputs of column-parallel matrices once more.
+With `sequence_parallel` each rank holds some positions of the activations between such pairs
+(norms, dropout, the residual stream): the sum after a pair is scattered over the sequence and
+gathered before the next pair. These activations take 1/t of the memory. As many bytes are sent,
+plus, in backward, the inputs of column-parallel matrices once more.
 
-In backward the gradient of x is summed over the ranks while that of w is computed.
+Backward sums the gradient of x over the ranks while it computes the gradient of w.
 
 Shapes: B examples, T positions, C width, K features in, N features out, t ranks. Weights are K N,
-as those of GPT-2's `Conv1D`.
+like GPT-2's `Conv1D`.
 
 Paper: Shoeybi et al., "Megatron-LM", 2019.
 """
@@ -39,7 +39,7 @@ SEQUENCE = 1  # the dimension of positions
 
 
 class _CutLayer(nn.Module):
-    """A layer of whose `weight` the `ranks` have a part each."""
+    """A layer whose `weight` is cut over the `ranks`."""
 
     def __init__(self, weight: nn.Parameter, ranks: Ranks, sequence_parallel: bool) -> None:
         super().__init__()
@@ -47,19 +47,19 @@ class _CutLayer(nn.Module):
 
     @property
     def scattered(self) -> bool:
-        """Whether each rank has a part of the positions outside, as it does only in training."""
+        """Whether input or output is split by positions; only in training."""
         return self.sequence_parallel and self.training
 
     def summed(self, y: Tensor) -> Tensor:
-        """The sum of all ranks' [B, T, C]; or, scattered, this rank's [B, T/t, C] of it."""
+        """The sum of all ranks' y, [B, T, C]; if scattered, this rank's [B, T/t, C] of the sum."""
         return scatter(y, self.ranks, SEQUENCE) if self.scattered else add_up(y, self.ranks)
 
 
 class ColumnParallelLinear(_CutLayer):
-    """[B, T, K] to this rank's columns, [B, T, N/t]; with `sequence_parallel` of [B, T/t, K].
+    """[B, T, K] to this rank's columns, [B, T, N/t]; with `sequence_parallel` from [B, T/t, K].
 
     Args:
-        weight, bias: [K, N/t] and [N/t], of this rank.
+        weight, bias: [K, N/t] and [N/t], this rank's columns.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class _Columns(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         ranks, scattered = ctx.ranks, ctx.scattered
         rows = dy.reshape(-1, dy.size(-1))
-        if scattered:  # only the rank's part was kept, which takes 1/t of the memory
+        if scattered:  # forward kept only this rank's part, 1/t of the memory
             x = ranks.all_gather(x, SEQUENCE)
         dx = (rows @ weight.t()).view(x.shape)
         finish = (
             ranks.start_reduce_scatter(dx, SEQUENCE) if scattered else ranks.start_all_reduce(dx)
         )
-        dw = x.reshape(-1, x.size(-1)).t() @ rows  # while the others come to their sum
+        dw = x.reshape(-1, x.size(-1)).t() @ rows  # overlaps with the collective
         db = rows.sum(0)
         return finish(), dw, db, None, None
 
@@ -111,7 +111,7 @@ class RowParallelLinear(_CutLayer):
     [B, T/t, N].
 
     Args:
-        weight: [K/t, N], of this rank.
+        weight: [K/t, N], this rank's rows.
         bias: [N], the same on all ranks.
     """
 
@@ -123,17 +123,17 @@ class RowParallelLinear(_CutLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.mm(x.reshape(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
-        return self.summed(y) + self.bias  # after the sum: once, and not once per rank
+        return self.summed(y) + self.bias  # after the sum: once, not once per rank
 
 
 class VocabularyParallelEmbedding(_CutLayer):
     """Token ids [B, T] to their rows of the embedding, [B, T, C]; with `sequence_parallel`
     [B, T/t, C].
 
-    Every rank has the rows of some tokens and contributes nothing for the others.
+    Every rank has the rows of some tokens and contributes zeros for the others.
 
     Args:
-        weight: [rows, C], of this rank; rank r has those of tokens r * rows and after.
+        weight: [rows, C], this rank's rows; those of rank r start at token r * rows.
     """
 
     def __init__(self, weight: nn.Parameter, ranks: Ranks, sequence_parallel: bool) -> None:

@@ -1,24 +1,24 @@
-"""Cross-entropy over a vocabulary of which every rank has a part, fused with the head.
+"""Cross-entropy over a vocabulary cut over the ranks, fused with the head.
 
 Problem. Logits are the largest tensor of a small GPT-2: N positions times V tokens, 200 MB for a
-thousand positions of the published vocabulary. To gather the ranks' parts and take a softmax of
-all of them on each costs memory, traffic and time, t times over.
+thousand positions of the published vocabulary. Gathering the ranks' parts and computing the whole
+softmax on every rank multiplies memory, traffic and time by t.
 
-Idea. The loss of a position needs two numbers of each rank: the logarithm of its sum of
-exponentials, and the logit of the label, if it has it.
+Idea. The loss of a position needs two numbers from each rank: the logsumexp of its logits and the
+label's logit, or 0 on a rank without the label.
 
     loss = log(e^a0 + e^a1) - (b0 + b1)      a: logsumexp of a rank's logits, b: the label's, or 0
 
-The gradient of a logit is its softmax less 1 at the label, times the position's weight: known as
-soon as the loss is. So forward goes through the positions in chunks, makes the chunk's logits, its
-losses, and its share of the gradients of hidden states and weights, and forgets the logits. No rank
-ever holds more than a chunk of its part of them, forward or backward.
+The gradient of a logit is its softmax, minus 1 at the label, times the position's weight: known as
+soon as the loss is. So forward works through the positions in chunks. It computes a chunk's logits,
+its losses, and its part of the gradients of hidden states and weights, and drops the logits. No
+rank ever holds more than one chunk of its logits, forward or backward.
 
-Cost, t ranks, N positions: three products of N C V/t, as without fusion; 2 N numbers from each
+Cost, t ranks, N positions: three products of N C V/t, as without fusion; 2 N numbers sent by each
 rank. Memory: a chunk of logits; between forward and backward the gradient of the rank's part of the
 weights, C V/t, per micro-batch.
 
-The fusion is that of Hsu et al., "Liger Kernel", 2024; Shoeybi et al., 2019, send three numbers.
+The fusion is from Hsu et al., "Liger Kernel", 2024; Shoeybi et al., 2019, send three numbers.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def head_loss(
     """The weighted sum of the cross-entropies at N positions, on every rank: a scalar.
 
     Args:
-        hidden: [N, C], the same on all ranks. Each gets its part of the gradient: they are to be
-            summed, as by `replicate`.
+        hidden: [N, C], the same on all ranks. Each rank gets its part of the gradient; `replicate`
+            sums them.
         weight: [rows, C], this rank's rows of the output embedding.
-        labels, weights: [N], the token that each position is to predict, and how much it counts.
+        labels, weights: [N], the token to predict at each position, and the position's weight.
         first: the token of the first row.
     """
     if torch.is_autocast_enabled(hidden.device.type):
@@ -66,7 +66,7 @@ class _HeadLoss(torch.autograd.Function):
             chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
             count = weights[at].to(total.dtype)
             total += (chunk.losses * count).sum()
-            # softmax, less 1 at the label, times what the position counts
+            # softmax, minus 1 at the label, times the position's weight
             d_logits = chunk.exps.mul_((count * torch.exp(chunk.largest - chunk.log_sum))[:, None])
             rows = chunk.here.nonzero()[:, 0]
             d_logits[rows, (labels[at] - first)[rows]] -= count[rows]
@@ -84,7 +84,7 @@ class _HeadLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients of the head are made once: no second backward")
         (d_hidden, d_weight), ctx.gradients = ctx.gradients, None
-        # Multiplied before they are rounded: a rounded dy would scale all gradients of the step.
+        # Multiply before rounding: a rounded dy would scale all gradients of the step.
         both = [d.to(dy.dtype).mul_(dy).to(ctx.dtype) for d in (d_hidden, d_weight)]
         return *both, None, None, None, None
 
@@ -93,7 +93,7 @@ class _HeadLoss(torch.autograd.Function):
 def measure(
     hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, ranks: Ranks, first: int
 ) -> Tensor:
-    """[3], float64: the loss of `head_loss`, at how many positions the label is the likeliest
+    """[3], float64: the loss of `head_loss`, the number of positions whose label is the likeliest
     token, and N."""
     total = torch.zeros(3, dtype=torch.float64)
     for at in _chunks(len(hidden), weight, ranks, first):
@@ -106,8 +106,8 @@ def measure(
 
 
 def likeliest(logits: Tensor, num_tokens: int, ranks: Ranks, first: int) -> Tensor:
-    """[N]: the token with the largest logit among the first `num_tokens` of all ranks', on every
-    rank; `logits` are [N, rows], of the tokens from `first` on."""
+    """[N], on every rank: the token below `num_tokens` with the largest logit on any rank.
+    `logits`: [N, rows], this rank's, for the tokens from `first` on."""
     known = logits[:, : max(0, num_tokens - first)]
     if known.size(1):
         value, token = known.max(-1)
@@ -119,13 +119,13 @@ def likeliest(logits: Tensor, num_tokens: int, ranks: Ranks, first: int) -> Tens
 
 
 class _Chunk(NamedTuple):
-    """Of n positions and this rank's `rows` tokens."""
+    """The logits of n positions, for this rank's `rows` tokens, reduced for the loss."""
 
     exps: Tensor  # n rows: e^(logit - largest)
-    largest: Tensor  # n: of this rank's logits
-    log_sum: Tensor  # n: the logarithm of the sum of all ranks' e^logit
-    at_label: Tensor  # n: the label's logit, which one rank has
-    here: Tensor  # n: whether this one has it
+    largest: Tensor  # n: the largest of this rank's logits
+    log_sum: Tensor  # n: logsumexp of all ranks' logits
+    at_label: Tensor  # n: the label's logit, from the rank that has it
+    here: Tensor  # n: whether this rank has it
     losses: Tensor  # n
 
     @classmethod
@@ -145,7 +145,7 @@ class _Chunk(NamedTuple):
 
 
 def _chunks(positions: int, weight: Tensor, ranks: Ranks, first: int) -> list[slice]:
-    """The same on all ranks, though the last may have fewer rows than the others."""
+    """The same chunks on all ranks, though the last rank may have fewer rows."""
     rows = first // ranks.rank if ranks.rank else len(weight)
     size = max(1, CHUNK // rows)
     return [slice(begin, begin + size) for begin in range(0, positions, size)]
