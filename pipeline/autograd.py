@@ -1,9 +1,9 @@
-"""What autograd sees of a pipeline's forward: one function of the input and the parameters.
+"""A pipeline's forward as autograd sees it: one function of the input and the parameters.
 
-The stages keep their own graphs (stage.py). For the caller's graph there is one node whose inputs
-are the input tensors and all parameters, and whose backward runs the clocks in reverse on the
-workers. So the parameters' gradients come *through* autograd: `torch.autograd.grad` returns them,
-hooks see each of them once and whole, and a parameter on two stages gets the sum of both.
+The stages keep their own graphs (stage.py). The caller's graph has one node. Its inputs are the
+input tensors and all parameters; its backward runs the clocks in reverse on the workers. So the
+parameters' gradients come *through* autograd: `torch.autograd.grad` returns them, hooks see each
+gradient once and complete, and a parameter on two stages gets the sum of both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pipelined(pipe: Pipe, stages: Sequence[Stage], x: Any, sizes: Sequence[int])
         batches = microbatch.split(x, sizes)
         pipe.forward_all(batches)
         return microbatch.join(batches)
-    with torch.no_grad():  # micro-batches outside the caller's graph: the stages have their own
+    with torch.no_grad():  # keep micro-batches out of the caller's graph: stages have their own
         batches = microbatch.split(pytree.tree_map_only(Tensor, Tensor.detach, x), sizes)
     for batch in batches:
         pieces = pytree.tree_leaves(batch)
@@ -58,8 +58,8 @@ def pipelined(pipe: Pipe, stages: Sequence[Stage], x: Any, sizes: Sequence[int])
 
 @dataclass
 class _Call:
-    """What the backward of one forward needs. It dies with the caller's graph, and with it the
-    graphs of the stages. Leaves of input and output are counted as pytree does."""
+    """What the backward of one forward needs. It is freed with the caller's graph, and frees the
+    stages' graphs with it. Leaves of input and output are numbered as by pytree."""
 
     pipe: Pipe
     stages: Sequence[Stage]
@@ -83,7 +83,7 @@ class _Call:
         return pieces
 
     def join(self, gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-        """The gradients of the leaves of the input that want one."""
+        """The gradients of the input's leaves in ``wanted``."""
         joined: list[Tensor | None] = []
         for k in self.wanted:
             like = next((row[k] for row in gradients if row[k] is not None), None)
@@ -101,7 +101,7 @@ class _Call:
 
 
 class _Pipelined(torch.autograd.Function):
-    """Autograd's node. The forward is done before it is made."""
+    """Autograd's node. The forward has run before the node is made."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *_: Tensor) -> tuple[Tensor, ...]:
@@ -113,12 +113,12 @@ class _Pipelined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        if torch.is_grad_enabled():  # the result would silently lack its dependence on the input
+        if torch.is_grad_enabled():  # the second derivatives would be silently wrong
             raise RuntimeError("a pipeline cannot be differentiated twice: no create_graph=True")
         retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         with call.pipe._crew.alone(), call.streams.resume():
             for stage in call.stages:
-                stage.take_gradients()  # what a backward left that failed half-way
+                stage.take_gradients()  # drop what a failed backward left
             with hooks_held(call.parameters):
                 pieces = call.split(gradients)
                 call.pipe.backward_all(call.stages, pieces, retain_graph)

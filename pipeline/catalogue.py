@@ -1,4 +1,4 @@
-"""All schedules by name, and what a run of one needs: its lists, and which rank has which stage.
+"""All schedules by name, and what a run needs: the lists of actions and the ranks of the stages.
 
     gpipe 1f1b zb sequential   a stage per rank                    schedule.py
     interleaved                v of them, in loops: --chunks v     chunks.py
@@ -41,9 +41,9 @@ ONE_EACH = tuple(name for name in SCHEDULES if name not in ("interleaved", *V_SH
 
 
 def chunks_of(name: str, chunks: int | None = None) -> int:
-    """The stages per rank of the schedule called ``name``: those asked for, or what it has.
+    """The stages per rank of the schedule called ``name``: ``chunks``, or its own number.
 
-    Raises ValueError, with what works, where it has another number, or there is no such schedule.
+    Raises ValueError, with a value that works, if its number differs, or if the name is unknown.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r}: choose one of {', '.join(SCHEDULES)}, e.g. '1f1b'")
@@ -61,7 +61,7 @@ def chunks_of(name: str, chunks: int | None = None) -> int:
 def find(name: str, chunks: int | None = None) -> BuildSchedule:
     """The schedule called ``name``, a function of the numbers of ranks and micro-batches.
 
-    Raises ValueError as `chunks_of`.
+    Raises ValueError like `chunks_of`.
     """
     chunks = chunks_of(name, chunks)
     if name == "interleaved":
@@ -70,7 +70,7 @@ def find(name: str, chunks: int | None = None) -> BuildSchedule:
 
 
 def places(name: str, num_ranks: int, chunks: int | None = None) -> list[int]:
-    """By stage, the rank that has it. Raises ValueError as `chunks_of`."""
+    """The rank of each stage. Raises ValueError like `chunks_of`."""
     chunks = chunks_of(name, chunks)
     return folded(num_ranks) if name in V_SHAPED else looped(num_ranks, chunks)
 
@@ -78,9 +78,9 @@ def places(name: str, num_ranks: int, chunks: int | None = None) -> list[int]:
 def plan(
     schedule: str | BuildSchedule, ranks: Sequence[int], num_microbatches: int
 ) -> tuple[Schedule, list[Action]]:
-    """The checked lists of a schedule, by its name or as a function; and all actions `in_order`.
+    """The validated lists of a schedule, a name or a function, and its actions `in_order`.
 
-    ``ranks[s]`` has stage s. What was checked by name is kept.
+    ``ranks[s]`` has stage s. Results for names are cached.
     """
     make = _known if isinstance(schedule, str) else _plan
     return make(schedule, tuple(ranks), num_microbatches)

@@ -1,26 +1,26 @@
 """Schedules in which a rank has several stages, its chunks of the model.
 
-Problem. Of n ranks the last waits for n-1 others before it can start, and a rank's work on a
+Problem. The last of n ranks waits for n-1 others before it can start, and a rank's work on a
 micro-batch is long: the bubble is n-1 times that work. And 1F1B's first rank holds n micro-batches.
 
-Idea. Cut the model into more stages than ranks. A stage takes a v-th of the time, so the first
-micro-batch is at the last rank v times as early. Which rank has a stage is read off the lists, and
-nothing else changes: an action names its stage, and waits for the stages before and after it,
-wherever they are. Letters are chunks: F0b is a forward of micro-batch 0 on a rank's second stage.
+Idea. Cut the model into more stages than ranks. A stage takes 1/v of the time, so the first
+micro-batch reaches the last rank v times as early. The lists show which rank has a stage. Nothing
+else changes: an action names its stage, and depends on the stages before and after it, on any rank.
+Letters are chunks: F0b is the forward of micro-batch 0 on a rank's second stage.
 
 Interleaved 1F1B (Narayanan et al., 2021; Megatron-LM): stage s is on rank s mod n. n micro-batches
-pass through a rank's first stage, then the same n through its second, and so on. Between two
-micro-batches a rank sends v times as many messages, and it holds up to (n-1)/v micro-batches more.
+pass through a rank's first stage, then the same n through its second, and so on. Per micro-batch a
+rank sends v times as many messages, and it holds up to (n-1)/v more micro-batches than 1F1B.
 
     Interleaved, 2 ranks with 2 chunks, 4 micro-batches      bubble = (n-1)/(vm+n-1) = 1/9
     rank 0: F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a .   B2b .   B3b B2a B3a
     rank 1: .   F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a .
 
 V-shaped (Qi et al., 2024, "Pipeline Parallelism with Controllable Memory"): two chunks per rank,
-the stages going up the ranks and down again, and backward in halves I and W. A rank's memory is
-how long its two chunks wait for their backwards: where the one waits long, the other waits
-shortly, so all ranks hold the same. Every six clocks a rank does F, I and W of both chunks, for the
-next micro-batch. How many clocks apart neighbours do the same decides the memory:
+the stages going up the ranks and down again, and backward in halves I and W. A rank's memory
+depends on how long its two chunks wait for their backwards. Where one waits long, the other waits
+briefly, so all ranks hold the same. Every six clocks a rank does F, I and W of both chunks for one
+micro-batch. The clocks between neighbouring ranks decide the memory:
 
     clocks from rank to rank   F up   F down   I up   I down    held at most, in whole ranks' layers
     ZB-V                       4      2        4      2         n        as 1F1B's first rank
@@ -31,11 +31,11 @@ next micro-batch. How many clocks apart neighbours do the same decides the memor
     rank 0: F0a F1a F2a F0b I0b W0b F1b I1b I0a W1b W0a F2b I2b I1a W2b I2a W1a W2a .
     rank 1: .   F0a F0b F1a F1b I0b I0a W0b W0a F2a F2b I1b I1a I2b I2a W1b W1a W2b W2a
 
-Those are the clocks of a pattern that repeats for ever. A step has a beginning and an end, where it
-would leave gaps; `_close_up` fills them with what is ready, as far as the memory allows.
+The clocks are those of an endlessly repeating pattern, which would leave gaps at the beginning and
+the end of a step. `_close_up` fills them with actions that are ready, as far as memory allows.
 
-The gradients of a stage are added up in the order of the micro-batches here too, so the bits are
-those of every other schedule.
+Here too a stage adds its gradients in the order of the micro-batches, so the bits are the same as
+under every other schedule.
 
 Glossary: m micro-batches, n ranks, v chunks per rank, i micro-batch, r rank, s stage.
 """
@@ -56,26 +56,26 @@ from .schedule import (
     dependencies,
 )
 
-_PERIOD = 6  # clocks in which a rank does F, I and W of its two chunks
+_PERIOD = 6  # clocks for F, I and W of a rank's two chunks
 _BORN = {FORWARD: 1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
-Pattern = list[tuple[int, Action]]  # the actions of micro-batch 0 on a rank, with their clocks
+Pattern = list[tuple[int, Action]]  # a rank's actions for micro-batch 0, with their clocks
 
 
 def looped(num_ranks: int, chunks: int) -> list[int]:
-    """By stage, its rank: 0, 1, ..., and from the last rank on to 0 again."""
+    """The rank of each stage: 0, 1, ..., the last, and again from 0."""
     return [*range(num_ranks)] * chunks
 
 
 def folded(num_ranks: int) -> list[int]:
-    """By stage, its rank: 0, 1, ..., the last, and back: a V. The last stage is on rank 0."""
+    """The rank of each stage: 0, 1, ..., the last, and back: a V. The last stage is on rank 0."""
     return [*range(num_ranks), *reversed(range(num_ranks))]
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
     """1F1B over ``chunks`` stages per rank, stage s on rank s mod n. One chunk: 1F1B.
 
-    Micro-batches pass in groups of n. Where n does not divide their number, in fewer and larger
-    groups, alike but for one micro-batch: no rank ever waits longer, but it holds up to n - 1 more.
+    Micro-batches pass in groups of n. If n does not divide their number, the groups are fewer and
+    larger, their sizes at most one apart: no rank waits longer, but it holds up to n - 1 more.
     """
     check_sizes(num_ranks, num_microbatches)
     if chunks < 1:
@@ -89,8 +89,8 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> 
     downs = [(c, i) for group in groups for c in reversed(range(chunks)) for i in group]
     schedule = []
     for r in range(n):
-        # While a micro-batch goes on to the last rank, and while its gradient comes back, a rank
-        # does one forward per rank on the way. With one chunk it need not: it only holds more.
+        # While a micro-batch travels to the last rank and its gradient comes back, a rank does one
+        # forward per rank on the way. With one chunk this is not needed: it would only hold more.
         ahead = (n - r - 1) * (2 if chunks > 1 else 1)
         warm_up = min(m * chunks, (chunks - 1) * largest + ahead)
         forwards = [Action(FORWARD, c * n + r, i) for c, i in ups]
@@ -102,22 +102,22 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> 
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The least idle time, for the memory of 1F1B's first rank."""
+    """The least idle time, with the memory of 1F1B's first rank on every rank."""
     return _v_shaped(num_ranks, num_microbatches, (4, 2, 4, 2))
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Half of its memory, idling somewhat less than 1F1B."""
+    """Half the memory of `zb_v`, with somewhat less idle time than 1F1B."""
     return _v_shaped(num_ranks, num_microbatches, (2, 1, 2, 1))
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
-    """A third of its memory, idling about as long as 1F1B."""
+    """A third of the memory of `zb_v`, with about the idle time of 1F1B."""
     return _v_shaped(num_ranks, num_microbatches, (1, 1, 1, 1))
 
 
 def _v_shaped(num_ranks: int, num_microbatches: int, steps: tuple[int, int, int, int]) -> Schedule:
-    """The pattern that holds least, repeated, its actions in order of their clocks, closed up."""
+    """The pattern that holds least, repeated, sorted by clock, and closed up."""
     check_sizes(num_ranks, num_microbatches)
     found = []
     for waits in product(range(_PERIOD), repeat=3):
@@ -140,9 +140,9 @@ def _v_shaped(num_ranks: int, num_microbatches: int, steps: tuple[int, int, int,
 def _patterns(
     num_ranks: int, steps: tuple[int, int, int, int], waits: tuple[int, ...]
 ) -> Iterator[Pattern]:
-    """Per rank, when it does what of a micro-batch; fewer than there are ranks if two actions of
-    one come at the same clock of the period. ``steps``: clocks from rank to rank; ``waits``: before
-    the last rank's second chunk, before the loss's gradient on rank 0, and at the last rank."""
+    """Per rank, the clocks of a micro-batch's actions; stops early if two actions of a rank fall on
+    the same clock of the period. ``steps``: clocks from rank to rank; ``waits``: extra clocks
+    before the last rank's second F, rank 0's first I, and the last rank's second I."""
     n, (up, down, back_up, back_down) = num_ranks, steps
     turn = (n - 1) * up + 1 + waits[0]
     loss = turn + (n - 1) * down + 1 + waits[1]
@@ -158,7 +158,7 @@ def _patterns(
         free = {*range(_PERIOD)} - {clock % _PERIOD for clock, _ in pattern}
         if len(free) > 2:
             return
-        # The weights' halves take the two clocks that are left, as soon as that can be.
+        # The weights' halves take the two remaining clocks, as early as possible.
         later = []
         for places in (sorted(free), sorted(free, reverse=True)):
             halves = pattern[2:]
@@ -173,7 +173,7 @@ def _patterns(
 
 
 def _held(pattern: Pattern) -> int:
-    """The most chunks of micro-batches whose activations a rank holds while the pattern repeats."""
+    """The most chunks of micro-batches that a rank holds while the pattern repeats."""
     at = {(action.kind, action.stage): clock for clock, action in pattern}
     lives = [(at[FORWARD, s], at[BACKWARD_WEIGHT, s]) for s in {a.stage for _, a in pattern}]
     return max(
@@ -183,13 +183,13 @@ def _held(pattern: Pattern) -> int:
 
 
 def _close_up(lists: Schedule, num_stages: int, most: int) -> Schedule:
-    """The same actions, each rank doing at every clock the first of its list that is ready.
+    """The same actions; at every clock each rank does the first action of its list that is ready.
 
-    Once a rank has no forwards left, W only where nothing else is ready. Before, W in its place:
-    I takes longer than F and W, so an I that came before a W, as early as clocks of one length
-    allow, would wait for its gradient in every period. A forward may come before others of the list
-    if the rank, doing these later, never holds more than ``most``: so what the list has can always
-    be done.
+    A rank without forwards left does W only if nothing else is ready. Before that, W keeps its
+    place: I takes longer than F and W, so an I moved before a W, as early as clocks of one length
+    allow, would wait for its gradient in every period. A forward may overtake other actions of the
+    list if the rank, doing them later, never holds more than ``most``. So the rest of the list
+    always stays feasible.
     """
     rest = [list(actions) for actions in lists]
     closed: Schedule = [[] for _ in lists]
@@ -218,7 +218,7 @@ def _next(
     most: int,
     weights_last: bool,
 ) -> int | None:
-    """The place of the action to do now."""
+    """The index of the action to do now; None: wait."""
     peak, weight = alive, None
     for k, action in enumerate(actions):
         born = _BORN[action.kind]

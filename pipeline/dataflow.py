@@ -1,17 +1,16 @@
 """Run a schedule: every worker goes through its own list, as fast as its inputs arrive.
 
-Neighbours are joined by two channels, activations going up and gradients coming down. A worker
-takes the next action of its list, waits for the one input it needs, computes, passes the result on:
-nobody waits for the end of a clock. Order, and so every bit of the result, is given by the lists
-and not by timing.
+Two channels join neighbours: activations go up, gradients come down. A worker takes the next action
+of its list, waits for its one input, computes, and passes the result on: nobody waits for the end
+of a clock. The lists, not timing, determine the order and so every bit of the result.
 
-    batch  ─up[0]─▸ stage 0 ─up[1]─▸ stage 1 ─up[2]─▸ output, where there is no loss
+    batch  ─up[0]─▸ stage 0 ─up[1]─▸ stage 1 ─up[2]─▸ output, if there is no loss
            ◂down[0]─        ◂down[1]─        ◂down[2]─ its gradient
 
-An error on any stage stops all channels: whoever waits, or is about to, ends at once.
+An error on any stage stops all channels: every worker that waits, or is about to, ends at once.
 
-Where the stages are in several processes, each runs this for the stages it has, over channels
-whose other end is in another process, see process.py.
+With stages in several processes, each process runs this for its own stages; the other ends of some
+channels are then in other processes, see process.py.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ RECOMPUTE = "R"  # for the recorder
 
 
 class Channel:
-    """What one stage hands to its neighbour, by micro-batch."""
+    """Values from one stage to its neighbour, by micro-batch."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
@@ -46,9 +45,9 @@ class Channel:
         self._queue.put((i, value))
 
     def get(self, i: int) -> Any:
-        """Wait for micro-batch i. `Stopped` once `stop` was called."""
+        """Wait for micro-batch i. Raises `Stopped` after `stop`."""
         while i not in self._early:
-            entry = self._queue.get()  # no time-out: whatever ends the call calls stop()
+            entry = self._queue.get()  # no timeout: whoever ends the call calls stop()
             if entry is None:
                 self.stop()
                 raise Stopped
@@ -60,13 +59,13 @@ class Channel:
 
 
 def channels(stages: Iterable[int]) -> dict[int, Channel]:
-    """Channels within a process, by the stage above them."""
+    """Channels within a process, by the stage above each."""
     return {s: Channel() for s in stages}
 
 
 class Losses:
-    """The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; that of the batch is
-    ``scale`` times their sum. ``memory``: where the last stage's outputs are."""
+    """The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; the batch's loss is
+    ``scale`` times their sum. ``memory``: the device of the last stage's outputs."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class Losses:
         self.values: list[Tensor | None] = [None] * len(targets)
 
     def of(self, i: int, output: Any) -> Tensor:
-        """Runs on the last stage, as the end of its forward."""
+        """Runs on the last stage, at the end of its forward."""
         target = pytree.tree_map_only(Tensor, lambda t: t.to(self._memory), self._targets[i])
         loss = self._loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
@@ -97,7 +96,7 @@ class Losses:
         return loss
 
     def gradient(self, i: int) -> list[Tensor | None]:
-        """What the backward of the last stage starts with."""
+        """The gradient with which the last stage's backward starts."""
         loss = self.values[i]
         assert loss is not None  # its forward came before, see schedule.validate
         return [torch.ones_like(loss) * self._scale]
@@ -112,9 +111,9 @@ class Dataflow:
     """The stages of this process and the channels around them, for one run of a schedule.
 
     Args:
-        up: activations into stage s; a stage whose output has no channel computes the loss.
-        down: gradients out of stage s, to stage s-1; gradients that nobody wants have none.
-        retain_graph: backwards leave what they used.
+        up: activations into stage s; a stage without a channel for its output computes the loss.
+        down: gradients out of stage s, to stage s-1; no channel if nobody needs the gradient.
+        retain_graph: keep the graphs after backward.
     """
 
     def __init__(
@@ -134,8 +133,8 @@ class Dataflow:
         self._stopped = False
 
     def run(self, actions: Sequence[Action]) -> int:
-        """The work of one worker; returns the most micro-batches it held at a time, counted once
-        for each of its stages."""
+        """The work of one worker; returns the most micro-batches it held at once, counted once for
+        each of its stages."""
         mine = [self._stages[s] for s in sorted({action.stage for action in actions})]
         peak = 0
         try:
@@ -175,7 +174,7 @@ class Dataflow:
     def _backward(self, action: Action) -> None:
         kind, s, i = action
         stage = self._stages[s]
-        if stage.forgot(i):  # while the gradient is on its way
+        if stage.forgot(i):  # while the gradient is in transit
             with self._noted(action, RECOMPUTE):
                 stage.recompute(i)
         if s + 1 in self.down:
@@ -197,8 +196,8 @@ class Dataflow:
 
     @contextlib.contextmanager
     def _noted(self, action: Action, part: str = "") -> Iterator[None]:
-        """Tells the recorder; an error gets a note of where it happened. ``part``: of the action,
-        recorded apart."""
+        """Reports to the recorder; adds the place to an error as a note. ``part``: a part of the
+        action, recorded under this kind."""
         device = self._stages[action.stage].device
         try:
             with acting(self._recorder, part or action.kind.value, *action[1:], device=device):
@@ -212,7 +211,7 @@ class Dataflow:
 
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
-    """Autocast, if on, is for forwards only: operators choose their backward's type themselves."""
+    """Autocast is for forwards only: the backward of an operator chooses its own types."""
     with contextlib.ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):

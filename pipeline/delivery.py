@@ -1,14 +1,14 @@
-"""Bring the gradients that the stages summed to the parameters, once per step, through autograd.
+"""Deliver the stages' summed gradients to the parameters, once per step, through autograd.
 
-When: threads at the end of the step, processes a layer at a time during the last backward, so that
-buckets of replicas (data_parallel/gradients.py) leave meanwhile.
+When: threads deliver at the end of the step; processes deliver layer by layer during the last
+backward, so that data-parallel buckets (data_parallel/gradients.py) overlap with it.
 
-Stages add gradients up by themselves (stage.py). Writing the sums to ``.grad`` directly would pass
-by gradient hooks, say one that starts an all-reduce. So the sums are handed out by an autograd
-function; autograd takes a gradient over without a copy where ``.grad`` is still None.
+Stages add gradients up by themselves (stage.py). Writing the sums to ``.grad`` directly would
+bypass gradient hooks, such as one that starts an all-reduce. So an autograd function delivers the
+sums; if ``.grad`` is still None, autograd takes the gradient without a copy.
 
-A parameter on several stages (tied weights) gets one sum, in the order of the stages. Where its
-stages are on different GPUs each has a copy; ``replicas`` maps a copy to the parameter it copies.
+A parameter on several stages (tied weights) gets one sum, in the order of the stages. If its stages
+are on different GPUs, each has a copy; ``replicas`` maps a copy to the original parameter.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from runtime.graph import Gradients
 
 from .stage import Stage
 
-Replicas = Mapping[nn.Parameter, nn.Parameter]  # copy -> the parameter
+Replicas = Mapping[nn.Parameter, nn.Parameter]  # copy -> original
 
 
 def trained_parameters(stages: Sequence[Stage], replicas: Replicas) -> list[nn.Parameter]:
-    """All parameters that want a gradient, each once, in the order of the stages."""
+    """All trained parameters, each once, in the order of the stages."""
     every = (replicas.get(p, p) for stage in stages for p in stage.parameters)
     return list(dict.fromkeys(every))
 
@@ -37,7 +37,7 @@ def trained_parameters(stages: Sequence[Stage], replicas: Replicas) -> list[nn.P
 def gradients_by_stage(
     stages: Sequence[Stage], replicas: Replicas
 ) -> tuple[list[Gradients], Gradients]:
-    """Take the sums from the stages: per stage those of its own parameters, and the tied ones'."""
+    """Take the sums from the stages: per stage its own parameters', and those of tied ones."""
     taken = [
         [(replicas.get(p, p), gradient) for p, gradient in stage.take_gradients()]
         for stage in stages
@@ -70,16 +70,16 @@ def deliver(gradients: Gradients) -> None:
 
 
 def has_hooks(p: nn.Parameter) -> bool:
-    """Whether code of the user's runs when a gradient of ``p`` arrives."""
+    """Whether user code runs when a gradient of ``p`` arrives."""
     return bool(p._backward_hooks) or bool(getattr(p, "_post_accumulate_grad_hooks", None))
 
 
 @contextlib.contextmanager
 def hooks_held(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Keep gradient hooks from seeing the parts: inside, `Tensor.register_hook` hooks are silent.
+    """Hide partial gradients from hooks: inside, `Tensor.register_hook` hooks do not run.
 
-    `torch.autograd.grad` runs the hooks of what it differentiates by, here once per micro-batch
-    and stage. They are meant for the sum, and run when it is delivered.
+    `torch.autograd.grad` runs the hooks of its inputs, here once per micro-batch and stage. They
+    are meant for the sum, and run when it is delivered.
     """
     hooked = [p._backward_hooks for p in parameters if p._backward_hooks]
     saved = [dict(hooks) for hooks in hooked]
@@ -93,7 +93,7 @@ def hooks_held(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class _Deliver(torch.autograd.Function):
-    """A scalar that depends on the parameters, with given gradients."""
+    """A scalar that depends on the parameters with the given gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: list[Tensor], *parameters: nn.Parameter) -> Tensor:
@@ -103,5 +103,5 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         values = tuple(ctx.values)
-        ctx.values.clear()  # autograd copies a gradient that someone else still holds
+        ctx.values.clear()  # autograd copies a gradient with other references
         return (None, *values)

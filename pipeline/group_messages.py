@@ -1,20 +1,20 @@
 """Messages between ranks through process groups: from machine to machine, or from GPU to GPU.
 
-Problem. Stages must hand on activations and gradients while both sides compute, in any order that a
-schedule may have, without ever waiting for each other in a circle.
+Problem. Stages must exchange activations and gradients while both sides compute, in the order of
+any schedule, without a cycle of ranks that wait for each other.
 
-Idea. Sends are asynchronous; their memory is kept until they are done. A receive is posted ahead,
-so that a message travels while its receiver computes. gloo takes a shorter message than what was
-posted: it is one transfer, head and body, and before one that is too long a short one says how
-large the next may be.
+Idea. Sends are asynchronous; their memory is kept until they are done. Receives are posted ahead,
+so that a message travels while its receiver computes. With gloo a message may be shorter than the
+posted receive, so head and body are one transfer. Before a message that is too long, a short one
+announces the size of the next.
 
     | lengths of head and body | head | body |         or:  | -1, room for the next |
 
-Between GPUs only the head goes by gloo; the body follows through the device's own groups, and
-nobody waits for the GPU to read what a message is. One group per way: NCCL runs what belongs to one
-group and pair of ranks in order, on one stream, beside the one that computes.
+Between GPUs only the head is sent by gloo, so reading it never waits for the GPU; the body follows
+through the device's own groups. Each direction has its group: NCCL runs the messages of one group
+and pair of ranks in order, on one stream beside the compute stream.
 
-Who fails closes its connections, and so do those who notice.
+A rank that fails closes its connections; ranks that notice close theirs too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _FIRST_ROOM = 1 << 12  # bytes
 
 
 class GroupLink:
-    """To and from the rank ``peer``, counted over all processes. ``bodies``: the groups for what
-    this rank sends and receives on ``device``; on a CPU unused."""
+    """A link with the global rank ``peer``. ``bodies``: the groups for the bodies that this rank
+    sends, and receives, on ``device``; unused on a CPU."""
 
     def __init__(
         self,
@@ -98,12 +98,12 @@ class GroupLink:
         return head, body
 
     def flush(self) -> None:
-        """At the end of a step: return when this process may end without harm to what it sent."""
+        """At the end of a step: wait until all sends are done, so that this process may end."""
         while self._under_way:
             _wait(self._under_way)
 
     def fail(self, reason: str) -> None:
-        """There is no place for a reason: the connection is closed."""
+        """Does nothing: gloo cannot carry a reason. `close` closes the connection."""
 
     def close(self) -> None:
         self._under_way.clear()
@@ -130,8 +130,8 @@ class GroupLink:
 
 
 class GroupLinks(dict[int, GroupLink]):
-    """This rank's links with its ``peers``, by rank, through new groups. All ranks of ``group``
-    must make theirs together; ``pairs`` are those that are linked, the same on all ranks."""
+    """This rank's links, by peer, through new groups. All ranks of ``group`` must make theirs
+    together; ``pairs``: the linked pairs of ranks, the same on all ranks."""
 
     def __init__(
         self,
@@ -154,15 +154,15 @@ class GroupLinks(dict[int, GroupLink]):
                 if peer not in self:
                     ways = (bodies if rank < peer else bodies[::-1]) or [heads, heads]
                     self[peer] = GroupLink(heads, (ways[0], ways[1]), members[peer], device)
-                if rank == begin:  # the first message connects them, while nobody computes yet
+                if rank == begin:  # the first message connects, before anybody computes
                     self[peer].send(Message(torch.zeros(1, device=device)))
                 else:
                     self[peer].receive()
 
     def hang_up(self) -> None:
-        """Leave the groups, when all links are closed. With gloo that closes the connections, and
-        whoever waits at their other ends is told; NCCL would wait for the others, so it is left to
-        the end of the process."""
+        """Destroy the groups, after all links are closed. For gloo this closes the connections, and
+        a rank that waits at the other end gets an error. NCCL would wait for the other ranks, so
+        its groups stay until the process ends."""
         while self._groups:
             group = self._groups.pop()
             if dist.is_initialized() and dist.get_backend(group) == "gloo":
@@ -176,13 +176,13 @@ def _new_groups(
     timeout: float,
     ways: Sequence[str],
 ) -> list[dist.ProcessGroup]:
-    """A gloo group of the members of ``group``, which call it together, and one per way with the
-    backend of the device.
+    """A gloo group of the members of ``group``, and one group per way with the device's backend.
+    All members call it together.
 
-    `dist.new_group` names a part's groups by how many this process has at the moment: one made
-    after another was closed meets what that has left in the store, and members of different numbers
-    of groups never meet. Here the first member gives the name. Unlike the rest of this file this
-    takes two functions that torch keeps to itself.
+    `dist.new_group` names a subgroup by the number of groups in this process. A group made after
+    another was closed would meet its leftovers in the store, and members with different numbers of
+    groups would never meet. Here the first member chooses the name. Unlike the rest of this file,
+    this uses two private functions of torch.
     """
     name: list[Any] = [os.urandom(8).hex()]
     dist.broadcast_object_list(name, members[0], group, device)
@@ -202,8 +202,8 @@ def _new_groups(
 
 
 def _wait(under_way: deque[tuple[dist.Work, Tensor]]) -> Tensor:
-    """Wait for the first of them. A connection is closed when nothing refers to it any more, and an
-    error's traceback refers to whatever its functions had: so it is raised without."""
+    """Wait for the first. A connection closes only when nothing refers to it any more, and a
+    traceback refers to the locals of its functions: so the error is raised without it."""
     work, memory = under_way.popleft()
     problem = ""
     try:

@@ -1,15 +1,15 @@
-"""A value that passes between processes, as bytes that say themselves what they are.
+"""Values sent between processes, as self-describing bytes.
 
 A value is a tensor, or tuples, lists and dicts of tensors and anything that can be pickled. Its
-head is its pickle, with a place instead of each tensor: shape, strides, type, and where in the body
-its contents begin. So nothing is agreed on beforehand: shapes may change in every micro-batch, and
-a tensor that is there twice is one tensor on the other side too.
+head is its pickle, with a place instead of each tensor: shape, strides, dtype, and the offset of
+its contents in the body. So nothing is agreed on beforehand: shapes may change in every
+micro-batch, and a tensor that appears twice is one tensor on the other side too.
 
     head: (tensor at 0: float32 [8, 128, 256], tensor at 1048576: int64 [8, 128], None)
     body: | tensor | tensor |
 
-A pickle can run code when it is read. The ranks of a run trust each other, as they do in torch's
-own object collectives; nobody else can send (see shared_messages.py).
+Unpickling can run code. The ranks of a run trust each other, as in torch's own object collectives;
+nobody else can send (see shared_messages.py).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from runtime.shared_memory import ALIGNMENT, aligned
 
 
 class PeerError(dist.DistError):
-    """The other end of a link has failed, ended, or kept silent for too long. As torch's own
-    errors of this kind it says no more than that: the cause is with another rank."""
+    """The other end of a link has failed, ended, or been silent for too long. A `DistError`, like
+    torch's own errors of this kind: the cause is on another rank."""
 
 
 class Message:
-    """A value taken apart: ``head``, and a body of ``nbytes``."""
+    """A value to send: its ``head``, and a body of ``nbytes``."""
 
     def __init__(self, value: Any) -> None:
         file = io.BytesIO()
@@ -43,7 +43,7 @@ class Message:
         self._tensors = pickler.tensors
 
     def write(self, body: Tensor) -> None:
-        """Copy the tensors into ``body``, bytes."""
+        """Copy the tensors into ``body``, a tensor of bytes."""
         for tensor, place, _ in self._tensors.values():
             _at(body, *place).copy_(tensor)
 
@@ -52,7 +52,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.nbytes = 0
-        self.tensors: dict[int, Any] = {}  # by id: what is sent of it, and its place
+        self.tensors: dict[int, Any] = {}  # by id: its data to send, its place, itself
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -60,7 +60,7 @@ class _Pickler(pickle.Pickler):
         if id(value) not in self.tensors:
             base = _unexpanded(value.detach())
             place = (self.nbytes, tuple(base.shape), _strides(base), base.dtype)
-            self.tensors[id(value)] = base, place, value  # whose id is taken while it lives
+            self.tensors[id(value)] = base, place, value  # kept alive, so its id stays unique
             self.nbytes += max(ALIGNMENT, aligned(base.numel() * base.itemsize))
         return self.tensors[id(value)][1], tuple(value.shape), value.requires_grad
 
@@ -75,13 +75,13 @@ class _Unpickler(pickle.Unpickler):
         place, shape, requires_grad = entry
         if place not in self._tensors:
             tensor = _at(self._body, *place).expand(shape)
-            # They lie in one body, but to write to one is not to write to all: hence `data`.
+            # They share one body, but a write to one must not count for all: hence `data`.
             self._tensors[place] = tensor.data.requires_grad_(requires_grad)
         return self._tensors[place]
 
 
 def read(head: bytes, body: Tensor) -> Any:
-    """The value. Its tensors lie in ``body``."""
+    """The value. Its tensors are views of ``body``."""
     return _Unpickler(head, body).load()
 
 
@@ -96,7 +96,7 @@ def _at(
     return body[begin:end].view(dtype).as_strided(shape, strides)
 
 
-# A kernel may give other bits for another order in memory, so that is kept as it is, but for gaps.
+# A kernel may give other bits for another memory order, so the order is kept; gaps are dropped.
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""Cut a batch into micro-batches and put the results together again.
+"""Cut a batch into micro-batches and join the results again.
 
-A value that flows through the pipeline is a tensor, or tuples, lists and dicts of tensors and
-anything else. Every tensor has the batch as its first dimension and is cut along it; what is no
-tensor (a flag, None) goes to every micro-batch unchanged, and so does a tensor without dimensions.
-Of the outputs, tensors are concatenated and flags must agree. A number per micro-batch is refused.
+A value in the pipeline is a tensor, or tuples, lists and dicts of tensors and anything else. Every
+tensor has the batch as its first dimension and is cut along it. Other values (a flag, None) and
+tensors without dimensions go to every micro-batch unchanged. Of the outputs, tensors are
+concatenated and flags must agree. A number per micro-batch is refused.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from runtime.unseen import hidden_type
 
 
 class MicroBatches(list[Any]):
-    """A batch that is cut already: its micro-batches may differ in more than their first dimension,
-    as do sentences of like lengths in each."""
+    """A batch already cut: its micro-batches may differ in more than their first dimension, e.g.
+    when each holds sentences of similar length."""
 
 
 def batch_size(value: Any) -> int:
-    """The common first dimension of all tensors; ValueError if there is none, or several, and
-    TypeError if some cannot be seen."""
+    """The common first dimension of all tensors; ValueError if there is none, or several;
+    TypeError if an object hides tensors from pytree."""
     if (kind := hidden_type(value)) is not None:
         raise TypeError(
             f"the batch holds a {kind} with tensors inside, which the pipeline cannot see or cut: "
@@ -43,7 +43,7 @@ def batch_size(value: Any) -> int:
 
 
 def sizes_by_split(batch: int, split_size: int) -> list[int]:
-    """Micro-batches of ``split_size`` examples; the last one is smaller if need be."""
+    """The sizes of micro-batches of ``split_size`` examples; the last may be smaller."""
     if split_size < 1:
         raise ValueError(f"split_size={split_size}: at least 1 example, e.g. {max(batch // 4, 1)}")
     whole, rest = divmod(batch, split_size)
@@ -59,7 +59,7 @@ def sizes_by_number(batch: int, num_microbatches: int) -> list[int]:
 
 
 def split(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """One value per micro-batch; their tensors are views of the given ones."""
+    """One value per micro-batch; its tensors are views of the given ones."""
     leaves, spec = pytree.tree_flatten(value)
     columns = [
         leaf.split(list(sizes)) if _is_batched(leaf) else [leaf] * len(sizes) for leaf in leaves
@@ -69,9 +69,9 @@ def split(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def cut(x: Any, target: Any, sizes: Callable[[int], Sequence[int]]) -> tuple[list[Any], list[Any]]:
-    """The micro-batches of x and of the target, by ``sizes`` (of the batch's size).
+    """The micro-batches of x and of the target; ``sizes`` maps the batch size to their sizes.
 
-    `MicroBatches` come as they are.
+    `MicroBatches` are not cut again.
     """
     if isinstance(x, MicroBatches):
         if not isinstance(target, MicroBatches) or len(x) != len(target):
@@ -85,9 +85,9 @@ def cut(x: Any, target: Any, sizes: Callable[[int], Sequence[int]]) -> tuple[lis
 
 
 def join(values: Sequence[Any]) -> Any:
-    """Tensors concatenated along the batch; what else is the same in all micro-batches, as it is.
+    """Tensors concatenated along the batch; other values, equal in all micro-batches, unchanged.
 
-    Raises ValueError where the whole batch would have something else than its micro-batches.
+    Raises ValueError if the micro-batches cannot be joined to one value of the batch.
     """
     if len(values) == 1:
         return values[0]
@@ -106,7 +106,7 @@ def join(values: Sequence[Any]) -> Any:
 
 
 def _joined(column: Sequence[Any]) -> Any:
-    """One value of every micro-batch."""
+    """Join one leaf of all micro-batches."""
     if all(_is_batched(leaf) for leaf in column):
         return torch.cat(list(column))
     if any(_is_number(leaf) for leaf in column):
@@ -125,7 +125,7 @@ def _joined(column: Sequence[Any]) -> Any:
 
 
 def _is_number(leaf: Any) -> bool:
-    """Of a micro-batch, say a loss or a count: nobody knows the batch's. A flag is none."""
+    """A number per micro-batch, such as a loss or a count; a flag is not a number."""
     if isinstance(leaf, Tensor):
         return leaf.dim() == 0
     return isinstance(leaf, numbers.Number) and not isinstance(leaf, bool)

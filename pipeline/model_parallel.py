@@ -5,11 +5,11 @@
     model._prepare_pipeline_parallel(split_size)   # pipeline: micro-batches, all devices compute
     model._finalize_pipeline_parallel()            # the plain model again
 
-Embedding and head stay with the first device, the final norm with the last; only the blocks
-are spread, and run on one worker per device, each on its own cores, in both modes. Names in the
-``state_dict`` are those of the plain model, and so are the logits.
+Embedding and head stay on the first device, the final norm on the last. Only the blocks are spread;
+in both modes they run on one worker per device, each on its own cores. The logits and the names in
+the ``state_dict`` are the same as the plain model's.
 
-The key-value cache of generation belongs to the plain model: pass ``use_cache=False`` here.
+Only the plain model has a key-value cache for generation: pass ``use_cache=False`` here.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Value = Any  # hidden states B T C, or a tuple of them and an additive mask for 
 
 
 class Block(nn.Module):
-    """A block of transformers: its version 5 returns a tensor, version 4 a tuple. What comes in
-    with the hidden states, a mask, is handed on to the next block."""
+    """A block of transformers; version 5 returns a tensor, version 4 a tuple. A mask that comes in
+    with the hidden states is passed to the next block."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class GPT2ModelParallel(GPT2Model):
         self._set_pipe(Pipe(nn.Sequential(*layers)))
 
     def deparallelize(self) -> None:
-        """One device again: the first."""
+        """Move the model back to one device, the first."""
         if self.h_pp is None:
             return
         assert self.device_map is not None
@@ -101,7 +101,7 @@ class GPT2ModelParallel(GPT2Model):
         self.device_map = None
 
     def _prepare_pipeline_parallel(self, split_size: int = 1) -> None:
-        """From now on the blocks compute as a pipeline, on micro-batches of ``split_size``."""
+        """From now on the blocks run as a pipeline, on micro-batches of ``split_size``."""
         if split_size < 1:
             raise ValueError(f"split_size={split_size}: at least 1 example per micro-batch, e.g. 8")
         if self.h_pp is None:
@@ -126,7 +126,7 @@ class GPT2ModelParallel(GPT2Model):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As `GPT2Model.forward`. ``attention_mask`` B T: 0 at padding."""
+        """Like `GPT2Model.forward`. ``attention_mask`` B T: 0 at padding."""
         if self.h_pp is None:
             return super().forward(
                 input_ids=input_ids,
@@ -177,7 +177,7 @@ class GPT2ModelParallel(GPT2Model):
 
 
 class GPT2LMHeadModelParallel(GPT2LMHeadModel):
-    """`GPT2LMHeadModel` over a `GPT2ModelParallel`; the head is on the first device, as ``wte``."""
+    """`GPT2LMHeadModel` over a `GPT2ModelParallel`, with head and ``wte`` on the first device."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)

@@ -1,10 +1,9 @@
-"""What one rank of a pipeline of processes has around it, and all that passes there.
+"""The links of one rank of a pipeline of processes, and everything sent over them.
 
-Besides activations and gradients, which `Dataflow` puts and gets: the loss, known only to the rank
-that has the last stage; and the gradients of parameters that several ranks use. All go through the
-same links, so that a rank that fails, or dies, ends every kind of waiting alike. Two ranks have one
-link, however many of their stages are neighbours: a message says what it is and which stage wants
-it.
+`Dataflow` sends activations and gradients. Also sent are the loss, known only to the rank with the
+last stage, and the gradients of parameters shared by several ranks. All use the same links, so a
+rank that fails or dies ends every kind of wait alike. Two ranks have one link, however many of
+their stages are neighbours: a message names its kind and the receiving stage.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ Acting = Callable[..., AbstractContextManager[None]]  # runtime.recorder.acting,
 
 UP, DOWN = "activations", "gradients"
 FROM_LAST, TIED = "what the last stage found", "the gradients of shared parameters"
-_NONE = -1  # the micro-batch of what belongs to none
+_NONE = -1  # the micro-batch of messages without one
 
 
 class Link(Protocol):
-    """Both ways between two ranks. Messages arrive in the order in which they were sent.
+    """Both directions between two ranks. Messages arrive in the order in which they were sent.
 
     `send`, `receive` and `flush` raise `PeerError` if the other end is lost.
     """
@@ -49,8 +48,8 @@ class Link(Protocol):
 class Neighbour:
     """The other end of a link: the rank ``peer``, seen from the rank ``own``.
 
-    What passes is told apart by ``what`` it is, the stage it goes to, and the micro-batch; what
-    belongs to no stage goes to a rank.
+    A message is identified by its kind (``what``), the stage it goes to, and the micro-batch; one
+    that belongs to no stage goes to a rank.
     """
 
     def __init__(
@@ -62,8 +61,8 @@ class Neighbour:
         self._early: dict[tuple[str, int, int], Any] = {}
 
     def put(self, what: str, i: int, value: Any, stages: tuple[int, int] | None = None) -> None:
-        """Hand over ``value`` of micro-batch i, from the first of the ``stages`` to the second;
-        does not wait until it is received."""
+        """Send ``value`` of micro-batch i from the first of the ``stages`` to the second; does not
+        wait until it is received."""
         begin, end = stages or (self._own, self._peer)
         place = "rank" if stages is None else "stage"
         try:
@@ -74,7 +73,7 @@ class Neighbour:
             raise PeerError(f"{way}{_of(i)}: {error}") from None
 
     def get(self, what: str, i: int, stages: tuple[int, int] | None = None) -> Any:
-        """Wait for micro-batch i. A schedule may want it later than it comes."""
+        """Wait for micro-batch i. Messages may arrive before the schedule needs them."""
         begin, end = stages or (self._peer, self._own)
         place = "rank" if stages is None else "stage"
         try:
@@ -89,9 +88,9 @@ class Neighbour:
 
 
 class Channel:
-    """As `Dataflow` has them, its other end with a neighbour: from the first of the ``stages`` to
-    the second. ``shared``: by micro-batch, leaves of what was got that lay in one memory where they
-    come from."""
+    """A channel of `Dataflow` whose other end is on a neighbour: from the first of the ``stages``
+    to the second. ``shared``: by micro-batch, the leaves of a received value that shared memory on
+    the sender."""
 
     def __init__(self, neighbour: Neighbour, what: str, stages: tuple[int, int]) -> None:
         self._neighbour, self._what, self._stages = neighbour, what, stages
@@ -106,15 +105,15 @@ class Channel:
         return value
 
     def stop(self) -> None:
-        """Whoever ends the step tells the others, and why: `Neighbours.fail`."""
+        """Does nothing: `Neighbours.fail` tells the other ranks, with the reason."""
 
 
 class Neighbours:
-    """All links of one rank of a pipeline: with those whose stages come before and after its own,
-    and with those that share parameters with it.
+    """All links of one rank of a pipeline: with ranks of neighbouring stages, with ranks r - 1 and
+    r + 1, and with ranks that share parameters with it.
 
-    ``ranks``: by stage, the rank that has it. ``tied``: for each parameter of the model that
-    several ranks use, its name and those ranks. All ranks must make theirs together.
+    ``ranks``: the rank of each stage. ``tied``: for each parameter used by several ranks, its name
+    and those ranks. All ranks must make theirs together.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class Neighbours:
         if links is None:
             links = self._groups = GroupLinks(sorted(pairs), group, device, timeout)
         self._all = {r: Neighbour(link, rank, r, acting, group) for r, link in links.items()}
-        # As `Dataflow` has them: activations into stage s, and gradients out of it.
+        # For `Dataflow`: activations into stage s, and gradients out of it.
         self.up: dict[int, Channel] = {}
         self.down: dict[int, Channel] = {}
         for s, ends in enumerate(pairwise(ranks), 1):  # the boundary below stage s
@@ -151,8 +150,8 @@ class Neighbours:
                 self.down[s] = Channel(neighbour, DOWN, (s, s - 1))
 
     def from_last(self, value: Tensor | None) -> Tensor:
-        """A tensor of the rank that has the last stage, passed on from rank to rank."""
-        away = (self.rank > self._last) - (self.rank < self._last)  # 0: it is this rank's
+        """A tensor from the rank with the last stage, passed on from rank to rank."""
+        away = (self.rank > self._last) - (self.rank < self._last)  # 0: this rank has it
         if away:
             value = self._all[self.rank - away].get(FROM_LAST, _NONE)
         assert value is not None
@@ -166,8 +165,8 @@ class Neighbours:
         parameters: Mapping[str, nn.Parameter],
         parts: Mapping[str, Mapping[int, Tensor | None]],
     ) -> Gradients:
-        """For parameters that several ranks use, the sum of their gradients, in the order of the
-        stages, by which this rank's ``parts`` are given: the same bits on all of those."""
+        """Sums the gradients of parameters shared by several ranks, in the order of the stages: the
+        same bits on all of these ranks. ``parts``: this rank's gradients, by name and stage."""
         if not self._tied:
             return {}
         with self._acting("all_reduce"):
@@ -186,7 +185,7 @@ class Neighbours:
         return sums
 
     def flush(self) -> None:
-        """At the end of a step."""
+        """At the end of a step: see `Link.flush`."""
         for peer, neighbour in self._all.items():
             try:
                 neighbour.link.flush()
@@ -195,7 +194,7 @@ class Neighbours:
                 raise PeerError(f"{way}: {error}") from None
 
     def fail(self, reason: str) -> None:
-        """Tell all neighbours that nothing more will come, and why, and hang up."""
+        """Tell all neighbours why nothing more will come, and hang up."""
         for neighbour in self._all.values():
             neighbour.link.fail(reason)
         self.close()

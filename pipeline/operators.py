@@ -1,13 +1,12 @@
-"""The operators of a module in their order, as `torch.export` notes them.
+"""The operators of a module in order, as recorded by `torch.export`.
 
-`torch.export` runs ``forward`` once, in Python, on tensors that have shapes and no values. What it
-notes is the same for other sizes, under conditions, which `Program.check_inputs` looks at: where
-``forward`` asked ``if x.size(1) > 4``, inputs must answer as the example did. An answer that
-depends on values cannot be noted, and is refused with the line that asks.
+`torch.export` runs ``forward`` once, in Python, on tensors with shapes but without values. The
+trace holds for other sizes under conditions, which `Program.check_inputs` checks: if ``forward``
+branches on ``x.size(1) > 4``, inputs must take the same branch as the example. A branch on values
+cannot be traced; the error names its line.
 
-What is not torch.export's public interface: ``_guards_code``, its conditions as Python
-expressions, and ``backed_size_oblivious``, without which a size that may be 1 is taken for one that
-never is.
+Not public in torch.export: ``_guards_code``, its conditions as Python expressions, and
+``backed_size_oblivious``, without which torch assumes that a size that may be 1 never is.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class Program:
     """The operators of a module in one mode.
 
     Attributes:
-        nodes: the operators, in their order.
-        inputs, output: what they begin with, and what they end in.
-        tensors: the parameters, buffers and constants that they use, with their names.
-        starts: by the name of a submodule, how many operators come before its first call.
+        nodes: the operators, in order.
+        inputs, output: the nodes before and after them.
+        tensors: the parameters, buffers and constants they use, with their names.
+        starts: for each submodule, by name, the number of operators before its first call.
     """
 
     def __init__(self, module: nn.Module, example: Any, device: torch.device) -> None:
@@ -51,7 +50,7 @@ class Program:
             else:
                 name = spec.target.removeprefix("module.")
                 tensor = _attribute(module, name)
-                if tensor is None:  # a constant that forward makes; those of the other mode differ
+                if tensor is None:  # a constant made by forward, different in the other mode
                     name = f"{name}_{'training' if module.training else 'evaluation'}"
                     tensor = self.exported.constants[spec.target]
                 self.tensors[node] = names.get(tensor, name), tensor
@@ -63,16 +62,16 @@ class Program:
         self.check_inputs = _Inputs(example, self.exported._guards_code)
 
     def uses(self, node: fx.Node) -> list[int]:
-        """The operators that use a value; the output counts as the one after the last."""
+        """The operators that use a value, by number; the output comes after the last."""
         return [self.order[user] for user in node.users]
 
     def crossing(self, place: int) -> list[fx.Node]:
-        """The values that a cut behind so many operators hands on."""
+        """The values handed on by a cut after the first ``place`` operators."""
         before = (*self.inputs, *self.nodes[:place])
         return [node for node in before if any(k >= place for k in self.uses(node))]
 
     def differentiable(self) -> set[fx.Node]:
-        """The values that gradients come back for, and trained parameters."""
+        """The values that receive gradients, and trained parameters."""
         found = {node for node, (_, tensor) in self.tensors.items() if tensor.requires_grad}
         for node in self.nodes:
             leaves = pytree.tree_leaves(node.meta.get("val"))
@@ -82,7 +81,7 @@ class Program:
         return found
 
     def written(self) -> dict[str, list[int]]:
-        """The buffers that operators write to, and by which operators they are used."""
+        """The buffers that operators write to, with the operators that use them."""
         found = set[fx.Node]()
         for node in self.nodes:
             if isinstance(node.target, torch._ops.OpOverload):
@@ -95,8 +94,8 @@ class Program:
 
 
 class _Inputs:
-    """Makes a list of what the first stage is given; ValueError unless it is as the example was,
-    but for sizes."""
+    """Flattens the first stage's input to a list; ValueError unless it matches the example, except
+    in sizes."""
 
     def __init__(self, example: Any, conditions: Sequence[str]) -> None:
         leaves, self._spec = pytree.tree_flatten(example)
@@ -128,12 +127,12 @@ class _Inputs:
 
 
 def _types(value: Any) -> Any:
-    """For messages: types instead of leaves."""
+    """``value`` with type names instead of leaves, for messages."""
     return pytree.tree_map(lambda leaf: type(leaf).__name__, value)
 
 
 class _AnyInput(nn.Module):
-    """Takes one argument, so that all there is to an input has one name in the trace."""
+    """Takes one argument, so that the whole input has one name in the trace."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -152,7 +151,7 @@ class _AnyInput(nn.Module):
 
 
 def _export(module: nn.Module, example: Any) -> ExportedProgram:
-    """Traced for any sizes; ValueError with the line of the user's code that prevents it."""
+    """A trace for any sizes; ValueError names the line of user code that prevents it."""
     sizes = pytree.tree_map(
         lambda t: dict.fromkeys(range(t.dim()), Dim.AUTO) if isinstance(t, Tensor) else None,
         example,
@@ -160,7 +159,7 @@ def _export(module: nn.Module, example: Any) -> ExportedProgram:
     try:
         with (
             symbols.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
-            contextlib.redirect_stderr(io.StringIO()),  # where it prints the graph of a failure
+            contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph of a failure there
         ):
             return export(_AnyInput(module), (example,), dynamic_shapes=(sizes,), strict=False)
     except Exception as error:
@@ -168,7 +167,7 @@ def _export(module: nn.Module, example: Any) -> ExportedProgram:
 
 
 def _why(error: Exception, module: nn.Module) -> str:
-    """What prevents a trace, where, and what to do."""
+    """The message: where the trace fails, why, and what to do."""
     outside = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -200,5 +199,5 @@ def _attribute(module: Any, name: str) -> Tensor | None:
 
 
 def at_least_two(t: Tensor) -> Tensor:
-    """A batch of one example as one of two, which is no special size to a trace."""
+    """Expands a batch of one example to two: to a trace, 1 is a special size."""
     return t.expand(2, *t.shape[1:]) if t.dim() and t.size(0) == 1 else t

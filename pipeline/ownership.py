@@ -1,11 +1,11 @@
-"""What a rank holds of a model that is spread over ranks: its own layers, under the model's names.
+"""A rank's part of a model spread over ranks: its own layers, under the model's names.
 
 The layers of all ranks are built on the meta device, where a parameter is a shape without memory.
-A rank gives memory to those of its own layers, and an initial value that depends on the name, never
-on the layout: so every cut starts from the same model, and no rank ever holds all of it.
+A rank allocates the parameters of its own layers. Their initial values depend on the name, never on
+the layout: so every cut starts from the same model, and no rank ever holds all of it.
 
-A parameter that several ranks use (tied weights) has a copy on each of them. The first of them
-owns it: norms count it, and checkpoints hold it, once.
+A parameter used by several ranks (tied weights) has a copy on each. The first of these ranks owns
+it, so that norms and checkpoints count it once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from runtime.graph import Initialize
 
 
 class Ownership:
-    """The parameters of the ``own`` one of the ``partitions`` of a model, by the model's names: all
-    layers of a rank, whether they are one stage or several.
+    """The parameters of ``partitions[own]``, all layers of this rank (one stage or several), by the
+    model's names.
 
     ``ranks``: for every parameter of the model, the ranks that use it, in order.
     """
@@ -41,7 +41,7 @@ class Ownership:
                 self.ranks.setdefault(self._names[p], []).append(r)
 
     def materialize(self, device: torch.device, initialize: Initialize | None) -> None:
-        """Give memory on ``device`` to what is on the meta device; move the rest there."""
+        """Allocate and fill tensors on the meta device; move the others to ``device``."""
         made: dict[Tensor, Tensor] = {}
         for module in self._module.modules():
             for table in (module._parameters, module._buffers):
@@ -57,11 +57,11 @@ class Ownership:
         return {self._names[p]: p for p in self._module.parameters()}
 
     def owned(self) -> dict[str, nn.Parameter]:
-        """Those that this rank owns: over all ranks, each parameter of the model once."""
+        """The parameters this rank owns. Over all ranks: each parameter of the model once."""
         return {n: p for n, p in self.parameters().items() if self.ranks[n][0] == self._own}
 
     def tied(self) -> dict[str, nn.Parameter]:
-        """Those that other ranks use too, in an order that is the same on all of them."""
+        """The parameters that other ranks use too, in the same order on all ranks."""
         return {n: p for n, p in sorted(self.parameters().items()) if len(self.ranks[n]) > 1}
 
     def _make(self, tensor: Tensor, device: torch.device, initialize: Initialize | None) -> Tensor:

@@ -1,11 +1,11 @@
-"""Where a model is cut: by the devices of its layers, or so that the stages cost the same.
+"""Cuts a model into stages: by the devices of its layers, or into stages of equal cost.
 
-`_split_module` joins consecutive layers of one device to a partition. The device of a layer is
-that of its parameters, or what `WithDevice` says: the logical devices ``cpu:0``, ``cpu:1`` can
-only be said that way, since a tensor moved to them reports ``cpu``.
+`_split_module` joins consecutive layers of one device to a partition. A layer's device is the
+device of its parameters, or is given by `WithDevice`. Logical devices ``cpu:0``, ``cpu:1`` need
+`WithDevice`, since a tensor moved to them reports ``cpu``.
 
-A pipeline is as fast as its slowest stage, so `balance` cuts n contiguous stages such that the
-costliest costs least: exact, by dynamic programming over (layers, stages), O(n L^2).
+A pipeline is as fast as its slowest stage, so `balance` cuts n contiguous stages with the least
+maximal cost: exact, by dynamic programming over (layers, stages), O(n L^2).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 
 class WithDevice(nn.Module):
-    """A layer with the device it shall run on: ``WithDevice(nn.Dropout(), 'cpu:1')``."""
+    """A layer with the device to run it on: ``WithDevice(nn.Dropout(), 'cpu:1')``."""
 
     def __init__(self, module: nn.Module, device: torch.device | str) -> None:
         super().__init__()
@@ -56,9 +56,9 @@ def _retrieve_device(module: nn.Module) -> torch.device | None:
 def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.device]]:
     """Cut a Sequential where the device changes: (partitions, their devices).
 
-    Nested Sequentials are taken apart. A layer without parameters and without `WithDevice` stays
-    with the layer before it (at the very beginning: with the one after it). What `WithDevice`
-    places on a GPU is moved there.
+    Nested Sequentials are flattened. A layer without parameters and without `WithDevice` stays
+    with the previous layer (the first layer: with the next). A layer that `WithDevice` places on a
+    GPU is moved there.
     """
     layers = [(layer, _placed(layer, device)) for layer, device in flatten(modules)]
     if not layers:
@@ -75,8 +75,8 @@ def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.dev
 
 
 def split_into(modules: nn.Sequential, sizes: Sequence[int]) -> list[nn.Sequential]:
-    """``sizes[s]`` of its layers for each stage s, a nested Sequential counting as one, and then
-    taken apart. ValueError unless the sizes add up to the layers."""
+    """``sizes[s]`` layers for each stage s; a nested Sequential counts as one layer and is then
+    flattened. ValueError unless the sizes add up to the layers."""
     if sum(sizes) != len(modules) or min(sizes, default=0) < 1:
         raise ValueError(
             f"sizes {list(sizes)} for {len(modules)} layers: one number per stage, each at least "
@@ -90,7 +90,7 @@ def split_into(modules: nn.Sequential, sizes: Sequence[int]) -> list[nn.Sequenti
 def split_by_sizes(
     modules: nn.Sequential, sizes: Sequence[int]
 ) -> tuple[nn.ModuleList, list[torch.device]]:
-    """As `_split_module`, cut by ``sizes`` as `split_into`."""
+    """Like `_split_module`, but cut by ``sizes`` like `split_into`."""
     partitions, devices, first = nn.ModuleList(), [], 0
     layers = list(modules)
     for part, n in zip(split_into(modules, sizes), sizes, strict=True):
@@ -109,16 +109,16 @@ def split_by_sizes(
 def flatten(
     modules: nn.Sequential, inherited: torch.device | None = None
 ) -> Iterator[tuple[nn.Module, torch.device | None]]:
-    """The layers, nested Sequentials taken apart, and what `WithDevice` says of each.
+    """The layers of nested Sequentials, each with its device from `WithDevice`, if any.
 
-    Every runtime counts these: the number of a layer seeds its dropout.
+    Every runtime numbers the layers this way; the number of a layer seeds its dropout.
     """
     if not isinstance(modules, nn.Sequential):
         raise TypeError(
             f"a pipeline is cut from an nn.Sequential, not from {type(modules).__name__}: "
             "give nn.Sequential(*layers)"
         )
-    for layer in modules:  # not named_children(), which skips a layer that is there twice
+    for layer in modules:  # not named_children(), which skips a repeated layer
         device = inherited
         while isinstance(layer, WithDevice):
             device = device or layer.device
@@ -130,21 +130,21 @@ def flatten(
 
 
 def _is_nested(layer: nn.Module) -> TypeGuard[nn.Sequential]:
-    """A subclass may have a forward of its own; an empty one is a layer, the identity."""
+    """A subclass may have its own forward; an empty Sequential is a layer, the identity."""
     return type(layer) is nn.Sequential and len(layer) > 0
 
 
 def _placed(layer: nn.Module, device: torch.device | None) -> torch.device | None:
-    """The device of a layer, moved where `WithDevice` says a GPU."""
+    """The device of a layer, which is moved there if `WithDevice` names a GPU."""
     if device is not None and device.type != "cpu":
         layer.to(device)
     return device or _retrieve_device(layer)
 
 
 def containers(modules: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """What `flatten` takes apart, by name: the Sequentials, and the `WithDevice` of layers.
+    """The modules that `flatten` takes apart, by name: Sequentials and `WithDevice` wrappers.
 
-    Nobody calls these any more.
+    A pipeline never calls them.
     """
     yield path or "the Sequential", modules
     for key, layer in modules._modules.items():
@@ -157,7 +157,7 @@ def containers(modules: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Layers per stage, such that the largest sum of ``costs`` in a stage is smallest."""
+    """Layers per stage that minimize the largest sum of ``costs`` in a stage."""
     L = len(costs)
     if not 1 <= num_stages <= L:
         raise ValueError(
@@ -187,8 +187,8 @@ def measure_costs(
 ) -> list[float]:
     """Seconds of forward and backward of each layer, median of ``repeats`` after a warm-up.
 
-    ``sample`` is a micro-batch; ``loss_fn(output)`` counts towards the last layer. Gradients go
-    nowhere: ``.grad`` is as it was. A device is waited for, so GPUs are measured too.
+    ``sample`` is a micro-batch; ``loss_fn(output)`` counts towards the last layer. ``.grad`` does
+    not change. The clock is read after waiting for the GPU.
     """
     costs = []
     value = sample
@@ -205,7 +205,7 @@ def measure_costs(
 
 
 def _forward_backward(layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any] | None) -> Any:
-    """One forward and backward; the output, detached, flows into the next layer."""
+    """One forward and backward; returns the detached output, the next layer's input."""
     parameters = [p for p in layer.parameters() if p.requires_grad]
     device = parameters[0].device if parameters else None
 
@@ -232,10 +232,10 @@ def _forward_backward(layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any
 def place(
     layers: Sequence[nn.Module], sizes: Sequence[int], devices: Sequence[str | torch.device]
 ) -> tuple[nn.Sequential, dict[nn.Parameter, nn.Parameter]]:
-    """Put ``sizes[s]`` layers on ``devices[s]``: the Sequential for a `Pipe`, and its replicas.
+    """Put ``sizes[s]`` layers on ``devices[s]``; returns the Sequential for a `Pipe`, and replicas.
 
-    A parameter that stages on different GPUs share stays with the first of them; the others get a
-    copy: ``replicas[copy]`` is the parameter. The layers of those are changed in place.
+    A parameter shared by stages on different GPUs stays on the first of these stages; the others
+    get a copy, put into their layers in place: ``replicas[copy]`` is the original.
     """
     if len(sizes) != len(devices) or sum(sizes) != len(layers):
         raise ValueError(

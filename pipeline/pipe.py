@@ -1,4 +1,4 @@
-"""A pipeline of one process: the stages of a model, a worker thread each.
+"""A pipeline in one process: one worker thread per stage.
 
     pipe = Pipe(nn.Sequential(WithDevice(a, "cpu:0"), WithDevice(b, "cpu:1")), split_size=8)
     pipe(x).sum().backward()                                          # like the Sequential itself
@@ -8,14 +8,14 @@
 m + n - 1 clocks. Autograd sees one function from the input and the parameters to the output; its
 backward runs the same clocks, last stage first, *on the workers*. Gradient hooks, tied parameters,
 `torch.autograd.grad` and ``retain_graph`` work as on the plain Sequential; differentiating twice
-does not. A Pipe runs one call at a time: a second thread's raises.
+does not. A Pipe runs one call at a time: a call from a second thread raises.
 
-`Pipe.train_step` computes the loss on the last stage and runs any schedule of schedule.py. Both add
-the gradients of micro-batches in their order, and give the same bits.
+`Pipe.train_step` computes the loss on the last stage and runs any schedule of catalogue.py. Both
+add gradients in the order of the micro-batches, and give the same bits.
 
 Cost: a bubble of (n-1)/(m+n-1) of the time (zb: a third of it); the activations of m micro-batches
-(1F1B: at most min(m, n-s) on stage s; zb: min(m, n)); per action, about 0.1 ms of Python and
-waking threads.
+(1F1B: at most min(m, n-s) on stage s; zb: min(m, n)); about 0.1 ms per action for Python and thread
+wake-ups.
 
 Glossary: m micro-batches, n stages, i micro-batch, j or s stage.
 """
@@ -56,13 +56,13 @@ _clock_cycles = clock_cycles  # the course's name
 
 
 class Pipe(nn.Module):
-    """An `nn.Sequential`, its partitions computing at the same time on different micro-batches.
+    """An `nn.Sequential` whose partitions compute different micro-batches at the same time.
 
     ``split_size``: examples per micro-batch of `forward`. ``recorder``: see runtime/recorder.py.
-    ``replicas``: copies of tied parameters on other devices (`partition.place` makes them).
+    ``replicas``: copies of tied parameters on other devices (made by `partition.place`).
     ``recompute``: a mode of runtime/recompute.py.
-    ``sizes``: layers per stage; by default a stage ends where the device changes. With them, each
-    device may have several stages, its chunks, for a schedule that has them: chunks.py.
+    ``sizes``: layers per stage; by default a stage ends where the device changes. With ``sizes`` a
+    device may have several stages (chunks), for the schedules of chunks.py.
     ``peak_alive``: after a step, the most micro-batches whose activations each worker held,
     counted once for each of its stages.
     """
@@ -86,20 +86,20 @@ class Pipe(nn.Module):
             self.partitions, self.devices = _split_module(module)
         else:
             self.partitions, self.devices = split_by_sizes(module, sizes)
-        self._uncalled = [  # in a list, since their parameters are those of the partitions
+        self._uncalled = [  # in a list: as submodules they would repeat the partitions' parameters
             *containers(module),
             *((f"partitions.{j}", part) for j, part in enumerate(self.partitions)),
         ]
         self.peak_alive: list[int] = []
         self._crew = Crew(self.devices)
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
-        # Stages that share a device share a worker: by stage, the first that has the same.
+        # Stages on one device share a worker: by stage, the first stage with the same worker.
         self._workers = [self.in_queues.index(queue) for queue in self.in_queues]
         workers = sorted(set(self._workers))
         self._ranks = [workers.index(k) for k in self._workers]  # as schedules count them
         if sizes is None:
             self._ranks = [*range(len(self.devices))]
-        self._stages: list[Stage] = []  # those of the forward in progress
+        self._stages: list[Stage] = []  # of the forward in progress
 
     def close(self) -> None:
         """End the worker threads. Garbage collection does so too."""
@@ -114,8 +114,8 @@ class Pipe(nn.Module):
     def forward(self, x: Any) -> Any:
         """The output of the Sequential for x, on the last device.
 
-        x is a tensor, or nested tuples, lists, dicts of tensors, whose first dimension is the
-        batch; so is what passes from layer to layer.
+        x is a tensor, or nested tuples, lists and dicts of tensors, with the batch as first
+        dimension. The same holds for values between layers.
         """
         refuse_hooks(self._uncalled)
         sizes = microbatch.sizes_by_split(microbatch.batch_size(x), self.split_size)
@@ -125,16 +125,16 @@ class Pipe(nn.Module):
             try:
                 return pipelined(self, self._stages, x, sizes)
             finally:
-                self._stages = []  # autograd holds those it needs for a backward
+                self._stages = []  # autograd keeps the stages it needs for backward
 
     def forward_all(self, batches: list[Any]) -> None:
-        """The forward of all micro-batches; ``batches`` become the outputs."""
+        """The forward of all micro-batches; outputs replace inputs in ``batches``."""
         self.compute(batches, self._all_clocks(len(batches)))
 
     def backward_all(
         self, stages: Sequence[Stage], gradients: list[list[Tensor | None]], retain_graph: bool
     ) -> None:
-        """The same clocks, last stage first; ``gradients`` of the outputs become the inputs'."""
+        """The same clocks, last stage first; the inputs' ``gradients`` replace the outputs'."""
         n = len(stages)
         actions = [Action(BACKWARD, n - 1 - j, i) for i, j in self._all_clocks(len(gradients))]
         flow = Dataflow(
@@ -148,13 +148,13 @@ class Pipe(nn.Module):
     def compute(self, batches: list[Any], schedule: Sequence[tuple[int, int]]) -> None:
         """Run each (i, j) of ``schedule``, partition j on ``batches[i]``, in place.
 
-        That may be one clock, whose pairs run at the same time; or the clocks of a forward one
-        after the other, as `forward` gives them. Then a partition starts on a micro-batch as soon
-        as the partition before it is done with it: nobody waits for the end of a clock.
+        ``schedule`` may be one clock, whose pairs run at the same time, or all clocks of a forward
+        in sequence. A partition starts on a micro-batch as soon as the previous partition is done
+        with it: nobody waits for the end of a clock.
         """
         stages = self._stages or self._new_stages()
         flow = Dataflow(stages, channels(range(len(stages) + 1)), {}, recorder=self.recorder)
-        reached: dict[int, int] = {}  # by micro-batch, the partition whose output it is last
+        reached: dict[int, int] = {}  # by micro-batch, the last partition that it has passed
         for i, j in schedule:
             if i not in reached:
                 flow.up[j].put(i, batches[i])
@@ -170,7 +170,7 @@ class Pipe(nn.Module):
             batches[i] = flow.up[j + 1].get(i)
 
     def _all_clocks(self, num_batches: int) -> list[tuple[int, int]]:
-        """The pairs of all clocks, in their order. ValueError unless each is there once."""
+        """The pairs of all clocks, in order. ValueError unless each appears once."""
         n = len(self.partitions)
         pairs = [pair for clock in _clock_cycles(num_batches, n) for pair in clock]
         if sorted(pairs) != [(i, j) for i in range(num_batches) for j in range(n)]:
@@ -181,7 +181,7 @@ class Pipe(nn.Module):
         return pairs
 
     def _run_flow(self, flow: Dataflow, actions: Sequence[Action]) -> list[int]:
-        """Each worker does the actions of its stages, in this order; by worker, the most
+        """Each worker does the actions of its stages, in this order; returns, by worker, the most
         micro-batches it held."""
         by_worker: dict[int, list[Action]] = {}
         for action in actions:
@@ -204,12 +204,12 @@ class Pipe(nn.Module):
         """Forward and backward of a batch by ``schedule``; return the loss, add to ``.grad``.
 
         ``loss_fn(output, target)`` runs on the last stage, once per micro-batch, and returns the
-        *sum* over it; the loss is ``scale`` times all sums. For the mean over the target tokens of
-        the whole batch, however they fall into micro-batches: ``scale=1 / number_of_tokens``.
-        Without ``num_microbatches``, they have ``split_size`` examples; `MicroBatches` come as they
-        are. Nothing is added to any ``.grad`` if a stage raises. If any parameter has a gradient
-        hook or a post-accumulate hook, say an all-reduce, then all run on the calling thread, stage
-        by stage, in order.
+        *sum* over it; the loss is ``scale`` times all sums. ``scale=1 / number_of_tokens`` gives
+        the mean over the target tokens of the whole batch, for any cut into micro-batches. Without
+        ``num_microbatches``, micro-batches have ``split_size`` examples; `MicroBatches` are not cut
+        again. If a stage raises, no ``.grad`` changes. If any parameter has a gradient hook or a
+        post-accumulate hook, such as an all-reduce, all gradients are delivered on the calling
+        thread, stage by stage, in order.
         """
         with self._crew.alone():
             self._refresh_replicas()
@@ -226,14 +226,14 @@ class Pipe(nn.Module):
             return loss
 
     def run_on_stages(self, function: Callable[[int], T]) -> list[T]:
-        """``function(s)`` for every stage s on its worker, at the same time: optimizer steps."""
+        """``function(s)`` for every stage s on its worker, in parallel; for optimizer steps."""
         context = Context()
         return self._crew.run(
             [(s, Task(partial(function, s), context)) for s in range(len(self.devices))]
         )
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:
-        """Per stage, the parameters it owns; a tied one belongs to the first of its stages."""
+        """Per stage, the parameters it owns; a tied parameter belongs to its first stage."""
         seen: set[nn.Parameter] = set(self.replicas)
         owned: list[list[nn.Parameter]] = []
         for partition in self.partitions:
@@ -279,7 +279,7 @@ class Pipe(nn.Module):
         return stages
 
     def _refresh_replicas(self) -> None:
-        """Copies of tied parameters follow what the optimizer did to the originals."""
+        """Update the copies of tied parameters after an optimizer step."""
         with torch.no_grad():
             for copy, original in self.replicas.items():
                 copy.copy_(original, non_blocking=copy.device.type == "cuda")

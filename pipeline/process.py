@@ -1,38 +1,38 @@
-"""A pipeline of many processes: the stages are on its ranks, joined by send and receive.
+"""A pipeline of many processes: stages on several ranks, joined by send and receive.
 
     layers = nn.Sequential(*gpt2_layers(model))           # on every rank, on the meta device
     pipe = ProcessPipe(layers, sizes=(3, 3), model=model, initialize=initial_value)
     optimizer = torch.optim.AdamW(pipe.parameters())
     loss = pipe.train_step(x, y, loss_fn, "1f1b", num_microbatches=4, scale=1 / tokens)
-    optimizer.step()                                      # of this stage's parameters
+    optimizer.step()                                      # updates this rank's parameters
 
-The lists of schedule.py are run by the same `Dataflow` on the same `Stage` as under threads, so
-every bit of the result is the same, dropout included. Only the channels differ (neighbours.py):
-what a stage hands on becomes a message that says itself what it is (messages.py), and goes through
-shared memory between CPU ranks of one machine, and through process groups otherwise. Model
-parallelism is the pipeline with one micro-batch.
+The same `Dataflow` and `Stage` run the same lists as with threads, so every bit of the result is
+the same, dropout included. Only the channels differ (neighbours.py): a stage's output becomes a
+self-describing message (messages.py), sent through shared memory between CPU ranks of one machine
+and through process groups otherwise. Model parallelism is a pipeline with one micro-batch.
 
     rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
                           ◂══gradients════         ◂══gradients════
 
-A rank has one stage, or several, its chunks (chunks.py): ``ranks`` says who has which. It runs the
-actions of its own in the order of its list; between two of them on one rank nothing is sent.
+A rank has one stage or several, its chunks (chunks.py): ``ranks`` gives the rank of each stage. A
+rank runs its actions in the order of its list; nothing is sent between two stages of one rank.
 
-All ranks call the same methods with the same global batch, as the data loader gives it to each: the
-first stage's uses x, the last one's the target, the others only the number of micro-batches.
+All ranks call the same methods with the same global batch, as each rank's data loader yields it.
+The first stage's rank uses x, the last stage's the target, the others only the number of
+micro-batches.
 
-With `early_gradients` a whole backward runs in its two halves (zero_bubble.py), the gradient sent
-in between: the stage below starts earlier by the time of the weights' half. With GPipe and 1F1B,
-and all thirds of the work alike, a step of n stages takes 3(m+n-1) - (n-1) thirds instead of
-3(m+n-1). It costs memory, on every stage but the first: until the weights' half has run, every
+With `early_gradients` a whole backward runs in its two halves (zero_bubble.py), and the gradient is
+sent in between: the previous stage starts earlier by the time of the weights' half. With GPipe or
+1F1B, and F, I and W of one third each, a step of n stages takes 3(m+n-1) - (n-1) thirds instead of
+3(m+n-1). The price is memory on every stage but the first: until the weights' half has run, every
 product keeps its input and the gradient of its output.
 
-Every `train_step` draws its dropout's seed from the default generator of each rank, which must be
-seeded alike. `eval` leaves them as they are.
+Every `train_step` draws its dropout seed from each rank's default generator. All ranks must be
+seeded alike. `eval` does not change the generators.
 
-Cost: per boundary and micro-batch, one tensor each way. Memory: a stage, and what the schedule
-keeps alive of activations. Adding the tied weights' gradients (GPT-2's embedding is used on the
-first rank and the last) takes one exchange of them per step.
+Cost: per boundary and micro-batch, one tensor each way. Memory: a stage, and the activations that
+the schedule keeps alive. Tied weights (GPT-2's embedding is on the first and the last rank) take
+one exchange of their gradients per step.
 
 Glossary: n ranks, m micro-batches, s stage, r rank, i micro-batch.
 """
@@ -76,30 +76,29 @@ from .schedule import (
 )
 from .stage import Stage
 
-_GRACE = 0.2  # seconds by which a failure's cause is to be reported before its consequences
+_GRACE = 0.2  # seconds that a failure's consequences wait, so that its cause is reported first
 
 
 class ProcessPipe:
-    """The stages of ``layers``, stage s of ``sizes[s]`` of them, on the ranks of ``group``.
+    """A pipeline on the ranks of ``group``; stage s has the next ``sizes[s]`` of ``layers``.
 
     Args:
-        layers: all of them, on every rank; those of other ranks are best on the meta device.
-        sizes: layers per stage, a nested Sequential counting as one.
-        ranks: by stage, the rank that has it, as `catalogue.places` says of a schedule; by default
-            stage s is on rank s.
+        layers: all layers, on every rank; other ranks' are best on the meta device.
+        sizes: layers per stage; a nested Sequential counts as one layer.
+        ranks: the rank of each stage, from `catalogue.places`; by default stage s is on rank s.
         device: of this rank.
-        group: of the ranks; by default all.
-        model: whose names the parameters have; by default those of ``layers``.
-        initialize: writes the values of parameters that are on the meta device.
-        recorder: see runtime/recorder.py; kinds are those of schedule.Kind, and send, receive
-            and all_reduce (of tied gradients); micro-batch below 0: of none.
+        group: the ranks; by default all.
+        model: gives the parameters their names; by default ``layers`` does.
+        initialize: writes the values of tensors on the meta device.
+        recorder: see runtime/recorder.py; kinds are those of schedule.Kind, R (recompute), send,
+            receive and all_reduce (of tied gradients); micro-batch below 0: none.
         by_layer: see stage.py.
-        early_gradients: send a gradient before those of weights are computed.
+        early_gradients: send a gradient before the weights' gradients are computed.
         recompute: a mode of runtime/recompute.py.
-        share_memory: CPU ranks of one machine exchange through it, where they can.
+        share_memory: use shared memory between CPU ranks of one machine, if possible.
         timeout: seconds that a neighbour may be silent.
 
-    Raises ValueError where sizes, ranks and layers do not fit.
+    Raises ValueError if sizes, ranks and layers do not fit.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class ProcessPipe:
         self._broken: str | None = None
 
     def close(self) -> None:
-        """Hang up, when all that was sent has been received: after a last step of all ranks."""
+        """Hang up. Call it after the last step of all ranks, when every message was received."""
         self._broken = self._broken or "it is closed"
         self._neighbours.close()
 
@@ -165,15 +164,15 @@ class ProcessPipe:
     ) -> Tensor:
         """Forward and backward of a batch by ``schedule``; return the loss, add to ``.grad``.
 
-        As `Pipe.train_step`: ``loss_fn(output, target)`` returns the sum over a micro-batch, and
+        Like `Pipe.train_step`: ``loss_fn(output, target)`` returns the sum over a micro-batch, and
         the loss is ``scale`` times all sums. x and target are cut into ``num_microbatches``, unless
-        they are `MicroBatches`. The loss, in float64, is the same on all ranks. Raises what this
-        stage raised, or `messages.PeerError` because of what another did; after that the pipe is of
-        no use any more.
+        they are `MicroBatches`. The loss, in float64, is the same on all ranks. Raises the error of
+        this rank's stages, or `messages.PeerError` for a failure on another rank. After an error
+        the pipe cannot be used again.
         """
         with self._step(), torch.enable_grad():
             seed = StepSeed()
-            seed.get()  # also where no layer draws, so that all ranks have drawn as often
+            seed.get()  # even if no layer draws, so that all ranks draw equally often
             stages = self._stages(seed)
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
             inputs, targets = microbatch.cut(x, target, sizes)
@@ -205,12 +204,12 @@ class ProcessPipe:
         scale: float | Tensor = 1.0,
         beside: Any = None,
     ) -> tuple[Tensor | None, Any]:
-        """The loss, on all ranks, and the output of the last layer, on the rank that has the last
-        stage, else None.
+        """The loss, on all ranks, and the last layer's output, on the rank with the last stage;
+        None elsewhere.
 
-        Layers are in evaluation mode meanwhile. Without ``loss_fn`` there is no loss. ``beside``,
-        as a cache, is this rank's own: its layers find it at the end of the tuple that goes
-        through them, and it is not handed on.
+        Runs the layers in evaluation mode. Without ``loss_fn`` the loss is None. ``beside`` (e.g. a
+        cache) belongs to this rank: its layers get it as the last element of their input tuple, and
+        it is not sent on.
         """
         outputs: dict[int, Any] = {}
 
@@ -231,33 +230,33 @@ class ProcessPipe:
         return (None if loss_fn is None else loss), joined
 
     def from_last(self, value: Tensor | None) -> Tensor:
-        """``value`` of the rank that has the last stage, on all ranks."""
+        """``value`` from the rank with the last stage, on all ranks."""
         with self._step():
             return self._neighbours.from_last(value)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this rank's stages."""
+        """The parameters of this rank's stages."""
         return iter(self.named_parameters().values())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Those of this rank's stages, by the model's names."""
+        """The parameters of this rank's stages, by the model's names."""
         return self._ownership.parameters()
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
-        """Of those, the ones this rank owns. Over all ranks: each parameter of the model once."""
+        """The parameters that this rank owns. Over all ranks: each of the model's once."""
         return self._ownership.owned()
 
     def users(self, name: str) -> list[int]:
-        """The ranks that have a parameter: several where it is tied."""
+        """The ranks that hold a parameter: several if it is tied."""
         return self._ownership.ranks[name]
 
     def train(self, mode: bool = True) -> None:
-        """Of all layers, as nn.Module.train."""
+        """Sets the mode of all layers, like nn.Module.train."""
         self.layers.train(mode)
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Whatever is raised inside, the neighbours learn of it, and so do theirs."""
+        """An error inside is reported to the neighbours, and by them to theirs."""
         if self._broken is not None:
             raise RuntimeError(f"the pipe cannot be used any more: {self._broken}; make a new one")
         try:
@@ -271,7 +270,7 @@ class ProcessPipe:
             raise
 
     def _stages(self, seed: StepSeed, beside: Any = None) -> list[Stage]:
-        """This rank's, for one step."""
+        """This rank's stages, for one step."""
         stages, first_layer = [], 0
         for s, part in enumerate(self._parts):
             if s in self._own:
@@ -286,9 +285,9 @@ class ProcessPipe:
         return stages
 
     def _deliver_early(self, stages: Sequence[Stage], tied: Collection[nn.Parameter]) -> None:
-        """A layer's gradients reach ``.grad`` during the last backward, so that who waits for them
-        there, as the buckets of data parallelism do, need not wait for its end. Not those of which
-        other stages have a part, nor where a hook is to run that `hooks_held` holds."""
+        """Delivers a layer's gradients to ``.grad`` during the last backward, so that data-parallel
+        buckets can leave before it ends. Held back: parameters with parts on other stages, and
+        those with hooks, which `hooks_held` silences."""
         uses = Counter(p for stage in stages for p in {*stage.parameters})
         several = {p for p, n in uses.items() if n > 1}
         hooked = {p for p in uses if p._backward_hooks}
@@ -308,19 +307,19 @@ class ProcessPipe:
         for stage in stages:
             stage.num_microbatches = len(inputs)
         losses = Losses(loss_fn, targets, scale, stages[-1].memory)
-        here = [s for s in self._own if s > 0 and s - 1 in self._own]  # from one's own stage
+        here = [s for s in self._own if s > 0 and s - 1 in self._own]  # fed by a stage of this rank
         up: dict[int, Any] = {**channels([0, *here]), **self._neighbours.up}
         down = {**channels(here), **self._neighbours.down}
         flow = Dataflow(stages, up, down, losses, self.recorder)
         for i, value in enumerate(inputs):
-            up[0].put(i, value)  # where stage 0 is not, nobody takes it
+            up[0].put(i, value)  # without stage 0 on this rank, nobody takes it
         self.peak_alive = flow.run(self._halved(lists[self.rank]))
         last = self.rank == self.ranks[-1]
         return self._neighbours.from_last(losses.total().double() if last else None)
 
     def _halved(self, actions: Sequence[Action]) -> list[Action]:
-        """The same work, a whole backward as its two halves where between them its gradient can be
-        sent to another rank."""
+        """The same work, with a whole backward as its two halves wherever its gradient is sent to
+        another rank, between the halves."""
         result: list[Action] = []
         for action in actions:
             sent = action.stage in self._neighbours.down
@@ -335,7 +334,7 @@ class ProcessPipe:
 
 
 class _With(nn.Module):
-    """Layers, and something that they find at the end of the tuple that goes through them."""
+    """Layers, with ``beside`` as the last element of their input tuple."""
 
     is_wrapper = True  # draws nothing itself, see stage.py
 

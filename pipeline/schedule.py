@@ -1,16 +1,16 @@
-"""Which stage runs which action, in which order. Pure: no torch, no threads, no clocks.
+"""Schedules: which stage runs which action, in which order. Pure: no torch, threads or clocks.
 
 Problem. A model is cut into stages. A batch, cut into m micro-batches, flows forward through
 the stages and its gradients flow back. Which work does stage s do next? The answer decides how
 long the stages idle (the bubble) and how many activations they hold.
 
-Idea. A schedule is a list, per rank, of actions. It says only the order *on each rank*; when an
-action starts follows from the dependencies: F(i) on stage s needs F(i) on stage s-1, B(i) on
-stage s needs B(i) on stage s+1 (on the last stage: its own F(i)). The same lists are run by
-threads, run by processes, timed, drawn and checked.
+Idea. A schedule is a list of actions per rank. It fixes only the order *on each rank*; the start
+of an action follows from its dependencies: F(i) on stage s needs F(i) on stage s-1, B(i) on
+stage s needs B(i) on stage s+1 (on the last stage: its own F(i)). Threads and processes run
+the same lists that are timed, drawn and checked.
 
-Here each of n ranks has one stage, of its own number. In chunks.py it has several; which rank has
-a stage is not said apart, for the lists say it: `ranks_of`. All schedules by name: catalogue.py.
+Here rank s has stage s and no other. In chunks.py a rank has several stages; `ranks_of` reads the
+rank of each stage off the lists. All schedules by name: catalogue.py.
 
 GPipe (Huang et al., 2019): all forwards, then all backwards. Every stage holds m micro-batches.
 
@@ -20,26 +20,25 @@ GPipe (Huang et al., 2019): all forwards, then all backwards. Every stage holds 
     stage 2: .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
 
 1F1B (PipeDream-Flush, Narayanan et al., 2021; Megatron-LM): after a warm-up of n-s-1 forwards a
-stage alternates, so the same bubble costs at most min(m, n-s) micro-batches of activations.
+stage alternates F and B. The bubble is the same; a stage holds at most min(m, n-s) micro-batches.
 
     1F1B, 3 stages, 4 micro-batches                     bubble = (n-1)/(m+n-1) = 2/6
     stage 0: F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     stage 1: .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     stage 2: .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-Zero bubble (Qi et al., 2023, ZB-H1): backward is two halves. The gradient of the input, I, is what
-the stage below waits for; that of the weights, W, nobody waits for, so it fills the gaps. With
-F, I and W of one clock each, 1F1B takes 3m + 3(n-1) clocks and this 3m + n-1 (if m >= n), for the
-memory of 1F1B's first stage, min(m, n) micro-batches, on every stage. How backward is halved:
-zero_bubble.py.
+Zero bubble (Qi et al., 2023, ZB-H1): backward has two halves. I, the gradient of the input, is
+awaited by the previous stage; W, the weights' gradient, by nobody, so W fills the gaps. With one
+clock each for F, I and W, 1F1B takes 3m + 3(n-1) clocks and ZB-H1 3m + n-1 (if m >= n). Every stage
+then holds what 1F1B's first stage holds, min(m, n) micro-batches. zero_bubble.py splits backward.
 
     Zero bubble, 3 stages, 4 micro-batches              bubble = (n-1)/(3m+n-1) = 2/14
     stage 0: F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
     stage 1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     stage 2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-Backwards, and both their halves, run in the order of the micro-batches in every schedule, so that
-every schedule adds the gradients in the same order and gives the same bits.
+In every schedule backwards, and both halves, run in the order of the micro-batches. So every
+schedule adds the gradients in the same order and gives the same bits.
 
 Glossary: m micro-batches, n ranks, i micro-batch, r rank, s stage, k clock.
 """
@@ -79,15 +78,15 @@ class Action(NamedTuple):
 
 
 Schedule = list[list[Action]]  # per rank, its actions in order
-BuildSchedule = Callable[[int, int], Schedule]  # of the numbers of ranks and micro-batches
+BuildSchedule = Callable[[int, int], Schedule]  # (ranks, micro-batches) -> lists
 
 _HALVES = (BACKWARD_INPUT, BACKWARD_WEIGHT)
-_BORN = {FORWARD: 1, BACKWARD: -1, BACKWARD_WEIGHT: -1}  # what an action adds to those alive
+_BORN = {FORWARD: 1, BACKWARD: -1, BACKWARD_WEIGHT: -1}  # change in live micro-batches
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards: the clocks of `clock_cycles` up the stages, and the same
-    clocks down again."""
+    """All forwards, then all backwards: the clocks of `clock_cycles` up the stages, then the same
+    clocks down."""
     check_sizes(num_stages, num_microbatches)
     schedule: Schedule = [[] for _ in range(num_stages)]
     clocks = list(clock_cycles(num_microbatches, num_stages))
@@ -117,7 +116,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 def sequential(num_stages: int, num_microbatches: int) -> Schedule:
     """One micro-batch at a time through all stages and back: no two stages ever work at once.
 
-    This is naive model parallelism, the baseline a pipeline is measured against.
+    This is naive model parallelism, the baseline for a pipeline.
     """
     check_sizes(num_stages, num_microbatches)
     return [
@@ -141,7 +140,7 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def forwards(ranks: Sequence[int], num_microbatches: int) -> Schedule:
-    """Evaluation, where stage s is on rank ``ranks[s]``: a rank's stages one after the other."""
+    """Forwards only, for evaluation; ``ranks[s]`` has stage s. A rank's stages run in sequence."""
     schedule: Schedule = [[] for _ in range(max(ranks) + 1)]
     for s, r in enumerate(ranks):
         schedule[r] += [Action(FORWARD, s, i) for i in range(num_microbatches)]
@@ -149,7 +148,7 @@ def forwards(ranks: Sequence[int], num_microbatches: int) -> Schedule:
 
 
 def ranks_of(schedule: Schedule) -> list[int]:
-    """By stage, the rank that has it. ValueError unless each stage is on one rank."""
+    """The rank of each stage. ValueError unless each stage is on exactly one rank."""
     ranks: dict[int, int] = {}
     for r, actions in enumerate(schedule):
         for action in actions:
@@ -184,9 +183,9 @@ def clock_cycles(num_batches: int, num_partitions: int) -> Iterator[list[tuple[i
 
 
 def clock_table(schedule: Schedule) -> list[list[Action | None]]:
-    """Row k: what each rank does in clock k if every action takes one clock, None where idle.
+    """Row k: each rank's action in clock k, None if idle, if every action takes one clock.
 
-    Raises ValueError, naming an action that waits for ever, if the schedule deadlocks.
+    Raises ValueError, naming a waiting action, if the schedule deadlocks.
     """
     num_stages = len(ranks_of(schedule))
     position = [0] * len(schedule)
@@ -225,10 +224,10 @@ def validate(
 ) -> None:
     """Raise ValueError, naming the action, unless ``schedule`` can run and does all the work.
 
-    Each stage is on one rank, which runs F(i), and either B(i) or I(i) and W(i), of each
-    micro-batch exactly once; nothing waits for ever (B waits for B and I for I, so all stages do a
-    micro-batch in the same way); and, where ``max_alive`` gives a limit per rank, none holds more
-    micro-batches, counted once for each of its stages.
+    Each stage is on one rank, which runs F(i), and either B(i) or I(i) and W(i), exactly once for
+    each micro-batch. Nothing deadlocks (B waits for B and I for I, so all stages must split a
+    micro-batch alike). If ``max_alive`` limits each rank, none holds more micro-batches, counted
+    once for each of its stages.
     """
     ranks = ranks_of(schedule)
     for r, actions in enumerate(schedule):
@@ -261,7 +260,7 @@ def validate(
 
 
 def peak_alive(schedule: Schedule) -> list[int]:
-    """Per rank, the most micro-batches whose activations it holds at once, until B or W, counted
+    """Per rank, the most micro-batches whose activations (F until B or W) it holds at once, counted
     once for each of its stages."""
     peaks = []
     for actions in schedule:
@@ -274,14 +273,14 @@ def peak_alive(schedule: Schedule) -> list[int]:
 
 
 def bubble(schedule: Schedule) -> Fraction:
-    """The share of all clocks in which a rank idles, at one clock per action, be it B or I."""
+    """The idle share of all ranks' clocks, with one clock per action, be it B or I."""
     slots = [action for row in clock_table(schedule) for action in row]
     return Fraction(slots.count(None), len(slots))
 
 
 def draw(schedule: Schedule) -> str:
-    """The clock table as text, one line per rank: see the top of this file. Where a rank has
-    several stages, a letter says which of them: see chunks.py."""
+    """The clock table as text, one line per rank, as at the top of this file. If a rank has several
+    stages, a letter names the stage: see chunks.py."""
     ranks = ranks_of(schedule)
     word = "stage" if len(ranks) == len(schedule) else "rank"
     lines = []
@@ -293,14 +292,14 @@ def draw(schedule: Schedule) -> str:
 
 
 def name_of(action: Action, ranks: Sequence[int]) -> str:
-    """F0; where its rank, as `ranks_of` gives it, has several stages F0a, F0b, ..."""
+    """F0; if its rank, from `ranks_of`, has several stages: F0a, F0b, ..."""
     mine = [s for s, r in enumerate(ranks) if r == ranks[action.stage]]
     return str(action) + (chr(ord("a") + mine.index(action.stage)) if len(mine) > 1 else "")
 
 
 def in_order(schedule: Schedule) -> list[Action]:
-    """The actions of all ranks in order of their clocks: each comes after those it waits for. So
-    no deadlock arises where one worker does the actions of several ranks in this order."""
+    """The actions of all ranks in order of their clocks: each comes after its dependencies. So one
+    worker can do the actions of several ranks in this order without deadlock."""
     return [action for row in clock_table(schedule) for action in row if action is not None]
 
 

@@ -1,26 +1,26 @@
-"""Messages between CPU ranks of one machine, through memory that both have mapped.
+"""Messages between CPU ranks of one machine, through memory mapped by both.
 
 Problem. gloo sends through the loopback interface: kernel and library copy every byte several
-times, on the core that should compute, and a message needs 0.7 ms at least and 2 ms for 2 MB,
-which is as long as a small model computes on a micro-batch.
+times, on the core that should compute. A message takes at least 0.7 ms, and 2 ms for 2 MB: as long
+as a small model computes on a micro-batch.
 
 Idea. The sender packs the body of a message into one of its buffers and sends the buffer's number
-and the head over a socket; the receiver copies the body out and sends the number back: the buffer
-is free again. One copy on each side, 0.1 ms for 2 MB, and no thread.
+and the head over a socket. The receiver copies the body out and sends the number back, which frees
+the buffer. One copy on each side, 0.1 ms for 2 MB, and no thread.
 
     a     buffers [ 3 | 4 | - ]    b
-          ── message: head, buffer 1 ─▸         (with the buffer's descriptor, where it is new)
+          ── message: head, buffer 1 ─▸         (with the buffer's descriptor, if it is new)
           ◂───────── free: buffer 0 ──
           ── failed: why ─────────────▸
 
-A sender never waits for a buffer: where none is free it makes another. So there are as many as the
-schedule lets messages be on their way. The system closes a socket when its process ends, however
-that happens: whoever waits is told.
+A sender never waits for a buffer: if none is free, it makes another. So there are as many buffers
+as messages in transit under the schedule. The system closes a socket when its process ends, in
+whatever way, so a rank that waits for it notices.
 
-Cost: the buffers, one message per micro-batch that is alive at a time.
+Cost: the buffers, one message per micro-batch alive at the same time.
 
-Ownership: memory is anonymous (a memfd), so nothing can be left behind; the sockets have names that
-vanish with them. Linux only: `open_shared_links` returns None elsewhere.
+Ownership: memory is anonymous (a memfd), so nothing can be left behind; socket names vanish with
+their sockets. Linux only: elsewhere `open_shared_links` returns None.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from torch import Tensor
 
 from .messages import Message, PeerError
 
-_PLACE = struct.Struct("<cqq")  # of a message: its kind, buffer, and bytes of body
+_PLACE = struct.Struct("<cqq")  # a message's kind, buffer, and bytes of body
 _MESSAGE, _FREE, _FAILED = b"m", b"-", b"f"
-_PACKET = 1 << 17  # bytes of the longest packet
+_PACKET = 1 << 17  # bytes, the longest packet
 _CONNECT = 30.0  # seconds
 
 
 class SharedLink:
-    """To and from the rank at the other end of ``connection``, which it owns from now on."""
+    """A link with the rank at the other end of ``connection``, which the link owns."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self._socket, self._timeout = connection, timeout
@@ -87,15 +87,15 @@ class SharedLink:
             self._look()
         head, k, nbytes = self._arrived.popleft()
         body = self._theirs[k][:nbytes].clone()
-        with contextlib.suppress(PeerError):  # it may have ended since
+        with contextlib.suppress(PeerError):  # the sender may have ended since
             self._send(_PLACE.pack(_FREE, k, 0), [])
         return head, body
 
     def flush(self) -> None:
-        """Nothing to wait for: the receiver has the memory, and keeps it."""
+        """Nothing to wait for: the receiver has mapped the memory and keeps it."""
 
     def fail(self, reason: str) -> None:
-        """Tell the other end why nothing more will come. `close` is called next."""
+        """Tell the other end why nothing more will come. Call `close` next."""
         with contextlib.suppress(OSError):
             self._socket.send(_FAILED + reason.encode()[-_PACKET // 2 :])
 
@@ -106,15 +106,15 @@ class SharedLink:
         self._lost = "the link is closed"
 
     def _buffer(self, nbytes: int) -> tuple[int, list[int]]:
-        """The number of a buffer that is free and large enough, and its descriptor if it is new."""
-        for k in reversed(self._free):  # the last one used is the most likely to be in a cache
+        """The number of a free buffer that is large enough, and its descriptor if it is new."""
+        for k in reversed(self._free):  # the last one used is most likely in cache
             if self._buffers[k].numel() >= nbytes:
                 self._free.remove(k)
                 return k, []
         nbytes = max(1, nbytes)
-        if self._free:  # all are too small: a larger one takes the place of one
+        if self._free:  # all are too small: replace one by a larger one
             k = self._free.pop()
-            nbytes = max(nbytes, self._buffers[k].numel() * 5 // 4)  # it may grow on
+            nbytes = max(nbytes, self._buffers[k].numel() * 5 // 4)  # leave room to grow
         else:
             k = len(self._buffers)
             self._buffers.append(torch.empty(0))
@@ -128,7 +128,7 @@ class SharedLink:
             try:
                 socket.send_fds(self._socket, [packet], descriptors)
                 return
-            except BlockingIOError:  # the other end has not read for hundreds of messages
+            except BlockingIOError:  # the other end has left hundreds of messages unread
                 self._wait(select.POLLIN | select.POLLOUT)
                 self._look()
             except ConnectionError:
@@ -142,7 +142,7 @@ class SharedLink:
             raise PeerError(f"it has been silent for {self._timeout:g} s")
 
     def _look(self) -> None:
-        """Read all packets that are there."""
+        """Read all packets that have arrived."""
         with contextlib.suppress(BlockingIOError):
             while self._lost is None:
                 packet, descriptors = _read(self._socket)
@@ -164,9 +164,9 @@ class SharedLink:
 def open_shared_links(
     pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup | None, timeout: float
 ) -> dict[int, SharedLink] | None:
-    """This rank's links, by rank; None, on all ranks, if any two cannot share memory.
+    """This rank's links, by peer; None, on all ranks, if any pair cannot connect.
 
-    Of each of the ``pairs`` the lower rank connects to the higher one. All ranks of ``group`` must
+    In each of the ``pairs`` the lower rank connects to the higher one. All ranks of ``group`` must
     call it together.
     """
     rank = dist.get_rank(group)
@@ -198,14 +198,14 @@ def open_shared_links(
 
 
 def _listen(backlog: int) -> socket.socket | None:
-    """A socket with a name that no other has; None where there are none."""
+    """A listening socket with a unique name; None if the system has none."""
     if not hasattr(os, "memfd_create"):
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.settimeout(_CONNECT)
-        # No file: the name is abstract. Those that the system chooses are few, and on another
-        # machine a socket of ours may have the same one.
+        # An abstract name, no file. The system chooses from few names, so that a socket of this
+        # run on another machine could have the same one.
         listener.bind(b"\0" + os.urandom(16))
         listener.listen(backlog)
     except OSError:
@@ -228,7 +228,7 @@ def _connect(place: tuple[bytes, bytes], rank: int) -> socket.socket:
 
 
 def _accept(listener: socket.socket, secret: bytes) -> tuple[int, socket.socket]:
-    """The next rank that knows the secret: anybody on the machine may connect."""
+    """The next connection that sends the secret: anybody on the machine may connect."""
     while True:
         connection, _ = listener.accept()
         connection.settimeout(_CONNECT)
@@ -245,8 +245,8 @@ def _mapped(descriptor: int) -> Tensor:
 
 
 def _read(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """A packet with its descriptors; an empty one at the end."""
-    for _ in range(2):  # a reset is told once, and comes before what was sent before it
+    """A packet with its descriptors; an empty packet at the end."""
+    for _ in range(2):  # a reset is reported once, ahead of packets sent before it
         with contextlib.suppress(ConnectionError):
             packet, descriptors, _, _ = socket.recv_fds(connection, _PACKET, 1)
             return packet, descriptors

@@ -1,32 +1,31 @@
 """One stage: the forward and backward of its layers for one micro-batch at a time.
 
-Problem. Autograd runs all CPU work of one graph on the thread that called ``backward``: a graph
-through all stages would make the backward of a pipeline sequential.
+Problem. Autograd runs all CPU work of one graph on the thread that called ``backward``: one graph
+through all stages would make a pipeline's backward sequential.
 
-Idea. Each stage builds a graph of its own per micro-batch. ``forward(i, x)`` detaches x, runs the
-layers and keeps x and the output y; what it hands on is y detached. ``backward(i, dy)``
-differentiates y by x and by the parameters, frees what was kept, and hands back dx. Whoever calls
-does the work: the worker that ran the forward runs the backward.
+Idea. Each stage builds its own graph per micro-batch. ``forward(i, x)`` detaches x, runs the
+layers, keeps x and the output y, and returns y detached. ``backward(i, dy)`` differentiates y by x
+and by the parameters, frees the graph, and returns dx. The work runs on the calling thread: the
+worker that ran the forward runs the backward.
 
     stage s-1 ──x──▸ [detach ─ layers ─ y] ──y detached──▸ stage s+1
     stage s-1 ◂─dx── [       grad        ] ◂─────dy─────── stage s+1
 
-``backward_input(i, dy)`` and, later, ``backward_weight(i)`` are the same in two halves, see
+``backward_input(i, dy)`` and, later, ``backward_weight(i)`` do the same in two halves, see
 zero_bubble.py.
 
-Gradients of the parameters are added up here, in the order of the calls, and not in ``.grad``: they
-reach that once, by way of autograd (delivery.py), all at the end of the step; or, where somebody
-waits for them (``deliver``), those of a layer as soon as the last micro-batch's backward has passed
-it. Transport is not here, and neither is a schedule.
+Parameter gradients are summed here, in the order of the calls, not in ``.grad``. They reach
+``.grad`` once, through autograd (delivery.py): all at the end of the step or, with ``deliver``,
+layer by layer as the last micro-batch's backward passes. Transport and schedules are elsewhere.
 
-``by_layer`` makes a graph per layer instead of one per stage, joined as the stages are. Then the
-gradients of a layer's parameters are added up and freed before the next layer's are made; in one
-graph they all live until its end: as much memory as the stage's parameters. The bits are the same.
+``by_layer`` makes a graph per layer instead of one per stage, joined like the stages. A layer's
+parameter gradients are then added up and freed before the next layer's are made; in one graph all
+of them live until its end and take as much memory as the stage's parameters. The bits are the same.
 
-``recompute`` makes a graph per segment instead, whose activations are forgotten after forward and
-made again before backward: runtime/recompute.py.
+``recompute`` makes a graph per segment instead, whose activations are dropped after forward and
+computed again before backward: runtime/recompute.py.
 
-Cost: between forward and backward (its second half) of a micro-batch, its activations here.
+Cost: the stage's activations of a micro-batch, from its forward to its backward (or second half).
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from .zero_bubble import Product, WeightsLater, add_in_place, add_products, add_
 
 
 class _Part:
-    """Layers that have a graph together."""
+    """Layers that share a graph."""
 
     def __init__(self, layers: Sequence[nn.Module], first_layer: int) -> None:
         self.layers, self.first_layer = layers, first_layer
@@ -62,8 +61,8 @@ class _Part:
 
 
 class _Graph(Graph):
-    """A piece of the stage. ``products``: the weight gradients that `differentiate` has left to be
-    computed, see zero_bubble.py."""
+    """A piece of the stage. ``products``: weight gradients that `differentiate` left to compute,
+    see zero_bubble.py."""
 
     def __init__(self, memory: torch.device) -> None:
         super().__init__(memory)
@@ -75,17 +74,17 @@ class _Kept:
     """A micro-batch between its forward and the end of its backward."""
 
     graphs: list[_Graph] = field(default_factory=list)  # one per part
-    sums: Gradients = field(default_factory=dict)  # to which something is yet to be added
-    halved: bool = False  # only the second half is to come
+    sums: Gradients = field(default_factory=dict)  # not yet complete
+    halved: bool = False  # only the second half remains
     tail: Callable[[Any], Any] | None = None
 
 
 class Stage:
     """The layers of one device during one step. Only one thread at a time may use it.
 
-    A new Stage is made for every step, so a step that fails, or whose backward is never asked
-    for, leaves nothing behind. ``alive`` is the number of micro-batches whose activations are
-    held, ``peak_alive`` the most that ever were.
+    Every step makes a new Stage, so a step that fails, or never runs its backward, leaves nothing
+    behind. ``alive`` is the number of micro-batches whose activations are held, ``peak_alive`` its
+    maximum.
     """
 
     def __init__(
@@ -100,14 +99,14 @@ class Stage:
     ) -> None:
         self.index = index
         self.module = module
-        self.device = device  # may be logical, as cpu:1; tensors are moved to where they are
+        self.device = device  # may be logical, e.g. cpu:1; tensors live in `memory`
         self.memory = torch.device("cpu") if device.type == "cpu" else device
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.peak_alive = 0
-        # Per micro-batch, leaves of its input that lay in one memory where they come from.
+        # Per micro-batch, leaves of its input that shared memory on the sending rank.
         self.shared_before: Mapping[int, Sequence[int]] = {}
-        self.num_microbatches = 0  # of the step; 0: not known
-        # Called with sums to which nothing will be added; those of ``held_back`` are left here.
+        self.num_microbatches = 0  # of the step; 0: unknown
+        # Called with complete sums; those of ``held_back`` stay here.
         self.deliver: Callable[[Gradients], None] | None = None
         self.held_back: Collection[nn.Parameter] = ()
         self._ended = 0  # micro-batches whose backward is over
@@ -116,7 +115,7 @@ class Stage:
         self._seed = seed or StepSeed()
         self._randomness = StageRandomness(device)
         self._later = WeightsLater(self.parameters)
-        self._looked = False  # for what its layers use in secret: the first micro-batch shows it
+        self._looked = False  # whether the first micro-batch was checked for hidden inputs
         self._recompute = recompute
         by_layer = by_layer and recompute == NEVER
         cut = segments(list(module), LAYERS if by_layer else recompute)
@@ -135,10 +134,10 @@ class Stage:
         return [self._totals.get(p) for p in self.parameters]
 
     def forward(self, i: int, value: Any, tail: Callable[[Any], Any] | None = None) -> Any:
-        """Run micro-batch i; return its output, detached, ``requires_grad`` saying what it was.
+        """Run micro-batch i; return its output, detached, with the same ``requires_grad``.
 
-        ``tail`` follows the layers and belongs to the last one's graph: the loss, on the last
-        stage. Without grad mode nothing is kept.
+        ``tail`` (on the last stage: the loss) runs after the layers, in the last layer's graph.
+        Without grad mode nothing is kept.
         """
         kept, watch = _Kept(tail=tail), Watch()
         for part in self._parts:
@@ -158,8 +157,8 @@ class Stage:
         return self._with_graph(i).graphs[-1].forgotten
 
     def recompute(self, i: int) -> None:
-        """Run the forward of micro-batch i again, or of its last segment. Backward would do so
-        itself; but this needs no gradient yet."""
+        """Run the forward of micro-batch i, or of its last segment, again. Backward would do it
+        too, but here the gradient need not have arrived yet."""
         self._run_again(i, self._with_graph(i), len(self._parts) - 1)
 
     def backward(
@@ -167,7 +166,7 @@ class Stage:
     ) -> list[Tensor | None]:
         """Run the backward of micro-batch i and free it; return the gradients of its input.
 
-        One gradient per leaf of the output, None for those nothing depends on.
+        ``gradients`` has one entry per leaf of the output, None for a leaf without one.
         """
         kept = self._with_graph(i)
         if not retain_graph:
@@ -185,7 +184,7 @@ class Stage:
         return list(gradients)
 
     def backward_input(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """`backward` without the weight gradients of matrix products; those stay to be computed."""
+        """`backward` without the weight gradients of matrix products, left to `backward_weight`."""
         kept = self._with_graph(i)
         for k, part in reversed(list(enumerate(self._parts))):
             self._run_again(i, kept, k)
@@ -196,7 +195,7 @@ class Stage:
         return list(gradients)
 
     def backward_weight(self, i: int) -> None:
-        """What `backward_input` left; frees the micro-batch."""
+        """Compute what `backward_input` left; free the micro-batch."""
         if i not in self._kept or not self._kept[i].halved:
             raise RuntimeError(
                 f"micro-batch {i} has no weight gradients to come on stage {self.index}: "
@@ -211,14 +210,14 @@ class Stage:
         self._ended += 1
 
     def take_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
-        """The sums over all micro-batches so far; they are handed over and start anew."""
+        """Return the sums over all micro-batches so far, and reset them."""
         pairs = list(zip(self.parameters, self.gradients, strict=True))
         self._totals = {}
         return pairs
 
     def _hand_over(self, part: _Part, sums: Gradients) -> None:
-        """In the last backward: delivers the gradients of a part. Those in ``sums`` are not yet
-        whole, and stay."""
+        """In the last backward, deliver the gradients of a part. Those in ``sums`` are not yet
+        complete, and stay."""
         if self.deliver is None or self._ended + 1 != self.num_microbatches:
             return
         kept = {*sums, *self._shared, *self.held_back}
@@ -229,11 +228,11 @@ class Stage:
         if self._recompute == EXCEPT_LAST:
             return i + 1 != self.num_microbatches
         if self._recompute == LAYERS and part is self._parts[-1]:
-            return tail is None  # with the loss, its backward is next
+            return tail is None  # after the loss, its backward is next
         return self._recompute != NEVER
 
     def _run_again(self, i: int, kept: _Kept, part: int) -> None:
-        """A part's forward, if it was forgotten."""
+        """Run a part's forward again, if it was forgotten."""
         graph = kept.graphs[part]
         graph.recompute(partial(self._layers, i, self._parts[part], graph, Watch(), kept.tail))
 
@@ -267,7 +266,7 @@ class Stage:
             if not self._looked and training:
                 strangers.refuse(value, name)
         refuse_hidden(value, name)
-        graph.products.clear()  # of a layer that differentiates inside: not the model's gradients
+        graph.products.clear()  # from a layer that differentiates inside its forward
         return value
 
     def _with_graph(self, i: int) -> _Kept:
@@ -286,8 +285,8 @@ class Stage:
         sums: Gradients,
         retain_graph: bool = False,
     ) -> list[Tensor | None]:
-        """The gradients of the input. Those of the parameters are added to the totals, or to
-        ``sums`` where this micro-batch has more to add: one sum per micro-batch, as autograd's."""
+        """The gradients of the input. Parameter gradients are added to the totals, or to ``sums``
+        if this micro-batch has more to add: one sum per micro-batch, as in autograd."""
         with (
             self._later.into(graph.products),  # for a forward that checkpointing repeats
             NoDraws(),
@@ -301,12 +300,12 @@ class Stage:
 
 
 def layer_name(k: int, layer: Callable[[Any], Any]) -> str:
-    """For messages: layer ``k`` of the model, counted from 0."""
+    """Names layer ``k`` of the model, counted from 0, in messages."""
     return f"layer {k} ({type(layer).__name__})" if isinstance(layer, nn.Module) else "loss_fn"
 
 
 def refuse_hidden(value: Any, name: str) -> None:
-    """TypeError if what the layer ``name`` hands on has tensors that nobody sees."""
+    """TypeError if the output of layer ``name`` hides tensors from pytree."""
     if (kind := hidden_type(value)) is not None:
         raise TypeError(
             f"{name} hands on a {kind} with tensors inside, which the pipeline cannot see, move or "

@@ -1,12 +1,12 @@
-"""The CUDA streams on which the workers of a Pipe compute: those of whoever calls it.
+"""The CUDA streams on which the workers of a Pipe compute: the caller's.
 
-Streams are thread-local: a worker would use the default ones whatever its caller chose, and neither
-would wait for what the other launches. During a call every worker uses the caller's current streams
-of all devices (a copy goes by the streams of both ends). What is on one stream runs in the order in
-which it was launched, so no event is needed.
+Streams are thread-local: a worker would use the default streams, whatever its caller chose, and
+neither would wait for the other's kernels. So during a call every worker uses the caller's current
+streams of all devices (a copy uses the streams of both ends). Work on one stream runs in launch
+order, so no event is needed.
 
-A backward is called by a thread of autograd's. It uses the streams of its forward, as autograd does
-for each of its own nodes; these wait for what is current there, and it for them.
+An autograd thread calls the backward, which uses the streams of its forward, as autograd's own
+nodes do. They first wait for that thread's current streams, which in the end wait for them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Streams:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Inside, they are current in this thread."""
+        """Inside, these streams are current in this thread."""
         others = [s for s in self._streams if s != cuda.current_stream(s.device)]
         with ExitStack() as stack:
-            if others:  # a device whose stream is as it should be is not even touched
+            if others:  # do not touch a device that has the right stream
                 device = cuda.current_device()
                 for stream in others:
                     stack.enter_context(cuda.stream(stream))  # makes its device current, too
@@ -38,7 +38,7 @@ class Streams:
 
     @contextmanager
     def resume(self) -> Iterator[None]:
-        """As `enter`, where others are current: after their work, and before what they do next."""
+        """Like `enter`, but after the work of the current streams and before their next work."""
         here = Streams()
         self._wait_for(here)
         with self.enter():

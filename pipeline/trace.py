@@ -1,40 +1,39 @@
-"""Cuts any module into stages: its operators are traced, and dealt out in their order.
+"""Cuts any module into stages: traces its operators and cuts the list of them.
 
     stages = split(model, {"input_ids": ids, "use_cache": False}, at=["transformer.h.6"])
     pipe = ProcessPipe(stages, [1, 1], model=model)              # or, in threads:
     pipe = Pipe(nn.Sequential(*map(WithDevice, stages, ["cpu:0", "cpu:1"])))
 
-Problem. A pipeline runs a list of layers, each a function of the one before it. Most models are not
-written so: a shortcut jumps over layers, a mask made at the top is used in every block, `forward`
+Problem. A pipeline runs a list of layers, each a function of the previous output. Most models are
+not written so: a shortcut skips layers, a mask made at the top is used in every block, `forward`
 takes keywords and returns an object.
 
-Idea. `torch.export` runs `forward` once, on tensors without values, and notes every operator. Any
-place in that list is a cut: what operators before it make and operators behind it use is handed on
-as a tuple. What only a later stage uses goes through the stages between; its gradient comes back
-the same way.
+Idea. `torch.export` runs `forward` once, on tensors without values, and records every operator. The
+list can be cut anywhere: values made before a cut and used after it are handed on as a tuple. A
+value for a later stage passes through the stages in between; its gradient comes back the same way.
 
     operators   embed  mask  norm  attend  add  norm  mlp  add  head
     stages      ╰──────────── 0 ────────────╯  ╰──────── 1 ────────╯
                           hands on (sum, mask)
 
-A stage holds the very parameters and buffers that its operators use, by their names in the model.
-A shared parameter is on every stage that uses it, and the pipe adds its gradients up.
+A stage holds the model's own parameters and buffers that its operators use, under their names. A
+shared parameter is on every stage that uses it, and the pipe adds up its gradients.
 
-Modes. Dropout and batch norm compute something else in evaluation, and a trace is of one mode. So
-there are two, and ``stage.training`` says which of them runs: all of a stage is in one mode.
+Modes. Dropout and batch norm behave differently in evaluation, and a trace has one mode. So there
+are two traces, and ``stage.training`` chooses one: a whole stage is in one mode.
 
-Sizes. They are symbols, not numbers: a trace of 2 x 8 tokens runs 3 x 5. What the trace does assume
-(``if x.size(1) > 4`` went one way) is checked for every input. A batch of one example runs the
-operators that larger ones do.
+Sizes are symbols, not numbers: a trace of 2 x 8 tokens runs 3 x 5. Assumptions of the trace (the
+branch taken at ``if x.size(1) > 4``) are checked for every input. A batch of one example runs the
+same operators as larger batches.
 
-With ``stages=n`` the model is cut where one activation crosses, such that the costliest stage has
-the fewest floating-point operations. They are counted, not measured: every process must find the
-same cut.
+With ``stages=n`` the model is cut where, if possible, one activation crosses, and the costliest
+stage has the fewest floating-point operations. These are counted, not measured, because every
+process must find the same cut.
 
-Cost: two traces, about a second each for a small GPT-2, once. A step costs what the layers cost
-called by hand; what passes through a stage is sent twice.
+Cost: two traces, about a second each for a small GPT-2, once. A step costs as much as calling the
+layers by hand; a value that passes through a stage is sent twice.
 
-Reed et al., "torch.fx", MLSys 2022; the idea of a pipeline of it is PiPPy's. The front end of
+Reed et al., "torch.fx", MLSys 2022; pipelines cut from traces are PiPPy's idea. The front end of
 torch.distributed.pipelining fixes the sizes and the mode, see docs/log.md.
 """
 
@@ -56,8 +55,8 @@ from .operators import Program, at_least_two
 from .partition import balance
 
 _aten = torch.ops.aten
-# A stage replaces these, by the names under which Python code calls them: see zero_bubble.py and
-# runtime/randomness.py.
+# Operators called by their Python functions instead, which zero_bubble.py and
+# runtime/randomness.py intercept.
 _CALLED: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: F.linear,
     _aten.addmm.default: torch.addmm,
@@ -67,7 +66,7 @@ _CALLED: dict[Any, Callable[..., Any]] = {
 }
 
 
-Place = dict[bool, int]  # by mode, training or not: how many operators come before
+Place = dict[bool, int]  # by mode (training or not): the number of operators before it
 
 
 def split(
@@ -79,14 +78,14 @@ def split(
     """The stages of ``module``, which share its parameters and buffers.
 
     Args:
-        module: it may be on the meta device, for a `ProcessPipe` that is given ``initialize``.
-        example_inputs: what the pipe will be given, of any size: a tensor, a tuple of positional
-            arguments, or a dict of keyword arguments. What is no tensor must stay as it is here.
-        at: names of submodules: a stage begins where each of them is first called.
-        stages: how many, instead of ``at``.
+        module: may be on the meta device, for a `ProcessPipe` with ``initialize``.
+        example_inputs: an input for the pipe, of any size: a tensor, a tuple of positional
+            arguments, or a dict of keyword arguments. Other values than tensors are fixed.
+        at: names of submodules: a stage begins at the first call of each.
+        stages: their number, instead of ``at``.
 
-    Raises ValueError where there is no such cut, and where ``module`` cannot be traced: with the
-    line of its code, and what to do.
+    Raises ValueError if there is no such cut, or if ``module`` cannot be traced: with the line of
+    its code, and a remedy.
     """
     if (at is None) == (stages is None):
         raise ValueError(f"at={at}, stages={stages}: give one of the two, as stages=2")
@@ -107,8 +106,8 @@ def split(
 class Traced(nn.Module):
     """Consecutive operators of a traced module: a layer like any other.
 
-    It takes a tuple of values and returns one; only the first takes what the module does, and the
-    last returns what the module does.
+    It takes a tuple of values and returns one, but the first stage takes the module's input, and
+    the last returns the module's output.
     """
 
     def __init__(self, programs: dict[bool, Program], begin: Place, end: Place) -> None:
@@ -127,8 +126,8 @@ class Traced(nn.Module):
         return code.leave(code.run(device, *tensors, *values))
 
     def _adopt(self, name: str, tensor: Tensor) -> tuple[nn.Module, str]:
-        """Registers a tensor under its dotted name. Returns where it is, and its key there: like
-        any module's it may be replaced."""
+        """Registers a tensor under its dotted name. Returns its owner and its key there, since the
+        tensor may be replaced, as in any module."""
         owner: nn.Module = self
         *path, key = name.split(".")
         for part in path:
@@ -160,7 +159,7 @@ class _Code:
         copies = {node: graph.placeholder(node.name) for node in (*self.tensors, *takes)}
 
         def copied(leaf: Any) -> Any:
-            # A tensor that `forward` makes is made where the stage is, not where the trace was.
+            # Tensors made by `forward` are made on the stage's device, not the trace's.
             on_device = isinstance(leaf, torch.device) and leaf == program.device
             return device if on_device else copies.get(leaf) if isinstance(leaf, fx.Node) else leaf
 
@@ -176,7 +175,7 @@ class _Code:
 
 
 def _cut(programs: dict[bool, Program], names: Sequence[str]) -> nn.Sequential:
-    """The layers that begin with the calls of these submodules."""
+    """The stages that begin at the first calls of these submodules."""
     places: list[Place] = [dict.fromkeys(programs, 0)]
     for name in names:
         for program in programs.values():
@@ -203,7 +202,7 @@ def _cut(programs: dict[bool, Program], names: Sequence[str]) -> nn.Sequential:
 
 
 def _balanced(programs: dict[bool, Program], example: Any, num_stages: int) -> list[str]:
-    """The submodules with which the stages after the first begin."""
+    """The submodules at which the stages after the first begin."""
     program = programs[True]
     differentiable = program.differentiable()
     narrow: dict[int, str] = {}

@@ -1,23 +1,22 @@
 """One thread per device: a queue of tasks in, a queue of results out.
 
-Problem. A stage must compute while the other stages compute, on GPUs as well as on the cores of one
-CPU. Torch's operators release the GIL, so threads suffice, and tensors pass between stages without
-a copy. But grad mode, autocast, the default device and the CUDA streams (streams.py) are
-thread-local in torch and must be carried over from the caller.
+Problem. All stages must compute at the same time, on GPUs as well as on the cores of one CPU.
+Torch's operators release the GIL, so threads suffice, and tensors pass between stages without a
+copy. But grad mode, autocast, the default device and the CUDA streams (streams.py) are thread-local
+in torch and must be carried over from the caller.
 
 Idea. ``cpu:0`` and ``cpu:1`` are *logical* devices: worker k of n binds itself to the k-th of n
-slices of the cores this process may use, and has as many intra-op threads. Threads that OpenMP
-starts later inherit the binding. Where the system cannot bind a thread (macOS), only the number of
-threads is set.
+slices of this process' cores, and uses as many intra-op threads. Threads that OpenMP starts later
+inherit the binding. If the system cannot bind a thread (macOS), only the number of threads is set.
 
-Every task is answered, whatever it raises: ``SystemExit`` and ``KeyboardInterrupt`` too are handed
-back, with their traceback, and the worker goes on.
+Every task is answered, whatever it raises: ``SystemExit`` and ``KeyboardInterrupt`` are returned
+too, with their traceback, and the worker continues.
 
-A `Crew` is the workers of one Pipe. An error in one task must end a call at once, wherever the
-others are; Ctrl-C in the waiting thread must too; and afterwards no stale answer may lie in a
-queue. So a task that fails calls ``stop``, which wakes those who wait for each other, and a call
-collects the answer of every task. Where it cannot, since it was interrupted or a worker is gone,
-all are replaced at the next call.
+A `Crew` is the workers of one Pipe. An error in one task must end a call at once, whatever the
+other workers do; so must Ctrl-C in the waiting thread; and no stale answer may stay in a queue. So
+a failing task calls ``stop``, which wakes workers that wait for each other, and a call collects the
+answer of every task. If it cannot, because it was interrupted or a worker is gone, the next call
+replaces all workers.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from .streams import Streams
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
 Queue: TypeAlias = "SimpleQueue[Any]"
 
-_START_TIMEOUT = 60.0  # seconds for a thread to come up
-_POLL = 1.0  # seconds between looks at whether a worker is still there
+_START_TIMEOUT = 60.0  # seconds for a thread to start
+_POLL = 1.0  # seconds between checks that the workers are alive
 
 
 class Context:
-    """The thread-local state of the thread that makes it, for another thread to enter."""
+    """The thread-local state of the creating thread, for another thread to enter."""
 
     def __init__(self) -> None:
         self.grad_enabled = torch.is_grad_enabled()
@@ -77,12 +76,12 @@ class Context:
 
 
 class Task:
-    """A function to run on a worker, under the grad mode, autocast, streams of its creator."""
+    """A function to run on a worker, under its creator's `Context`."""
 
     def __init__(self, compute: Callable[[], Any], context: Context | None = None) -> None:
         self._compute = compute
         self._context = context or Context()
-        self.on_failure: Callable[[], None] = lambda: None  # others may wait for what it hands on
+        self.on_failure: Callable[[], None] = lambda: None  # others may wait for its output
 
     def compute(self) -> Any:
         try:
@@ -96,8 +95,8 @@ class Task:
 def worker(in_queue: Queue, out_queue: Queue, device: torch.device) -> None:
     """Answer each task of ``in_queue``, until None arrives.
 
-    Puts ``(True, (task, result))``, or ``(False, exc_info)`` for whatever the task raised, and
-    ``(False, None)`` as its last word.
+    Puts ``(True, (task, result))``, or ``(False, exc_info)`` if the task raised, and at the end
+    ``(False, None)``.
     """
     with _use_device(device):
         while True:
@@ -109,14 +108,14 @@ def worker(in_queue: Queue, out_queue: Queue, device: torch.device) -> None:
             except BaseException:  # SystemExit and KeyboardInterrupt belong to the caller
                 answer = (False, sys.exc_info())
             out_queue.put(answer)
-            del task, answer  # an idle worker must keep no tensor, and no Pipe, alive
+            del task, answer  # an idle worker must keep neither tensors nor a Pipe alive
     out_queue.put((False, None))
 
 
 def create_workers(devices: Sequence[torch.device]) -> tuple[list[Queue], list[Queue]]:
     """Start one daemon thread per distinct device; return its queues for each of ``devices``.
 
-    A device named twice has one worker, and its queues appear twice. Put a `Task` into
+    A repeated device has one worker, and its queues appear again. Put a `Task` into
     ``in_queues[j]``, get its answer from ``out_queues[j]``; None ends a worker.
     """
     in_queues, out_queues, _ = start_workers(devices)
@@ -126,7 +125,7 @@ def create_workers(devices: Sequence[torch.device]) -> tuple[list[Queue], list[Q
 def start_workers(
     devices: Sequence[torch.device],
 ) -> tuple[list[Queue], list[Queue], list[threading.Thread]]:
-    """`create_workers`, and the thread behind each device."""
+    """Like `create_workers`, with the thread of each device."""
     names = [_with_index(device) for device in devices]
     cpus = [device for device in dict.fromkeys(names) if device.type == "cpu"]
     callers_threads = torch.get_num_threads()
@@ -148,7 +147,7 @@ def start_workers(
 
 def wait_for(out_queue: Queue, threads: Sequence[threading.Thread]) -> Any:
     """The next answer of a worker. RuntimeError if any of ``threads`` is gone: the worker may be
-    waiting for that one."""
+    waiting for it."""
     while True:
         with contextlib.suppress(Empty):
             return out_queue.get(timeout=_POLL)
@@ -164,15 +163,15 @@ def _run(
     share: tuple[int, int] | None,
     up: threading.Event,
 ) -> None:
-    """The life of a worker; one on a CPU has the ``share`` (k, n), the k-th of n slices of it."""
+    """The body of a worker thread; on a CPU its ``share`` (k, n) is the k-th of n slices."""
     if share is not None:
         cores = core_slice(*share)
         if cores:
             with contextlib.suppress(OSError):  # a sandbox may forbid it: slower, not wrong
                 os.sched_setaffinity(0, cores)  # 0: the calling thread
         torch.set_num_threads(len(cores) or max(1, (os.cpu_count() or 1) // share[1]))
-        # This also set what every thread of the process takes at its first use. So take it now:
-        # `start_workers` then sets the caller's own count again.
+        # This also sets the default that a thread takes at its first use. So use it now, before
+        # `start_workers` restores the caller's own count.
         torch.get_num_threads()
     up.set()
     worker(in_queue, out_queue, device)
@@ -217,17 +216,17 @@ class Crew:
     def run(
         self, jobs: Sequence[tuple[int, Task]], stop: Callable[[], None] = lambda: None
     ) -> list[Any]:
-        """Run each task on the worker of its stage, at the same time; return the results in order.
+        """Run each task on the worker of its stage, in parallel; return the results in order.
 
-        Raises what the first failing task raised, with its traceback, once all have ended.
+        Raises the error of the first failing task, with its traceback, after all have ended.
         """
         with self.alone():
             return self._run(jobs, stop)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Of several threads only one may be inside; for the others it raises at once, since one
-        that waited here could be what the call inside waits for."""
+        """Only one thread may be inside. For others it raises at once: the call inside could be
+        waiting for a thread that waits here."""
         if threading.current_thread() in self.threads:
             raise RuntimeError(
                 "a worker of the Pipe cannot wait for the workers: call the Pipe from outside its "
@@ -260,7 +259,7 @@ class Crew:
                     raise RuntimeError(f"the worker of stage {s} ({self.devices[s]}) has ended")
         except BaseException:  # Ctrl-C here, or a worker that is gone
             stop()
-            self._end()  # answers will come that nobody collects: others work at the next call
+            self._end()  # uncollected answers may still come: the next call starts new workers
             raise
         failures = [payload[1] for ok, payload in answers if not ok]
         failures.sort(key=lambda error: isinstance(error, Stopped))
@@ -269,12 +268,12 @@ class Crew:
             try:
                 raise failures[0]
             finally:
-                failures.clear()  # else the error's own traceback would hold the error
+                failures.clear()  # else the error's traceback would keep the error alive
         return [payload[1] for _, payload in answers]
 
 
 def _end_all(in_queues: list[Queue], threads: list[threading.Thread]) -> None:
-    """Also run by the garbage collector, in whatever thread, and at exit: so it waits little."""
+    """Also run by the garbage collector, in any thread, and at exit: so waits are short."""
     for queue in in_queues:
         queue.put(None)
     for thread in threads:

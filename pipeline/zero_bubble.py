@@ -1,27 +1,26 @@
 """Backward in two halves: gradients of activations now, those of weights later.
 
-Problem. A stage waits for gradients of activations only; those of weights are wanted at the end of
-the step, but autograd computes both, layer by layer, in one go. And it makes every weight's
-gradient of every micro-batch before it can be added to the others: where micro-batches are small,
-that takes a tenth of the second half.
+Problem. A stage waits only for gradients of activations. Gradients of weights are needed at the end
+of the step, but autograd computes both, layer by layer, in one pass. It also makes each weight's
+gradient for each micro-batch before adding it to the sum: with small micro-batches that takes a
+tenth of the second half.
 
-Idea. Nearly all work on weights is in matrix products y = x w + b. While a stage runs a forward,
-a `TorchFunctionMode` replaces those whose weight is one of its parameters by an autograd function
-with the same y. In backward it returns dx = dy w' at once and, instead of dw = x' dy and
-db = sum of dy, notes (x, dy). `add_products` makes dw and db of the notes, whenever the schedule
-says so, and the product x' dy adds itself to the sum over micro-batches. A whole backward is the
-first half and then, at once, the second: the bits are the same. All else, norms and embeddings too,
-is differentiated in the first half; so are products by other calls (`@`, convolutions).
+Idea. Nearly all work on weights is in matrix products y = x w + b. While a stage runs a forward, a
+`TorchFunctionMode` replaces the products with the stage's parameters by an autograd function with
+the same y. Its backward returns dx = dy w' at once and, instead of dw = x' dy and db = sum of dy,
+notes (x, dy). `add_products` computes dw and db from the notes when the schedule says so; the
+product x' dy is added to the sum over micro-batches directly. A whole backward is the first half
+followed at once by the second, so the bits are the same. Everything else (norms, embeddings,
+products by other calls: `@`, convolutions) is differentiated in the first half.
 
-Rejected: two calls of `torch.autograd.grad` over the same graph, first by the inputs and then by
-the parameters (as torch.distributed.pipelining does): much of the way to a weight is computed
-twice.
+Rejected: two calls of `torch.autograd.grad` over the same graph, first for the inputs and then for
+the parameters (as torch.distributed.pipelining does): they compute much of the path twice.
 
 Cost: between the halves, x (which backward held anyway) and dy of every product; in forward, about
 1 us per torch call in Python.
 
-Zero Bubble Pipeline Parallelism, Qi et al., 2023; its schedule ZB-H1 is in schedule.py. That
-products add themselves up: Megatron-LM's gradient accumulation fusion.
+Zero Bubble Pipeline Parallelism, Qi et al., 2023; its schedule ZB-H1 is in schedule.py. Adding
+products directly to the sum: Megatron-LM's gradient accumulation fusion.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from runtime.graph import Gradients
 
 @dataclass
 class Product:
-    """y = x w + b of one call, R rows of K features to N, and what its gradients depend on."""
+    """One call y = x w + b, R rows of K features to N, with the operands of its gradients."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -53,11 +52,11 @@ class Product:
         """dw, or db where p is the bias."""
         if p is self.weight:
             a, b = self._factors()
-            return a.mm(b).to(p.dtype)  # autocast: as its cast does
+            return a.mm(b).to(p.dtype)  # under autocast x and dy are narrower
         return self.dy.sum(0).to(p.dtype)
 
     def add_gradient(self, p: nn.Parameter, total: Tensor) -> None:
-        """Add it to ``total``."""
+        """Add `gradient` of p to ``total``."""
         if p is self.weight and self.x.dtype == self.dy.dtype == total.dtype:
             total.addmm_(*self._factors())
         else:
@@ -70,12 +69,12 @@ class Product:
 def add_products(
     products: list[Product], totals: Gradients, sums: Gradients, apart: Collection[nn.Parameter]
 ) -> None:
-    """The second half of a micro-batch's backward. ``products`` is emptied, freeing each at once.
+    """The second half of a micro-batch's backward. Empties ``products``, freeing each after use.
 
-    Gradients are added to the totals over micro-batches; but to ``sums``, those of this
-    micro-batch, if it has several of the parameter: from several products, or in ``sums`` already,
-    or because the parameter is one of those ``apart``. So each has one sum per micro-batch, added
-    up in the order of the backward, whenever the halves are run.
+    Gradients are added to the totals over micro-batches. A parameter with several gradients in this
+    micro-batch (from several products, in ``sums`` already, or ``apart``) adds them to ``sums``,
+    the sums of this micro-batch. So each parameter has one sum per micro-batch, in the order of
+    the backward, whenever the halves run.
     """
     uses = Counter(p for product in products for p in (product.weight, product.bias))
     products.reverse()
@@ -99,8 +98,8 @@ def add_to(
     chosen: Collection[nn.Parameter | None],
     others: Sequence[Tensor | None],
 ) -> None:
-    """Move the gradients of the chosen parameters from ``found`` to ``sums``; a first one is copied
-    if it shares its memory with one of ``others``."""
+    """Move the gradients of the chosen parameters from ``found`` to ``sums``; a first gradient is
+    copied if it shares memory with one of ``others``."""
     for p in [p for p in found if p in chosen]:
         gradient = found.pop(p)
         if p in sums:
@@ -115,9 +114,9 @@ def add_in_place(
 ) -> None:
     """Add the gradients to their totals, in one call for all.
 
-    A first gradient becomes the total as it is, unless it shares its memory with another, be it
-    one of ``others`` (autograd hands one tensor to both terms of a sum): that one is copied, for
-    totals are written to.
+    A first gradient becomes the total itself. It is copied if it shares memory with another
+    gradient or one of ``others``, because totals are written to. (Autograd hands the same tensor to
+    both terms of a sum.)
     """
     seen = {_storage(t) for t in others if t is not None}
     sums, terms = [], []
@@ -134,10 +133,10 @@ def add_in_place(
 
 
 class WeightsLater(TorchFunctionMode):
-    """Inside ``with later.into(products):`` backwards will append to the list ``products``.
+    """Forwards inside ``with later.into(products):`` make backwards append to ``products``.
 
-    ``parameters``: those whose gradients may come later. Lives for one step: it keeps the copies
-    of weights in autocast's type, as autocast does.
+    ``parameters``: those whose gradients may come later. Lives for one step, since it caches
+    weights in autocast's type, as autocast does.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -179,8 +178,8 @@ class WeightsLater(TorchFunctionMode):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Any:
         w, b = weight, bias
         if torch.is_autocast_enabled(x.device.type):
-            # Not left to autocast: backward needs the cast operands too, and in the function's
-            # no_grad autocast would cast every weight anew for every micro-batch.
+            # Cast here: backward needs the cast operands too, and inside the autograd function
+            # (no_grad) autocast would cast every weight anew for every micro-batch.
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype) if x.dtype != torch.float64 else x
             w = self._cast(weight, dtype)
@@ -205,7 +204,7 @@ def _linear_arguments(
 
 
 class _Multiply(torch.autograd.Function):
-    """x w + b. ``weight`` is there so that the result has a graph even if x has none."""
+    """x w + b. ``weight`` is an argument so that the result has a graph even if x has none."""
 
     @staticmethod
     def forward(
@@ -221,8 +220,8 @@ class _Multiply(torch.autograd.Function):
         ctx.save_for_backward(x, w)
         ctx.notes = weight, bias, transposed, products
         if transposed:
-            # Of three dimensions it is a view, which autograd would not let layers change in place
-            # where a function made it; .data is none, and costs no kernel.
+            # For three dimensions the result is a view. Autograd forbids in-place changes of a view
+            # made by a function; .data is no view, and costs no kernel.
             return F.linear(x, w, b).data
         return torch.mm(x, w) if b is None else torch.addmm(b, x, w)
 
@@ -231,7 +230,7 @@ class _Multiply(torch.autograd.Function):
         x, w = ctx.saved_tensors
         weight, bias, transposed, products = ctx.notes
         rows = dy.reshape(-1, dy.size(-1))
-        inputs = x.detach().reshape(-1, x.size(-1))  # not x itself, which would hold the graph
+        inputs = x.detach().reshape(-1, x.size(-1))  # not x itself, which would keep the graph
         products.append(Product(weight, bias, transposed, inputs, rows))
         if not ctx.needs_input_grad[0]:
             return (None,) * 7
