@@ -2,8 +2,8 @@
 
     python tutorial/1_one_process.py
 
-The text is lines "German = English": to predict their next word is to translate. Later chapters
-cut the batch, the layers or the parameters in two; their losses are these, to 1e-14 in float64.
+The text is lines "German = English", so predicting the next word means translating. Later chapters
+cut the batch, the layers or the parameters in two; their losses equal these to 1e-14 in float64.
 
 It grows into training/model.py (GPT-2), training/text.py (words) and training/loop.py (the loop).
 """
@@ -31,19 +31,19 @@ def read_text() -> tuple[Tensor, int]:
 
 
 def get_batch(text: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs (B, T) and targets (B, T), the words one further on. Depends on the step alone."""
+    """Inputs (B, T) and targets (B, T), shifted by one word. Depends only on the step."""
     starts = torch.randint(len(text) - T, (B, 1), generator=torch.Generator().manual_seed(step))
     rows = text[starts + torch.arange(T + 1)]  # (B, T + 1)
     return rows[:, :-1], rows[:, 1:]
 
 
 class Embedding(nn.Module):
-    """Which word, plus which position: (B, T) -> (B, T, C)."""
+    """Word embedding plus position embedding: (B, T) -> (B, T, C)."""
 
     def __init__(self, V: int) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(V, C), nn.Embedding(T, C)
-        nn.init.normal_(self.wte.weight, std=C**-0.5)  # the head's too: its logits are about 1
+        nn.init.normal_(self.wte.weight, std=C**-0.5)  # also the head's: logits of about 1
         nn.init.normal_(self.wpe.weight, std=C**-0.5)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, in which a word sees those before it, then an MLP: (B, T, C) -> (B, T, C)."""
+    """Causal attention, then an MLP: (B, T, C) -> (B, T, C)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits of the next word: (B, T, C) -> (B, T, V), by the embedding's own matrix (tied)."""
+    """Logits of the next word: (B, T, C) -> (B, T, V), with the embedding's matrix (tied)."""
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class Head(nn.Module):
 
 
 def build_model(V: int) -> nn.Sequential:
-    """The layers in a row, for later chapters to cut. The seed makes all processes' equal."""
+    """The layers in sequence, for later chapters to cut. The seed is the same in all processes."""
     torch.manual_seed(0)
     embedding = Embedding(V)
     return nn.Sequential(embedding, *[Block() for _ in range(BLOCKS)], Head(embedding)).double()
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Logits (B, T, V), targets (B, T) -> (), the mean over all words; ln V = 7.3 by guessing."""
+    """Logits (B, T, V), targets (B, T) -> (), the mean over all words; ln V = 7.3 for guessing."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -1,19 +1,19 @@
-"""Chapter 2: data parallelism. Two processes, the whole model in each, half of the batch for each.
+"""Chapter 2: data parallelism. Two processes, each with the whole model and half of the batch.
 
     python tutorial/2_data_parallel.py
 
-What differs from chapter 1: a rank takes its rows of the batch, and between backward and the
-optimizer the ranks average their gradients. They start from equal weights and make equal steps, so
-the weights stay equal, and are never sent.
+What differs from chapter 1: each rank takes its rows of the batch, and between backward and the
+optimizer the ranks average their gradients. They start with equal weights and make equal updates,
+so the weights stay equal and are never sent.
 
     rank 0   rows 0 to 3   forward  backward   all-reduce   optimizer
     rank 1   rows 4 to 7   forward  backward   all-reduce   optimizer
 
-There are two ways: after backward, a parameter at a time; or while backward still runs. A batch
-that W does not divide is left out: the mean of the ranks' means would not be the mean of all.
+There are two ways: after backward, one parameter at a time; or while backward still runs. Left out:
+batches that W does not divide, for which the mean of the ranks' means is not the mean of all rows.
 
 It grows into data_parallel/gradients.py (few large buckets instead of many parameters),
-data_parallel/dataset.py (which rows are whose) and training/launch.py (ranks that fail).
+data_parallel/dataset.py (the rows of each rank) and training/launch.py (ranks that fail).
 """
 
 import importlib
@@ -26,14 +26,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-one = importlib.import_module("1_one_process")  # a name that begins with a digit needs this
+one = importlib.import_module("1_one_process")  # `import` allows no name with a leading digit
 W = 2  # world size: how many ranks
 
 
 def launch(main: Callable[[int], None], ranks: int = W) -> None:
-    """Runs main(rank) in new processes. The store is where they find each other's addresses."""
+    """Runs main(rank) in new processes. They find each other's addresses in the store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # 0: a free port
-    mp.set_forkserver_preload(["torch._dynamo"])  # with torch: imported once, and not by every rank
+    mp.set_forkserver_preload(["torch._dynamo"])  # imports torch once, not in every rank
     mp.start_processes(run_rank, (main, ranks, store.port), ranks, start_method="forkserver")
 
 
@@ -44,7 +44,7 @@ def run_rank(rank: int, main: Callable[[int], None], ranks: int, port: int) -> N
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     torch.set_num_threads(1)  # a core per process
     main(rank)
-    dist.barrier()  # nobody hangs up while another is still talking
+    dist.barrier()  # no rank leaves while another still communicates
     dist.destroy_process_group()
 
 
@@ -56,11 +56,11 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def average_during_backward(model: nn.Module) -> list[dist.Work]:
-    """Called once: from now on each all-reduce starts when backward has finished that gradient.
+    """Call once. From then on each all-reduce starts as soon as backward has finished its gradient.
 
-    Backward goes on with the layers below while the gradients travel. What has been started is
-    added to the list that is returned; the optimizer must wait for it. Collectives are matched by
-    their order, and all ranks run the same backward, so they start them in the same order.
+    Backward continues with earlier layers while the gradients travel. The returned list collects
+    the running all-reduces; the optimizer must wait for them. Collectives are matched by their
+    order: all ranks run the same backward, so they start them in the same order.
     """
     started = []
 

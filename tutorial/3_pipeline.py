@@ -1,11 +1,11 @@
-"""Chapter 3: a pipeline. Two processes, half of the layers in each, the batch in micro-batches.
+"""Chapter 3: a pipeline. Two processes, each with half of the layers; the batch in micro-batches.
 
     python tutorial/3_pipeline.py
 
-What differs from chapter 2: the ranks do not divide the rows but the layers. Stage s sends its
-output to stage s+1, and gets back the gradient of that output: to autograd it is what `loss` is
-elsewhere, the place where backward begins. With one batch a stage would wait while the other
-works; with M micro-batches both work. In which order? F2 is the forward of micro-batch 2:
+What differs from chapter 2: the ranks divide the layers, not the rows. Stage s sends its output to
+stage s+1 and gets back the gradient of that output. Its backward starts there, as it starts at
+`loss` elsewhere. With a single batch one stage would wait while the other works; with M
+micro-batches both work. In which order? F2 is the forward of micro-batch 2:
 
     GPipe     stage 0   F0 F1 F2 F3 .  .  B0 B1 B2 B3
               stage 1   .  F0 F1 F2 F3 B0 B1 B2 B3 .
@@ -14,7 +14,7 @@ works; with M micro-batches both work. In which order? F2 is the forward of micr
               stage 1   .  F0 B0 F1 B1 F2 B2 F3 B3 .
 
 Both take equally long, but GPipe holds the activations of M micro-batches, 1F1B of at most W.
-Layers that W does not divide, and stages of unequal cost, are left out.
+Left out: layers that W does not divide, and stages of unequal cost.
 
 It grows into pipeline/schedule.py (the orders), pipeline/stage.py (a stage's graphs) and
 pipeline/process.py (a rank per stage).
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 one = importlib.import_module("1_one_process")
 two = importlib.import_module("2_data_parallel")
 W, M = two.W, 4  # stages, micro-batches
-Schedule = list[list[tuple[str, int]]]  # per stage what it does, in order: ("F", 0), ("F", 1), ...
+Schedule = list[list[tuple[str, int]]]  # per stage its actions, in order: ("F", 0), ("F", 1), ...
 
 
 def gpipe() -> Schedule:
@@ -38,7 +38,7 @@ def gpipe() -> Schedule:
 
 
 def one_f_one_b() -> Schedule:
-    """As many forwards ahead as there are stages behind; then a backward after each forward."""
+    """One forward ahead per later stage; then a backward after each forward."""
     schedule = []
     for stage in range(W):
         ahead = min(M, W - 1 - stage)
@@ -60,11 +60,11 @@ def run_step(
     layers: nn.Module, stage: int, schedule: Schedule, inputs: Tensor, targets: Tensor,
     before: int, after: int,
 ) -> Tensor:  # fmt: skip
-    """Leaves gradients in this stage's parameters; returns the loss, if it is the last stage.
-    `before` and `after` are the ranks that have the stages beside it."""
+    """Adds this stage's gradients to its parameters; returns the loss, on the last stage.
+    `before` and `after`: the ranks of the neighbouring stages."""
     first, last, rows = stage == 0, stage == W - 1, len(inputs) // M
-    graphs = {}  # per micro-batch between its F and its B: where its graph begins and ends
-    sent = []  # isend, not send: two stages that both wait to be heard would wait for ever
+    graphs = {}  # per micro-batch, from F to B: the begin and the end of its graph
+    sent = []  # isend, not send: two stages sending to each other would deadlock
     total = torch.zeros((), dtype=torch.float64)
     for kind, i in schedule[stage]:
         if kind == "F":
@@ -77,7 +77,7 @@ def run_step(
                 sent.append(dist.isend(y.detach(), after))
             graphs[i] = x, y
         else:
-            x, y = graphs.pop(i)  # with it go the activations
+            x, y = graphs.pop(i)  # frees the activations after backward
             y.backward(None if last else receive(after, rows))
             if not first:
                 sent.append(dist.isend(x.grad, before))
@@ -87,12 +87,12 @@ def run_step(
 
 
 def train(rank: int, schedule: Schedule) -> list[float]:
-    """The loss of every step; zeros where the stage is not the last."""
+    """The loss of every step; zeros except on the last stage."""
     text, V = one.read_text()
     model = one.build_model(V)
     tied = model[0].wte.weight  # used by the first and the last stage
     size = len(model) // W
-    layers = model[rank * size : (rank + 1) * size]  # the others are dropped
+    layers = model[rank * size : (rank + 1) * size]  # drop the others
     optimizer = torch.optim.AdamW(layers.parameters(), one.LEARNING_RATE)
     losses = []
     for step in range(one.STEPS):
@@ -100,7 +100,7 @@ def train(rank: int, schedule: Schedule) -> list[float]:
         inputs, targets = one.get_batch(text, step)
         loss = run_step(layers, rank, schedule, inputs, targets, rank - 1, rank + 1)
         losses.append(loss.item())
-        dist.all_reduce(tied.grad)  # each stage has one summand (more stages: a group of two)
+        dist.all_reduce(tied.grad)  # each stage has one term (more stages: a group of two)
         optimizer.step()
     return losses
 

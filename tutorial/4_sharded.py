@@ -1,23 +1,23 @@
-"""Chapter 4: sharded data parallelism (ZeRO-3, FSDP): half of every parameter in each process.
+"""Chapter 4: sharded data parallelism (ZeRO-3, FSDP). Each process keeps half of every parameter.
 
     python tutorial/4_sharded.py
 
 What differs from chapter 2: a rank keeps only 1/W of every parameter, of its gradient and of
 AdamW's two moments. A parameter is whole only while its layer computes: the ranks gather it before
-and free it after. So the layers run one by one, each with a graph of its own, as a stage has in
+and free it afterwards. So the layers run one by one, each with its own graph, like the stages of
 chapter 3:
 
     forward    gather 0 | layer 0 | free 0    gather 1 | layer 1 | free 1    ...
     backward   gather 3 | layer 3 | free 3, reduce-scatter 3    gather 2 | layer 2 | ...
 
-Reduce-scatter is an all-reduce of which each rank keeps its part only. With that part of the
-gradient a rank updates its part of the parameter: AdamW goes number by number, and needs no more.
+Reduce-scatter is an all-reduce after which each rank keeps only its part. With its part of the
+gradient a rank updates its part of the parameter: AdamW works element by element.
 
-Left out: parameters that W does not divide (they would be padded), and a gather of the next layer
+Left out: parameters that W does not divide (they would be padded), and gathering the next layer
 while one computes.
 
-It grows into data_parallel/fsdp.py (the step), data_parallel/sharding.py (what is whose: all
-parameters of a layer in one row) and data_parallel/exchange.py (the two collectives).
+It grows into data_parallel/fsdp.py (the step), data_parallel/sharding.py (shards: all parameters of
+a layer in one row) and data_parallel/exchange.py (the two collectives).
 """
 
 import importlib
@@ -32,14 +32,14 @@ W = two.W
 
 
 class Sharded:
-    """A parameter of n numbers. `shard` (n/W,) is kept; `whole` (n,) has memory while gathered."""
+    """A parameter of n elements. `shard` (n/W,) stays; `whole` (n,) has memory while gathered."""
 
     def __init__(self, p: nn.Parameter, rank: int) -> None:
         assert p.numel() % W == 0, f"{W} ranks cannot have equal shares of {p.numel()} numbers"
         self.p, self.rank = p, rank
         self.whole = p.data.flatten()
         self.shard = nn.Parameter(self.whole.chunk(W)[rank].clone())  # what the optimizer updates
-        p.data = self.whole.view(p.shape)  # the layer computes with p, which lies in `whole`
+        p.data = self.whole.view(p.shape)  # the layer computes with p, a view of `whole`
         self.free()
 
     def gather(self) -> None:
@@ -48,22 +48,22 @@ class Sharded:
         dist.all_gather(list(self.whole.chunk(W)), self.shard.detach())
 
     def free(self) -> None:
-        """Gives back the memory but keeps the tensors: what autograd has noted of p in forward
-        finds the numbers again when they are gathered for backward."""
+        """Frees the memory but keeps the tensors: the views of p that autograd saved in forward are
+        valid again after the gather for backward."""
         self.whole.untyped_storage().resize_(0)
 
     def reduce_scatter(self) -> None:
         """Replaces the whole gradient by this rank's part of its mean over the ranks."""
-        dist.all_reduce(self.p.grad)  # in gloo no less; NCCL's reduce_scatter_tensor sends half
+        dist.all_reduce(self.p.grad)  # with gloo; NCCL's reduce_scatter_tensor would send half
         part = self.p.grad.flatten().chunk(W)[self.rank] / W
-        # The tied matrix comes twice, from the head and from the embedding: a sum.
+        # The tied matrix has two gradients, from head and embedding: add them.
         self.shard.grad = part if self.shard.grad is None else self.shard.grad + part
         self.p.grad = None
 
 
 def run_step(layers: dict[nn.Module, list[Sharded]], inputs: Tensor, targets: Tensor) -> Tensor:
-    """Leaves gradients in the shards; returns the loss of this rank's rows."""
-    graphs = []  # per layer: its parameters, and where its graph begins and ends
+    """Adds gradients to the shards; returns the loss of this rank's rows."""
+    graphs = []  # per layer: its parameters, and the begin and end of its graph
     y = inputs
     for layer, parameters in layers.items():
         x = y.detach().requires_grad_(y.is_floating_point())  # the words have no gradient
@@ -91,7 +91,7 @@ def run_step(layers: dict[nn.Module, list[Sharded]], inputs: Tensor, targets: Te
 
 def main(rank: int) -> None:
     text, V = one.read_text()
-    model = one.build_model(V)  # whole for a moment; a large one never would be
+    model = one.build_model(V)  # whole for a moment, which a large model never is
     sharded = {p: Sharded(p, rank) for p in model.parameters()}  # a tied parameter once
     layers = {layer: [sharded[p] for p in layer.parameters()] for layer in model}
     shards = [s.shard for s in sharded.values()]

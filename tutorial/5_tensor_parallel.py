@@ -1,20 +1,20 @@
-"""Chapter 5: tensor parallelism. Two processes, all layers in each, half of every matrix.
+"""Chapter 5: tensor parallelism. Two processes, each with all layers and half of every matrix.
 
     python tutorial/5_tensor_parallel.py
 
 What differs from chapter 2: both ranks have the whole batch, and divide the arithmetic of a layer.
-Attention and MLP are a matrix, something that goes head by head or number by number, and a matrix.
-Cut the first by what comes out and the second by what goes in, and nothing need be said between:
+Attention and MLP are a matrix, an operation head by head or element by element, and a second
+matrix. Cut the first by outputs and the second by inputs, and nothing is exchanged in between:
 
     x ──┬─▸ A0 ─▸ gelu ─▸ B0 ──┬─▸ sum          rank 0 has A0 and B0, rank 1 A1 and B1
         └─▸ A1 ─▸ gelu ─▸ B1 ──┘
 
-`AddUp` is the sum; its gradient is everybody's as it is. `FanOut` is the fork, where nothing
-happens, but in backward the gradients of both ways must be added. What stands between the blocks'
-matrices (norms, embeddings, head) every rank has and computes, with equal results.
+`AddUp` is the sum; in backward every rank gets the same gradient, unchanged. `FanOut` is the fork:
+it does nothing in forward, and adds the gradients of both branches in backward. Every rank computes
+everything outside the cut matrices (norms, embedding, head), with equal results.
 
-Left out: heads that W does not divide; an embedding and a head that are cut by words; norms that
-are cut by positions (sequence parallelism).
+Left out: heads that W does not divide; cutting embedding and head by words; cutting norms by
+positions (sequence parallelism).
 
 It grows into tensor_parallel/collectives.py (the fork and the sum), tensor_parallel/layers.py (the
 matrices) and tensor_parallel/loss.py (the loss, without ever holding the logits).
@@ -59,12 +59,12 @@ class AddUp(torch.autograd.Function):
 
 
 def part(p: Tensor, rank: int, dim: int = 0) -> nn.Parameter:
-    """What this rank keeps of a parameter; parts may differ by one row."""
+    """This rank's part of a parameter; parts may differ by one row."""
     return nn.Parameter(p.detach().tensor_split(W, dim)[rank].clone())
 
 
 class Columns(nn.Module):
-    """Of a matrix that makes `blocks` things out of x, this rank's part of each: (B, T, N/W)."""
+    """This rank's outputs of a matrix, in each of its `blocks`: (B, T, K) -> (B, T, N/W)."""
 
     def __init__(self, whole: Any, rank: int, group: Any, blocks: int = 1) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Columns(nn.Module):
 
 
 class Rows(nn.Module):
-    """Of a matrix that takes x apart, this rank's part; then the sum of all: (B, T, C)."""
+    """This rank's inputs of a matrix, then the sum over all ranks: (B, T, K/W) -> (B, T, C)."""
 
     def __init__(self, whole: Any, rank: int, group: Any) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Rows(nn.Module):
 
 
 def cut(model: nn.Sequential, rank: int, group: Any = None) -> nn.Sequential:
-    """Leaves of each block what `rank` has. Attention sees H/W heads, the GELU 4C/W numbers."""
+    """Cuts each block to this rank's part. Attention sees H/W heads, the GELU 4C/W elements."""
     _, *blocks, _ = model
     for block in blocks:
         block.c_attn = Columns(block.c_attn, rank, group, 3)  # heads of q, of k and of v
@@ -108,7 +108,7 @@ def main(rank: int) -> None:
         loss = one.loss_of(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()  # what all ranks have got equal gradients, and stays equal
+        optimizer.step()  # replicated parameters got equal gradients, so they stay equal
         losses.append(loss.item())
     if rank == 0:
         one.compare(tensor_parallel=losses)

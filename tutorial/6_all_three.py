@@ -1,9 +1,9 @@
-"""Chapter 6: all three at once. Eight processes: 2 replicas of 2 stages of layers cut in 2.
+"""Chapter 6: all three at once. Eight processes: 2 replicas of 2 stages, their layers cut in 2.
 
     python tutorial/6_all_three.py
 
-What differs from chapters 2, 3 and 5: nothing in what they do, only who does it with whom. A rank
-has three coordinates, and works in three groups of two ranks, each of which differ in one:
+Only the groups differ from chapters 2, 3 and 5. A rank has three coordinates, and each of its three
+groups holds the ranks that differ in one of them:
 
     rank = 4 d + 2 p + t         replica d = 0          replica d = 1
                     stage 0      t = 0, 1: ranks 0 1    ranks 4 5
@@ -13,10 +13,10 @@ has three coordinates, and works in three groups of two ranks, each of which dif
     stages   0-2, 1-3, 4-6, 5-7   activations between stages; the tied embedding's gradient
     data     0-4, 1-5, 2-6, 3-7   gradients, once per step: these may be furthest apart
 
-The order is that of how often they meet: several times in a layer, per micro-batch, per step.
+They are ordered by frequency: several times per layer, once per micro-batch, once per step.
 
-It grows into runtime/mesh.py (who is where), training/parallel.py (a model on a mesh) and
-training/checkpoint.py (what is saved from one layout goes into any other).
+It grows into runtime/mesh.py (coordinates), training/parallel.py (a model on a mesh) and
+training/checkpoint.py (a checkpoint of one layout loads into any other).
 """
 
 import importlib
@@ -32,7 +32,7 @@ D, P, T = 2, three.W, five.W  # replicas, stages, parts of a matrix
 
 
 def groups(rank: int) -> list[dist.ProcessGroup]:
-    """Those of this rank: that differ from it in t, in p, in d. All ranks make all groups."""
+    """This rank's groups: ranks that differ in t, in p, in d. All ranks make all groups."""
     mine = []
     for stride, size in ((1, T), (T, P), (T * P, D)):
         for first in range(D * P * T):
@@ -64,7 +64,7 @@ def main(rank: int) -> None:
             dist.all_reduce(q.grad, group=data)
         optimizer.step()
 
-        mean = loss / (D * T)  # the last stage's t all have it, the others 0
+        mean = loss / (D * T)  # every t of the last stage has it, other stages 0
         dist.all_reduce(mean)  # only to print it
         losses.append(mean.item())
     if rank == 0:
