@@ -5,7 +5,7 @@ after its backward, each rank needs the sum of all ranks' gradients of its own s
 (reduce-scatter). Both start early and finish late, so that they overlap with the computation of
 neighbouring layers.
 
-Idea: two ways behind one interface.
+Idea: two implementations of one interface.
 
 `GroupExchange` uses the collectives of the process group: NCCL between GPUs, gloo otherwise. Gloo's
 own reduce-scatter is an all-reduce that throws most of the result away: 19.7 ms for 12.6 MB and two
@@ -238,7 +238,7 @@ class GroupExchange(Exchange):
         pass  # a finished gather has already sent this rank's shard
 
     def after_update(self, backwards: int = 0) -> None:
-        # No need to wait: the answer of the previous announcement is checked, this one's next time.
+        # No need to wait: this compares the previous announcement; the next call compares this one.
         self._wait_for(self._announce(_UPDATING - 1 - backwards) - 1)
 
 

@@ -81,7 +81,7 @@ class HeldBytes:
 
 
 class FullyShardedDataParallel:
-    """Trains layers of which every rank holds a part.
+    """Trains layers sharded over the ranks.
 
         fsdp = FullyShardedDataParallel(layers, lambda shards: torch.optim.AdamW(shards, lr=1e-3),
                                         names=names, init=init)

@@ -5,7 +5,7 @@ all need the mean. Three ways, simplest first:
 
     per_parameter   average_gradients: an all-reduce for each parameter, after backward
     flat            average_gradients_flat: one all-reduce of everything, after backward
-    overlap         GradientBuckets: a few, each started as soon as its last gradient is there
+    overlap         GradientBuckets: a few, each started as soon as its last gradient is ready
 
 Idea of the buckets: backward produces gradients from the last layer to the first. Parameters are
 grouped, in that order, into flat buckets; p.grad is a view into its bucket. When a bucket's last

@@ -37,7 +37,7 @@ def trained_parameters(stages: Sequence[Stage], replicas: Replicas) -> list[nn.P
 def gradients_by_stage(
     stages: Sequence[Stage], replicas: Replicas
 ) -> tuple[list[Gradients], Gradients]:
-    """Take the sums from the stages: per stage its own parameters', and those of tied ones."""
+    """Take the sums from the stages: per stage for its own parameters; then for tied ones."""
     taken = [
         [(replicas.get(p, p), gradient) for p, gradient in stage.take_gradients()]
         for stage in stages

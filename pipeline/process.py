@@ -318,8 +318,8 @@ class ProcessPipe:
         return self._neighbours.from_last(losses.total().double() if last else None)
 
     def _halved(self, actions: Sequence[Action]) -> list[Action]:
-        """The same work, with a whole backward as its two halves wherever its gradient is sent to
-        another rank, between the halves."""
+        """The same work; a whole backward becomes its two halves if its gradient goes to another
+        rank, so that it is sent in between."""
         result: list[Action] = []
         for action in actions:
             sent = action.stage in self._neighbours.down

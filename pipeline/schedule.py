@@ -27,10 +27,10 @@ stage alternates F and B. The bubble is the same; a stage holds at most min(m, n
     stage 1: .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     stage 2: .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-Zero bubble (Qi et al., 2023, ZB-H1): backward has two halves. I, the gradient of the input, is
-awaited by the previous stage; W, the weights' gradient, by nobody, so W fills the gaps. With one
-clock each for F, I and W, 1F1B takes 3m + 3(n-1) clocks and ZB-H1 3m + n-1 (if m >= n). Every stage
-then holds what 1F1B's first stage holds, min(m, n) micro-batches. zero_bubble.py splits backward.
+Zero bubble (Qi et al., 2023, ZB-H1): backward has two halves. The previous stage waits for I, the
+gradient of the input; no stage waits for W, the gradient of the weights, so W fills the gaps. With
+one clock each for F, I and W, 1F1B takes 3m + 3(n-1) clocks and ZB-H1 3m + n-1 (if m >= n). Every
+stage holds as much as 1F1B's first, min(m, n) micro-batches. zero_bubble.py splits backward.
 
     Zero bubble, 3 stages, 4 micro-batches              bubble = (n-1)/(3m+n-1) = 2/14
     stage 0: F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3

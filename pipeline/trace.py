@@ -55,8 +55,8 @@ from .operators import Program, at_least_two
 from .partition import balance
 
 _aten = torch.ops.aten
-# Operators called by their Python functions instead, which zero_bubble.py and
-# runtime/randomness.py intercept.
+# Stages call these Python functions instead of the operators, because zero_bubble.py and
+# runtime/randomness.py intercept them.
 _CALLED: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: F.linear,
     _aten.addmm.default: torch.addmm,

@@ -1,4 +1,4 @@
-"""Dropout whose bits do not depend on thread timing.
+"""Random draws, such as dropout masks, that do not depend on thread timing.
 
 Problem. Torch has one default CPU generator for all threads. Two stages that draw their dropout
 masks from it at the same time get different masks in every run.
@@ -152,8 +152,8 @@ class StageRandomness(TorchFunctionMode):
         scale: float | None = None,
         **others: Any,
     ) -> Tensor:
-        """Attention B H T E with dropout: a tenth faster than torch's own, which is not fused on
-        the CPU either."""
+        """Attention B H T E with dropout: a tenth faster than torch's own, whose CPU kernel for
+        dropout is not fused either."""
         if dropout_p == 0.0 or others.get("enable_gqa") or query.device.type != "cpu":
             with _Kernels(self) if dropout_p else contextlib.nullcontext():
                 return F.scaled_dot_product_attention(

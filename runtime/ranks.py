@@ -1,7 +1,7 @@
 """Collectives within a group of ranks: shared memory on one host, else the process group.
 
-Problem. Exchanges in the middle of a layer cannot overlap with other work. On CPUs gloo copies
-every byte into the kernel and out again.
+Problem. Exchanges in the middle of a layer have hardly any work to overlap with. On CPUs gloo
+copies every byte into the kernel and out again.
 
 Idea. CPU ranks of one host exchange through memory that all of them map (shared_memory.py). Each
 writes its tensor into its own stretch, announces it by a small all-reduce, and reads what it needs
