@@ -1,4 +1,4 @@
-"""How shards become whole parameters, and whole gradients shards.
+"""Gathers shards into whole parameters, and reduces whole gradients to shards.
 
 Problem: before a layer computes, each rank needs all shards of its parameters (all-gather);
 after its backward, each rank needs the sum of all ranks' gradients of its own shard

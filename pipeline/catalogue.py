@@ -1,10 +1,10 @@
 """All schedules by name, and what a run needs: the lists of actions and the ranks of the stages.
 
-    gpipe 1f1b zb sequential   a stage per rank                    schedule.py
-    interleaved                v of them, in loops: --chunks v     chunks.py
-    zbv vhalf vmin             two of them, in a V
+    gpipe 1f1b zb sequential   one stage per rank                        schedule.py
+    interleaved                v stages per rank, in loops: --chunks v   chunks.py
+    zbv vhalf vmin             two stages per rank, in a V
 
-Nothing else in the project knows what 1F1B is.
+Callers refer to a schedule by its name.
 """
 
 from __future__ import annotations

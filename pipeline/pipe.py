@@ -2,7 +2,7 @@
 
     pipe = Pipe(nn.Sequential(WithDevice(a, "cpu:0"), WithDevice(b, "cpu:1")), split_size=8)
     pipe(x).sum().backward()                                          # like the Sequential itself
-    pipe.train_step(x, y, loss_fn, schedule="1f1b", num_microbatches=4)   # and 1F1B
+    pipe.train_step(x, y, loss_fn, schedule="1f1b", num_microbatches=4)   # with 1F1B
 
 `Pipe.forward` is GPipe (Huang et al., 2019): m micro-batches flow through n stages in the order of
 m + n - 1 clocks. Autograd sees one function from the input and the parameters to the output; its

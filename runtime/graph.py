@@ -1,4 +1,4 @@
-"""A piece of a model's graph, cut off at both ends: its forward, and its backward by hand.
+"""A piece of a model's graph, detached at both ends: its forward, and an explicit backward.
 
     x ──detach──▸ layers ──▸ y ──detach──▸        `record` runs this, and keeps x and y
     ◂── dx ────── grad of y by x and parameters ◂── dy        `differentiate`

@@ -7,7 +7,7 @@ Idea. CPU ranks of one host exchange through memory that all of them map (shared
 writes its tensor into its own stretch, announces it by a small all-reduce, and reads what it needs
 from the others' stretches:
 
-    rank 0   write slot 0 | say | read slots 0 | write slot 1 | say | read slots 1 | write slot 0
+    rank 0   write slot 0 | announce | read slots 0 | write slot 1 | announce | read slots 1 | ...
 
 Two slots are enough: a rank announces slot 1 only after reading slots 0, so when all have announced
 slot 1, slots 0 are free. Sums are taken in rank order, so every rank has the same bits. The

@@ -1,4 +1,4 @@
-"""Forward again, right before backward: memory for time.
+"""Recomputes the forward right before backward: less memory, more time.
 
 Problem. Between forward and backward autograd keeps what the layers have computed: for a block of
 GPT-2 some thirty times its input.

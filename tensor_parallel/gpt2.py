@@ -9,12 +9,12 @@ sees fewer heads. A `Part` describes a rank's part of a parameter in terms of th
 values, checkpoints and exports are the same as those of one process.
 
     parameter          of the whole      rank r of t has
-    attn.c_attn        C x (q | k | v)   of q, of k and of v the columns of its heads
+    attn.c_attn        C x (q | k | v)   the columns of its heads in each of q, k and v
     attn.c_proj        C x C             the rows of its heads
     mlp.c_fc           C x 4C            columns
     mlp.c_proj         4C x C            rows
     wte, lm_head       V x C             rows of its tokens: V/t, rounded up
-    norms, wpe, biases of c_proj         all of it
+    norms, wpe, biases of c_proj         the whole parameter
 
 If t does not divide V, the last rank's surplus rows belong to no token. They are 0, get no
 gradient, and take part in no product and no checkpoint.
