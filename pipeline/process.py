@@ -336,8 +336,6 @@ class ProcessPipe:
 class _With(nn.Module):
     """Layers, with ``beside`` as the last element of their input tuple."""
 
-    is_wrapper = True  # draws nothing itself, see stage.py
-
     def __init__(self, layers: nn.Module, beside: Any) -> None:
         super().__init__()
         self.layers, self.beside = layers, beside

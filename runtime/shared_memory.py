@@ -74,17 +74,9 @@ class SharedBuffers:
         ranks: by rank, its memory as bytes.
     """
 
-    def __init__(
-        self,
-        maps: list[mmap.mmap],
-        files: list[int],
-        rank: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, maps: list[mmap.mmap], files: list[int], rank: int) -> None:
         self.ranks = [torch.frombuffer(m, dtype=torch.uint8, offset=ALIGNMENT) for m in maps]
         self.rank = rank
-        self.group = group
-        self._mine = maps[rank]
         self._files = files
         weakref.finalize(self, _close, files)
 
@@ -115,12 +107,7 @@ class SharedBuffers:
         if not (readable and everywhere.item()):
             _close(files)  # the maps keep the memory
             files = []
-        return cls(maps, files, rank, group) if everywhere.item() else None
-
-    @property
-    def nbytes(self) -> int:
-        """The size of one rank's buffer."""
-        return self.ranks[self.rank].numel()
+        return cls(maps, files, rank) if everywhere.item() else None
 
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of a rank's memory, from byte `offset` on."""
