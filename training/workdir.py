@@ -1,5 +1,4 @@
-"""The folders of a run: it can write into them, no other run does, and no half-written file stays.
-"""
+"""The folders of a run: checks that it alone writes there, and removes half-written files."""
 
 from __future__ import annotations
 
