@@ -1,4 +1,4 @@
-"""Checks that ranks agree on options, data and replicas, and ends the run where they do not.
+"""Checks that ranks agree on options, data and replicas, and ends the run if they do not.
 
 Problem: each host reads options, data and pretrained weights from its own folders. If one host's
 copy differs, its ranks train a different model of the same shape, and gradients of different models

@@ -98,7 +98,7 @@ def plot_training(
     workdir: Path, foot: str, steps: int | None = None, output: Path | None = None
 ) -> Path:
     """Draws loss and score of a run after each epoch, by default in workdir/training.png; returns
-    the path. Raises UserError where results are missing.
+    the path. Raises UserError if results are missing.
 
     Args:
         foot: what was trained and how.

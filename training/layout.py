@@ -84,7 +84,7 @@ class LaidOutModel(ABC):
         optimizers: of what this rank holds; each parameter is in one of them.
         counted: the parameters whose gradients this rank adds to the global norm. Exactly one rank
             must add each parameter; None: this rank adds all it holds.
-        run: calls a function for each optimizer, where that works; None: here.
+        run: calls a function for each optimizer, e.g. on its stage's worker; None: here.
         devices: that this rank computes on.
         cut: layers per stage, which a checkpoint remembers; None: nothing was measured.
     """

@@ -38,7 +38,7 @@ MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so the
 RISEN = 10  # times the first step's loss: the run diverges
 
 Run = Callable[[Callable[[int], Any]], list[Any]]
-"""Calls a function with each optimizer's index, where that optimizer works; returns results."""
+"""Calls a function with each optimizer's index, e.g. on its stage's worker; returns the results."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Optimizers:
         world: who this process is.
         counted: the parameters whose gradients this process adds to the norm, by default all. A
             gradient that several processes hold must be counted by one of them.
-        run: calls a function for each optimizer, where that works; by default here, one by one.
+        run: calls a function with each optimizer's index; by default here, one by one.
 
     `steps` is the number of the next step, from 0 over all epochs; `counts` are the last step's,
     summed over all processes.

@@ -83,7 +83,7 @@ def check_batch(args: Any, parts: int, option: str = "world_size") -> None:
 
 
 def check_microbatches(args: Any, parts: int) -> None:
-    """Raises UserError where a rank's part of a batch has fewer examples than micro-batches."""
+    """Raises UserError if a rank's part of a batch has fewer examples than micro-batches."""
     share, given = -(-args.batch_size // parts), args.num_microbatches
     if given is not None and given > share:
         ranks = f" --world_size {parts}" if parts > 1 else ""
@@ -115,7 +115,7 @@ def _layout(args: Any) -> str:
 
 
 def check_warmup(args: Any, num_examples: int) -> None:
-    """Raises UserError where the warm-up does not end before the run does."""
+    """Raises UserError if the warm-up does not end before the run does."""
     steps = args.num_batches or args.n_epochs * -(-num_examples // args.batch_size)
     if args.warmup_steps and args.warmup_steps >= steps:
         raise UserError(

@@ -91,7 +91,7 @@ class SequenceTask(Task, ABC):
 
     @abstractmethod
     def encoded(self) -> dict[str, list[Encoded]]:
-        """The examples of every split. Raises UserError where there is nothing to learn."""
+        """The examples of every split. Raises UserError if there is nothing to learn."""
 
     @abstractmethod
     def about_data(self) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Step:
     """What one rank computes in one step: its part of a global batch, in micro-batches."""
 
-    inputs: list[Any]  # one per micro-batch; none where the global batch has too few examples
+    inputs: list[Any]  # one per micro-batch; empty if the global batch has too few examples
     targets: list[Any]
     count: int  # what the loss is the mean over: target tokens, or images, of the *global* batch
     examples: int  # of this part
@@ -86,7 +86,7 @@ class Task(Protocol):
         """The examples whose outputs are scored, as JSON values."""
 
     def examples_to_show(self, generated: list[str]) -> str:
-        """A few outputs of the trained model, for a person; empty where there are none."""
+        """A few outputs of the trained model, for a person; empty if there are none."""
 
     def export(
         self,

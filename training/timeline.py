@@ -109,7 +109,7 @@ class Timeline:
         rank, world_size: who this is. All ranks must make their Timeline together: they compare
             their clocks over the default process group.
         num_steps: how many steps are recorded; None: all; 0: nothing.
-        workers: `rank`, or `stage` where the stages are threads of one rank: the rows of a picture.
+        workers: `rank`, or `stage` if stages are threads of one rank: the rows of a picture.
         device: of this rank; `span` waits for its kernels.
         about: facts for a picture: strategy, schedule, num_microbatches ...
         last: where every action is noted as it begins, also while nothing is recorded.

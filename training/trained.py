@@ -115,7 +115,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Trained:
 
 
 def _of_transformers(name: str) -> Trained:
-    """Raises UserError where it is not a GPT-2 with a tokenizer."""
+    """Raises UserError if it is not a GPT-2 with a tokenizer."""
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
     if not Path(name).exists() and name.count("/") != 1:  # a name on the hub has an owner
