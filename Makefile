@@ -1,13 +1,13 @@
 # make train   two processes learn to translate German: installs, trains, prints BLEU, draws
 # make test    every test, a file per core at a time
-# make verify  every strategy and layout beside one plain process: a table
+# make verify  compares every strategy and layout with one plain process, and prints a table
 # make lint    ruff and mypy
 # make report  the runs, figures, tables and answers of CMU 11-868 on one page (five minutes)
-# make figures the same, and the other runs and pictures of submit_figures/
-# make bench   every benchmark: one table, and JSON beside it
-# make chaos   kills, stops and interrupts real runs, and looks at what is left (three quarters of an hour)
-# make fuzz    random models under random layouts beside one plain process (five minutes)
-# make clean   removes what the above made, but not .venv
+# make figures the same, and all other runs and figures of submit_figures/
+# make bench   every benchmark: a table each, and JSON files
+# make chaos   kills, stops and interrupts real runs, and checks what is left (45 minutes)
+# make fuzz    compares random models under random layouts with one plain process (five minutes)
+# make clean   removes everything that the targets above made, except .venv
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +16,7 @@ RUN := $(VENV)/bin/python
 .PHONY: train test verify lint report figures bench chaos fuzz clean
 .DELETE_ON_ERROR:
 
-# --no-build-isolation would need setuptools in the environment; the default asks pip for it.
+# Without --no-build-isolation pip installs setuptools for the build; the environment needs none.
 $(VENV)/.installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements.txt

@@ -1,9 +1,9 @@
-"""Trains GPT-2 with data parallelism on GPUs that modal.com rents out, one per process.
+"""Trains GPT-2 with data parallelism on GPUs rented from modal.com, one per process.
 
     pip install modal && modal setup                        once: it asks for an account
     modal run modal_run.py --world-size 2 --n-epochs 5
 
-More options of project/run_data_parallel.py go into --options, as one word: --options "--seed 1".
+More options of project/run_data_parallel.py go into --options, in quotes: --options "--seed 1".
 Results stay in the volume `parallel-gpt2`; the figures and the summary also come to workdir_modal/.
 """
 
@@ -23,7 +23,7 @@ HOURS = 60 * 60
 
 app = modal.App("parallel-gpt2")
 volume = modal.Volume.from_name("parallel-gpt2", create_if_missing=True)
-# Files that are added are in every container's /root, its working directory.
+# The repository is in every container's /root, its working directory.
 image = (
     modal.Image.debian_slim(python_version="3.11")
     .pip_install_from_requirements(str(HERE / "requirements.txt"))
@@ -35,7 +35,7 @@ def run(program: str, name: str, options: str, results: str) -> dict[str, bytes]
     """Runs a program of project/ in the container; returns the files to look at first.
 
     Raises:
-        subprocess.CalledProcessError: it failed; it has said why.
+        subprocess.CalledProcessError: it failed, and has printed why.
     """
     workdir = Path(results) / name
     command = [sys.executable, str(HERE / "project" / program), "--workdir", str(workdir)]
@@ -44,7 +44,7 @@ def run(program: str, name: str, options: str, results: str) -> dict[str, bytes]
 
 
 def fetch(files: dict[str, bytes], folder: Path) -> None:
-    """Writes the files here."""
+    """Writes the files into a local folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -55,14 +55,14 @@ def fetch(files: dict[str, bytes], folder: Path) -> None:
 def train(
     world_size: int, n_epochs: int, options: str, results: str = "/results"
 ) -> dict[str, bytes]:
-    """In a container with a GPU for each process."""
+    """Trains in a container with a GPU for each process."""
     options = f"--world_size {world_size} --n_epochs {n_epochs} {options}"
     return run("run_data_parallel.py", f"data_parallel_{world_size}", options, results)
 
 
 @app.local_entrypoint()
 def main(world_size: int = 2, n_epochs: int = 5, options: str = "") -> None:
-    """What `modal run` does."""
+    """The entry point of `modal run`."""
     with_gpus = train.with_options(gpu=f"A10G:{world_size}")
     files = with_gpus.remote(world_size, n_epochs, options)
     fetch(files, Path("workdir_modal") / f"data_parallel_{world_size}")

@@ -1,1 +1,1 @@
-"""Side by side with peers: `python -m benchmarks` runs every comparison and prints one table."""
+"""Benchmarks beside other implementations: `python -m benchmarks` runs all and prints tables."""

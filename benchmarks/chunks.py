@@ -1,6 +1,6 @@
-"""The best schedules, this project's and PyTorch's, in two processes with a core each.
+"""The best schedules of this project and of PyTorch, in two processes with a core each.
 
-The blocks, batch and loss of the benchmark `pipeline`. With a stage of two blocks per rank:
+Blocks, batch and loss are those of the benchmark `pipeline`. With a stage of two blocks per rank:
 
 - zb: this project's `ProcessPipe`; torch 1f1b: `torch.distributed.pipelining`'s Schedule1F1B;
 
@@ -10,10 +10,10 @@ and with two stages of a block:
 - torch interleaved, interleaved zb, zbv: ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble and
   ScheduleZBVZeroBubble.
 
-For every number of micro-batches, our best beside PyTorch's best. Of zbv and interleaved also the
-share of time in which a rank computes nothing, in a step of its own that is recorded, beside that
-of the schedule if every action took its mean time and nothing was sent. Nothing is updated: every
-step computes the same loss and gradients, and those are compared.
+For every number of micro-batches the table has our best beside PyTorch's best. For zbv and
+interleaved it also has the idle share of a rank in a recorded step, beside the idle share of the
+schedule if every action took its mean time and transfers took none. Weights are not updated: every
+step computes the same loss and gradients, which are compared.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from training.timeline import Event
 from training.world import World, gather_over_ranks
 
 MICROBATCHES, ROUNDS, RECORDED = (2, 4, 8, 16), 3, 3
-USUAL = (4, 8)  # where the others are timed, too
+USUAL = (4, 8)  # the numbers with which OTHERS are timed, too
 OURS = ("zb", "zbv", "interleaved")
 OTHERS = ("interleaved", "torch interleaved", "threads, zbv")
 TORCH = {
@@ -85,7 +85,7 @@ class _Bench:
         self.threads = Pipe(placed, BATCH, sizes=sizes)
 
     def contestants(self) -> dict[str, Callable[[], None]]:
-        """As steps that all ranks call."""
+        """Every contestant, as a step that all ranks call."""
         turns: dict[str, Callable[[], None]] = {}
         for m in MICROBATCHES:
             turns |= {f"{name}, M={m}": self._ours(name, m) for name in OURS}
@@ -165,8 +165,8 @@ class _Bench:
         return turn
 
     def idle(self, name: str, m: int, threads: bool) -> tuple[float, float] | None:
-        """Of a recorded step: the mean share of time in which a rank computes nothing, and the
-        schedule's own. On rank 0."""
+        """The mean idle share of the ranks in a recorded step, and the idle share of the schedule
+        itself. On rank 0."""
         events: Recorded = []
         pipe: Any = self.threads if threads else self.pipes[name]
         ranks = places(name, K)
@@ -186,7 +186,7 @@ class _Bench:
         return shares[0], shares[1]
 
     def check(self) -> None:
-        """Raises AssertionError where a loss or gradient is not the plain one: see pipeline.py."""
+        """Raises AssertionError if a loss or gradient is not the plain one: see pipeline.py."""
         agree(self.losses)
         square_error(self.blocks(self.x), self.y).backward()
         for name, found in self.gradients.items():

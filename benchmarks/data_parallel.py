@@ -1,9 +1,9 @@
 """A data-parallel step: three ways to average gradients, and PyTorch's DistributedDataParallel.
 
 Two ranks, one core each. All contestants live in the same two processes, with the same model,
-batches and optimizer, and take turns. `alone` is rank 0 with one core and no second rank; `no
-exchange` is both ranks computing without averaging anything: what the hardware gives to two
-processes at once, and so the bound of any scheme.
+batches and optimizer, and take turns. `alone` is rank 0 with one core and no second rank. `no
+exchange` is both ranks without any averaging: the most that the hardware gives to two processes at
+once, and so the bound of any scheme.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _batches(rank: int) -> list[Batch]:
 
 
 class _Contestant:
-    """A model of its own, trained by one way of averaging."""
+    """Its own model, trained with one way of averaging."""
 
     def __init__(self, name: str, model: Any, batches: list[Batch]) -> None:
         self.model: nn.Module = _LossModel(copy.deepcopy(model))

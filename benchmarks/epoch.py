@@ -1,11 +1,11 @@
 """An epoch over 1,600 pairs: the plain loop against ours, on two ranks with a core each.
 
-The plain loop is what one writes first: every sequence padded to 128, a vocabulary of 50,257
-rows whatever the text needs, logits at every position, tokenising in collate, an all-reduce per
-parameter after backward. Ours is the program's. Blocks, optimizer, tokenizer, batch size and
-number of steps are the same, and so are the initial weights of the blocks. Both go through the
-whole epoch, taking turns step by step; the times of each fifth of the epoch give the spread. Of
-5,000 pairs (`run(5000)`) it takes ten minutes.
+The plain loop is a first version: every sequence padded to 128, a vocabulary of 50,257 rows
+whatever the text needs, logits at every position, tokenising in collate, an all-reduce per
+parameter after backward. Ours is the program's. Blocks with their initial weights, optimizer,
+tokenizer, batch size and number of steps are the same. Both train the whole epoch, taking turns
+step by step; the times of each fifth of the epoch give the spread. With 5,000 pairs (`run(5000)`)
+it takes ten minutes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _rank(world: World, args: Any, out: Path) -> None:
     seconds: dict[str, list[float]] = {"plain": [], "ours": []}
     before = time.perf_counter() - start
     ours = Replicated(task, world, plan_of(args, world))
-    # For its validation loss alone: the plain loop has a model of its own.
+    # Only for the validation loss: the plain loop has its own model.
     plain = Replicated(task, world, plan_of(args, world))
     contestants: dict[str, Iterator[Any]] = {
         "plain": _plain(world, texts.splits["train"], task.tokenizer),

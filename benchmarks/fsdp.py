@@ -1,10 +1,10 @@
 """A sharded step: zero 1, 2 and 3, data parallelism, and PyTorch's fully_shard (FSDP2).
 
 Two ranks, one core each. All contestants live in the same two processes, with the same model,
-batches and optimizer, and take turns. Then each has two processes to itself for a few steps, and
+batches and optimizer, and take turns. Then each has its own two processes for a few steps, and
 memory is counted: the bytes of parameters, gradients and optimizer state that a rank holds between
-steps, and the most memory that was resident, beyond what the process had before the model. The
-buffers that layers borrow are kept between steps: they are in the second number, not in the first.
+steps, and the peak resident memory beyond what the process had before the model. The buffers that
+layers borrow stay between steps: they are in the second number, not in the first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class _Contestant:
-    """A model of its own, trained in its own way."""
+    """Its own model, trained in its own way."""
 
     def __init__(self, rank: int) -> None:
         self.batches = _batches(rank)
@@ -73,11 +73,11 @@ class _Contestant:
             self.loss = self.step(x, target)
 
     def step(self, x: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
-        """One of them; this rank's part of the loss."""
+        """One step; returns this rank's part of the loss."""
         raise NotImplementedError
 
     def state_bytes(self) -> int:
-        """Of parameters, gradients and optimizer state on this rank."""
+        """Bytes of parameters, gradients and optimizer state on this rank."""
         raise NotImplementedError
 
 
@@ -136,7 +136,7 @@ class _Torch(_Contestant):
 
 
 def _local_bytes(tensor: Tensor) -> int:
-    """FSDP2's tensors know how large the whole is, and hold a part."""
+    """Bytes held here: FSDP2's tensors report the size of the whole but hold a part."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.nbytes
 
@@ -168,7 +168,7 @@ def _speed(world: World, out: Path) -> None:
 
 
 def _memory(world: World, name: str, out: Path) -> None:
-    """Bytes held between steps; the peak of the process' memory beyond what it had before."""
+    """Bytes held between steps; the peak memory of the process beyond what it had before."""
     before = psutil.Process().memory_info().rss
     contestant = _contestant(name, world.rank)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
@@ -183,7 +183,7 @@ def _memory(world: World, name: str, out: Path) -> None:
 
 
 def _layer_bytes() -> int:
-    """Of the largest layer: a block, or the tied embedding."""
+    """Bytes of the largest layer: a block, or the tied embedding."""
     with torch.device("meta"):
         layers = gpt2_layers(GPT2LMHeadModel(_config()))
     return max(sum(p.nbytes for p in layer.parameters()) for layer in layers)

@@ -1,9 +1,9 @@
-"""Translating 100 texts: token by token without a cache, against ours. Same translations. The texts
-are sentences, and then one to four sentences in a row, so that their lengths differ more.
+"""Translating 100 texts: plainly, without a cache, against ours. Translations must be the same. The
+texts are sentences, then one to four sentences in a row, so that their lengths differ more.
 
-The plain way recomputes the whole prefix for every token, a sentence at a time, as the course's
-starter code does. The model is gpt2-mini after a short training, so that sentences end where a
-trained model ends them.
+The plain way recomputes the whole prefix for every token, a sentence at a time, like the course's
+starter code. The model is gpt2-mini after a short training, so that sentences have realistic
+lengths.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _compare(
         plain: lambda: said.update(plain=_plain(model.module, pairs, tokenizer)),
         mine: lambda: said.update(ours=ours()),
     }
-    ours()  # the first time is slower; the plain way takes too long to be warmed up
+    ours()  # warms up; the plain way takes too long for that
     seconds = alternate(contestants, ROUNDS, warm=True)
     different = [
         i for i, (a, b) in enumerate(zip(said["plain"], said["ours"], strict=True)) if a != b

@@ -1,8 +1,8 @@
-"""How contestants are timed: alternating, in one run, on the same cores, medians and spread.
+"""Times contestants in turns, in one run, on the same cores; reports medians and spread.
 
 Timings on shared machines drift by more than the differences of interest. So contestants take
-turns, in an order that is reversed from round to round, and what is quoted is the median of the
-rounds' ratios. Their losses are compared too: nobody wins by computing something else.
+turns, in an order that is reversed every round, and the reported ratio is the median of the rounds'
+ratios. Their losses are compared too: no contestant may win by computing something else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a benchmark's table. `goal` is what `ratio` must reach, where there is one."""
+    """A line of a benchmark's table. `goal`, if any, is what `ratio` must reach."""
 
     name: str
     value: float  # median
@@ -35,12 +35,12 @@ class Row:
 
     @property
     def reached(self) -> bool | None:
-        """Whether the goal is reached; None where there is none."""
+        """Whether the goal is reached; None without a goal."""
         return None if self.goal is None or self.ratio is None else self.ratio >= self.goal
 
 
 def use_cores(cores: Sequence[int]) -> None:
-    """Binds this process to them, with a thread each."""
+    """Binds this process to these cores, with a thread each."""
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
 
@@ -54,8 +54,7 @@ def summarize(values: Sequence[float]) -> tuple[float, tuple[float, float]]:
 def alternate(
     contestants: dict[str, Callable[[], None]], rounds: int, warm: bool = False
 ) -> dict[str, list[float]]:
-    """Seconds of every contestant in every round, after a round that does not count, unless they
-    are `warm`."""
+    """Seconds of every contestant in every round, after a warm-up round, unless they are `warm`."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in range(1 if warm else 0, rounds + 1):
         names = list(contestants) if round_ % 2 else list(contestants)[::-1]
@@ -68,13 +67,13 @@ def alternate(
 
 
 def ratio_of(baseline: Sequence[float], contestant: Sequence[float]) -> float:
-    """How many times faster the contestant is: the median of the rounds' ratios, for what slows a
-    round down slows both."""
+    """How many times faster the contestant is: the median of the rounds' ratios, since a slow round
+    slows both."""
     return statistics.median(b / c for b, c in zip(baseline, contestant, strict=True))
 
 
 def agree(losses: dict[str, float], tolerance: float = 1e-4) -> None:
-    """Raises AssertionError where the contestants' losses differ by more than rounding."""
+    """Raises AssertionError if the contestants' losses differ by more than rounding."""
     reference = next(iter(losses.values()))
     off = {n: x for n, x in losses.items() if abs(x - reference) > tolerance * abs(reference)}
     if off:

@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that exist, exactly, where resident memory says too much."""
+"""Counts the bytes of live tensors exactly; resident memory includes too much else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes of all tensors that operators made inside and that still exist; their peak."""
+    """The bytes of all live tensors that operators have made inside, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()

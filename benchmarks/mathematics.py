@@ -1,9 +1,9 @@
-"""The formulas of docs/mathematics.md beside what this machine does: bytes on the wire, bytes held,
-bubbles, seconds.
+"""The formulas of docs/mathematics.md beside measurements: bytes on the wire, bytes held, bubbles,
+seconds.
 
 Bytes sent are counted by the kernel, per rank (wire.py); bytes held are the tensors'; bubbles and
-seconds are of real steps, so this wants a quiet machine with two cores. The document shows the
-table that this prints.
+seconds are of real steps, so this needs a quiet machine with two cores. The document shows the
+printed table.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TITLE = "Predicted and measured"
 
 @dataclass(frozen=True)
 class Claim:
-    """What a formula says. `predicted` may need a measured number first, and is then None."""
+    """The prediction of a formula. If it needs a measured number first, `predicted` is None."""
 
     what: str
     formula: str
@@ -48,7 +48,7 @@ class Claim:
 
 
 def claims() -> dict[str, Claim]:
-    """All rows of the table, by name, with what is predicted."""
+    """All rows of the table, by name, with their predictions."""
     found: dict[str, Claim] = {}
     size = 4 * NUMEL
     for w in WORLDS:

@@ -1,4 +1,4 @@
-"""What docs/mathematics.md compares its formulas with: bytes sent and held, bubbles, seconds.
+"""The measurements for docs/mathematics.md: bytes sent and held, bubbles, seconds.
 
 The models are stacks of feed-forward halves of blocks, large enough that headers do not matter.
 """
@@ -59,7 +59,7 @@ def make_layers() -> nn.Sequential:
 
 
 def _counted(collective: Callable[[], Any]) -> int:
-    """Bytes that this rank sends for it, less those of the barriers around it."""
+    """Bytes that this rank sends for a collective, without the barriers around it."""
     dist.barrier()
     start = bytes_sent()
     dist.barrier()
@@ -70,8 +70,8 @@ def _counted(collective: Callable[[], Any]) -> int:
 
 
 def _wire(world: World, out: Path) -> None:
-    """On each rank; rank 0 writes the means over the ranks."""
-    warnings.simplefilter("ignore", FutureWarning)  # of collectives that are to get other names
+    """Measures on each rank; rank 0 writes the means over the ranks."""
+    warnings.simplefilter("ignore", FutureWarning)  # some collectives will be renamed
     flat, w = torch.ones(NUMEL), world.world_size
     part, whole = torch.ones(NUMEL // w), torch.empty(NUMEL)
     sent = {
@@ -118,7 +118,7 @@ def _sharded_step(stage: int) -> dict[str, float]:
         fsdp.backward(fsdp.forward(x).sum())
         fsdp.optimizer_step()
 
-    step()  # in the first backward, which gathers all, the ranks agree on what later ones need
+    step()  # the first backward gathers everything; in it ranks agree on what later ones need
     sent = _counted(step)
     held = 0
 
@@ -126,7 +126,7 @@ def _sharded_step(stage: int) -> dict[str, float]:
         nonlocal held
         held = fsdp.held_bytes().state
 
-    # Before the update, for gradients are spent after it.
+    # Before the update, which uses the gradients up.
     fsdp.optimizer.register_step_pre_hook(lambda *_: note())
     step()
     return {f"sent {stage}": sent, f"held {stage}": held}
@@ -141,8 +141,8 @@ def _pipeline_step() -> dict[str, float]:
 
 
 def _all_reduce_time(world: World, flat: Tensor, repeats: int = 41) -> dict[str, float]:
-    """The link's latency and bandwidth, both directions in use at once as in a ring, and the time
-    of an all-reduce."""
+    """The time of an all-reduce, and its prediction from the link's latency and bandwidth, measured
+    with both directions in use, as in a ring."""
     received = torch.empty_like(flat)
 
     def exchange(message: Tensor) -> None:
@@ -170,7 +170,7 @@ def _all_reduce_time(world: World, flat: Tensor, repeats: int = 41) -> dict[str,
 
 
 def _pipeline(folder: Path) -> dict[str, float]:
-    """Stages of one process, a thread and a core each."""
+    """Measures stages in one process, with a thread and a core each."""
     half = LAYERS // STAGES
     layers = [WithDevice(layer, f"cpu:{i // half}") for i, layer in enumerate(make_layers())]
     x, y = torch.randn(2, SEQUENCES, POSITIONS, WIDTH).unbind(0)
@@ -194,12 +194,12 @@ def _pipeline(folder: Path) -> dict[str, float]:
 
 
 def boundary_traffic(step: Callable[[], Any]) -> int:
-    """Bytes of all tensors that the stages of one process hand each other during the step."""
+    """Bytes of all tensors that the stages of one process pass to each other during the step."""
     handed: list[int] = []
     put = Channel.put
 
     def counting(self: Channel, i: int, value: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():  # which hands in the batch
+        if threading.current_thread() is not threading.main_thread():  # that one feeds the batch
             handed.extend(t.nbytes for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
         put(self, i, value)
 
@@ -216,7 +216,7 @@ def _squares(output: Tensor, target: Tensor) -> Tensor:
 
 
 def measure() -> dict[str, float]:
-    """What this machine does, by the names of the claims."""
+    """The measured values of this machine, by the names of the claims."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for w in WORLDS:

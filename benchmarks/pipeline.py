@@ -7,13 +7,13 @@ The same blocks, batch and loss for all:
 - pipe(x): `Pipe.forward` and `.backward()`, over twice as many blocks, against the same with one
   micro-batch, in which one stage at a time computes;
 - torch gpipe, torch 1f1b: `torch.distributed.pipelining`, two processes;
-- autograd-driven: our forward, and the backward left to autograd, as torchgpipe does: on CPU that
-  is one thread. With one core, as a device has it; and with its operators on all cores, which
-  forward may not use: it is then no pipeline any more, but the fastest that design can be;
-- one device, all cores: no pipeline at all, every operator on all cores. No contestant of the
-  others, for its operators are cut finer than any pipeline; it says what a laptop has to beat.
+- autograd-driven: our forward, with the backward left to autograd, as in torchgpipe: on a CPU that
+  is one thread. Timed with one core, like a device; and with the backward's operators on all cores,
+  which forward may not use: this is no longer a pipeline, but the upper bound of that design;
+- one device, all cores: no pipeline, every operator on all cores. It does not compete, since its
+  operators are cut finer than any pipeline; it is what a pipeline has to beat on a laptop.
 
-Nothing is updated: every step computes the same loss and gradients, and those are compared. More
+Weights are not updated: every step computes the same loss and gradients, which are compared. More
 schedules and numbers of micro-batches: the benchmark `chunks`.
 """
 
@@ -73,7 +73,7 @@ def make_blocks() -> nn.Sequential:
 
 
 class _Bench:
-    """The contestants of one rank. Those with threads live on rank 0, while rank 1 waits."""
+    """The contestants of one rank. Contestants with threads live on rank 0, while rank 1 waits."""
 
     def __init__(self, world: World, cores: Sequence[int]) -> None:
         self.world, self.cores = world, list(cores)
@@ -133,10 +133,10 @@ class _Bench:
             self.gradients[name] = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
 
     def check(self) -> None:
-        """Raises AssertionError where a contestant's loss or gradients are not the plain ones.
+        """Raises AssertionError if a contestant's loss or gradients are not the plain ones.
 
-        Relative to the largest of each tensor: fp32 sums of 4,096 terms, in other orders, of like
-        size, differ by about sqrt(4096) * 6e-8 = 4e-6 of it; more where terms cancel.
+        Relative to the largest of each tensor: fp32 sums of 4,096 terms of similar size, in other
+        orders, differ by about sqrt(4096) * 6e-8 = 4e-6 of it; more if terms cancel.
         """
         agree(self.losses)
         self.blocks.zero_grad()
@@ -251,7 +251,7 @@ def run() -> list[Row]:
         add(f"pipe(x), M={m}", "pipe(x), M=1", 0.90, ideal)
     for m in MICROBATCHES:
         for name in OURS:
-            # The goal is of the bubble of GPipe and 1F1B; zero-bubble's is smaller.
+            # The goal is for the bubble of GPipe and 1F1B; zero bubble has a smaller one.
             goal = None if name == "zb" else 0.90
             add(f"{name}, M={m}", "model parallel", goal, K * m / (m + K - 1))
         others = [*TORCH, "autograd-driven", "autograd-driven, backward on all cores"]

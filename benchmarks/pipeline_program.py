@@ -1,9 +1,9 @@
 """The pipeline through the program: whole models, optimizer included, both modes taking turns.
 
-The classes of `project/run_pipeline.py`, options and data, with --padding max_length so that every
-step is batch x 128 positions. The larger model is one whose layers outweigh embedding and head;
-gpt2-mini is run as it is by default, in micro-batches of like lengths: of
-some 200 positions each, so that threads, Python and small matrix products weigh more.
+The classes, options and data of `project/run_pipeline.py`. In the larger model layers outweigh
+embedding and head, and --padding max_length makes every step batch x 128 positions. gpt2-mini runs
+with the defaults, in micro-batches of similar lengths: of some 200 positions each, so that threads,
+Python and small matrix products weigh more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GOALS = {4: 1.45, 8: 1.6}
 
 
 class _Contestant:
-    """A model in stages, which takes the same steps as the others."""
+    """A model in stages that takes the same steps as the other contestants."""
 
     def __init__(self, options: str, mode: str, m: int, schedule: str, folder: Path) -> None:
         args = parse_pipeline(
@@ -61,7 +61,7 @@ class _Contestant:
 def _compare(model: str, options: str, goals: dict[int, float], folder: Path) -> list[Row]:
     contestants = {}
     for m in (4, 8):
-        # Cut into as many micro-batches: those of like lengths have less padding than a batch.
+        # With equally many micro-batches, since those have less padding than a batch.
         contestants[f"model parallel, M={m}"] = _Contestant(
             options, "model_parallel", m, "", folder
         )

@@ -1,25 +1,25 @@
 """A pipeline step over GPT-2 blocks in two processes, a core each: this project's and PyTorch's.
 
-The same blocks, batch and loss as in the benchmark `pipeline`, for all:
+Blocks, batch and loss are those of the benchmark `pipeline`, for all:
 
 - gpipe, 1f1b, zb: this project's ProcessPipe;
 - torch gpipe, 1f1b, zb: `torch.distributed.pipelining` with the same schedules (its zero bubble is
-  ScheduleInterleavedZeroBubble with one stage per rank, which is not the same list as ZB-H1: no
-  goal is set for it);
+  ScheduleInterleavedZeroBubble with one stage per rank, which is not the same list as ZB-H1, so it
+  has no goal);
 
 and, in fewer rounds:
 
 - gradients last: ProcessPipe that computes the weights' gradients before it sends the
   activations', as PyTorch does;
 - gloo: ProcessPipe without shared memory;
-- threads: the same lists run by `Pipe` in one process, for the reader.
+- threads: the same lists run by `Pipe` in one process, for comparison.
 
-Nothing is updated: every step computes the same loss and gradients, and those are compared.
+Weights are not updated: every step computes the same loss and gradients, which are compared.
 
-Then the peak resident memory of a rank in a step of micro-batches of one example, where the
-gradients of a stage's parameters outweigh its activations: PyTorch's, which differentiates a stage
-in one call, and ProcessPipe with a graph per stage and with one per layer, whole backwards all; and
-as it is by default, which sends gradients before it computes those of weights.
+Then the peak resident memory of a rank in a step of micro-batches of one example, in which the
+gradients of a stage's parameters outweigh its activations. With whole backwards: PyTorch, which
+differentiates a stage in one call, and ProcessPipe with a graph per stage and with one per layer.
+And ProcessPipe by default, which sends gradients of inputs before it computes those of weights.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ class _Bench:
         return turn
 
     def check(self) -> None:
-        """Raises AssertionError where a contestant's loss or gradients are not the plain ones.
+        """Raises AssertionError if a contestant's loss or gradients are not the plain ones.
 
-        The tolerance: see benchmarks/pipeline.py.
+        The tolerance is that of benchmarks/pipeline.py.
         """
         agree(self.losses)
         blocks = make_blocks()
@@ -184,7 +184,7 @@ def _rank(world: World, cores: Sequence[int], out: Path) -> None:
 
 
 def _peak_memory(world: World, which: str, out: Path) -> None:
-    """Writes the most KB that this rank ever holds in a step, model and libraries included."""
+    """Writes this rank's peak memory in a step, in KB, model and libraries included."""
     torch.manual_seed(1)
     x, y = torch.randn(2, BATCH, LENGTH, WIDTH).unbind(0)
     if which == TORCH:
@@ -194,7 +194,7 @@ def _peak_memory(world: World, which: str, out: Path) -> None:
     else:
         blocks = make_blocks()
         for k, block in enumerate(blocks):
-            if k // HALF != world.rank:  # of other ranks' blocks only the shapes are needed
+            if k // HALF != world.rank:  # only the shapes of other ranks' blocks are needed
                 blocks[k] = block.to("meta")
         options: dict[str, Any] = {"by_layer": which != BY_STAGE}
         options["early_gradients"] = which == DEFAULT

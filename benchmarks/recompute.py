@@ -1,10 +1,10 @@
 """Recomputation: the peak of activations beside the formula, and what it costs in time.
 
-Memory: the first of two stages goes through its list of actions alone, its gradients made up, and
-the bytes of all tensors that exist are counted. What backward makes in passing is in them, the
-gradients of the parameters are not. The formula is `planning.cost.recomputed_activations`, of one
-micro-batch's activations as they were counted. The same for each of four ranks under the V-shaped
-schedules too, whose ranks have two stages.
+Memory: the first of two stages runs its list of actions alone, with made-up gradients, and the
+bytes of all live tensors are counted, including temporaries of backward but not the gradients of
+parameters. The formula is `planning.cost.recomputed_activations`, applied to the counted
+activations of one micro-batch. Under the V-shaped schedules, with two stages per rank, the same is
+done for each of four ranks.
 
 Time: a step of both stages in threads, a core each, M=16. Forward is a third of a step, so a step
 that repeats all of it takes 1.33 times as long.
@@ -68,7 +68,7 @@ def squares(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
 
 
 def peak(schedule: str, m: int, mode: str, num_ranks: int = K, rank: int = 0) -> tuple[int, int]:
-    """Bytes at the peak of a rank; and of one micro-batch after its first stage's forward."""
+    """Peak bytes of a rank; and bytes of one micro-batch after the forward of the first stage."""
     ranks = places(schedule, num_ranks)
     size = 2 * BLOCKS // len(ranks)
     stages = {
@@ -83,7 +83,7 @@ def peak(schedule: str, m: int, mode: str, num_ranks: int = K, rank: int = 0) ->
     for stage in stages.values():
         stage.num_microbatches = m
         stage.forward(m, (hidden, weights, keys))
-        stage.backward(m, one)  # from here on the sums of the parameters' gradients exist
+        stage.backward(m, one)  # allocates the parameters' gradients before counting starts
     live, first = LiveBytes(), 0
     with live:
         for kind, s, i in plan(schedule, ranks, m)[0][rank]:
@@ -100,9 +100,9 @@ def peak(schedule: str, m: int, mode: str, num_ranks: int = K, rank: int = 0) ->
 
 
 def promised(schedule: str, m: int, num_ranks: int, first: int) -> float:
-    """Bytes that the fullest rank holds at most with `always`, by its list: of a micro-batch that
-    waits its input; of one in backward all of the ``first``; of one that waits for its W the inputs
-    of its products and the gradients of their outputs, no more than that."""
+    """Upper bound in bytes for the fullest rank with `always`, by its list. A waiting micro-batch
+    holds its input, one in backward all of ``first``, and one that waits for its W at most as much:
+    the inputs of its products and the gradients of their outputs."""
     x, most = BATCH // m * LENGTH * COUNTED * 4, 0
     for actions in plan(schedule, places(schedule, num_ranks), m)[0]:
         waiting = begun = 0
@@ -115,7 +115,7 @@ def promised(schedule: str, m: int, num_ranks: int, first: int) -> float:
 
 
 def held_by_ranks() -> list[Row]:
-    """Of four ranks the one that holds most, beside what its schedule promises."""
+    """Rows of the fullest of four ranks, beside the prediction of its schedule."""
     rows, n, m = [], 4, MICROBATCHES[-1]
     for schedule in ("gpipe", "1f1b", *V_SHAPED):
         in_a_v = schedule in V_SHAPED
@@ -154,7 +154,7 @@ def memory() -> tuple[list[Row], dict[tuple[str, str, int], tuple[float, float]]
 
 
 def times() -> list[Row]:
-    """Rows of a step's seconds, recomputation beside none."""
+    """Rows of a step's seconds, with recomputation beside without."""
     x, m = batch(BATCH, TIMED), MICROBATCHES[-1]
     target, losses, pipes = torch.zeros_like(x[0]), dict[str, float](), dict[str, Pipe]()
     turns: dict[str, Callable[[], None]] = {}

@@ -1,4 +1,4 @@
-"""The text that the benchmarks train on: real where there is some, else the built-in one."""
+"""The text of the benchmarks: Multi30k if it is there, else the built-in text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "multi30k"
 
 
 def benchmark_texts(n_train: int = 5000, n_validation: int = 1000, n_test: int = 100) -> Texts:
-    """Pairs of Multi30k, where a folder of it lies beside the project, or of the built-in text."""
+    """Pairs of Multi30k, if its folder is beside the project, else of the built-in text."""
     sizes: dict[str, int | None] = {
         "train": n_train, "validation": n_validation, "test": n_test
     }  # fmt: skip
@@ -19,5 +19,5 @@ def benchmark_texts(n_train: int = 5000, n_validation: int = 1000, n_test: int =
 
 
 def text_name() -> str:
-    """What the above are called in a table."""
+    """The name of this text in a table."""
     return "Multi30k" if REAL.is_dir() else "the built-in text"

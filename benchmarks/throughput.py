@@ -1,12 +1,11 @@
 """Every strategy of project/train.py on VGG16 and GPT-2, with one worker and with two.
 
-These are runs of the program, as a person starts them: processes of their own, a core per worker,
-the same global batch for all. A rate is that of a step, and the first step of each run is left out,
-for it pays for what happens once. Most of the time goes into starting, so there is one round; in
-several the runs take turns.
+These are complete runs of the program: own processes, a core per worker, the same global batch for
+all. Rates are per step, without the first step of a run, which includes one-time costs. Most of the
+time is start-up, so there is one round; with several rounds the runs take turns.
 
-What to expect of two workers on two cores: DDP and FSDP halve each worker's part of the batch; a
-pipeline of M micro-batches is at best 2M/(M+1) times as fast as one worker that takes stages in
+Expectations for two workers on two cores: DDP and FSDP halve each worker's part of the batch; a
+pipeline of M micro-batches is at best 2M/(M+1) times as fast as one worker that runs the stages in
 turn; `model` is that worker, spread over two cores that wait for each other.
 """
 
@@ -27,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROUNDS, STEPS, BATCH = 1, 5, 32
 MODELS = {
     "VGG16": "--model vgg16 --n_train 256 --n_validation 16",
-    # Every sentence padded to one length: so a step is the same work for all.
+    # Every sentence is padded to one length, so a step is the same work for all.
     "GPT-2": "--model gpt2-mini --n_embd 512 --n_head 8 --n_train 256 --n_validation 16 --n_test 2 "
     "--padding max_length --model_max_length 64",
 }
@@ -43,7 +42,7 @@ class _Run:
     workers: int
 
     def command(self, workdir: Path) -> list[str]:
-        """What a person would type."""
+        """The command line."""
         options = (
             f"--num_workers {self.workers} --batch_size {BATCH} --num_batches {STEPS} "
             f"--device cpu {MODELS[self.model]}"
@@ -95,8 +94,8 @@ def run() -> list[Row]:
 
 
 def _agree(losses: dict[str, float]) -> None:
-    """All train the same. AdamW turns rounding of small gradients into steps, so after a few steps
-    the losses differ by more than rounding; see docs/semantics.md."""
+    """Raises AssertionError if losses differ by over 1 %. AdamW turns rounding of small gradients
+    into whole steps, so after a few steps losses differ by more than rounding."""
     reference = next(iter(losses.values()))
     off = {name: loss for name, loss in losses.items() if abs(loss - reference) > 0.01 * reference}
     if off:

@@ -1,8 +1,8 @@
 """Counts the bytes that this process has sent over the network, by asking the kernel.
 
-Linux keeps a count per TCP connection (TCP_INFO, `tcpi_bytes_sent`, since 4.19). Summed over the
-connections of a process it tells what that process sent and nothing else: other programs of the
-machine do not disturb it, as they do the counters of a network interface.
+Linux keeps a count per TCP connection (TCP_INFO, `tcpi_bytes_sent`, since 4.19). The sum over the
+connections of a process is exactly what it sent: unlike the counters of a network interface, it
+excludes other programs.
 """
 
 from __future__ import annotations

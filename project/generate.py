@@ -23,7 +23,7 @@ from training.command_line import Parser, count
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. Ends the program where it cannot be right."""
+    """The command line. Ends the program if it cannot be right."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("trained", metavar="FOLDER", help="a run's workdir, a checkpoint, an export, a hub id")
@@ -66,7 +66,7 @@ from training.world import choose_device
 
 
 def read_lines(args: argparse.Namespace) -> list[str]:
-    """The lines to translate or continue. Raises UserError where the file cannot be read."""
+    """The lines to translate or continue. Raises UserError if the file cannot be read."""
     if args.text:
         return [line for text in args.text for line in text.split("\n")]
     if args.input is None:
@@ -81,9 +81,9 @@ def read_lines(args: argparse.Namespace) -> list[str]:
 
 
 def generate(trained: Trained, lines: Sequence[str], args: argparse.Namespace) -> list[list[str]]:
-    """For each line the translations or continuations. Raises UserError where a line is too long.
+    """The translations or continuations of each line. Raises UserError if a line is too long.
 
-    What is drawn for a line depends on the seed, the line's number, and the number of the sample.
+    Draws depend only on the seed, the number of the line, and the number of the sample.
     """
     tokenizer, end = trained.tokenizer, trained.source_end
     stop = tokenizer.eos_token_id

@@ -1,8 +1,8 @@
-"""The options that programs share, each once: name, type, default and help. Those of one program
-are in its own file. `--config run.yaml` reads options from a file, `--print_config` prints them.
+"""The options that programs share: name, type, default and help. A program's own options are in its
+file. `--config run.yaml` reads options from a file, `--print_config` prints them.
 
-This module does not import torch, so that --help and a mistyped option are answered at once. Rules
-between options are in training/rules.py and in the programs. The courses' own spellings, as
+This module does not import torch, so --help and a mistyped option are answered at once. Rules
+between options are in training/rules.py and in the programs. The courses' own names, such as
 --n_chunk, are in ALIASES.
 """
 
@@ -23,7 +23,7 @@ from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from jsonargparse.typing import restricted_number_type
 
-MAX_SECONDS = 30 * 24 * 3600  # what the libraries can still count in milliseconds
+MAX_SECONDS = 30 * 24 * 3600  # libraries count time-outs in milliseconds, which must not overflow
 if TYPE_CHECKING:
     Count = int
     Whole = int
@@ -188,7 +188,7 @@ T = TypeVar("T")
 def parse(kind: type[T], description: str | None, argv: Sequence[str] | None = None) -> T:
     """The options on the command line, as an object of the dataclass `kind`.
 
-    Prints help and ends with status 0, or says in one line what is wrong and ends with status 2.
+    Prints help and ends with status 0, or prints one line on a mistake and ends with status 2.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(kind, description, given)
@@ -205,16 +205,16 @@ def parse(kind: type[T], description: str | None, argv: Sequence[str] | None = N
 
 
 def begin(kind: type, description: str | None) -> None:
-    """What a program does before it imports torch, which takes seconds: answers --help, refuses a
-    mistyped option, and lets Ctrl-C end the process at once. (A library that is being imported may
-    swallow a KeyboardInterrupt; `training.errors.signals_end` takes over later.)"""
+    """Answers --help, refuses a mistyped option, and lets Ctrl-C end the process at once, before
+    torch is imported, which takes seconds. (A library may swallow a KeyboardInterrupt during its
+    import; `training.errors.signals_end` takes over later.)"""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     parse(kind, description)
 
 
 def as_typed(message: str, given: Sequence[str]) -> str:
-    """The message with an option called by the alias that was typed, if one was."""
+    """The message, with the alias that was typed in place of the option's name."""
     for alias, name in ALIASES.items():
         if f"--{alias}" in _names(given):
             message = re.sub(rf"--{name}\b", f"--{alias}", message)
@@ -226,8 +226,8 @@ def _names(given: Sequence[str]) -> set[str]:
 
 
 def _read_config(path: str | None) -> str:
-    """The options in a file, under their names; the path where it cannot be read, which the parser
-    then says."""
+    """The options in a file, with aliases replaced; if it cannot be read, its path, which the
+    parser then reports."""
     try:
         text = Path(path or "").read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -271,11 +271,11 @@ class _Help(DefaultHelpFormatter):
         super().__init__(prog, max_help_position=28, width=118)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """The description has lines of its own."""
+        """Keeps the line breaks of a description."""
         return super()._fill_text(text, width, indent) if "\n" not in text else text
 
     def add_usage(self, *_: Any, **__: Any) -> None:
-        """Of forty options it is no help."""
+        """Omits the usage: with forty options it does not help."""
 
     def _get_help_string(self, action: Any) -> str:
         text = (action.help or "").replace("%", "%%")
@@ -288,7 +288,7 @@ class _Help(DefaultHelpFormatter):
 
 
 class _Parser(ArgumentParser):
-    """Says in one line what is wrong, once for all ranks that torchrun starts."""
+    """Reports a mistake in one line, once for all ranks of torchrun."""
 
     options: type
     given: Sequence[str]
@@ -301,7 +301,7 @@ class _Parser(ArgumentParser):
         refuse(f"{self.prog}: error: {text}; --help explains all\n")
 
     def print_help(self, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0":  # torchrun's, which starts all with one line
+        if os.environ.get("RANK", "0") == "0":  # torchrun starts all ranks with one command
             super().print_help(file)
 
 

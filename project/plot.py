@@ -88,12 +88,12 @@ class Bar:
 
     @property
     def total(self) -> float:
-        """How high it is."""
+        """The height of the bar."""
         return sum(self.parts.values())
 
 
 def draw_bars(path: Path, bars: Sequence[Bar], *, title: str, foot: str, ylabel: str) -> Path:
-    """The bars side by side, the sum of each above it, and a legend where they have parts."""
+    """Draws bars side by side, the sum of each above it, and a legend if they have parts."""
     top = max((bar.total + bar.std for bar in bars), default=0.0) or 1.0
     size, plus_minus = (15, " ± ") if len(bars) < 5 else (12, "\n± ")
     stacked = any(len(bar.parts) > 1 for bar in bars)
@@ -142,7 +142,7 @@ def plot(
     ylabel: str = YLABELS[TIME],
 ) -> Path:
     """The course's function: a bar with its error bar per label, saved as `fig_name`. Raises
-    ValueError where the three differ in length."""
+    ValueError if the three differ in length."""
     values = zip(labels, means, stds, strict=True)
     bars = [Bar(label, {"measured": mean}, std) for label, mean, std in values]
     return draw_bars(Path(fig_name), bars, title="", foot="", ylabel=ylabel)
@@ -171,7 +171,7 @@ def plot_results(
 
 def plot_data_parallel(single: Path, multiple: Path, output: Path) -> list[Path]:
     """Draws training time and throughput of one process against several; returns the paths.
-    Raises UserError where result files are missing or do not compare."""
+    Raises UserError if result files are missing or cannot be compared."""
     sizes = [read_options(folder).get("world_size", 1) for folder in (single, multiple)]
     if sizes[0] != 1 or sizes[1] == 1:
         raise UserError(
@@ -194,10 +194,10 @@ def plot_pipeline(
     num_devices: int | None = None,
 ) -> list[Path]:
     """Draws training time and throughput of the pipeline against one stage at a time; returns the
-    paths. Raises UserError where result files are missing or do not compare.
+    paths. Raises UserError if result files are missing or cannot be compared.
 
     With M micro-batches and K stages the ideal speed-up is K*M/(M+K-1): M+K-1 clocks instead of
-    K*M. Both are the run's options unless they are given, else 4 and 2.
+    K*M. M and K default to the run's options, else to 4 and 2.
     """
     folders = (model_parallel, pipeline_parallel)
     runs = [[read_epochs(folder, "eval_results")] for folder in folders]
@@ -219,9 +219,9 @@ def compare(
     """Draws {name}_training_time.png and {name}_throughput.png of a baseline and a measured run.
 
     Args:
-        runs: of both, per rank, the results per epoch.
-        labels: of the bars, and how the title names the baseline.
-        ideal: the speed-up that would be perfect, where processes have as many cores in both.
+        runs: both runs' results per rank and epoch.
+        labels: of the bars, and the baseline's name in the title.
+        ideal: the ideal speed-up, if processes have equally many cores in both.
     """
     check_alike(folders)
     if min(len(rank) for run in runs for rank in run) < 2:
@@ -261,7 +261,7 @@ def compare(
 
 
 def _size(options: Mapping[str, Any]) -> list[str]:
-    """What differs between two runs that are compared: the batch, and the cores of a process."""
+    """What may differ between two compared runs: the batch, and the cores of a process."""
     found = [f"batch {options['batch_size']}"] if "batch_size" in options else []
     if cores := options.get("cores"):
         found.append(f"{cores} core{'s' * (cores > 1)}")
@@ -271,7 +271,7 @@ def _size(options: Mapping[str, Any]) -> list[str]:
 def _why(
     runs: Sequence[list[Epochs]], name: str, options: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """What a reader of the figure would wonder about."""
+    """Explanations for the foot of a figure: missing ideals, and time against tokens."""
     found = []
     cores = [o.get("cores") for o in options]
     if cores[0] != cores[1]:
@@ -304,7 +304,7 @@ def _why(
 
 
 def _above_ideal(baseline: Path, options: Sequence[Mapping[str, Any]]) -> str:
-    """Why a run may gain more than its ideal, which takes the baseline's time for granted."""
+    """Why a run may gain more than its ideal, which assumes that the baseline wastes no time."""
     before, after = (o.get("num_microbatches") or 1 for o in options)
     if before < after:
         pieces = f"{before} pieces" if before > 1 else "one piece"
@@ -332,7 +332,7 @@ def over_epochs(ranks: list[Epochs], metric: str) -> tuple[float, float]:
 
 
 def check_alike(folders: Sequence[Path]) -> None:
-    """Raises UserError where runs trained different models, in different precision, or on other
+    """Raises UserError if runs trained different models, in different precision, or on different
     data."""
     every = {folder: read_options(folder) for folder in folders}
     for name in ALIKE:
@@ -356,7 +356,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """As a picture calls it."""
+        """Its name in a picture."""
         return f"{self.strategy}, {self.workers} worker{'s' * (self.workers > 1)}"
 
 
@@ -377,8 +377,8 @@ def run_folder(text: str) -> Path:
 
 
 def load_runs(names: Sequence[tuple[str, int]], root: Path) -> list[Run]:
-    """The runs of these names, in their order. Raises UserError where one is missing, with the
-    command that makes it, and where they do not compare."""
+    """The runs of these names, in their order. Raises UserError if one is missing, with the command
+    that makes it, or if they cannot be compared."""
     runs = []
     for strategy, workers in names:
         folder = root / f"{strategy}{workers}"
@@ -393,8 +393,8 @@ def load_runs(names: Sequence[tuple[str, int]], root: Path) -> list[Run]:
 
 
 def read_options(workdir: Path) -> dict[str, Any]:
-    """The options of a run: from its summary or, if it did not reach its end, from the options.
-    Raises UserError where they cannot be read."""
+    """The options of a run: from its summary or, if it did not finish, from options.json. Raises
+    UserError if they cannot be read."""
     for name in (SUMMARY, OPTIONS):
         try:
             return json.loads((workdir / name).read_text(encoding="utf-8"))
@@ -406,7 +406,7 @@ def read_options(workdir: Path) -> dict[str, Any]:
 
 
 def describe(*workdirs: Path) -> str:
-    """What was trained and how, as far as the options tell and the runs have it in common."""
+    """What was trained and how: the facts, from the options, that all runs have in common."""
     first, *others = map(_facts, workdirs)
     return "; ".join(fact for fact in first if all(fact in facts for facts in others))
 
@@ -433,7 +433,7 @@ def _facts(workdir: Path) -> list[str]:
 
 
 def timeline_of(folder: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
-    """What the workers of a run recorded, and its options. Raises UserError where nothing was."""
+    """The events of a run's workers, and its options. Raises UserError if nothing was recorded."""
     try:
         workers, about = read_timelines(folder)
     except (OSError, ValueError) as error:
@@ -445,7 +445,7 @@ def timeline_of(folder: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
 
 
 def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
-    """Where the time of a step goes: a stacked bar per run."""
+    """Draws where the time of a step goes: a stacked bar per run."""
     times = {}
     for run in runs:
         workers, _ = timeline_of(run.folder)
@@ -467,8 +467,8 @@ def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
 
 
 def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
-    """Examples per second of each run. The ideal of N workers is N times the run with the fewest
-    workers of the same strategy."""
+    """Draws the examples per second of each run. The ideal scales the run of the same strategy with
+    the fewest workers by the number of workers."""
     rates, bars, title = {}, [], ""
     for run in runs:
         seconds, size = run.summary["step_seconds"], run.summary["batch_size"]
@@ -495,7 +495,7 @@ def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
 
 
 def plot_memory(runs: Sequence[Run], path: Path) -> Path:
-    """Per rank of each run: bytes of parameters, gradients and optimizer state, and the peak."""
+    """Draws parameters, gradients, optimizer state and peak in bytes, for each rank of each run."""
     bars, most = [], {}
     for run in runs:
         state, peaks = run.summary["state_bytes"], run.summary["peak_rss_bytes"]
@@ -516,7 +516,7 @@ def plot_memory(runs: Sequence[Run], path: Path) -> Path:
 
 
 def plot_losses(workdirs: Sequence[Path], path: Path, names: Sequence[str] | None = None) -> Path:
-    """The losses of runs beside each other, called by `names`, or by the options in which they
+    """Draws the losses of runs side by side, labelled by `names`, or by the options in which they
     differ."""
     runs = list(zip(names or _names(workdirs), map(epochs_of, workdirs), strict=True))
     ends = ", ".join(f"{name} {run[-1]['validation_loss']:.3f}" for name, run in runs)
@@ -537,7 +537,7 @@ def plot_losses(workdirs: Sequence[Path], path: Path, names: Sequence[str] | Non
 
 
 def _names(workdirs: Sequence[Path]) -> list[str]:
-    """Of runs: the options in which they differ, or their folders where these tell too little."""
+    """Labels of runs: the options in which they differ, or their folders if these are ambiguous."""
     options = [read_options(workdir) for workdir in workdirs]
     differ = [key for key in NAMED if len({str(given.get(key)) for given in options}) > 1]
     found = [

@@ -1,10 +1,10 @@
 """Where the time of a step went: the numbers, and the picture of a timeline beside its ideal.
 
-The ideal runs the same schedule with the mean times that were measured, but every stage takes as
-long for every micro-batch, and transfers take no time. What it idles is the schedule's own; what is
-measured beyond that comes from the cut, the batches and the machine. (Processes send gradients of
-inputs before they compute those of weights, and so may idle less than a schedule of whole backwards
-says.)
+The ideal runs the same schedule with the measured mean times, but every stage takes equally long
+for every micro-batch, and transfers take no time. Its idle time is the schedule's own; any more
+that is measured comes from the cut, the batches and the machine. (Processes send gradients of
+inputs before they compute gradients of weights, so they may idle less than a schedule of whole
+backwards predicts.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event
 
 ORANGE, SKY, PURPLE, VERMILION, YELLOW = "#E69F00", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
 AMBER = "#F5CE85"  # a light orange: half of a backward
-COLOURS = {  # of what a picture tells apart, in the order of its legend
+COLOURS = {  # by kind, in the order of the legend
     "parameters": BLUE, "gradients": ORANGE,
     "forward": BLUE, "recompute": YELLOW, "backward": ORANGE, "backward (input)": AMBER,
     "backward (weight)": GREEN, "optimizer": GREY, "other": SKY, "communication": VERMILION,
@@ -47,17 +47,17 @@ COLOURS = {  # of what a picture tells apart, in the order of its legend
     "reduce-scatter": PURPLE, "wait for all ranks": INK, "idle": FAINT, "peak resident": "white",
     "baseline": GREY, "measured": BLUE, "ideal": "white",
 }  # fmt: skip
-ACTIONS = ("F", "B", "I", "W", "R")  # what a schedule is made of, and recomputation
+ACTIONS = ("F", "B", "I", "W", "R")  # a schedule's actions, and recomputation
 Workers = Mapping[str, Sequence[Event]]  # the events of each worker, by its name
 
 
 def on(colour: str) -> str:
-    """The colour of text on a colour."""
+    """A legible text colour on this colour."""
     return "white" if sum(to_rgb(colour)) < 1.5 else INK
 
 
 def legend(fig: Figure, kinds: set[str], below: float = 3.6) -> None:
-    """Says which colour is which kind, `below` the axes in lines."""
+    """Draws a legend of the colours of `kinds`, `below` the axes by this many lines."""
     patches = [
         Patch(facecolor=colour, label=kind, edgecolor=BLUE if colour == "white" else colour)
         for kind, colour in COLOURS.items()
@@ -82,7 +82,7 @@ def in_step(workers: Workers, step: int) -> dict[str, list[Event]]:
 
 
 def actions_of(workers: Workers) -> dict[str, list[Event]]:
-    """What a schedule speaks of: forwards, backwards and recomputation."""
+    """The actions of a schedule: forwards, backwards and recomputation."""
     return {name: [e for e in events if e.kind in ACTIONS] for name, events in workers.items()}
 
 
@@ -93,7 +93,7 @@ def duration(workers: Workers) -> float:
 
 
 def spent(events: Iterable[Event]) -> float:
-    """Seconds in which at least one of the events went on."""
+    """Seconds in which at least one of the events was in progress."""
     total, until = 0.0, -math.inf
     for start, end in sorted((event.start, event.end) for event in events):
         total += max(0.0, end - max(start, until))
@@ -102,16 +102,16 @@ def spent(events: Iterable[Event]) -> float:
 
 
 def bubbles(workers: Workers) -> dict[str, float]:
-    """Per worker, the share of a step's actions (F, B, I, W, R) in which it is not busy with one:
-    it may wait, send or receive. The step lasts from the first action of any worker to the last.
-    An ideal schedule's share is (n-1)/(m+n-1) for n stages, m micro-batches."""
+    """Per worker, the share of a step in which it runs no action (F, B, I, W, R): it may wait, send
+    or receive. The step lasts from the first action of any worker to the last. Under GPipe and 1F1B
+    the ideal share is (n-1)/(m+n-1) for n stages, m micro-batches."""
     actions = actions_of(workers)
     total = duration(actions) or 1.0
     return {name: 1 - spent(events) / total for name, events in actions.items()}
 
 
 def stillness(workers: Workers) -> float:
-    """The share of a step's actions in which no worker is busy with one."""
+    """The share of a step in which no worker runs an action."""
     actions = actions_of(workers)
     return 1 - spent(e for events in actions.values() for e in events) / duration(actions)
 
@@ -119,8 +119,8 @@ def stillness(workers: Workers) -> float:
 def shares(workers: Workers) -> dict[str, float]:
     """Seconds of one step by category, the mean over the workers; they add up to its duration.
 
-    Where two things went on at once the earlier category counts, so `communication` is what no
-    computation hides. `other` is computation of an unknown kind.
+    If two things happen at once, the earlier category counts, so `communication` is the part that
+    no computation hides. `other` is computation of an unknown kind.
     """
     total, rows = duration(workers), []
     for events in workers.values():
@@ -177,7 +177,7 @@ def draw_step(
 
     Args:
         workers, about: as `training.perfetto.read_timelines` returns them.
-        run: what was run, for the foot of the picture.
+        run: describes the run, for the foot of the picture.
 
     Raises:
         UserError: the step was not recorded.
@@ -217,9 +217,9 @@ def draw_step(
 def ideal_of(
     workers: Workers, schedule: str | None, ranks: Sequence[int] | None = None
 ) -> dict[str, list[Event]] | None:
-    """The same step by the same schedule, if every stage took the mean time for every micro-batch
-    and transfers took none; None where the schedule is not known. ``ranks``: by stage, the worker
-    that has it; None: each has one."""
+    """The same step under the same schedule, if every stage took the mean time for every
+    micro-batch and transfers took none; None if the schedule is not known. ``ranks``: the worker of
+    each stage; None: one stage per worker."""
     rows = list(actions_of(workers).values())
     actions = [event for row in rows for event in row]
     stages = sorted({event.stage for event in actions})
@@ -228,8 +228,8 @@ def ideal_of(
         return None
     table = find(schedule, num_stages // n)(n, len({event.microbatch for event in actions}))
     seconds = {}
-    # Per action, which events are counted, and whose time is its own: a backward includes its
-    # recomputation and, where the schedule has it whole, both of its halves.
+    # Per action: the events to count, and the events whose time it takes. A backward includes its
+    # recomputation and, if the schedule has whole backwards, both halves.
     for kind, (counted, own) in {
         "F": ("F", "F"), "B": ("BI", "BIWR"), "I": ("I", "IR"), "W": ("W", "W")
     }.items():  # fmt: skip
@@ -253,8 +253,8 @@ def draw_timeline(
     title: str,
     foot: str,
 ) -> Path:
-    """Panels by their headings, one below the other, with one scale, and in each a row per worker.
-    The `unit` is `time` for seconds, or `clock`. `ranks`: of the stages of a schedule."""
+    """Draws panels by their headings, one below the other, on one scale, with a row per worker. The
+    `unit` is `time` for seconds, or `clock`. `ranks`: of the stages of a schedule."""
     total = max(map(duration, panels.values())) or 1.0
     factor, name = handy(total) if unit == "time" else (1.0, "")
     size = (13.33, 2.3 + sum(0.65 * len(panel) + 0.4 for panel in panels.values()))
@@ -287,21 +287,21 @@ def draw_timeline(
 
 
 def after_actions(workers: Workers) -> str:
-    """What a heading adds on the optimizer, which the schedule does not know: it is drawn, and does
-    not count as busy. The time is of the slowest worker."""
+    """The part of a heading about the optimizer, which is not in the schedule: it is drawn, but
+    does not count as busy. The time is the slowest worker's."""
     rows = [spent(e for e in events if e.kind == "optimizer") for events in workers.values()]
     factor, unit = handy(max(rows))
     return f"; then the optimizer: {readable(max(rows) * factor)} {unit}" if max(rows) else ""
 
 
 def by_layer(events: Sequence[Event]) -> bool:
-    """Whether a worker's actions are told apart by their layers, of which it has several."""
+    """Whether a worker's actions differ by their layer or stage number."""
     return len({event.stage for event in events if event.kind in ACTIONS}) > 1
 
 
 def label_of(events: Sequence[Event], ranks: Sequence[int] | None) -> Callable[[Event], str]:
-    """What is written on an event: the number of its micro-batch, and the letter of its chunk if
-    there are several; or the number of its layer, where a worker has several and no stages."""
+    """Makes the label of an event: the number of its micro-batch, with the letter of its chunk if
+    there are several; or the number of its layer, if a worker has several and no stages."""
     if ranks:
         return lambda e: name_of(Action(FORWARD, e.stage, e.microbatch), ranks)[1:]
     layers = by_layer(events)
@@ -317,8 +317,8 @@ def draw_row(
     points: float,
     label: Callable[[Event], str],
 ) -> None:
-    """A box per event, with its `label` if that is legible at `points` of the page per second.
-    Transfers are thinner, at the foot of the row, one below the other where they overlap."""
+    """Draws a box per event, with its `label` if that is legible at `points` of the page per
+    second. Transfers are thinner, at the foot of the row, one below the other if they overlap."""
     strips = without_crossings([event for event in events if event.lane == COMMUNICATION])
     work = [event for event in events if event.lane != COMMUNICATION]
     height, thin = 0.62 if strips else 0.86, 0.22 / max(1, len(strips))
@@ -343,5 +343,5 @@ def draw_row(
 
 
 def handy(span: float) -> tuple[float, str]:
-    """How many of a handy unit make a second, for a time in seconds, and the unit."""
+    """A handy unit for a time in seconds: how many make a second, and its name."""
     return (1.0, "s") if span >= 1 else (1e3, "ms") if span >= 1e-3 else (1e6, "µs")

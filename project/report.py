@@ -84,7 +84,7 @@ COMMON = {  # options of all runs
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the report: its folder and name, its options, and the files it leaves."""
+    """A run of the report: its folder, name, options and output files."""
 
     folder: Path
     name: str
@@ -93,13 +93,13 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        """As a person types it, after `python`."""
+        """The command line after `python`."""
         program = "run_pipeline" if "num_devices" in self.options else "run_data_parallel"
         given = [f"--{name}={value}" for name, value in self.options.items()]
         return [f"project/{program}.py", *given, f"--workdir={self.folder}"]
 
     def finished(self) -> bool:
-        """Whether its files are there, and of a run with the same options."""
+        """Whether its files exist and come from a run with the same options."""
         if not all((self.folder / name).is_file() for name in self.leaves):
             return False
         found = read_options(self.folder)
@@ -107,7 +107,7 @@ class Run:
 
 
 def planned(workdir: Path, n_train: int, n_epochs: int) -> dict[str, Run]:
-    """The runs, in their order."""
+    """All runs by key, in order."""
     common = COMMON | {"n_train": str(n_train)}
     one, two = ({"world_size": n, "cores_per_rank": "1"} for n in "12")
     long = common | {"n_epochs": str(n_epochs), "timeline": "3", "keep": "0"}
@@ -126,8 +126,8 @@ def planned(workdir: Path, n_train: int, n_epochs: int) -> dict[str, Run]:
 
 
 def make(run: Run) -> None:
-    """Runs the program to its end; in the folder, if it leaves gradients, which are written where
-    it runs. Raises RunError where it fails."""
+    """Runs the program to its end; in the run's folder if it writes gradients, which go to the
+    current folder. Raises RunError if it fails."""
     with writing(run.folder):
         run.folder.mkdir(parents=True, exist_ok=True)
     for name in run.leaves:
@@ -139,7 +139,7 @@ def make(run: Run) -> None:
     process = subprocess.Popen([sys.executable, str(ROOT / program), *options], cwd=place)
     try:
         status = process.wait()
-    except BaseException:  # Ctrl-C, and its like: the run's own ranks are ended by the run
+    except BaseException:  # e.g. Ctrl-C; the run ends its own ranks
         process.terminate()
         process.wait()
         raise
@@ -155,14 +155,14 @@ def make(run: Run) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run as its result files have it."""
+    """The results of a run, from its files."""
 
     run: Run
     ranks: list[Epochs]
     loss: list[float]  # of every step
 
     def mean(self, metric: str) -> float:
-        """Over all epochs but the first: of the slowest rank's time, or summed over the ranks."""
+        """The mean over all epochs but the first: of the slowest rank's time, or the ranks' sum."""
         return over_epochs(self.ranks, metric)[0]
 
     def shown(self, metric: str, unit: str = "") -> str:
@@ -171,7 +171,7 @@ class Measured:
         return f"{readable(mean)} ± {readable(std)}{unit}"
 
     def positions(self) -> float:
-        """Of an epoch, over all ranks, padding included."""
+        """Positions of an epoch, over all ranks, padding included."""
         return fmean(sum(e[TIME] * e[THROUGHPUT] for e in es) for es in self.epochs()[1:])
 
     def epochs(self) -> list[tuple[dict[str, float], ...]]:
@@ -180,7 +180,7 @@ class Measured:
 
 
 def read(run: Run) -> Measured:
-    """Raises UserError where its files are missing."""
+    """The results of a run. Raises UserError if its files are missing."""
     n = int(run.options.get("world_size", 0))
     prefixes = [f"rank{rank}_results" for rank in range(n)] or ["eval_results"]
     ranks = [read_epochs(run.folder, prefix) for prefix in prefixes]
@@ -221,14 +221,14 @@ def measured_bubble(run: Run) -> float:
 
 
 def predicted_bubble(run: Run) -> float:
-    """Of the schedule, where every action takes as long."""
+    """The idle part of the schedule if all actions take equally long."""
     options = read_options(run.folder)
     schedule = find(options["schedule"], options["chunks"])
     return float(bubble(schedule(options["num_devices"], options["num_microbatches"])))
 
 
 def speed_up(of: Measured, over: Measured) -> dict[str, float]:
-    """By time of an epoch, by positions per second, by real tokens per second."""
+    """The speed-up by time of an epoch, by positions per second, by real tokens per second."""
     gains = {name: of.mean(name) / over.mean(name) for name in (THROUGHPUT, REAL)}
     return {TIME: over.mean(TIME) / of.mean(TIME), **gains}
 
@@ -254,8 +254,8 @@ def draw_all(runs: dict[str, Run], output: Path) -> dict[str, Path]:
 
 
 def write_page(runs: dict[str, Run], page: Path, output: Path) -> Path:
-    """Draws the figures into `output` and writes the page with them inside; returns its path.
-    Raises UserError where a run's files are missing or do not compare."""
+    """Draws the figures into `output` and writes the page, which embeds them; returns its path.
+    Raises UserError if a run's files are missing or cannot be compared."""
     figures = draw_all(runs, output)
     long = {key: read(run) for key, run in runs.items() if SUMMARY in run.leaves}
     gradients = compare_gradients(runs["gradients1"], runs["gradients2"])

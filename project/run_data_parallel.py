@@ -43,7 +43,7 @@ class DataParallelOptions(Training, Data, Model, Files, Ranks, DataParallel):
 if __name__ == "__main__":
     begin(DataParallelOptions, __doc__)
 
-# What follows takes seconds to import: --help and mistyped options are answered by now.
+# The imports below take seconds: --help and mistyped options are answered by now.
 from itertools import islice
 
 import torch
@@ -83,7 +83,7 @@ BUCKET_MB = 4.0
 
 
 def parse_data_parallel(description: str | None, argv: Sequence[str] | None = None) -> Any:
-    """The options, each with its value. Raises UserError where they do not fit together."""
+    """The options, each with its value. Raises UserError if they do not fit together."""
     args: Any = parse(DataParallelOptions, description, argv)
     args.strategy = "ddp"
     settle_ranks(args)

@@ -43,7 +43,7 @@ class PipelineOptions(Training, Data, Model, Files, Threads, Stages):
 if __name__ == "__main__":
     begin(PipelineOptions, __doc__)
 
-# What follows takes seconds to import: --help and mistyped options are answered by now.
+# The imports below take seconds: --help and mistyped options are answered by now.
 
 import torch
 
@@ -67,7 +67,7 @@ from training.world import World, choose_device, quiet_libraries
 
 
 def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> Any:
-    """The options, each with its value. Raises UserError where they do not fit together."""
+    """The options, each with its value. Raises UserError if they do not fit together."""
     args: Any = parse(PipelineOptions, description, argv)
     if (started := torchrun_world_size() or 1) > 1:
         raise UserError(
@@ -86,11 +86,11 @@ def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -
 
 
 def _settle_stages(args: Any) -> None:
-    """The options of run_pipeline.py's stages. Raises UserError for one that the mode ignores."""
+    """Settles the options of stages. Raises UserError for an option that the mode ignores."""
     mode, blocks = args.model_parallel_mode, args.pipeline == "blocks"
     where, whole = f"--model_parallel_mode {mode}", "--pipeline whole"
     flow = "--model_parallel_mode pipeline_parallel"
-    fixed: dict[str, tuple[Any, str]] = {}  # option: its only value, and how to be free to choose
+    fixed: dict[str, tuple[Any, str]] = {}  # option: its only value, and the mode that frees it
     if mode == "none":
         fixed |= {"num_devices": (1, flow), "balance": ("uniform", flow)}
     if mode != "pipeline_parallel":
@@ -122,7 +122,7 @@ def _settle_stages(args: Any) -> None:
 
 
 def _check_stages(args: Any) -> None:
-    """Raises UserError where the model cannot be cut into the stages of run_pipeline.py."""
+    """Raises UserError if the model cannot be cut into so many stages."""
     n, blocks = args.num_devices, number_of_blocks(args)
     stages, each = n * args.chunks, f" --chunks {args.chunks}" if args.chunks > 1 else ""
     halves = args.pipeline == "whole" and args.balance == "auto"
@@ -141,8 +141,8 @@ def _check_stages(args: Any) -> None:
 
 
 def choose_devices(args: Any) -> list[torch.device]:
-    """The devices of run_pipeline.py's stages: GPUs, or slices of the CPU's cores. Raises UserError
-    where there are not so many GPUs."""
+    """The devices of the stages: GPUs, or slices of the CPU's cores. Raises UserError if there are
+    too few GPUs."""
     kind, n = choose_device(args.device, 0, 1).type, args.num_devices
     gpus = torch.cuda.device_count() if kind == "cuda" else 1
     if kind != "cpu" and n > gpus:
@@ -154,7 +154,7 @@ def choose_devices(args: Any) -> list[torch.device]:
 
 
 def run_pp(args: Any, devices: list[torch.device]) -> None:
-    """The program: trains, evaluates after each epoch, writes its results."""
+    """Trains, evaluates after each epoch, writes the results."""
     world = World(device=torch.device("cpu") if devices[0].type == "cpu" else devices[0])
     texts = read_texts(args)
     resume = find_resume(args, texts.fingerprints()["train"])

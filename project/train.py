@@ -86,7 +86,7 @@ class TrainOptions(Training, Data, Model, Files, Ranks, Strategy, Stages):
 if __name__ == "__main__":
     begin(TrainOptions, __doc__)
 
-# What follows takes seconds to import: --help and mistyped options are answered by now.
+# The imports below take seconds: --help and mistyped options are answered by now.
 
 import torch
 
@@ -136,7 +136,7 @@ SENTENCES_ONLY = (
 
 
 def parse_train(description: str | None, argv: Sequence[str] | None = None) -> Any:
-    """The options, each with its value. Raises UserError where they do not fit together."""
+    """The options, each with its value. Raises UserError if they do not fit together."""
     args: Any = parse(TrainOptions, description, argv)
     if args.model == "auto":
         raise UserError(f"--model auto: train.py needs one of {VGG}, {', '.join(PRESETS)}")
@@ -198,7 +198,7 @@ def _check_uses(args: Any) -> None:
 
 
 def _settle_mesh(args: Any) -> None:
-    """dp x pp x tp and world_size. Raises UserError where they do not fit each other."""
+    """Settles dp, pp, tp and world_size. Raises UserError if they do not fit each other."""
     axes = ("dp", "pp", "tp")
     given = {name: getattr(args, name) for name in axes if getattr(args, name) is not None}
     if args.strategy == "3d":
@@ -226,10 +226,10 @@ def _settle_mesh(args: Any) -> None:
 
 
 def _refuse_text(args: Any) -> None:
-    """Raises UserError where a model of pictures is given text."""
+    """Raises UserError if a model of pictures is given text."""
     path = Path(args.dataset)
     found = path.suffix == ".txt"
-    with suppress(OSError):  # whoever reads it will say that it cannot be read
+    with suppress(OSError):  # reading the data will report it
         found = found or any(path.glob("*.txt")) or any(path.glob("train.??"))
     if found:
         raise UserError(
@@ -261,7 +261,7 @@ def _check_tensor(args: Any) -> None:
 
 
 def _settle_strategy(args: Any) -> None:
-    """The options of one strategy. Raises UserError for one of another, or a cut that fails."""
+    """Settles the strategy's options. Raises UserError for another's, or a cut that fails."""
     for name in ("schedule", "chunks", "balance") if args.strategy == "3d" and args.pp == 1 else ():
         if (given := getattr(args, name)) is not None:
             raise UserError(f"3d --{name} {given} --pp 1: there are no stages; --pp 2 works")
@@ -316,7 +316,7 @@ def _settle_strategy(args: Any) -> None:
 
 
 def _check_trace(args: Any) -> None:
-    """Raises UserError for what is not traced, or would differ from what is not."""
+    """Raises UserError for a strategy without --trace, and for dropout, which tracing changes."""
     if args.strategy not in ("pipeline", "model"):
         raise UserError(f"{args.strategy} --trace: it is an option of pipeline and model")
     if args.dropout:
@@ -327,8 +327,8 @@ def _check_trace(args: Any) -> None:
 
 
 def _check_gpus(args: Any) -> None:
-    """Raises UserError where ranks that send each other tensors would share a GPU. NCCL wants one
-    for each rank, and gloo can sum what is on a GPU, but neither send nor gather it."""
+    """Raises UserError if ranks that send each other tensors would share a GPU. NCCL needs a GPU
+    per rank; gloo can sum tensors on a GPU, but neither send nor gather them."""
     here = torchrun("LOCAL_WORLD_SIZE", args.world_size)
     device = choose_device(args.device, 0, here)
     if device.type != "cuda" or choose_backend(args.device, here) == "nccl":
@@ -345,7 +345,7 @@ def _check_gpus(args: Any) -> None:
 def run_rank(
     world: World, args: Any, data: Texts | PictureSets, resume: Resume = NO_RESUME
 ) -> None:
-    """One rank of the program. Raises RunError where it does not compute what one process does."""
+    """One rank of the program. Raises RunError if a check finds a difference from one process."""
     task: Task
     resume = resume.of_main(world)
     if isinstance(data, PictureSets):
@@ -386,8 +386,8 @@ def run_rank(
 
 
 def read_data(args: Any) -> Texts | PictureSets:
-    """Pictures or texts, whichever the model wants. Raises UserError where there are none,
-    or fewer than ranks."""
+    """Pictures or texts, as the model needs. Raises UserError if there are none, or fewer than
+    ranks."""
     if args.model != VGG:
         return read_texts(args)
     pictures = load_pictures(args.dataset, args.n_train, args.n_validation, seed=1234)

@@ -1,4 +1,4 @@
-"""The course's functions under the names of its handout, and what every program does.
+"""The course's functions under the names of its handout, and functions that the programs share.
 
 The training loop is training/loop.py, tokenizer and batches are training/data.py, translation is
 training/generation.py.
@@ -70,20 +70,19 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
 
 
 def read_texts(args: Any) -> Texts:
-    """The pairs or documents of a run. Raises UserError where they cannot be read or do not
-    suffice."""
+    """The pairs or documents of a run. Raises UserError if they cannot be read or are too few."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
     dealt = args.world_size if args.strategy == "ddp" else getattr(args, "dp", 1)
     texts = load_texts(args.dataset, args.src, args.tgt, sizes, dealt)
     if texts.plain:
-        check_plain_text(args)  # how many steps an epoch has is known when there is a tokenizer
+        check_plain_text(args)  # the steps of an epoch are known only after tokenization
     else:
         check_warmup(args, len(texts.splits["train"]))
     return texts
 
 
 def text_task(args: Any, world: World, texts: Texts, resume: Resume) -> SequenceTask:
-    """To translate, or to model plain text."""
+    """The task of a text: translation, or language modelling."""
     kind = LanguageTask if texts.plain else TranslationTask
     task = kind(args, world, texts, resume.files(FILES) if world.is_main else None)
     check_warmup(args, len(task.num_targets))
@@ -104,7 +103,7 @@ def plan_of(args: Any, world: World, workers: str = "rank", **about: Any) -> Pla
 
 
 def announce(world: World, args: Any, model: LaidOutModel) -> None:
-    """Says, on rank 0, how the run is laid out and how long it is."""
+    """Prints, on rank 0, the layout and the length of the run."""
     n = getattr(args, "num_devices", args.world_size)
     facts = [f"{n} {'stage' if hasattr(args, 'num_devices') else 'rank'}{'s' * (n > 1)}"]
     if args.strategy == "3d":
@@ -125,7 +124,7 @@ def announce(world: World, args: Any, model: LaidOutModel) -> None:
 
 
 def make_optimizer(args: Any, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW, or what --optimizer names."""
+    """AdamW, or the optimizer that --optimizer names."""
     ps = list(parameters)
     if getattr(args, "optimizer", "adamw") == "sgd":
         return torch.optim.SGD(ps, args.learning_rate, momentum=args.momentum)
@@ -133,7 +132,7 @@ def make_optimizer(args: Any, parameters: Iterable[nn.Parameter]) -> torch.optim
 
 
 def finish(world: World, results: Results, args: Any, task: Task, model: LaidOutModel) -> None:
-    """Shows outputs, draws the curves, says where everything is, exports; all ranks call it."""
+    """Prints outputs, draws the curves, names the output files, exports; all ranks call it."""
     on_main(world, lambda: _show(results, args))
     if args.export is not None:
         results.say(task.export(world, args.export, model.weights(), results.summary))
@@ -158,8 +157,8 @@ def _show(results: Results, args: Any) -> None:
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """Runs a program: a user's mistake is one line and status 2, a run that cannot go on one line
-    and status 1, Ctrl-C and its like status 128 + signal, and no traceback."""
+    """Runs a program. A user's mistake ends it with one line and status 2, a RunError with one line
+    and status 1, a signal such as Ctrl-C with status 128 + signal; none prints a traceback."""
     quiet_libraries()
     with signals_end():
         try:

@@ -64,7 +64,7 @@ def choose(patterns: list[str]) -> list[Row]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options, with what is wrong with them said before anything is started."""
+    """The options; mistakes are reported before anything starts."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--strategy", action="append", metavar="PATTERN", help="only these rows, as 'fsdp2-*'")

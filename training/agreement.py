@@ -1,16 +1,16 @@
-"""Compares what all ranks should hold the same, and ends the run where one does not.
+"""Checks that ranks agree on options, data and replicas, and ends the run if they do not.
 
-Problem: ranks on several hosts read options, data and tokenizer from folders of their own. Where
-one host's has leftovers, a rank trains another model of the same shape, and gradients of different
-models are averaged without a word. Replicas that start alike may also come apart later, by a bug or
-a faulty machine.
+Problem: each host reads options, data and pretrained weights from its own folders. If one host's
+copy differs, its ranks train a different model of the same shape, and gradients of different models
+are averaged silently. Replicas that start equal can also diverge later, by a bug or a faulty
+machine.
 
-Idea: each rank hashes what it has and sends the hashes. `check_same` is for what is compared once,
-at the start; `check_replicas` for the parameters that more than one rank holds, at the start and
-after every epoch: all of them in data parallelism, the tied ones of a pipeline, none of FSDP's.
+Idea: ranks exchange hashes. `check_same` compares options, data and model once, at the start.
+`check_replicas` compares the parameters that several ranks hold, at the start and after every
+epoch: all of them in data parallelism, the tied ones in a pipeline, none under FSDP.
 
-Cost: one pass over the parameters that are compared, measured at 1.1 GiB/s on one core, so 0.45 s
-for gpt2 (0.5 GB); on a GPU, also a copy to the CPU.
+Cost: one pass over the compared parameters, measured at 1.1 GiB/s on one core: 0.45 s for gpt2
+(0.5 GB). On a GPU, also a copy to the CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from training.world import World, gather_over_ranks
 
 SHOWN = 3  # differences that an error names
 
-# What may differ between hosts. Datasets and models are compared by what is in them.
+# Options that may differ between hosts. Datasets and models are compared by content.
 OF_A_HOST = {
     "workdir", "export", "dataset", "model", "device", "cores_per_rank", "cores_per_worker",
     "timeout", "master_port",
@@ -36,18 +36,18 @@ OF_A_HOST = {
 
 
 def run_things(options: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, bytes]:
-    """What a run starts from, for `check_same`: its options and the fingerprints of its data. (The
-    checkpoint that it resumes is rank 0's on all ranks.)"""
+    """A run's options and data fingerprints, for `check_same`. (All ranks resume rank 0's
+    checkpoint, so it is not compared.)"""
     compared = {f"--{name}": repr(v) for name, v in options.items() if name not in OF_A_HOST}
     splits = {f"the {split} data": value for split, value in data.items()}
     return {name: value.encode() for name, value in (compared | splits).items()}
 
 
 def check_same(world: World, things: Mapping[str, bytes]) -> None:
-    """Compares things by name over all ranks, which call it together.
+    """Compares things by name over all ranks. All call it together.
 
     Args:
-        things: the content of each, or a hash of it. That a rank lacks one is a difference.
+        things: content or hash by name. A name that a rank lacks counts as a difference.
 
     Raises:
         RunError: on all ranks, with the names of what differs, and on which ranks.
@@ -69,10 +69,10 @@ def check_same(world: World, things: Mapping[str, bytes]) -> None:
 
 @torch.no_grad()
 def check_replicas(world: World, parameters: Mapping[str, Tensor], when: str) -> None:
-    """Compares, bit for bit, the parameters that more than one rank holds. All call it together.
+    """Compares the parameters that several ranks hold, bit for bit. All ranks call it together.
 
     Args:
-        parameters: those that this rank holds whole, by their names in the model.
+        parameters: this rank's whole parameters, by their names in the model.
         when: for the error, as "at the start".
 
     Raises:

@@ -1,24 +1,24 @@
-"""Is what a strategy trained what one process trains? Compared by parameter name.
+"""Compares what a strategy trained with the same training on one process, parameter by parameter.
 
-Problem: floating-point sums depend on their order, and every strategy has an order of its own, so
-two right runs differ. A tolerance that is guessed is either so wide that a wrong factor passes, or
-so narrow that a right run fails; the right one depends on the model, the steps and the optimizer.
+Problem: floating-point sums depend on their order, and every strategy has its own order, so two
+correct runs differ. A guessed tolerance is either so wide that a wrong factor passes, or so narrow
+that a correct run fails. The right one depends on the model, the steps and the optimizer.
 
-Idea: measure what rounding makes of this very training. One process, plain PyTorch, whole batches,
-does it twice: as asked, and in float64. The distance of the two is the rounding of the one,
-accumulated over all sums and steps. Another order of summation makes errors of the same kind and
-size; FACTOR times as many are allowed. A small parameter may by chance be rounded much less in one
-order than in the next: it is granted the rounding of the model's average weight.
+Idea: measure the rounding error of this very training. One process trains twice on whole batches in
+plain PyTorch: in float32 with the run's casts, and in float64. The distance of the two is the
+rounding error, accumulated over all sums and steps. Another order of summation makes errors of the
+same size; FACTOR times that is allowed. By chance a small parameter may be rounded much less in one
+order than in another, so each is allowed at least the rounding of the model's average weight.
 
     distance   the 2-norm, over a parameter, of (strategy - plain)
-    rounding   the 2-norm of (plain - float64), at least that of as many average weights
+    rounding   the 2-norm of (plain - float64), at least the model's RMS error * sqrt(elements)
     agrees     distance <= FACTOR * rounding, for every parameter
 
-In float64 itself the rounding is that of float32 times 2^-29, the quotient of the two's precisions.
-A weight that the training did not move must be as it was: then there is nothing to round. AdamW
-divides a gradient by its own size, and so hides a wrong factor in all of them; SGD does not.
+For a run in float64 the rounding is scaled by 2^-29, the ratio of the two machine epsilons. A
+weight that training does not move has no rounding error and must match exactly. AdamW divides a
+gradient by its own size and so hides a constant factor in all gradients; SGD reveals it.
 
-Cost: the training over again, in float64 and on one process: for a few steps, not for an epoch.
+Cost: two more trainings on one process, one of them in float64: for a few steps, not for an epoch.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ EPS32 = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor is from the plain one's."""
+    """The difference between a tensor and its plain counterpart."""
 
     name: str
-    largest: float  # of all elements, absolutely
+    largest: float  # absolute, over all elements
     distance: float
     rounding: float
 
     @property
     def times_rounding(self) -> float:
-        """The distance in units of the rounding; infinite where something that must not differ
-        does, or is no number."""
+        """The distance in units of the rounding; infinite for NaN, or where an exact match is
+        required and fails."""
         if self.distance == 0:
             return 0.0
         ratio = self.distance / self.rounding if self.rounding else math.inf
@@ -73,7 +73,7 @@ class Verdict:
 
     @property
     def worst(self) -> Difference:
-        """The one that rounding explains least; of nothing, none."""
+        """The largest difference relative to rounding; a placeholder if nothing was compared."""
         return self.differences[0] if self.differences else Difference("nothing", 0.0, 0.0, 0.0)
 
     @property
@@ -88,7 +88,7 @@ class Verdict:
         return {"agrees": self.agrees, "missing": self.missing, "worst": asdict(self.worst)}
 
     def say(self) -> str:
-        """For a person: the verdict, and the differences that matter to it."""
+        """The verdict in words, with the differences beyond the limit."""
         largest = max(self.differences, key=lambda d: d.largest, default=self.worst)
         wrong = [d for d in self.differences if d.times_rounding > FACTOR]
         lines = [
@@ -116,10 +116,10 @@ def compare(
     """Compares tensors by name.
 
     Args:
-        got: what the strategy made.
-        plain: one process' at the precision of `got`; in float64 at float32's.
-        exact: one process' in float64.
-        dtype: the type of the weights.
+        got: the strategy's tensors.
+        plain: one process' tensors, trained in float32 with the run's casts.
+        exact: one process' tensors, trained in float64.
+        dtype: the type of the strategy's weights.
     """
     finer = torch.finfo(dtype).eps / EPS32
     pairs = [(plain[name].double(), exact[name]) for name in plain]
@@ -139,8 +139,8 @@ def compare(
 
 
 class Plain:
-    """The training once more, on one process and without the layout. In float64 it is exact; in
-    float32 it casts what the layout casts: weights to its `compute_dtype`, or as autocast does."""
+    """The same training on one process, without the layout. In float64 it is exact; in float32 it
+    casts as the layout does: weights to `compute_dtype`, or by autocast."""
 
     def __init__(
         self, args: Any, task: Task, plan: Plan, layout: LaidOutModel, dtype: torch.dtype
@@ -168,16 +168,16 @@ class Plain:
         self.model.eval()
 
     def context(self) -> AbstractContextManager[Any]:
-        """Of a forward pass."""
+        """The context of a forward pass."""
         return self.autocast.autocast(self.device) if self.autocast else nullcontext()
 
     def output(self, x: Any) -> Tensor:
         """All outputs: logits of pictures [B, classes] or of positions [B, T, V]."""
         dtype = self.compute_dtype or self.dtype
-        # Gradients are those of the weights themselves, where a cast of them computes.
+        # The forward uses cast weights; gradients reach the weights themselves.
         weights = {name: p.to(dtype) for name, p in self.model.named_parameters()}
         if self.model.training and self.dropout and isinstance(x, tuple):
-            # transformers' own dropout draws; that of the layers goes by the keys in x.
+            # transformers' own dropout draws; the layers' dropout hashes the keys in x.
             ids, _, keys = x
             layers = nn.Sequential(*self.task.layers(self.model))
             return layers((ids, torch.ones_like(ids), keys)).unflatten(0, ids.shape)
@@ -187,12 +187,12 @@ class Plain:
         return functional_call(self.model, weights, (x.to(dtype),))
 
     def weights(self) -> dict[str, Tensor]:
-        """By name."""
+        """The trained weights, by name."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
     @torch.no_grad()
     def outputs(self, batches: Mapping[str, tuple[Any, Any]]) -> dict[str, Tensor]:
-        """Of test batches, at their target positions."""
+        """The outputs for validation batches, at their target positions."""
         with self.context():
             outputs = {name: self.output(x) for name, (x, _) in batches.items()}
         return {
@@ -212,7 +212,7 @@ def plain_loss(output: Tensor, target: Any) -> Tensor:
 
 
 def outputs_on_main(world: World, task: Task, model: LaidOutModel) -> list[Tensor]:
-    """The outputs for a batch of validation data of each part, on rank 0; nothing elsewhere."""
+    """On rank 0, every part's outputs for one validation batch; elsewhere nothing."""
     batches = task.validation_batches(model.part, model.parts)
     output = model.outputs(batches[0][0] if batches else None)
     mine = None if output is None else (model.part, output.cpu())
@@ -228,7 +228,7 @@ def check(
     weights: dict[str, Tensor],
     outputs: list[Tensor],
 ) -> list[Verdict]:
-    """Trains again without the layout, as --check_weights and --check_output ask, and compares."""
+    """Trains again on one process and compares, as --check_weights and --check_output ask."""
     if not (args.check_weights or args.check_output):
         return []
     plain, exact = (Plain(args, task, plan, model, t) for t in (torch.float32, torch.float64))

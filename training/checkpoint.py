@@ -1,19 +1,19 @@
-"""Checkpoints: what each rank holds goes to the disk, and from there into any layout.
+"""Checkpoints: each rank writes what it holds, and any layout can load the result.
 
-Problem: ranks hold whole parameters, the layers of a stage, or parts of flat buffers. What one
-layout has saved, any other must load; and a run must never resume from something half written or
-altered.
+Problem: ranks hold whole parameters, the layers of a stage, or parts of flat buffers. Any layout
+must load what another has saved, and a run must never resume from a half-written or altered
+checkpoint.
 
-Idea: a tensor is known by the *name of the parameter* and its whole shape, and a rank says which
-rectangles of it it holds (`Piece`). `torch.distributed.checkpoint` does the rest: one of the ranks
-that hold the same writes it, and a piece is filled from all stored rectangles that overlap it.
+Idea: a tensor is identified by its *parameter name* and its whole shape; each rank lists the
+rectangles of it that it holds (`Piece`). `torch.distributed.checkpoint` does the rest: of several
+ranks that hold a rectangle one writes it; a piece is filled from all stored rectangles it overlaps.
 
     model.transformer.wte.weight                     a weight
     optimizer.exp_avg.transformer.wte.weight         optimizer state of its shape
     optimizer.step.transformer.wte.weight            optimizer state that is one number
 
-Files are written into a folder aside (`.NAME.part`); rank 0 adds a manifest with the size and
-SHA-256 of each, and renames the folder, which a file system does in one step.
+Files are written into a temporary folder (`.NAME.part`). Rank 0 adds a manifest with the size and
+SHA-256 of each, and renames the folder, which is atomic.
 
     checkpoints/000007-epoch1-step40/
         __0_0.distcp, __1_0.distcp      what ranks 0 and 1 wrote
@@ -21,11 +21,11 @@ SHA-256 of each, and renames the folder, which a file system does in one step.
         state.json, tokenizer.json      position, random states, options; other small files
         manifest.json
 
-Hosts need no common folder. Without one, rank 0 writes and reads for all, and must hold everything
-for that; the others get one tensor at a time.
+Hosts need no shared folder. Without one, rank 0 writes and reads for all and must hold everything;
+the other ranks receive one tensor at a time.
 
-Cost: each rank writes its part; rank 0 reads all files back for the checksums. In the background
-the run waits only for a copy of what it holds.
+Cost: each rank writes its part; rank 0 reads all files back for the checksums. When saving in the
+background the run waits only until its tensors are copied.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ _NAME = re.compile(r"(\d{6,})-[\w.-]+")
 
 T = TypeVar("T")
 
-# One process needs no advice to be several.
+# A single process needs no reminder that torch.distributed is not initialized.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is not what was written, or not of this model."""
+    """A damaged checkpoint, or one of another model."""
 
 
 class SaveError(RunError):
-    """A checkpoint could not be written. Nothing is left of it."""
+    """A checkpoint or an export could not be written. No part of it is left."""
 
 
 # What a rank holds
@@ -80,8 +80,8 @@ class SaveError(RunError):
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A rectangle of the tensor `name`, whose whole shape is `shape`: `tensor` holds what begins
-    at `offsets`. It is saved, or loaded into."""
+    """A rectangle of the tensor `name`, whose whole shape is `shape`. It begins at `offsets`;
+    `tensor` is its memory, to be saved or loaded into."""
 
     name: str
     tensor: Tensor
@@ -90,7 +90,7 @@ class Piece:
 
 
 def whole(name: str, tensor: Tensor) -> Piece:
-    """The piece that is all of the tensor."""
+    """A whole tensor as one piece."""
     return Piece(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
 
@@ -104,10 +104,10 @@ def training_pieces(model: LaidOutModel) -> list[Piece]:
 
 
 def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> None:
-    """Puts weights and optimizer state back. All ranks call it together.
+    """Restores weights and optimizer state. All ranks call it together.
 
     Raises:
-        CheckpointError: on all ranks: they are of another model.
+        CheckpointError: on all ranks, if they are of another model.
     """
     pieces, states, stored = _weights(model), [], checkpoint.tensors
     slots = {key.split(".")[1]: t for key, t in stored.items() if key.startswith("optimizer.")}
@@ -118,15 +118,15 @@ def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> 
                 slot: torch.zeros_like(p) if t.size else torch.zeros((), dtype=t.properties.dtype)
                 for slot, t in slots.items()
             }
-            # A parameter that had no gradient has no state. Of a flat buffer some parameters may
-            # have had none: theirs is zero.
+            # A parameter that had no gradient has no saved state. In a flat buffer with others
+            # its state stays zero.
             if saved := [piece for piece in _state(model, p, values) if piece.name in stored]:
                 state[i] = values
                 pieces += saved
         states.append(state)
     saver.load(checkpoint, pieces)
     for optimizer, state in zip(model.optimizers, states, strict=True):
-        # The optimizer puts each where it wants it: `step` of a fused one is on the GPU.
+        # The optimizer moves each tensor to its device: `step` of a fused one is on the GPU.
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     model.loaded()
@@ -137,13 +137,13 @@ def _weights(model: LaidOutModel) -> list[Piece]:
 
 
 def _state(model: LaidOutModel, p: Tensor, slots: Mapping[str, Any]) -> list[Piece]:
-    """The optimizer state of one of this rank's parameters, or flat buffers of them."""
+    """The optimizer state of one of this rank's parameters or flat buffers."""
     pieces = []
     for slot, value in slots.items():
         if not isinstance(value, Tensor):  # SGD's momentum is None until there is one
             continue
         held = _named(f"optimizer.{slot}", model.pieces(p, value if value.dim() else p.detach()))
-        if not value.dim():  # that of a flat buffer is that of each parameter in it
+        if not value.dim():  # a flat buffer's number is saved for each parameter in it
             held = [whole(name, value) for name in sorted({piece.name for piece in held})]
         pieces += held
     return pieces
@@ -153,24 +153,24 @@ def _named(prefix: str, pieces: Iterable[Piece]) -> list[Piece]:
     return [replace(piece, name=f"{prefix}.{piece.name}") for piece in pieces]
 
 
-# By all ranks together
+# Saving and loading, by all ranks together
 
 
 class Held(Tensor):
-    """All that this rank holds of one tensor, for `torch.distributed.checkpoint`: it has the shape
-    of the whole but no memory, and answers the questions that the library asks a DTensor."""
+    """This rank's pieces of one tensor, for `torch.distributed.checkpoint`: it has the whole shape
+    but no memory, and implements the methods that the library calls on a DTensor."""
 
-    pieces: Mapping[tuple[int, ...], Piece]  # by where they begin
+    pieces: Mapping[tuple[int, ...], Piece]  # by their offsets
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Which rectangles they are."""
+        """The rectangles of this rank."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         pairs = self.pieces.items()
         return [ChunkStorageMetadata(torch.Size(at), p.tensor.shape) for at, p in pairs]
 
     def __create_write_items__(self, name: str, _: Tensor) -> list[Any]:
-        """What there is to write."""
+        """The rectangles to write."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -182,13 +182,13 @@ class Held(Tensor):
         return items
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The memory from which to write, or into which to read."""
+        """The memory of one rectangle, to write from or read into."""
         return self.pieces[tuple(index.offset)].tensor.detach()
 
 
 def held_by_name(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """The pieces as the library takes them. The largest come first: of what several ranks hold it
-    lets the one write that has least to write so far, so all get about as much."""
+    """The pieces as the library takes them, the largest first: of the ranks that hold the same
+    tensor it picks the one with least to write so far, so this order balances the load."""
     held: dict[str, Any] = {}
     for p in sorted((p for p in pieces if p.tensor.numel()), key=lambda p: -p.tensor.nbytes):
         if p.name not in held:
@@ -202,10 +202,10 @@ class Saver:
     """Writes and loads the checkpoints of a run. All ranks call its methods together.
 
     Args:
-        folder: where they are; rank 0's is the truth.
-        keep: so many of the newest stay when it prunes, 1 or more.
+        folder: of the checkpoints; rank 0's counts.
+        keep: how many of the newest survive pruning, 1 or more.
         timeout: seconds that a rank waits for another.
-        background: whether `save` returns when it has copied what it is given.
+        background: whether `save` returns once tensors are copied, and a thread writes them.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Saver:
         background: bool = False,
     ) -> None:
         self.folder, self.keep, self.world, self.background = folder, keep, world, background
-        self._group: Any = None  # its own, since it may talk while the run does; and on the CPU
+        self._group: Any = None  # on the CPU, and its own: it may communicate while the run does
         if world.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._one_folder = True  # whether all ranks see rank 0's
@@ -234,14 +234,14 @@ class Saver:
         """Writes a checkpoint and returns its name.
 
         Args:
-            label: what its name says beside its number, as epoch1-step40.
-            pieces: what this rank holds. All ranks' pieces together make whole tensors; several may
-                hold the same one.
-            state: what JSON can hold. Rank 0's is written; so are `files`.
+            label: follows the number in its name, e.g. epoch1-step40.
+            pieces: this rank's. All ranks' pieces together make whole tensors; several ranks may
+                have the same piece.
+            state: JSON values. Rank 0's are written, as are its `files`.
 
         Raises:
-            SaveError: on every rank, if one could not write this one, or the one before it in the
-                background. Earlier checkpoints are as they were.
+            SaveError: on every rank, if any rank failed to write this checkpoint, or the one before
+                it in the background. Earlier checkpoints stay intact.
         """
         self.wait()
         name = self._together(partial(self._begin, label), self._cannot_write)
@@ -250,13 +250,13 @@ class Saver:
         if not self.background:
             self._write(name, list(pieces), texts)
             return name
-        # The library's async_save is the same, save in a thread, but it cannot copy a `Held`.
+        # The library's async_save also saves in a thread, but cannot copy a `Held`.
         copies = [replace(p, tensor=p.tensor.detach().to("cpu", copy=True)) for p in pieces]
         self._writing = self._thread.submit(self._write, name, copies, texts)
         return name
 
     def _begin(self, label: str) -> str:
-        """Rank 0 names the checkpoint and makes the folder aside."""
+        """Rank 0 names the checkpoint and makes the temporary folder."""
         if not self.world.is_main:
             return ""
         numbers = [int(name.split("-")[0]) for name in names(self.folder)]
@@ -297,19 +297,19 @@ class Saver:
         )
 
     def _sent_to_main(self, pieces: list[Piece]) -> list[Piece]:
-        """On rank 0 the pieces of all ranks. Of what several hold, the first sends it."""
+        """All ranks' pieces, on rank 0. If several ranks have a piece, the first sends it."""
         first: dict[tuple[str, tuple[int, ...]], int] = {}
         for rank, keys in enumerate(self._gather([(p.name, p.offsets) for p in pieces])):
             first |= {key: rank for key in keys if key not in first}
         mine = [p for p in pieces if first[p.name, p.offsets] == self.world.rank]
-        # Copies, since a view would be sent with all that it views.
+        # Clones: pickling a view would send its whole storage.
         mine = [replace(p, tensor=p.tensor.detach().cpu().clone()) for p in mine]
         every: Any = [None] * self.world.world_size if self.world.is_main else None
         dist.gather_object(mine, every, group=self._group)
         return [p for held in every or [] for p in held]
 
     def wait(self) -> None:
-        """Returns when there is nothing left to write in the background. Raises SaveError."""
+        """Waits for the checkpoint that is written in the background. Raises SaveError."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -318,8 +318,8 @@ class Saver:
         """Fills the pieces' tensors.
 
         Raises:
-            CheckpointError: on all ranks: a tensor is not in the checkpoint or is of another shape,
-                or a file cannot be read.
+            CheckpointError: on all ranks, if a tensor is missing or has another shape, or a file
+                cannot be read.
         """
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -360,7 +360,7 @@ class Saver:
 
     @property
     def _who(self) -> dict[str, Any]:
-        """How the library is told which ranks use it; nothing on a rank that does not."""
+        """Tells the library which ranks take part; empty on a rank that does not."""
         if self._one_folder and self._group is not None:
             return {"process_group": self._group}
         return {"no_dist": True} if self.world.is_main else {}
@@ -369,8 +369,8 @@ class Saver:
         return gather_over_ranks(value, self.world, self._group)
 
     def _together(self, work: Callable[[], T], failure: Callable[[str], Exception]) -> T:
-        """What `work` returns on rank 0, when all are done. Where it fails on one, all raise what
-        `failure` makes of the reason."""
+        """Runs `work` on every rank and returns rank 0's result. If it fails on any rank, all raise
+        `failure(reason)`."""
         from torch.distributed.checkpoint.api import CheckpointException
 
         result, why = None, ""
@@ -386,21 +386,21 @@ class Saver:
         return outcomes[0][0]  # type: ignore[return-value]
 
     def prune(self) -> None:
-        """Removes all but the newest `keep`. To be called when a step from the newest one's weights
-        was finite: weights that are ruined look like others."""
+        """Removes all but the newest `keep`. Call it after a finite step from the newest weights:
+        ruined weights look like any others."""
         for old in names(self.folder)[: -self.keep] if self.world.is_main else ():
             shutil.rmtree(self.folder / old, ignore_errors=True)
 
     def forget_after(self, loaded: Checkpoint) -> None:
-        """Removes those that are newer than the one that was loaded: they are damaged, and must not
-        count as checkpoints that are kept."""
+        """Removes the checkpoints newer than the loaded one: they are damaged, and must not count
+        towards `keep`."""
         newer = names(self.folder)[names(self.folder).index(loaded.folder.name) + 1 :]
         for name in newer:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
 
 def _empty(known: Any) -> Tensor:
-    """Room for a tensor that the library describes."""
+    """Memory for a tensor that the library describes."""
     return torch.zeros(known.size, dtype=known.properties.dtype)
 
 
@@ -409,11 +409,11 @@ def _empty(known: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found intact: every byte is what was written.
+    """An intact checkpoint: all checksums match.
 
     Attributes:
-        state: what JSON could hold of the run.
-        tensors: by name the library's description of each, with `size` and `properties.dtype`.
+        state: the run's state as JSON values.
+        tensors: the library's description of each by name, with `size` and `properties.dtype`.
     """
 
     folder: Path
@@ -426,8 +426,7 @@ class Checkpoint:
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest intact checkpoint in `folder`, or None where there is none; and why each newer one
-    is refused."""
+    """The newest intact checkpoint in `folder`, or None; and why each newer one was refused."""
     refused: list[str] = []
     for name in reversed(names(folder)):
         try:
@@ -446,7 +445,7 @@ def names(folder: Path) -> list[str]:
 
 
 def clean(folder: Path) -> None:
-    """Removes what a killed process left aside in `folder`."""
+    """Removes the temporary folders that a killed process left in `folder`."""
     with suppress(FileNotFoundError):  # another rank may move the folder meanwhile
         for path in folder.glob(".*.part"):
             shutil.rmtree(path, ignore_errors=True)
@@ -467,7 +466,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         for file, entry in manifest["files"].items():
             if file_entry(folder / file) != entry:
                 raise CheckpointError(f"{folder}: {file} was altered, its checksum differs")
-        # A pickle can run code. This one is what a run wrote into the user's own workdir.
+        # A pickle can run code. A run wrote this one into the user's own workdir.
         tensors = FileSystemReader(folder).read_metadata().state_dict_metadata
         return Checkpoint(folder, json.loads((folder / STATE).read_bytes()), tensors)
     except OSError as error:
@@ -477,7 +476,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file: its size and checksum."""
+    """A file's entry in the manifest: its size and checksum."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -486,13 +485,12 @@ def file_entry(path: Path) -> dict[str, Any]:
 
 
 def aside_of(folder: Path) -> Path:
-    """Where a folder is made that is to appear whole."""
+    """The temporary name of a folder that must appear whole."""
     return folder.with_name(f".{folder.name}.part")
 
 
 def put_in_place(aside: Path, folder: Path) -> None:
-    """Gives the folder `aside` its name, in place of what was there, once its files are on the
-    disk."""
+    """Flushes the folder `aside` to disk and renames it to `folder`, replacing what was there."""
     for path in (*sorted(aside.iterdir()), aside):
         _sync(path)
     old = folder.with_name(f".{folder.name}.old")
@@ -504,7 +502,7 @@ def put_in_place(aside: Path, folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Returns when the file, or the names in the folder, are on the disk."""
+    """Flushes a file, or a folder's entries, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

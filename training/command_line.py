@@ -1,8 +1,8 @@
-"""The command line of a program with few options: argparse, whose errors are sentences.
+"""argparse with errors that are sentences, for programs with few options.
 
-argparse prints its usage lines and then `argument --step: invalid int value: 'y'`. Here a mistake
-is one line, as in all programs: the option, the value, the rule. The programs that train have forty
-options, which are dataclasses: see project/options.py.
+argparse prints its usage and then `argument --step: invalid int value: 'y'`. Here a mistake is one
+line, as in all programs: the option, the value, the rule. The programs that train declare their
+options as dataclasses in project/options.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RULES = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows the description as it is written; answers a mistake with one line and status 2."""
+    """Prints the description unwrapped; answers a mistake with one line and status 2."""
 
     def __init__(self, **settings: object) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def in_words(message: str) -> str:
-    """What argparse found wrong, as a sentence."""
+    """argparse's error message as a sentence."""
     found = re.fullmatch(r"argument (?P<name>[^:/]+)[^:]*: (?P<problem>.*)", message)
     if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
         return f"missing: {missing[1]}"

@@ -1,8 +1,8 @@
-"""Draws the curves of a run from its result files; and how all pictures of this project look.
+"""Draws a run's curves from its result files, and sets the style of every figure.
 
-The title of a picture is what was found, the line at its foot is what was measured. Grey is the
-baseline, blue the subject. The colours are those of Okabe and Ito (2008), which people with any
-kind of colour vision tell apart. Without pyplot no state is shared, and no display is needed.
+A figure's title states the finding, the line at its foot what was measured. Grey is the baseline,
+blue the subject. The colours are from Okabe and Ito (2008): they can be told apart with any kind of
+colour vision. Without pyplot there is no shared state, and no display is needed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Epochs = list[dict[str, float]]  # the results of one rank, per epoch
 def picture(
     path: Path, title: str, foot: str, size: tuple[float, float] = (10, 5.6), **grid: Any
 ) -> Iterator[tuple[Figure, Sequence[Axes]]]:
-    """A page of `size` inches, with axes in a `grid`, as `Figure.subplots` takes it. It is written
-    when the `with` ends. Raises RunError where it cannot be written."""
+    """A figure of `size` inches; `grid` goes to `Figure.subplots`. It is written when the `with`
+    ends. Raises RunError if it cannot be written."""
     with mpl.rc_context(STYLE):
         fig = Figure(size, layout="constrained")
         left = {"x": 0.2 / size[0], "ha": "left"}
@@ -68,8 +68,8 @@ def readable(value: float) -> str:
 
 
 def read_epochs(workdir: Path, prefix: str) -> Epochs:
-    """The results of all epochs, in order, of `prefix`: `rank0_results` or `eval_results`. Raises
-    UserError where there are none, or one cannot be read."""
+    """The results of all epochs, in order; `prefix` is `rank0_results` or `eval_results`. Raises
+    UserError if there are none, or one cannot be read."""
     paths = workdir.glob(f"{prefix}_epoch*.json")
     results = []
     for path in sorted(paths, key=lambda path: int(path.stem.rpartition("epoch")[2])):
@@ -89,8 +89,7 @@ def read_epochs(workdir: Path, prefix: str) -> Epochs:
 
 
 def epochs_of(workdir: Path) -> Epochs:
-    """The results of a run: of the first rank, or of a pipeline. Raises UserError as `read_epochs`
-    does."""
+    """A run's results: rank 0's, or the pipeline's. Raises UserError as `read_epochs` does."""
     pipeline = any(workdir.glob("eval_results_epoch*.json"))
     return read_epochs(workdir, "eval_results" if pipeline else "rank0_results")
 
@@ -99,11 +98,11 @@ def plot_training(
     workdir: Path, foot: str, steps: int | None = None, output: Path | None = None
 ) -> Path:
     """Draws loss and score of a run after each epoch, by default in workdir/training.png; returns
-    the path. Raises UserError where results are missing.
+    the path. Raises UserError if results are missing.
 
     Args:
         foot: what was trained and how.
-        steps: of the run, if it was to end after so many, and not after epochs.
+        steps: of a run whose length was given in steps; None: in epochs.
     """
     epochs = epochs_of(workdir)
     panels = [("loss (nats per target)", {"training_loss": GREY, "validation_loss": BLUE})]

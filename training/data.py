@@ -1,13 +1,13 @@
 """Texts as token ids: the tokenizer, and rectangles of padded examples.
 
-A pair is one sequence, and only its second half is learnt:
+A pair is one sequence, and the loss counts only its second half:
 
-    ids      w1 w2 w3 <eos_de> v1 v2 <eos_en>         labels are the ids, one place on
+    ids      w1 w2 w3 <eos_de> v1 v2 <eos_en>         labels are the ids, shifted by one
     weights         0  0     0  1  1        1         of the labels: 1 on target tokens
 
-Cost: padding. A rectangle is as long as its longest sentence. Micro-batches of like lengths
-compute about 1.2 positions per real token on real text, where padding all to 128 computes about 4.
-Whole batches of like lengths compute 1.02, but each then teaches about sentences of one length: an
+Cost: padding. A rectangle is as long as its longest sentence. Micro-batches of similar lengths
+compute about 1.2 positions per real token on real text; padding everything to 128 computes about 4.
+Whole batches of similar lengths compute 1.02, but then each step sees sentences of one length: an
 epoch of Multi30k ended at a validation loss of 5.2 instead of 4.5 (docs/log.md).
 """
 
@@ -43,8 +43,8 @@ def train_tokenizer(
     """Byte-level BPE over both languages: any text can be encoded, nothing is unknown.
 
     Args:
-        vocab_size: the most tokens it may have: 256 bytes, 3 special ones, and merges, of which
-            a small text may give fewer.
+        vocab_size: maximum number of tokens: 256 bytes, 3 special tokens, and merges. A small
+            text may give fewer merges.
     """
     texts = (pair[key] for pair in pairs for key in (src, tgt))
     tokenizer = train_bpe(texts, vocab_size, [PAD, eos(src), eos(tgt)])
@@ -79,8 +79,8 @@ def get_tokenizer(
 
 
 def load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
-    """The tokenizer of these files, as `save_pretrained` writes them. It pads on the left, where
-    sentences do not grow when they are continued."""
+    """The tokenizer in these files, as `save_pretrained` writes them. It pads on the left, since
+    generation appends on the right."""
     from transformers import PreTrainedTokenizerFast
 
     with tempfile.TemporaryDirectory() as folder:
@@ -91,8 +91,8 @@ def load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of a pair or of a stretch of text, how many of them are not to be learnt (the
-    source with its end token, or the first token), and its number in its split."""
+    """The token ids of a pair or of a stretch of text; how many of the first ones have no loss (the
+    source with its end token, or the first token); its index in its split."""
 
     ids: Sequence[int]
     num_source: int
@@ -100,7 +100,7 @@ class Encoded:
 
     @property
     def num_targets(self) -> int:
-        """Labels with weight 1: the target's tokens, its end token among them."""
+        """Labels with weight 1: the target's tokens, including its end token."""
         return max(0, len(self.ids) - self.num_source)
 
 
@@ -132,13 +132,13 @@ def collate_batch(
     *,
     padding: str = "max_length",
 ) -> Batch:
-    """Makes one rectangle of token ids of examples, tokenized already or not.
+    """Pads examples, tokenized or not, to one rectangle of token ids.
 
     Args:
         padding: `max_length` pads to model_max_length, `longest` to the longest example.
 
     Returns:
-        input_ids, labels, label_token_weights, each [B, T]; weight 1 on target tokens alone.
+        input_ids, labels, label_token_weights, each [B, T]; weight 1 only on target tokens.
     """
     encoded = [
         example

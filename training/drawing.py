@@ -1,11 +1,11 @@
-"""Draws labelled 32 x 32 pictures: shapes and textures, as many as wanted, from a seed.
+"""Draws labelled 32 x 32 pictures of shapes and textures from a seed.
 
-The class is the shape or the texture alone. Place, size, turn, both colours, light, a distracting
-spot and noise are random, the same way for every class, so that no pixel, no mean colour and no
-histogram gives the class away. All pictures of a chunk are computed at once, on a grid u, v of
-pixels that is moved, turned and scaled for each: a disc is u^2 + v^2 < 1.
+Only the shape or texture gives the class. Position, size, rotation, both colours, lighting, a
+distracting spot and noise are random in the same way for every class, so no pixel, mean colour or
+histogram gives the class away. All pictures of a chunk are computed at once, on a pixel grid u, v
+that is shifted, rotated and scaled for each picture: a disc is u^2 + v^2 < 1.
 
-Cost: about 0.1 ms a picture. Picture i depends on the seed and on i, and not on how many are drawn.
+Cost: about 0.1 ms a picture. Picture i depends on the seed and i only, not on how many are drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _cross(u: Array, v: Array) -> Array:
     return (near < 0.3) & (far < 1)
 
 
-# Where a pixel has the foreground's colour. u, v: shapes fill -1 ... 1; textures have period 2.
+# True where a pixel is foreground. u, v: shapes fill -1 ... 1; textures have period 2.
 SHAPES: dict[str, Callable[[Array, Array], Array]] = {
     "disc": lambda u, v: u * u + v * v < 1,
     "ring": lambda u, v: (u * u + v * v < 1) & (u * u + v * v > 0.3),
@@ -45,7 +45,7 @@ _CHUNK = 500  # pictures computed at once: 2 MB a plane
 
 
 def draw(n: int, seed: Sequence[int]) -> tuple[Array, Array]:
-    """n pictures, bytes [n, 3, 32, 32], and their classes [n]; class i % 10 is picture i's."""
+    """n pictures as bytes [n, 3, 32, 32], and their classes [n]; picture i has class i % 10."""
     randoms, noises = (np.random.default_rng([*seed, stream]) for stream in (0, 1))
     labels = np.arange(n) % len(CLASSES)
     images = np.empty((n, 3, SIZE, SIZE), np.uint8)

@@ -1,11 +1,10 @@
-"""How a program ends: by a user's mistake, a failure or a signal; each is said once.
+"""How a program ends: by a user's mistake, a failure or a signal, each reported once.
 
-Under torchrun every rank runs the whole program: all find the same mistake, and a rank that fails
-makes others fail. torchrun ends all as soon as one has ended, so a rank that says what another says
-as well, or knows better, waits GRACE seconds to be ended, and speaks only if it is not.
+Under torchrun every rank runs the whole program: all find the same mistake, and one rank's failure
+makes others fail. torchrun ends all ranks as soon as one has ended. So a rank whose message another
+rank prints too, or can explain better, stays silent for GRACE seconds, in which torchrun ends it.
 
-This module does not import torch: a mistyped option is answered at once. Only it, `launch` and
-`world` read or write the environment.
+This module does not import torch: a mistyped option is answered at once.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-GRACE = 5.0  # seconds: for the rank that knows better to speak, for a process to end as it wants
+GRACE = 5.0  # seconds for the rank with the original error to report, or for a process to end
 OF_TERMINAL = [getattr(signal, n) for n in ("SIGINT", "SIGHUP") if hasattr(signal, n)]
 ASKED = [*OF_TERMINAL, signal.SIGTERM]
 
 
 class UserError(Exception):
-    """A mistake of the user's: programs print it as one line and end with status 2. The text
-    gives the value, the rule, and a setting that works."""
+    """A user's mistake: programs print it as one line and end with status 2. The text gives the
+    value, the rule, and a setting that works."""
 
 
 def works(option: str, most: int, least: int = 1) -> str:
-    """The end of such a text: the values of an option that work."""
+    """The end of a UserError's text: the values of an option that work."""
     return f"{option} {f'{least} to {most}' if most > least else most} works"
 
 
 class RunError(Exception):
-    """The run cannot go on, and the text says all there is to say, as of a loss that is not a
-    number: programs print it as one line, without traceback, and end with status 1."""
+    """The run cannot continue, and the text explains why, e.g. a NaN loss: programs print it as one
+    line, without traceback, and end with status 1."""
 
 
 class Interrupted(SystemExit):
@@ -46,13 +45,13 @@ class Interrupted(SystemExit):
 
 
 def torchrun(name: str, otherwise: T) -> int | T:
-    """A number that torchrun has given its ranks, as WORLD_SIZE or LOCAL_RANK; `otherwise` where
-    torchrun has not started this process."""
+    """A number that torchrun gives its ranks, such as WORLD_SIZE or LOCAL_RANK; `otherwise` if
+    torchrun did not start this process."""
     return int(os.environ[name]) if "TORCHELASTIC_RUN_ID" in os.environ else otherwise
 
 
 def torchrun_world_size() -> int | None:
-    """The number of ranks that torchrun started, or None where it started none."""
+    """The number of ranks that torchrun started, or None without torchrun."""
     return torchrun("WORLD_SIZE", None)
 
 
@@ -71,7 +70,7 @@ def format_error(error: BaseException) -> str:
 
 
 def refuse(message: str, status: int = 2) -> NoReturn:
-    """Prints a user's mistake and ends the program, which on each host rank 0 there does."""
+    """Prints a user's mistake and ends the program. Under torchrun each host's first rank does."""
     if torchrun_world_size() is None:
         say(message)
         raise SystemExit(status)
@@ -88,8 +87,8 @@ def leave(message: str, status: int) -> NoReturn:
 
 
 def run_here(main: Callable[..., None], *args: Any) -> None:
-    """Runs main(*args) in this process, for a run without ranks. It fails as a rank does, with
-    status 1 and a traceback, whatever main raised, a SystemExit(0) of a layer among others."""
+    """Runs main(*args) in this process, for a run without ranks. Like a rank it fails with status 1
+    and a traceback, whatever main raised, even a layer's SystemExit(0)."""
     try:
         main(*args)
     except (UserError, RunError, Interrupted):
@@ -101,16 +100,16 @@ def run_here(main: Callable[..., None], *args: Any) -> None:
 
 @contextmanager
 def signals_end() -> Iterator[None]:
-    """Within it Ctrl-C, SIGTERM and the end of the terminal raise Interrupted, so that nothing half
-    written stays, and no traceback is printed, which would only say where it was. A signal that is
-    ignored, as under nohup, stays so. To ranks of torchrun's nothing is done: they end at once."""
+    """Within it Ctrl-C, SIGTERM and SIGHUP raise Interrupted, so that half-written files are
+    removed and no traceback is printed. A signal that is ignored, as under nohup, stays ignored.
+    Ranks of torchrun are left alone: they end at once."""
     before: dict[int, Any] = {}
     late: list[threading.Timer] = []
 
     def end(number: int, _: object) -> NoReturn:
         for other in before:
             signal.signal(other, signal.SIG_IGN)  # a second one must not interrupt the ending
-        # An exception may come to nothing: in a destructor or callback Python only prints it.
+        # The exception may be lost: in a destructor or callback Python only prints it.
         late.append(threading.Timer(GRACE, os._exit, (128 + number,)))
         late[0].daemon = True
         late[0].start()
@@ -125,6 +124,6 @@ def signals_end() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if late:  # and not what writing to a closed terminal may have raised since
+        if late:  # this replaces what writing to a closed terminal may have raised since
             late[0].cancel()
             raise Interrupted(*late[0].args) from None

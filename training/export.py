@@ -1,12 +1,12 @@
-"""Trained weights as the rest of the world reads them: a folder for `transformers`.
+"""Exports trained weights to a folder that `transformers` loads.
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
-Its `generate` ends where the model ends, and README.md there says what the model was trained on.
-The parameters have the names that they have there, so nothing is converted. They come to rank 0 one
-at a time: it holds a file's worth of them, however large the model is. The folder is put in place
-whole, as a checkpoint is; an earlier export in it is replaced.
+`generate` stops at the model's end token, and README.md there describes the training. Parameters
+have the names of `transformers`, so nothing is converted. They reach rank 0 one at a time: it holds
+one file's worth, however large the model is. The folder appears whole, like a checkpoint, and
+replaces an earlier export.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from training.checkpoint import SaveError, aside_of, put_in_place
 from training.errors import UserError
 from training.world import World
 
-FILE_BYTES = 1 << 30  # of weights in one file, unless a single one has more
+FILE_BYTES = 1 << 30  # of weights per file, unless a single tensor is larger
 
 
 def check_export(folder: Path, workdir: Path) -> None:
-    """Raises UserError where an export would replace something else: the run's own `workdir`, or
-    anything that is not an earlier export."""
+    """Raises UserError if an export would replace the run's own `workdir`, or anything else but an
+    earlier export."""
     if workdir.resolve().is_relative_to(folder.resolve()):
         raise UserError(
             f"--export {folder}: it would replace --workdir {workdir}; --export "
@@ -61,10 +61,10 @@ def export(
 
     Args:
         weights: see `LaidOutModel.weights`.
-        write_rest: writes into the folder that it is given what else there is, as config.json.
+        write_rest: writes all other files, such as config.json, into the folder it is given.
 
     Raises:
-        SaveError: on rank 0: they cannot be written. What was there before still is.
+        SaveError: on rank 0, if it cannot be written. An earlier export stays.
     """
     if not world.is_main:
         deque(weights, maxlen=0)
@@ -82,13 +82,13 @@ def export(
     except (OSError, SafetensorError) as error:
         raise SaveError(f"--export {folder}: cannot be written ({error})") from error
     finally:
-        deque(weights, maxlen=0)  # what other ranks still send, if it could not be written
+        deque(weights, maxlen=0)  # after an error, receives what other ranks still send
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_gpt2(folder: Path, model: Any, tokenizer: Any, max_length: int) -> None:
-    """Everything but the weights: `generate` knows where a text ends, the tokenizer how long one
-    may be."""
+    """Writes everything but the weights, including the end token for `generate` and the maximum
+    length for the tokenizer."""
     from transformers import GenerationConfig
 
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -102,14 +102,14 @@ def write_gpt2(folder: Path, model: Any, tokenizer: Any, max_length: int) -> Non
 def model_card(
     folder: Path, title: str, about: str, prompt: str, summary: Mapping[str, Any], score: str
 ) -> str:
-    """README.md of an exported model, in the form of the hub.
+    """The model card of an export: its README.md, in the hub's format.
 
     Args:
-        folder: its name is in the example.
+        folder: named in the example.
         about: what the model was trained on, in lines.
         prompt: of the example.
-        summary: of `Results`.
-        score: the name of the score, as in `summary`.
+        summary: `Results.summary`.
+        score: the name of the score in `summary`.
     """
     steps = len(summary["loss"])
     lines = "\n".join(f"- {line}" for line in about.splitlines())
@@ -145,7 +145,7 @@ print(tokenizer.decode(model.generate(**ids)[0, ids.input_ids.size(1) :], skip_s
 
 
 def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Into model.safetensors or, where that would be too large, several files with an index."""
+    """Writes model.safetensors or, if that would be too large, several files with an index."""
     where: dict[str, str] = {}  # the file of each
     batch: dict[str, Tensor] = {}
 

@@ -1,18 +1,17 @@
-"""Continues sentences, many at a time, by whatever holds the model: translations among them.
+"""Generates text, e.g. translations, many sentences at a time and under any layout.
 
-Problem. A token needs a forward, and the next one that of all before it. A model that fits only in
-shards or stages cannot be brought together for that, and its ranks must not lose step.
+Problem. A token needs a forward pass and depends on all tokens before it. A model that fits only in
+shards or stages cannot be gathered for that, and its ranks must stay in step.
 
 Idea. The loop asks one thing of the model: the next token of each sentence, given the newest ones
-(`Decoder`). How that is found is the layout's affair. Ranks that hold stages of one model run the
-loop on the same sentences and are told the same tokens; ranks that hold shards run it on sentences
-of their own, and one that has finished takes part until all have. Keys and values stay in the
-process that computed them: each has a `Prefix` (training/prefix.py), filled by the attention layers
-that it runs.
+(`Decoder`). Each layout finds it in its own way. Ranks with stages of one model run the loop on the
+same sentences and receive the same tokens. Ranks with shards run it on their own sentences; one
+that has finished takes part in collectives until all have. Keys and values stay in the process that
+computed them, in a `Prefix` (training/prefix.py) that its attention layers fill.
 
 Cost: a forward of one position per token.
 
-Shapes: B sentences that have not ended, T their newest positions, V vocabulary.
+Shapes: B unfinished sentences, T their newest positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tqdm import tqdm
 from training.data import eos
 from training.prefix import Prefix
 
-CPU_READ = 256  # positions that are read at a time, at least; a GPU wants all it can get
+CPU_READ = 256  # positions of prompts per forward on a CPU, at least; a GPU reads all at once
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import PreTrainedTokenizerFast
@@ -38,27 +37,27 @@ class Decoder(Protocol):
     """A model in evaluation mode, or this rank's part of one, that continues sentences."""
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
-        """The next token of each sentence, B, on every rank: the likeliest, unless it draws, of the
-        first `num_tokens` of the vocabulary. `ids`, B T, are the newest of the prefix."""
+        """The next token of each sentence, B, on every rank: the likeliest or a sampled one of the
+        first `num_tokens` of the vocabulary. `ids`, B T, are the newest tokens of the prefix."""
 
     def end(self) -> None:
         """This rank has no sentences left. Returns when no rank has."""
 
 
 def likeliest(logits: Tensor, num_tokens: int) -> Tensor:
-    """B of B V. Rows of the embedding beyond the tokenizer's are no tokens."""
+    """The likeliest tokens, B, from logits B V. Logits beyond `num_tokens` belong to no token."""
     return logits[:, :num_tokens].argmax(-1)
 
 
 def drawn(
     logits: Tensor, num_tokens: int, chances: Tensor, temperature: float, top_k: int | None
 ) -> Tensor:
-    """B of B V: each token as often as its probability says.
+    """Samples tokens, B, from logits B V.
 
     Args:
-        chances: [B], float64, from 0 to 1: where in the sum of the probabilities the token lies.
-        temperature: by which logits are divided; a small one leaves only the likeliest.
-        top_k: so many tokens, the likeliest, are drawn from; None: all.
+        chances: [B], float64, uniform from 0 to 1: looked up in the cumulative probabilities.
+        temperature: divides the logits; a small one leaves only the likeliest token.
+        top_k: samples from this many of the likeliest tokens; None: from all.
     """
     logits = logits[:, :num_tokens].double() / temperature
     if top_k is not None and top_k < num_tokens:
@@ -70,7 +69,7 @@ def drawn(
 
 
 def newest_alone(ids: Tensor) -> Tensor:
-    """Weights B T that ask the layers of training/model.py for the logits of the last position."""
+    """Weights B T with which the layers of training/model.py give logits of the last position."""
     weights = torch.zeros(ids.shape, device=ids.device)
     weights[:, -1] = 1
     return weights
@@ -114,11 +113,11 @@ def continue_all(
     call it.
 
     Args:
-        most: new tokens of each prompt, at most; it may end before, with the token `stop`.
-        num_tokens: of the vocabulary; rows of the embedding beyond are no tokens.
-        batch_size: prompts of like lengths that are continued together.
+        most: maximum number of new tokens per prompt; the token `stop` ends it earlier.
+        num_tokens: of the vocabulary, without the embedding's unused rows.
+        batch_size: prompts of similar lengths that are continued together.
         bar: the text of a progress bar; None shows none.
-        seeds: of each prompt, for a decoder that draws: its tokens depend on nothing else.
+        seeds: one per prompt, for a decoder that samples; draws do not depend on the batches.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
@@ -151,7 +150,7 @@ def continue_together(
     device: torch.device | str,
     chances: Tensor | None = None,
 ) -> list[list[int]]:
-    """One batch of `continue_all`. A sentence that has ended is computed no further."""
+    """One batch of `continue_all`. Finished sentences leave the batch."""
     rows: list[list[int]] = [[] for _ in prompts]
     if not prompts:
         return rows
@@ -162,7 +161,7 @@ def continue_together(
     )  # fmt: skip
     live = list(range(len(prompts)))  # the sentence of each row
     while True:
-        going = []  # rows
+        going = []  # rows that continue
         for row, (i, token) in enumerate(zip(live, tokens.tolist(), strict=True)):
             if token != stop:
                 rows[i].append(token)
@@ -184,7 +183,7 @@ def continue_together(
 
 
 def _padded(prompts: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
-    """Ids B T, padded on the left, so that all sentences grow at the same place."""
+    """Ids B T, padded on the left, so that all sentences grow in the same column."""
     longest = max(map(len, prompts))
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     return torch.tensor(rows, device=device)

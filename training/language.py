@@ -1,15 +1,14 @@
-"""GPT-2 as a language model: stretches of text, and how well it predicts the next token.
+"""GPT-2 as a language model on plain text, scored by perplexity.
 
     stream       <|endoftext|> a b c d <|endoftext|> e f g <|endoftext|> h ...
     sequence 0   <|endoftext|> a b c                  predicts  a b c d
     sequence 1   d <|endoftext|> e f                            <|endoftext|> e f g
 
-The documents are joined, with an end token around each, and cut into sequences of equal length:
-nothing is padded but the last one, and every token is predicted once per epoch. As in GPT-2 itself
-a token may look at the document before its own: it sees the end token between them. To keep them
-apart, every layout would have to carry a mask for attention, whose fused kernel would then compute
-all T^2 scores and not half of them, and the weights would be of another function than the one that
-`transformers` computes.
+Documents are joined, with an end token around each, and cut into sequences of equal length: only
+the last one is padded, and every token is predicted once per epoch. As in GPT-2 itself, a token can
+attend to earlier documents and sees the end token between them. To separate documents, every layout
+would have to carry an attention mask, with which the fused kernel computes all T^2 scores instead
+of half, and `transformers` would compute another function with the same weights.
 
 Paper: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 """
@@ -34,8 +33,8 @@ from training.task import Score
 from training.text import END
 from training.world import World
 
-PROMPT = 8  # tokens of a text that the model continues at the end of an epoch
-CONTINUED = 24  # tokens that it adds
+PROMPT = 8  # tokens of a sample prompt at the end of an epoch
+CONTINUED = 24  # new tokens of a sample
 
 
 class LanguageTask(SequenceTask):
@@ -86,7 +85,7 @@ class LanguageTask(SequenceTask):
         return examples
 
     def score(self, world: World, model: LaidOutModel, loss: float, accuracy: float) -> Score:  # noqa: ARG002
-        """The perplexity of the validation text, and how the model continues beginnings."""
+        """The perplexity of the validation text, and sample continuations."""
         prompts = self._prompts()
         mine = prompts[model.part :: model.parts]
         most = [min(CONTINUED, self.args.model_max_length - len(prompt)) for prompt in mine]
@@ -97,7 +96,7 @@ class LanguageTask(SequenceTask):
         return Score(math.exp(min(loss, 700)), generated)
 
     def _prompts(self) -> list[list[int]]:
-        """Beginnings of sequences of the validation split."""
+        """Sample prompts: beginnings of sequences of the validation split."""
         room = min(PROMPT, self.args.model_max_length // 2)
         return [[int(t) for t in e.ids[:room]] for e in self.examples["validation"][:SHOWN] if room]
 
@@ -107,16 +106,16 @@ class LanguageTask(SequenceTask):
         return f"{sizes} sequences of {self.args.model_max_length} tokens to train / validate"
 
     def card(self) -> tuple[str, str]:
-        """The beginning of a text."""
+        """A title, and the beginning of a text."""
         text = self.tokenizer.decode(self._prompts()[0], skip_special_tokens=True)
         return "GPT-2, a language model", " ".join(text.split()).replace('"', "'") or "The"
 
     def tested(self) -> list[Any]:
-        """The beginnings that are continued."""
+        """The sample prompts."""
         return [self.tokenizer.decode(p, skip_special_tokens=True) for p in self._prompts()]
 
     def examples_to_show(self, generated: list[str]) -> str:
-        """Beginnings and their continuations."""
+        """Prompts and their continuations."""
         return "\n".join(
             f"  {'text':>10}  {' '.join(prompt.split())}\n  this model  {' '.join(text.split())}\n"
             for prompt, text in zip(self.tested(), generated, strict=True)

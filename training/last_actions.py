@@ -1,17 +1,17 @@
-"""What each rank did last: the table below the error of a rank that has waited in vain.
+"""What each rank did last: the table below a time-out error.
 
-Problem: such a rank knows whom it has waited for, but that one may have waited for a third. The
-culprit, which is slow, hangs or is stopped, says nothing.
+Problem: a rank that times out knows which rank it waited for, but that one may wait for a third.
+The culprit, which is slow, hung or stopped, says nothing.
 
-Idea: a rank writes each action as it begins into memory that all ranks of its machine see, and who
-has waited in vain reads what all of them are at. The launcher makes this memory; under torchrun
-it is a file in the folder that torchrun makes on each machine.
+Idea: a rank notes each action as it begins, in memory that all ranks of its machine share. A rank
+that times out prints every rank's last action. The launcher makes this memory; under torchrun it is
+a file in the folder that torchrun makes on each machine.
 
     rank  last action     stage, layer or bucket  micro-batch  peer  begun
        0  receive                              0            1     1  1.0 s ago
        1  forward                              1            1        1.1 s ago    <- the culprit
 
-`after forward` says that it has ended, and that nothing has begun since.
+`after forward` means that the forward has ended and nothing has begun since.
 
 Cost: about 3 microseconds per action.
 """
@@ -27,7 +27,7 @@ from typing import Any
 
 
 class LastAction(ctypes.Structure):
-    """Of one rank. Place, micro-batch and peer are -1 where there is none; `begun` is of
+    """The last action of one rank. Place, micro-batch and peer may be -1: none. `begun` is
     time.monotonic, which all processes of a machine share."""
 
     _fields_ = (
@@ -39,14 +39,14 @@ class LastAction(ctypes.Structure):
     )
 
     def note(self, name: str, place: int = -1, microbatch: int = -1, peer: int = -1) -> None:
-        """It begins now."""
+        """Notes an action that begins now."""
         self.name = name.encode()
         self.place, self.microbatch, self.peer = place, microbatch, peer
         self.begun = time.monotonic()
 
 
 def in_file(path: Path, size: int) -> Any:
-    """Room for the last actions of so many ranks, in a file."""
+    """The last actions of `size` ranks, in a memory-mapped file."""
     nbytes = size * ctypes.sizeof(LastAction)
     with path.open("a+b") as file:
         file.truncate(nbytes)

@@ -1,29 +1,28 @@
 """Starts the ranks of a run on this machine, or takes them from torchrun.
 
-Problem: a person types one command and wants N processes that know each other, on this machine
-and on nothing that is reachable from outside it; if one of them fails, all must end, quickly,
-with the one traceback that matters.
+Problem: one command must start N processes that find each other and are not reachable from outside
+this machine. If one of them fails, all must end quickly, with the one traceback that matters.
 
-Idea: the parent binds the meeting point (a TCP store) to 127.0.0.1 *before* it starts anybody
-and hands the socket over to rank 0. So no port can be lost to another run, and nothing listens on
-another interface, as torch's store does by default. The parent may have threads, and libraries
-that ranks do not need. So it starts one new process, the starter, which imports what ranks need,
-forks them, and watches. Each rank has a pipe to it, for its report of how it ended.
+Idea: the parent binds the meeting point (a TCP store) to 127.0.0.1 *before* it starts any process
+and passes the socket to rank 0. So no other run can take the port, and nothing listens on another
+interface, as torch's store does by default. The parent may have threads, and libraries that ranks
+do not need. So it does not fork: it starts one new process, the starter, which imports what ranks
+need, forks them, and watches. Each rank reports to the starter, through a pipe, how it ended.
 
-    what happens to a rank         who notices it                    what is said
+    what happens to a rank         who notices it                    what is printed
     it raises                      the starter, by its report        the rank, its traceback
     it is killed, or just leaves   the starter, by the pipe's end    the rank, how it died
     it is stopped                  the others, after `timeout`       the rank does not answer, and
                                                                      what each rank did last
     parent or starter die          the system ends it (on Linux)
 
-Cost: the imports, of some four seconds, once and not per rank: one step of eight ranks of a tiny
-model takes 10 CPU seconds instead of 55. (Where processes cannot be forked safely, each rank
+Cost: about four seconds of imports, once instead of per rank: one step of eight ranks of a tiny
+model takes 10 CPU seconds instead of 55. (Outside Linux, where forking is not safe, each rank
 imports for itself.)
 
-A rank that lost its connection to another, or waited for it in vain, reports that as a
-consequence: it is named only where no other cause is found. Nobody waits in a collective for longer
-than `timeout`, and a rank is done when all are.
+A rank that lost its connection to another, or timed out waiting for it, reports that as a
+consequence: it is printed only if no other cause is found. No collective waits longer than
+`timeout`, and a rank is done when all are.
 
 Rejected: `torch.distributed.elastic.multiprocessing`; see docs/log.md.
 """
@@ -72,8 +71,8 @@ _PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 def listen(port: int | None = None) -> socket.socket:
-    """A socket that listens on the loopback interface, on `port`; by default on 11868 or, where
-    that is taken, on a free port. Raises UserError where a given port is taken."""
+    """A socket that listens on the loopback interface, on `port`; by default on 11868 or, if that
+    is taken, on a free port. Raises UserError if the given port is taken."""
     for candidate in (port,) if port is not None else (DEFAULT_PORT, 0):
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -101,11 +100,11 @@ def setup(
 ) -> None:
     """Joins the default process group of the ranks on this machine, over loopback only.
 
-    Rank 0 hosts the meeting point, on `listener` if it was given one, else on `port`.
+    Rank 0 hosts the store, on `listener` if given, else on `port`.
 
     Raises:
         UserError: rank 0 cannot listen on the port.
-        torch.distributed.DistError: a rank did not come within `timeout` seconds.
+        torch.distributed.DistError: a rank did not join within `timeout` seconds.
     """
     stay_on_interface_to(LOOPBACK)
     limit, socket_number = timedelta(seconds=timeout), None
@@ -119,12 +118,12 @@ def setup(
 
 
 def stay_on_interface_to(host: str) -> None:
-    """Ranks talk over the interface that reaches `host`: those of one machine over loopback, those
-    of several over the one that reaches torchrun's store, whatever their own host's name stands
-    for. A user's choice is kept, but on one machine."""
+    """Makes ranks communicate over the interface that reaches `host`: loopback on one machine, the
+    one that reaches torchrun's store on several, whatever their hostnames resolve to. On several
+    machines the user's own choice is kept."""
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing: it looks up the way
+        probe.connect(address)  # sends nothing: only looks up the route
         here = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if here in [address.address for address in addresses]:
@@ -146,7 +145,7 @@ class Settings:
 
     @classmethod
     def of(cls, args: Any) -> Settings:
-        """Those of a program's options."""
+        """From a program's options."""
         # Making an optimizer imports torch._dynamo, which takes seconds.
         libraries = ["torch._dynamo", "torch.distributed.checkpoint"]
         if args.model != "vgg16":
@@ -164,14 +163,14 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
     here. `main` and `args` must be picklable.
 
     Raises:
-        UserError: the device or the port cannot be had.
+        UserError: the device or the port is not available.
         RunError: the ranks raised it.
         SystemExit: a rank failed (status 1); its traceback has been printed.
     """
     if torchrun_world_size() is not None:
         _join_torchrun(main, settings, args)
         return
-    quiet_libraries()  # ranks import theirs before they run a line of ours
+    quiet_libraries()  # here, since ranks import libraries before they run our code
     backend = choose_backend(settings.device, settings.world_size)
     listener = listen(settings.master_port)
     port = listener.getsockname()[1]
@@ -185,14 +184,14 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
             starter.start()
         listener.close()
         theirs.close()
-        with suppress(OSError):  # it is gone: what is received says so
+        with suppress(OSError):  # the starter has died: `_received` reports it
             ours.send((main, args))
         failure = _received(ours, starter, None)
     finally:
         listener.close()
         starter.kill()
         starter.join()
-        with suppress(OSError, EOFError):  # the ranks, which end with it, have the pipe's end, too
+        with suppress(OSError, EOFError):  # waits for the ranks, which share the pipe's other end
             ours.poll(GRACE)
     if failure is not None and failure.kind is not None:
         raise failure.kind(failure.text)
@@ -205,7 +204,7 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
 
 
 def _start_ranks(settings: Settings, backend: str, listener: socket.socket, report: Any) -> None:
-    """The starter's life. Sends None when all ranks are done, else the first `Failure`."""
+    """The starter's main. Sends None when all ranks are done, else the first `Failure`."""
     _end_with_parent()
     try:
         main, args = report.recv()
@@ -221,7 +220,7 @@ def _fork_and_watch(
     settings: Settings, backend: str, listener: socket.socket, main: Any, args: Any
 ) -> Failure | None:
     """Forks the ranks and returns as `watch` does."""
-    gc.freeze()  # what the libraries hold stays: no rank searches it, or copies it
+    gc.freeze()  # no rank's garbage collector scans, and so copies, the libraries' objects
     context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
     last = context.RawArray(LastAction, settings.world_size)
     processes, pipes = [], []
@@ -244,8 +243,8 @@ def _fork_and_watch(
 
 @contextmanager
 def terminal_ignored() -> Iterator[None]:
-    """Within it Ctrl-C and the end of the terminal are ignored, and by what is started within it
-    for ever: they reach all processes of a terminal, and the parent ends the others."""
+    """Within it SIGINT and SIGHUP are ignored, and processes started within it ignore them for
+    ever: a terminal sends them to all its processes, but the parent ends the others."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in OF_TERMINAL}
     try:
         yield
@@ -256,8 +255,8 @@ def terminal_ignored() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank, or the starter (None), failed. `kind` is that of an error whose text says all
-    there is to say."""
+    """How a rank, or the starter (None), failed. `kind` is set for UserError and RunError, whose
+    text needs no traceback."""
 
     rank: int | None
     text: str
@@ -266,10 +265,10 @@ class Failure:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether what began an error says no more than that another rank did not answer."""
+    """Whether the root cause of an error is only that another rank did not answer."""
     while before := error.__cause__ or (not error.__suppress_context__ and error.__context__):
         error = before
-    # gloo raises plain RuntimeErrors, which begin with the place in its source; but one of them.
+    # gloo raises plain RuntimeErrors that begin with a path in its source; one does not.
     of_gloo = ("gloo/", "Application timeout caused pair closure")
     return isinstance(error, dist.DistError) or any(words in str(error) for words in of_gloo)
 
@@ -278,8 +277,8 @@ def watch(
     processes: Sequence[Any], pipes: Sequence[Any], timeout: float,
     last: Sequence[LastAction] = (),
 ) -> Failure | None:  # fmt: skip
-    """Returns None when every rank has reported that it is done; or the first failure. Where that
-    is a consequence, the others have GRACE to report what has brought it about."""
+    """Returns None when every rank has reported that it is done, else the first failure. If that is
+    a consequence, the other ranks have GRACE seconds to report its cause."""
     silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     consequences: list[Failure] = []
     deadline = float("inf")
@@ -292,7 +291,7 @@ def watch(
                 return failure
             if failure is not None:
                 consequences.append(failure)
-            # When one rank is done, all have met at the end.
+            # One rank is done only after all have met at the final barrier.
             deadline = min(deadline, time.monotonic() + (GRACE if consequences else timeout))
     if silent:
         seen = consequences[0].text if consequences else table(last)
@@ -323,7 +322,7 @@ def _rank_main(
     main: Callable[..., None],
     args: Sequence[Any],
 ) -> None:
-    """A rank's life. Sends None when it is done, else its `Failure`."""
+    """A rank's main. Sends None when it is done, else its `Failure`."""
     _end_with_parent()
     world_size, port = settings.world_size, listener.getsockname()[1]
     if rank > 0:
@@ -347,7 +346,7 @@ def _rank_main(
 
 def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence[Any]) -> None:
     _end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun passes Ctrl-C on: gloo is deaf to it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a wait in gloo would not see torchrun's Ctrl-C
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     local_size, world_size = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -357,9 +356,9 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
     try:
         device = _claim(settings, local_rank, local_size)
         stay_on_interface_to(LOOPBACK if local_size == world_size else host)
-        # torchrun keeps one store for all attempts of a run, and nobody clears it: ranks that are
-        # started again could find the addresses of those before them. (Of ranks on several machines
-        # nobody knows which attempt all are at.)
+        # torchrun keeps one store for all attempts of a run and never clears it: restarted ranks
+        # could find addresses of the attempt before. (On several machines no rank knows which
+        # attempt all are at.)
         if local_size == world_size and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
             kept = dist.TCPStore(host, port, world_size, False, limit)  # type: ignore[attr-defined]
@@ -377,12 +376,12 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
         text = f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}"
         if is_consequence(error):
             text += table(last, rank - local_rank)
-            time.sleep(GRACE)  # torchrun, which has seen the other rank's end, ends this one
+            time.sleep(GRACE)  # torchrun has seen the other rank end and now ends this one
         leave(text, 1)
 
 
 def _last_actions(local_size: int) -> Any:
-    """What torchrun's ranks on this machine did last, in a file beside those for their errors."""
+    """The last actions of torchrun's ranks on this machine, in a file beside their error files."""
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../ATTEMPT/RANK/error.json
         with suppress(OSError):
             return in_file(Path(error_file).parents[1] / "last_actions", local_size)
@@ -390,12 +389,12 @@ def _last_actions(local_size: int) -> Any:
 
 
 def _end_with_parent() -> None:
-    """This process ends when its parent has ended, however that does."""
+    """Makes this process end when its parent ends, however that happens."""
     parent = parent_process()  # None: torchrun
     if sys.platform == "linux":  # at once, even while it is stopped
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent and os.getppid() != parent.pid:
-            os._exit(1)  # it has ended before
+            os._exit(1)  # the parent ended before the prctl
     elif parent:
 
         def follow() -> None:
@@ -406,7 +405,7 @@ def _end_with_parent() -> None:
 
 
 def _claim(settings: Settings, local_rank: int, local_size: int) -> torch.device:
-    """Makes a device this process' own: a GPU, or its slice of the cores."""
+    """Binds this process to its GPU, or to its slice of the cores."""
     quiet_libraries()
     device = choose_device(settings.device, local_rank, local_size)
     if device.type == "cuda":
@@ -418,7 +417,7 @@ def _claim(settings: Settings, local_rank: int, local_size: int) -> torch.device
 
 
 def _finish(device: torch.device) -> None:
-    """The end of a rank's work: when all are there."""
+    """Waits for all ranks, then leaves the process group."""
     if dist.is_initialized():
         dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
         dist.destroy_process_group()

@@ -1,18 +1,17 @@
 """A model laid out over the ranks, as the training loop sees it.
 
 Problem: the model may be whole on every rank, cut into shards, or cut into stages, and the loop
-must not care; nor should a program that only needs one of these import the others.
+must not care. A program that needs one layout should not import the others.
 
-Idea: whoever lays a model out hands the loop a `LaidOutModel`. It runs a step's micro-batches,
-leaves the gradients of the *global* batch in what this rank holds, and says which slices of which
-parameters those are. Everything after that (clip, step, save, compare) is the same for all layouts.
+Idea: a layout is a `LaidOutModel`. It runs a step's micro-batches, leaves the gradients of the
+*global* batch in the parameters that this rank holds, and says which slices of the model they are.
+Everything after that (clip, step, save, compare) is the same for all layouts.
 
     training/replicated.py      one process, or the whole model on every rank    Replicated
     training/parallel.py        shards (ZeRO), stages in processes               Sharded, Staged
     training/staged.py          stages in threads                                StagesInThreads
 
-A layout has a data-parallel and a pipeline-parallel axis. `part` of `parts` is the rank's place on
-the data-parallel one: which part of each global batch it gets.
+`part` of `parts` is the rank's place on the data-parallel axis: its part of each global batch.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Plan:
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
     def notes(self, device: torch.device) -> list[str]:
-        """What a user should know of the precision on this machine: nothing, or one line."""
+        """A warning about the precision on this machine, or nothing."""
         if self.precision != "bf16" or device.type != "cpu":
             return []
         cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
@@ -74,19 +73,19 @@ class LaidOutModel(ABC):
 
     Attributes:
         part, parts: this rank's part of each global batch.
-        shard: its place among the ranks that share every layer.
-        description: how the model lies on the ranks, for a person.
-        notes: what a user should know of it: lines.
-        module: what holds this rank's parameters; None where no single module does.
-        num_microbatches: into how many a rank's part is cut; None: as suits the device.
-        schedule: the name of the order in which stages work; None: there are no stages.
-        ranks: by stage, the rank or device that has it, where each has several; else None.
-        compute_dtype: the type to which weights are cast for a forward; None: autocast does that.
+        shard: its place on the tensor-parallel axis.
+        description: how the model is laid out, in words.
+        notes: lines that a user should read.
+        module: holds this rank's parameters; None if there is no such single module.
+        num_microbatches: per rank and step; None: as suits the device.
+        schedule: the name of the pipeline's schedule; None without stages.
+        ranks: the rank or device of each stage, if each has several stages; else None.
+        compute_dtype: the type to which weights are cast for a forward; None: left to autocast.
         optimizers: of what this rank holds; each parameter is in one of them.
-        counted: the parameters whose gradients this rank adds to the norm of the whole gradient,
-            each of which exactly one rank must add; None: all of its own.
-        run: where the work of optimizer i is done; None: here.
-        devices: those that this rank computes on.
+        counted: the parameters whose gradients this rank adds to the global norm. Exactly one rank
+            must add each parameter; None: this rank adds all it holds.
+        run: calls a function for each optimizer, e.g. on its stage's worker; None: here.
+        devices: that this rank computes on.
         cut: layers per stage, which a checkpoint remembers; None: nothing was measured.
     """
 
@@ -121,7 +120,7 @@ class LaidOutModel(ABC):
         has run out of data; the result is None on ranks that do not see the outputs."""
 
     def measure(self, x: Any, target: Any) -> Tensor | None:
-        """The task's `measure` of the outputs, where this rank is the one to say."""
+        """The task's `measure` of the outputs; None on ranks that do not see them."""
         output = self.outputs(x)
         return None if output is None else self.task.measure(output, target)
 
@@ -135,8 +134,8 @@ class LaidOutModel(ABC):
         """This rank has no sentences left to translate; returns when no rank has."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """On rank 0 every parameter and its name, in the CPU's memory, one at a time; on other
-        ranks nothing. All ranks must go through all of it together."""
+        """On rank 0 every parameter and its name, on the CPU, one at a time; on other ranks
+        nothing. All ranks must iterate to the end together."""
         if self.part == 0:
             for name, p in self.whole_parameters().items():
                 yield name, p.detach().cpu()
@@ -155,7 +154,7 @@ class LaidOutModel(ABC):
         return {p: name for name, p in self.whole_parameters().items()}
 
     def loaded(self) -> None:  # noqa: B027 (most layouts need do nothing)
-        """New values have been written into the tensors that are `held`."""
+        """Call it after new values were written into the `held` tensors."""
 
     @abstractmethod
     def whole_parameters(self) -> dict[str, Tensor]:

@@ -9,8 +9,8 @@
         compare the replicas; validate, score, write the results             results.py
 
 The loss of a step is the mean over all target tokens of the global batch. The loop knows no layout:
-a `LaidOutModel` runs the micro-batches and leaves the gradients of the global batch in what its
-rank holds.
+a `LaidOutModel` runs the micro-batches and leaves the gradients of the global batch in its rank's
+parameters.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from training.shared_cores import core_notes
 from training.task import Score, Step, Task
 from training.world import World
 
-# Progress bars of one process need a lock among its threads. The default is one among processes, a
-# named semaphore of the system's, which a run that is killed would leave in /dev/shm.
+# Progress bars of one process need only a lock among threads. tqdm's default is a named semaphore
+# among processes, which a killed run would leave in /dev/shm.
 tqdm.set_lock(threading.RLock())
 
 
@@ -55,12 +55,12 @@ def train(
     before: Totals = NOTHING_YET,
     after_step: Callable[[Totals, float], None] | None = None,
 ) -> Totals:
-    """An epoch, or what is left of it.
+    """Trains an epoch, or the rest of one.
 
     Args:
-        average_gradients_fn: called after backward: makes the gradients those of all ranks.
-        before: of the steps of this epoch that an earlier run has done; `steps` are the others.
-        after_step: called with the totals so far and the step's seconds, as to save; its own time
+        average_gradients_fn: called after backward; averages gradients over the ranks.
+        before: totals of this epoch's steps that an earlier run has done; `steps` are the rest.
+        after_step: called with the totals so far and the step's seconds, e.g. to save; its own time
             is not counted.
 
     The gradients of the last step are left in place.
@@ -95,7 +95,7 @@ def train(
 
 
 def _add(totals: Totals, step: Step, loss_sum: float, seconds: float, skipped: bool) -> Totals:
-    """The totals with those of one more step."""
+    """The totals after one more step."""
     return Totals(
         loss_sum=totals.loss_sum + (0.0 if skipped else loss_sum),
         count=totals.count + (0 if skipped else step.count),
@@ -109,8 +109,8 @@ def _add(totals: Totals, step: Step, loss_sum: float, seconds: float, skipped: b
 
 @torch.no_grad()
 def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float, float]:
-    """The mean loss over all targets of the validation data, and the share of right answers; the
-    same on all ranks."""
+    """The mean loss over all targets of the validation data, and the accuracy from 0 to 1; the same
+    on all ranks."""
     totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, answers
     batches: list[Any] = task.validation_batches(model.part, model.parts)
     most = torch.tensor(len(batches), device=world.device)
@@ -137,7 +137,7 @@ def num_steps(args: Any, task: Task) -> int:
 
 
 def recipe_of(args: Any, task: Task) -> Recipe:
-    """How the options say that weights are updated."""
+    """The update of the weights that the options ask for."""
     return Recipe(
         learning_rate=args.learning_rate,
         steps_per_epoch=task.steps_per_epoch,
@@ -158,8 +158,8 @@ def run(
     average_gradients_fn: Callable[[nn.Module], None] | None = None,
     resume: Resume = NO_RESUME,
 ) -> Results:
-    """Trains from the beginning, or from where a checkpoint ends; evaluates after every epoch."""
-    # What is dropped by drawing (VGG16's, and fused attention's on a GPU) is drawn by part.
+    """Trains from scratch or from a checkpoint; evaluates after every epoch."""
+    # For dropout that draws (fused attention's on a GPU): other masks on every part and shard.
     torch.manual_seed(stream(args.seed, "dropout", model.part, model.shard))
     check_same(world, run_things(vars(args), task.fingerprints()))
     optimizer = Optimizers(
@@ -171,7 +171,7 @@ def run(
     check_replicas(world, model.whole_parameters(), "at the start")
     notes = [*plan.notes(world.device), *model.notes, *core_notes(world), *resume.notes]
     total, per_epoch = num_steps(args, task), task.steps_per_epoch
-    # A checkpoint at the end of an epoch is from before its evaluation, which is done (again).
+    # A checkpoint at the end of an epoch precedes its evaluation, which is repeated.
     first = max(0, saving.steps_done - 1) // per_epoch
     results.begin(first, notes, resumed=saving.steps_done > 0)
     note = plan.timeline.last.note

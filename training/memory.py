@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory this process has held at once: resident, or on a GPU allocated there.
+    """The peak memory of this process: resident, or allocated on a GPU.
 
-    Linux keeps a process' own peak in /proc; what getrusage tells starts, in a child, with what its
-    parent held.
+    Linux has a process' own peak in /proc; in a child, the peak of getrusage starts at the memory
+    of its parent.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -32,7 +32,7 @@ def peak_bytes(device: torch.device) -> int:
 def state_bytes(
     parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer] = ()
 ) -> dict[str, int]:
-    """Bytes of `parameters`, of the `gradients` they have, of what the `optimizer` keeps."""
+    """Bytes of `parameters`, `gradients` and `optimizer` state."""
     ps = list(parameters)
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     return {

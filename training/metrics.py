@@ -1,18 +1,18 @@
-"""What a run does, step by step, for tools to read: metrics.jsonl.
+"""metrics.jsonl: the numbers of a run, step by step, for tools.
 
-A line of JSON per step and per evaluation, written as they end, so that `tail -f` follows a run:
+A line of JSON per step and per evaluation, written at once, so that `tail -f` follows a run:
 
     {"epoch": 0, "step": 12, "loss": 3.1, "learning_rate": 0.001, "gradient_norm": 0.8, ...}
     {"epoch": 0, "step": 79, "training_loss": 1.9, "validation_loss": 1.4, "bleu": 22.9}
 
-`step` counts from 1 over the whole run: how many steps were done. Speeds are of all ranks;
-`tokens_per_sec` counts all positions, `real_tokens_per_sec` leaves padding out. `tflops_per_sec`
-is the arithmetic of the model, three times its forward pass, since backward takes two; what is
-computed twice counts once. `share_of_peak` is its share of what all ranks together reached in a
-large product of matrices when the run began. --tensorboard and --wandb write the same numbers.
+`step` is the number of steps done in the whole run. Speeds are summed over all ranks;
+`tokens_per_sec` counts all positions, `real_tokens_per_sec` excludes padding. `tflops_per_sec`
+counts three forward passes per step, since backward takes two; recomputation is not counted.
+`share_of_peak` divides it by the speed that all ranks together reached in a large matrix product
+at the start of the run. --tensorboard and --wandb write the same numbers.
 
-Cost: 0.3 seconds at the start, for the products (and a second trace, with --trace); 0.1 ms per
-step.
+Cost: 0.3 seconds at the start, for the matrix products (and a second trace, with --trace); 0.1 ms
+per step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from training.task import Task
 from training.world import World, gather_over_ranks
 
 Sink = Callable[[int, Mapping[str, Any]], None]
-"""Takes the number of steps done, and what is known of them."""
+"""Takes the number of steps done, and the numbers to write."""
 
 _SIDE = 1024  # of the matrices that measure the peak
 
@@ -46,7 +46,7 @@ class Metrics:
     """The lines of one run. All ranks make one; rank 0 writes.
 
     Args:
-        steps_done: by the run that this one resumes. Lines of later steps are removed.
+        steps_done: by the run that is resumed. Lines of later steps are removed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Metrics:
         self.wandb = args.wandb and world.is_main
 
     def add_step(self, epoch: int, optimizer: Optimizers, seconds: float) -> None:
-        """A step has been made, or left out."""
+        """Writes a step, done or skipped."""
         if not self.sinks:
             return
         positions, tokens = (count / self.copies for count in optimizer.counts)
@@ -77,12 +77,12 @@ class Metrics:
         )  # fmt: skip
 
     def add_evaluation(self, steps: int, epoch: int, result: Mapping[str, float]) -> None:
-        """The model has been evaluated. Speeds in `result` are this rank's, and left out."""
+        """Writes an evaluation, without the speeds in `result`, which are this rank's alone."""
         found = {key: x for key, x in result.items() if not key.endswith("tokens_per_sec")}
         self._write(steps, epoch=epoch, **found)
 
     def close(self) -> None:
-        """The run has come to its end. (Ranks are forked, and run nothing when Python exits.)"""
+        """Ends the run of wandb. (Forked ranks run no exit handlers.)"""
         if self.wandb:
             import wandb
 
@@ -94,9 +94,9 @@ class Metrics:
 
 
 def flops_of_forward(task: Task) -> tuple[float, float]:
-    """Floating-point operations per position (or picture) of all layers but the last, which is the
-    head, and of the head, which has to do with targets alone. They are counted on the meta device,
-    for inputs like those of validation, and not computed."""
+    """Floating-point operations of a forward per position (or picture): of all layers but the head,
+    and of the head, which computes only at targets. They are counted on the meta device, for a
+    validation batch."""
     x = tree_leaves(task.validation_batches(0, 1)[0])[0].to("meta")
     x = x.float() if x.is_floating_point() else x  # as the skeleton is
     *body, head = [layer.eval() for layer in task.layers(task.skeleton())]
@@ -109,7 +109,7 @@ def flops_of_forward(task: Task) -> tuple[float, float]:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Per second, as a product of large matrices reaches them here; the best of three."""
+    """Operations per second in a product of large matrices on this device; the best of three."""
     a = torch.ones(_SIDE, _SIDE, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(3):
@@ -130,7 +130,7 @@ def _sinks(args: Any, steps_done: int) -> Iterable[Sink]:
 def _json_lines(path: Path, steps_done: int) -> Sink:
     with writing(path):
         before = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
-        # The evaluation after the checkpoint's last step is made again.
+        # The evaluation after the checkpoint's last step is repeated.
         kept = [x for x in before if _is_before(x, steps_done)]
         path.write_text("".join(kept), encoding="utf-8")
         file = path.open("a", encoding="utf-8", buffering=1)
@@ -166,11 +166,11 @@ def _wandb(args: Any, steps_done: int) -> Sink:
     import wandb
 
     os.environ.setdefault("WANDB_SILENT", "true")
-    name = args.workdir / "wandb" / "run-id"  # so that a resumed run is the same one there
+    name = args.workdir / "wandb" / "run-id"  # a resumed run continues the same run there
     known = name.read_text() if steps_done and name.exists() else None
     run = wandb.init(
         project="parallel-gpt2", dir=args.workdir, config=options_of(args), id=known, resume="allow"
     )
-    name.parent.mkdir(exist_ok=True)  # which wandb does not make where it is switched off
+    name.parent.mkdir(exist_ok=True)  # wandb does not make it if it is disabled
     name.write_text(run.id)
     return lambda steps, numbers: run.log(dict(numbers), step=steps)

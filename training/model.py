@@ -1,7 +1,7 @@
 """GPT-2: sizes, initial weights, the model as a list of layers, and the loss over target tokens.
 
-The model itself is the one of `transformers`, with its parameter names, so that weights come
-from and go to where everybody else's do. Here is what this project decides about it:
+The model itself is the one of `transformers`, with its parameter names, so weights can be exchanged
+with other tools. This project's choices:
 
 - initial weights depend on the seed and on the parameter's *name*, never on the order in which
   parameters are created or on which rank holds them: every layout starts from the same model;
@@ -20,14 +20,14 @@ from and go to where everybody else's do. Here is what this project decides abou
 - the activation is PyTorch's fused tanh-GELU. It is the same function as the `gelu_new` of the
   published weights, in one pass over memory instead of eight.
 
-The layers share the parameters of the `GPT2LMHeadModel`, so its names and its `state_dict` stay
-what they are. `wte` is tied: the first layer uses it, and the last.
+The layers share the parameters of the `GPT2LMHeadModel`, so its names and its `state_dict` do not
+change. `wte` is tied: the first and the last layer use it.
 
 With (ids, weights, prefix) the layers continue sentences (training/generation.py): ids are the
-newest positions, the prefix keeps the keys and values of those before.
+newest positions, the prefix keeps the keys and values of earlier ones.
 
-Shapes: B examples, T positions, C width, V vocabulary, N positions that have a target, S positions
-of a prefix and the T newest.
+Shapes: B examples, T positions, C width, V vocabulary, N positions with a target, S positions of a
+prefix, including the T newest.
 
 Source of the sizes and the initialisation: Radford et al., "Language Models are Unsupervised
 Multitask Learners", 2019.
@@ -47,7 +47,7 @@ from runtime.dropout import attention, dropout, place
 from training.errors import UserError
 from training.seeds import stream
 
-if TYPE_CHECKING:  # it takes seconds to import: functions do it where they need it
+if TYPE_CHECKING:  # takes seconds to import, so functions import it themselves
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -62,7 +62,7 @@ VOCAB_MULTIPLE = 64  # matrix units prefer it
 
 
 def import_transformers() -> None:
-    """Ranks call this side by side, before one waits for another: it takes seconds."""
+    """Takes seconds, so all ranks call it at the same time, before one waits for another."""
     from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast  # noqa: F401
 
 
@@ -74,10 +74,10 @@ def round_vocab(size: int) -> int:
 def gpt2_size(
     name: str, n_layer: int | None = None, n_embd: int | None = None, n_head: int | None = None
 ) -> dict[str, int]:
-    """The sizes of a preset, with what is given changed.
+    """The sizes of a preset, with overrides.
 
     Raises:
-        UserError: no such preset, or sizes that do not make a model.
+        UserError: no such preset, or invalid sizes.
     """
     if name not in PRESETS:
         raise UserError(
@@ -103,7 +103,7 @@ def gpt2_config(
     n_embd: int | None = None,
     n_head: int | None = None,
 ) -> GPT2Config:
-    """The configuration of a preset, with what is given changed. Raises as `gpt2_size`."""
+    """The configuration of a preset, with overrides. Raises as `gpt2_size`."""
     from transformers import GPT2Config
 
     return GPT2Config(
@@ -121,7 +121,7 @@ def gpt2_config(
 
 
 def build_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
-    """A new model with the weights that `seed` gives."""
+    """A new model, initialized from `seed`."""
     from transformers import GPT2LMHeadModel
 
     with torch.device("meta"):
@@ -140,8 +140,8 @@ def initialize(model: Any, seed: int) -> None:
 
 
 def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
-    """Fills a parameter of that name, as GPT-2 does: biases 0, norms 1, matrices normal with
-    deviation 0.02, those that add to the residual stream less by sqrt(2 * n_layer)."""
+    """Returns a function that fills a parameter by name, as GPT-2 does: biases 0, norms 1, matrices
+    normal with deviation 0.02, divided by sqrt(2 * n_layer) for those that feed the residual."""
     layers = config.n_layer
 
     @torch.no_grad()
@@ -159,7 +159,7 @@ def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """The source of a parameter's initial weights."""
+    """The random generator of a parameter's initial weights."""
     return torch.Generator().manual_seed(stream(seed, "initial weights", name))
 
 
@@ -167,11 +167,11 @@ Value = Any  # hidden states B T C, or a tuple of them and what the layers pass 
 
 
 class Layer(nn.Module):
-    """A layer of GPT-2, and where it is.
+    """A layer of GPT-2 that knows its place in the model.
 
     Attributes:
-        shard: which part of the positions the hidden states are, where there are only some: in
-            tensor parallelism with sequence parallelism (tensor_parallel/gpt2.py).
+        shard: this rank's place on the tensor-parallel axis: which heads it has and, with sequence
+            parallelism, which positions (tensor_parallel/gpt2.py).
     """
 
     shard = 0
@@ -181,7 +181,7 @@ class Layer(nn.Module):
         self.where = place(name)
 
     def positions(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
-        """Which positions the hidden states B T C are."""
+        """The positions of the hidden states B T C in their sequences."""
         T = hidden.size(1)
         some = bool(more) and more[0].size(1) > T
         return torch.arange(T, device=hidden.device) + (self.shard * T if some else 0)
@@ -211,7 +211,7 @@ class Embedding(Layer):
 
 
 class HiddenLayer(Layer):
-    """Changes the hidden states; what comes with them is passed on."""
+    """Adds to the hidden states and passes on what comes with them."""
 
     def forward(self, value: Value) -> Value:
         hidden, *more = value if isinstance(value, tuple) else (value,)
@@ -277,19 +277,19 @@ class Head(nn.Module):
 
 
 def _keys(more: Sequence[Any]) -> Tensor | None:
-    """Of what comes with the ids or hidden states: (weights, keys, ...)."""
+    """The keys in what comes with ids or hidden states: (weights, keys, ...)."""
     return more[1] if len(more) > 1 and isinstance(more[1], Tensor) else None
 
 
 def _prefix(more: Sequence[Any]) -> Any:
-    """Of what comes with the ids or hidden states: (weights, prefix)."""
+    """The prefix in what comes with ids or hidden states: (weights, prefix)."""
     return more[1] if len(more) > 1 and not isinstance(more[1], Tensor) else None
 
 
 def loss_of_targets(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     """The weighted sum of the cross-entropies of logits N V; target: (ids B T, weights B T).
 
-    Position t of ``logits`` is to predict ``ids[t]``: the shift by one is done by the caller.
+    ``ids`` are already shifted by one: position t predicts ``ids[t]``.
     """
     ids, weights = target
     chosen = weights != 0
@@ -300,8 +300,8 @@ def loss_of_targets(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def gpt2_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
-    """The layers of `model`: embedding, two halves of every block, head. They share its
-    parameters; a hook on a module that they replace never runs."""
+    """The layers of `model`: embedding, two halves of every block, head. They share its parameters;
+    hooks on the modules that they replace never run."""
     if model.config.scale_attn_by_inverse_layer_idx or not model.config.scale_attn_weights:
         raise ValueError("scale_attn_by_inverse_layer_idx, or no scale_attn_weights: not GPT-2's")
     body = model.transformer
@@ -312,8 +312,8 @@ def gpt2_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
 
 
 def sizes_of_blocks(balance: str, num_blocks: int, num_stages: int) -> list[int] | None:
-    """Layers per stage, where `balance` counts blocks, as 3,5, or is uniform: the embedding goes
-    with the first stage, the head with the last. None for `auto`. Raises ValueError."""
+    """Layers per stage; `balance` counts blocks, e.g. 3,5, or is uniform. The first stage also has
+    the embedding, the last the head. None for `auto`. Raises ValueError."""
     if balance == "auto":
         return None
     sizes = [2 * blocks for blocks in split_by(balance, num_blocks, num_stages, "blocks")]
@@ -323,7 +323,7 @@ def sizes_of_blocks(balance: str, num_blocks: int, num_stages: int) -> list[int]
 
 
 def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
-    """`uniform`, or numbers as 3,5, of blocks or layers per stage. Raises ValueError."""
+    """Blocks or layers per stage, from `uniform` or numbers such as 3,5. Raises ValueError."""
     part, more = divmod(total, num_stages)
     uniform = [part + (s < more) for s in range(num_stages)]
     if balance == "uniform" and part:

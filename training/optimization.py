@@ -1,19 +1,18 @@
 """From gradients to new weights, the same under every strategy: check, clip, schedule, step.
 
 Problem. Backward leaves the gradient of one model in pieces: a copy on each rank, a shard, a part
-on each stage. What follows must act as one optimizer does: clip by the norm of the *whole*
-gradient, use one learning rate, and where something is not finite, leave the step out on all ranks
-or end the run on all.
+on each stage. The update must still act as one optimizer: clip by the *global* norm, use one
+learning rate, and if something is not finite, skip the step or end the run on all ranks alike.
 
-Idea. Every process puts what it knows into one sum over all: the square of the norm of its part
-of the gradient, each element being counted by one process, and, in a place of its own, its loss.
-All get the same bits of the sum, so all come to the same conclusion. An element that is infinite
-or NaN makes the norm so: the check needs nothing that clipping does not. The learning rate of a
-step is a function of its number alone; a step that is left out has a number too.
+Idea. One all-reduce sums what every process knows: the squared norm of its part of the gradient,
+each element counted by one process, and its loss, in a slot of its own. All processes get the same
+bits, so all decide alike. An infinite or NaN element makes the norm infinite or NaN: the check
+needs nothing beyond clipping. The learning rate of a step depends on its number alone; skipped
+steps are numbered too.
 
-Cost: one pass over the gradient (a W-th of it where each of W ranks has all of it), 8 * (W + 3)
-bytes summed over the ranks; if it is clipped, another pass. For gpt2-mini on two ranks with a core
-each 2 ms, 0.2% of a step, and 1 ms for clipping.
+Cost: one pass over the gradient (1/W of it if each of W ranks has all of it) and an all-reduce of
+8 * (W + 3) bytes; another pass to clip. For gpt2-mini on two ranks with a core each 2 ms, 0.2% of a
+step, and 1 ms for clipping.
 
 Papers: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013 (clipping);
 Goyal et al., "Accurate, large minibatch SGD", 2017 (warm-up); Loshchilov and Hutter, "SGDR", 2017
@@ -35,16 +34,16 @@ from torch import Tensor, nn
 from training.errors import RunError
 from training.world import World
 
-MOST_IN_A_ROW = 20  # steps left out: the weights being the same, it is they that are bad
+MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
 RISEN = 10  # times the first step's loss: the run diverges
 
 Run = Callable[[Callable[[int], Any]], list[Any]]
-"""Calls a function with the number of each optimizer, where it belongs; returns the results."""
+"""Calls a function with each optimizer's index, e.g. on its stage's worker; returns the results."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the options say about an update of the weights."""
+    """How weights are updated, from the options."""
 
     learning_rate: float  # the highest
     steps_per_epoch: int
@@ -55,8 +54,8 @@ class Recipe:
     on_nan: str = "stop"
 
     def learning_rate_at(self, step: int) -> float:
-        """Of step 0, 1, ...: up in equal parts to the highest, which the last of the warm-up has;
-        then constant, or down, along a line or half a cosine, to 0 at the step after the last."""
+        """The learning rate of step 0, 1, ...: a linear warm-up, whose last step has the highest;
+        then constant, or linear or cosine decay to 0 at the step after the last."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         rest = self.num_steps - self.warmup_steps
@@ -70,7 +69,7 @@ class Recipe:
 
 
 def squared_norms(gradients: Sequence[Tensor]) -> list[float]:
-    """The square of the 2-norm of each gradient; over all, or parts of one, these add up."""
+    """The square of the 2-norm of each gradient; over gradients or parts of them these add up."""
     if not gradients:
         return []
     norms = torch.stack(torch._foreach_norm(list(gradients)))
@@ -83,17 +82,17 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 
 class Optimizers:
-    """The optimizers of a process, one or several, and all processes', acting as one.
+    """The optimizers of all processes, one or several in each, acting as one.
 
     Args:
         optimizers: each parameter of this process is in one of them.
         world: who this process is.
         counted: the parameters whose gradients this process adds to the norm, by default all. A
             gradient that several processes hold must be counted by one of them.
-        run: where the work of optimizer i is done; by default here, one after the other.
+        run: calls a function with each optimizer's index; by default here, one by one.
 
     `steps` is the number of the next step, from 0 over all epochs; `counts` are the last step's,
-    added up over all processes.
+    summed over all processes.
     """
 
     def __init__(
@@ -127,21 +126,21 @@ class Optimizers:
             optimizer.zero_grad()
 
     def step(self, loss: Tensor, target_tokens: int, counts: Sequence[int] = ()) -> str | None:
-        """Updates the weights, or leaves them as they are; all processes call it.
+        """Updates the weights, or skips the step; all processes call it.
 
         Args:
             loss: this process' part of the summed loss.
-            target_tokens: of the global batch. Without any there is no mean to take, and nothing to
-                learn: the step is left out.
-            counts: of whatever this process has done.
+            target_tokens: of the global batch; with 0 there is no mean loss, and the step is
+                skipped.
+            counts: what this process has done, e.g. positions.
 
         Returns:
-            None, or what a person should know: why the step was left out; or, once, that the loss
-            has risen.
+            None, or a remark for the user: why the step was skipped; or, once, that the loss has
+            risen.
 
         Raises:
-            RunError: a loss or the gradient is not finite, on all processes alike; the weights are
-                those of the step before.
+            RunError: on all processes, if a loss or the gradient is not finite and steps are not
+                skipped, or too many were. The weights are unchanged.
         """
         self.norm, losses, self.counts = self._facts(loss, counts)
         self.target_tokens = target_tokens
@@ -171,26 +170,26 @@ class Optimizers:
         return reason
 
     def state_dict(self) -> dict[str, Any]:
-        """All that check and schedule remember; the state of each optimizer is its own."""
+        """The state of the check and the schedule; optimizer state is saved separately."""
         return {
             "steps": self.steps, "in_a_row": self.in_a_row, "risen": self._risen,
             "first_loss": None if math.isnan(self._first) else self._first,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there. `state` may hold more."""
+        """Restores it. `state` may have more keys."""
         self.steps, self.in_a_row = state["steps"], state["in_a_row"]
         first = state.get("first_loss")
         self._first, self._risen = math.nan if first is None else first, state.get("risen", False)
 
     def _facts(self, loss: Tensor, counts: Sequence[int]) -> tuple[float, list[float], list[float]]:
-        """The norm of the gradient, the loss of each rank, and the sums of the counts: the same on
-        all of them."""
+        """The norm of the gradient, the loss of each rank, and the summed counts: the same on all
+        ranks."""
         device = self._world.device
         wide = torch.float32 if device.type == "mps" else torch.float64
         total, world_size = 0.0, self._world.world_size
         facts = torch.zeros(1 + world_size + len(counts), dtype=wide, device=device)
-        # One parameter after the other: the sum does not know where stages were cut.
+        # Summed parameter by parameter: the sum does not depend on where stages are cut.
         for squares in self._run(lambda i: squared_norms(_gradients(self._counted[i]))):
             total = sum(squares, start=total)
         facts[0] = total
@@ -227,7 +226,7 @@ class Optimizers:
         return f"epoch {epoch + 1}, step {step + 1} of {self.recipe.steps_per_epoch}"
 
     def _advice(self) -> str:
-        """What a person may try."""
+        """Settings to try."""
         recipe = self.recipe
         tries = [f"--learning_rate {recipe.learning_rate / 2:g}"]
         if not recipe.warmup_steps:

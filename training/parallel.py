@@ -1,4 +1,4 @@
-"""Lays a model on the ranks, whatever the layout: for train.py and verify.py.
+"""Lays a model out on the ranks under any strategy, for train.py and verify.py.
 
 single     1 process                          Replicated     training/replicated.py
 ddp        a whole model per rank             Replicated
@@ -47,7 +47,7 @@ def lay_out(
     """The task's model under `args.strategy`. All ranks call it together.
 
     Args:
-        cut: the layers per stage of a checkpoint, so that nothing is measured again.
+        cut: the layers per stage of a checkpoint, which then need not be measured.
     """
     if args.strategy in ("single", "ddp"):
         return Replicated(task, world, plan)
@@ -67,7 +67,7 @@ def lay_out(
 
 def flat_pieces(name: str, shape: Sequence[int], start: int, values: Tensor) -> list[Piece]:
     """The pieces of a rank that holds elements start, start + 1, ... of the flattened tensor, as
-    views of `values`. Where they begin and end inside a row, a matrix gives up to three."""
+    views of `values`. A range of a matrix that begins and ends inside rows gives up to three."""
     pieces, done, sizes = [], 0, (1, *shape)  # the tensor is a row of its own
     rows = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements in a row of each level
     while done < values.numel():
@@ -84,7 +84,7 @@ def flat_pieces(name: str, shape: Sequence[int], start: int, values: Tensor) -> 
 
 class Sharded(LaidOutModel):
     """Parameters, gradients and optimizer state in shards; a part of the batch on each rank. With a
-    `mesh`, the ranks of its data axis have the shards, of what those of its tensor axis share."""
+    `mesh`, its tensor axis cuts the matrices, and its data axis shards the parts."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Sharded(LaidOutModel):
         self.task, self.world, self.devices, self.mesh = task, world, [world.device], mesh
         self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
         self.num_microbatches = plan.num_microbatches
-        # Autocast would keep a copy of every matrix, whole, until its backward.
+        # Autocast would keep a whole copy of every matrix until its backward.
         self.compute_dtype = torch.bfloat16 if plan.precision == "bf16" else None
         self.shared = shared = Shared(
             task, mesh.tensor, plan.dtype, sequence_parallel, share_memory, plan.timeline
@@ -116,7 +116,7 @@ class Sharded(LaidOutModel):
             kind=lambda name: name in shared.parts,
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]
-        # A unit is of parameters that are cut, or of such as all ranks have.
+        # A unit has either cut parameters or whole ones.
         first_names = [(unit.unit.entries[0].name, unit.shard) for unit in self.fsdp.units]
         self.counted = [p for name, p in first_names if shared.counted(name)]
         self.on_all = [p for name, p in first_names if name not in shared.parts]
@@ -131,26 +131,26 @@ class Sharded(LaidOutModel):
         return loss * (count if self.mesh.tensor.rank == 0 else 0)
 
     def outputs(self, x: Any) -> Tensor | None:
-        """Of this rank's batch."""
+        """The outputs for this rank's batch."""
         output = self._forward(x)
         return None if output is None else self.shared.logits(output)
 
     def measure(self, x: Any, target: Any) -> Tensor | None:
-        """Of this rank's batch."""
+        """The measure of this rank's batch."""
         x = None if x is None else self.shared.input(x, target, training=False)
         output = self._forward(x)
         return None if output is None else self.shared.measure(output, target)
 
     @torch.no_grad()
     def _forward(self, x: Any) -> Tensor | None:
-        """Layers are gathered for it, so all ranks must call."""
+        """Gathers layers, so all ranks must call it."""
         self.layers.eval()
         output = cast(Tensor | None, self.fsdp.forward(x))
         self.layers.train()
         return output
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
-        """Layers are gathered by all ranks together, whoever needs them."""
+        """All ranks gather layers together, even if only one needs them."""
         self._some_rank_goes_on(True)
         output = self._forward((ids, newest_alone(ids), prefix))
         assert output is not None
@@ -168,7 +168,7 @@ class Sharded(LaidOutModel):
         return bool(going)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered parameter by parameter, on the ranks that have the first shards."""
+        """Gathered parameter by parameter, on the ranks with the first shards."""
         gathered = ((name, p) for name, p in self.fsdp.gather() if p is not None)
         for name, p in self.shared.joined(gathered):
             if self.world.is_main:
@@ -195,7 +195,7 @@ class Sharded(LaidOutModel):
         return {}
 
     def state_bytes(self) -> dict[str, int]:
-        """Of the shards."""
+        """The bytes of the shards."""
         held = self.fsdp.held_bytes()
         return {kind: getattr(held, kind) for kind in ("parameters", "gradients", "optimizer")}
 
@@ -208,19 +208,19 @@ class FsdpOptimizer:
         self.zero_grad, self.step = fsdp.zero_grad, fsdp.optimizer_step
 
     def __getattr__(self, name: str) -> Any:
-        """Its groups and state are those of the optimizer within."""
+        """Groups and state come from the wrapped optimizer."""
         return getattr(self.optimizer, name)
 
 
 class Staged(LaidOutModel):
-    """The layers in stages, on the ranks of the mesh's pipeline axis; micro-batches flow through
-    them. Those of its tensor axis share every layer; those of its data axis are replicas, each with
-    a part of the batch, whose gradients are added up.
+    """The layers in stages on the mesh's pipeline axis; micro-batches flow through them. Ranks of
+    its tensor axis share every layer. Ranks of its data axis are replicas, each with a part of the
+    batch, whose gradients are combined.
 
     Args:
         mesh: by default a stage on every rank.
         shard_optimizer: ZeRO 1 over the replicas.
-        chunks: stages per rank; None: as many as the schedule has.
+        chunks: stages per rank; None: the schedule's own number.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class Staged(LaidOutModel):
             self.optimizers = [plan.make_optimizer(mine.values())]
             owned = self.pipe.owned_parameters().keys()
             counts = [p for name, p in mine.items() if name in owned and self.shared.counted(name)]
-            # Every replica has all of the gradient: each counts a part of its norm.
+            # Every replica has the whole gradient: each counts a part of it in the norm.
             self.counted = counts[self.part :: self.parts]
             plan.timeline.watch(self.optimizers[0])
 
@@ -287,8 +287,8 @@ class Staged(LaidOutModel):
         """ZeRO 1: each replica updates its part of this rank's parameters."""
 
         def kind(name: str) -> tuple[bool, str | None]:
-            # All ranks that have a parameter must cut it alike: those that share layers what each
-            # has whole, and the stages that share a tied one.
+            # All ranks that hold a parameter must shard it alike: tensor ranks their whole
+            # parameters, stages their tied ones.
             tied = name if len(self.pipe.users(name)) > 1 else None
             return name in self.shared.parts, tied
 
@@ -328,7 +328,7 @@ class Staged(LaidOutModel):
         return None if output is None else self.shared.logits(output)
 
     def measure(self, x: Any, target: Any) -> Tensor | None:
-        """By the last stage."""
+        """On the last stage."""
         if x is None:  # this replica has no batch left
             return None
         output = self._eval(self.shared.input(x, target, training=False))
@@ -346,7 +346,7 @@ class Staged(LaidOutModel):
         return self.pipe.from_last(tokens)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Of the first replica: joined, and sent to rank 0, one at a time."""
+        """The first replica's, joined and sent to rank 0 one at a time."""
         if self.part == 0:
             owned = self.pipe.owned_parameters()
             yield from gather_on_main(self.world, self.mesh, self.shared, owned)
@@ -358,7 +358,7 @@ class Staged(LaidOutModel):
         return self.sharded.shards.values()
 
     def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
-        """Of the whole parameters, what `t` has."""
+        """The slices of whole parameters that `t` has."""
         if self.sharded is None:
             return self.shared.pieces([whole(self._names[p], t)])
         return self.shared.pieces(
@@ -368,7 +368,7 @@ class Staged(LaidOutModel):
         )
 
     def loaded(self) -> None:
-        """All ranks get the new values."""
+        """Sends the new values to all replicas."""
         if self.sharded is not None:
             self.sharded.publish()
 
@@ -381,7 +381,7 @@ class Staged(LaidOutModel):
         return self.shared.names(self.pipe.named_parameters())
 
     def state_bytes(self) -> dict[str, int]:
-        """Of this rank."""
+        """The bytes that this rank holds."""
         held = state_bytes(self.pipe.parameters(), self.optimizers)
         if self.sharded is not None:
             gradients = (p.grad for p in self.sharded.shards.values())
@@ -389,7 +389,7 @@ class Staged(LaidOutModel):
         return held
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the buckets and the pipe."""
         if self.buckets is not None:
             self.buckets.close()
         self.pipe.close()
@@ -402,7 +402,7 @@ def everyone(world: World) -> Axis:
 
 
 def measured_sizes(task: Task, world: World, plan: Plan, num_stages: int) -> list[int]:
-    """Layers per stage. Rank 0 measures them, one at a time, on a micro-batch, and tells all."""
+    """Layers per stage. Rank 0 times the layers one by one on a micro-batch, and tells all."""
     if num_stages == 1:
         return [len(task.layers(task.skeleton()))]
     sizes: list[Any] = [None]
@@ -420,7 +420,7 @@ def measured_sizes(task: Task, world: World, plan: Plan, num_stages: int) -> lis
 
 
 class _OneAtATime:
-    """Layers without memory, of which each is given memory and values while it is looked at."""
+    """Layers on the meta device. Iterating gives each in turn memory and values."""
 
     def __init__(self, task: Task, device: torch.device, dtype: torch.dtype) -> None:
         model = task.skeleton().to(dtype)
@@ -441,8 +441,8 @@ class _OneAtATime:
 def gather_on_main(
     world: World, mesh: Mesh, shared: Shared, mine: dict[str, nn.Parameter]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole parameters of all stages and their names on rank 0, in the CPU's memory, sent one
-    at a time; nothing on the others. The ranks of a replica call it together."""
+    """On rank 0 the whole parameters of all stages and their names, on the CPU, sent one at a time;
+    on other ranks nothing. The ranks of a replica call it together."""
     joined = shared.joined(mine.items())
     stages = mesh.pipeline
     if stages.size == 1:

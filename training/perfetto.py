@@ -1,6 +1,6 @@
-"""What a run's timelines say, read back from its files; and as a trace for https://ui.perfetto.dev.
+"""Reads a run's timelines back, and writes them as a trace for https://ui.perfetto.dev.
 
-The run itself only records (training/timeline.py). A trace is written when somebody looks:
+The run itself only records (training/timeline.py). A trace is written on demand, by
 `python project/plot.py timeline WORKDIR`.
 """
 
@@ -19,9 +19,9 @@ LANES = (COMPUTE, COMMUNICATION)
 
 
 def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
-    """What all workers of a run did, by name (`rank 0`, or `stage 0`), and what rank 0's timeline
-    is `about`. An event without a stage counts for the first one. Where a device
-    has several stages, `ranks` there says which, and its worker is `device 0`.
+    """The events of a run's workers by name (`rank 0`, or `stage 0`), and the `about` of rank 0's
+    timeline. An event without a stage counts for the first one. If devices have several stages,
+    `ranks` in `about` gives each stage's device, and workers are called `device 0`.
 
     Raises:
         FileNotFoundError: a rank's file is missing.
@@ -51,12 +51,12 @@ def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any
 
 
 def write_trace(workdir: Path) -> Path:
-    """Writes trace.json from the files of all ranks; returns its path. In https://ui.perfetto.dev
-    it is a process per worker (a rank, or a stage where stages are threads of one rank), and in it
-    a thread for computation and one for communication, or more where events cross.
+    """Writes trace.json from the files of all ranks; returns its path. https://ui.perfetto.dev
+    shows a process per worker (a rank, or a stage if stages are threads of one rank), with a thread
+    for computation and one for communication, or more if events cross.
 
-    Times are whole microseconds: some readers round fractions, and a box that begins a nanosecond
-    before the end of another is not drawn.
+    Times are whole microseconds: some readers round fractions, and an event that begins a
+    nanosecond before the end of another is not drawn.
     """
     workers, _ = read_timelines(workdir)
     origin = min((events[0].start for events in workers.values() if events), default=0.0)
@@ -81,7 +81,7 @@ def write_trace(workdir: Path) -> Path:
 
 
 def _slice(event: Event, origin: float) -> dict[str, Any]:
-    """A box of the trace. Perfetto colours by name, without the number at its end."""
+    """An event of the trace. Perfetto colours by name, ignoring the number at its end."""
     start, end = (round((time - origin) * 1e6) for time in (event.start, event.end))
     name = KINDS.get(event.kind, (event.kind,))[0]
     args = {"micro-batch": event.microbatch, "stage or layer": event.stage, "step": event.step}
@@ -93,8 +93,8 @@ def _slice(event: Event, origin: float) -> dict[str, Any]:
 
 
 def without_crossings(events: Sequence[Event]) -> list[list[Event]]:
-    """The events in as few rows as it takes for those of a row to lie one after the other, or one
-    within the other: a trace viewer draws nothing else."""
+    """The events in few rows. Events of a row are disjoint or nested: a trace viewer draws nothing
+    else."""
     rows: list[list[Event]] = []
     going_on: list[list[Event]] = []  # per row, its events that have not ended
     for event in sorted(events, key=lambda event: (event.start, -event.end)):

@@ -23,7 +23,7 @@ from training.drawing import CLASSES, SIZE, draw
 from training.errors import UserError
 from training.text import BUILTIN, NO_NETWORK, load_splits, refused_if_unreadable
 
-_DEFAULT_SIZES = {"train": 5000, "test": 1000}  # of the built-in pictures, where all are asked for
+_DEFAULT_SIZES = {"train": 5000, "test": 1000}  # of the built-in pictures, if all are asked for
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,26 @@ class Pictures:
         return len(self.labels)
 
     def fingerprint(self) -> str:
-        """What two have in common only if all pictures and classes are the same, in order."""
+        """A hash of all pictures and classes, in order."""
         content = self.images.numpy().tobytes() + self.labels.numpy().tobytes()
         return hashlib.sha256(content).hexdigest()
 
 
 @dataclass(frozen=True)
 class PictureSets:
-    """What a run trains on, what it is tested on, and what the classes are called."""
+    """A run's training and test pictures, and the names of their classes."""
 
     train: Pictures
     test: Pictures
     classes: tuple[str, ...]
 
     def fingerprints(self) -> dict[str, str]:
-        """Of both sets."""
+        """The hashes of both sets."""
         return {"train": self.train.fingerprint(), "test": self.test.fingerprint()}
 
 
 def to_inputs(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What a network is given for pictures of bytes: numbers from -2 to 2."""
+    """Pictures of bytes as network inputs: numbers from -2 to 2."""
     return images.to(dtype) / 63.75 - 2
 
 
@@ -65,22 +65,22 @@ def load_pictures(dataset: str, n_train: int | None, n_test: int | None, seed: i
 
     Args:
         dataset: see the table above.
-        n_train, n_test: at most so many; None takes all there are.
+        n_train, n_test: the maximum; None takes all there are.
         seed: of the built-in pictures.
 
     Raises:
-        UserError: nothing usable is there; the text says what, and what works.
+        UserError: there is no usable data; the text says why, and what works.
     """
     path = Path(dataset)
     if dataset == BUILTIN:
         sizes = (n_train or _DEFAULT_SIZES["train"], n_test or _DEFAULT_SIZES["test"])
-        # The test pictures are others than the training ones, and stay when those become more.
+        # Test pictures differ from training pictures and do not depend on n_train.
         train, test = (_as_pictures(*draw(n, [seed, s])) for s, n in enumerate(sizes))
         return PictureSets(train, test, CLASSES)
     with refused_if_unreadable(dataset):
         if path.exists():
             if path.is_dir():
-                list(path.iterdir())  # the library would not say that it may not be read
+                list(path.iterdir())  # raises if unreadable, which the library would not report
             sets = _read(str(path.resolve()))
         elif path.is_absolute() or dataset.startswith((".", "~")):
             raise UserError(f"--dataset {dataset}: there is no such folder; {NO_NETWORK}")

@@ -1,21 +1,21 @@
-"""The keys and values of sentences that are continued.
+"""The cache of keys and values of sentences that are continued.
 
 Problem: sentences differ in length, end at different times, and grow by a position per step.
-Padding costs what tokens cost, and copying keys and values in every step as much as using them.
+Padding costs as much as tokens, and copying keys and values in every step as much as using them.
 
-Idea. Sentences are aligned at their ends, so that all grow in the same column; those of like
-lengths are read together; and there is room to grow:
+Idea. Sentences are aligned at their ends, so that all grow in the same column; sentences of similar
+length are read together; and there is room to grow:
 
     column    0  1  2  3  4 | 5  6          first two rows are read, then the next two, in
     row 0              a  b | c  <eos>      columns up to 4; then all write column 5, 6, ...
     row 1              d  e | f  g
-    row 2     h  i  j  k  l | m  n          a row that has ended is overwritten by the last one
+    row 2     h  i  j  k  l | m  n          a finished row is overwritten by the last one
     row 3        o  p  q  r | <eos>
 
-Memory: 2 B S C per attention layer, and up to a quarter more, into which it grows.
+Memory: 2 B S C per attention layer, plus up to a quarter (at least 16 columns) as room to grow.
 
-Shapes: B sentences that have not ended, S columns so far, T the newest of them, C width, H heads,
-E width of a head.
+Shapes: B unfinished sentences, S columns so far, T the newest of them, C width, H heads, E width of
+a head.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-GROWTH = 16  # columns at least, by which keys and values grow
+GROWTH = 16  # minimum number of columns by which the cache grows
 
 
 class Prefix:
-    """What the sentences have been so far, and the keys and values of the attention layers that
-    this process runs.
+    """The lengths of the sentences so far, and the keys and values of this process' attention
+    layers.
 
     Args:
         lengths: of the sentences, in tokens.
-        chances: [B, most], numbers from 0 to 1 by which a row's next tokens are drawn; None where
-            the likeliest ones are taken.
+        chances: [B, most], uniform numbers from 0 to 1 to sample a row's next tokens with; None
+            takes the likeliest tokens.
 
     Attributes:
-        rows: the sentences whose newest tokens are next: some while they are read, then all.
+        rows: the sentences of the next forward: some while prompts are read, then all.
         S: columns so far.
     """
 
@@ -52,14 +52,13 @@ class Prefix:
         self.lengths = torch.tensor(lengths, device=device)
         self.rows, self.S = slice(0, len(lengths)), max(lengths)
         self._chances, self._begin = chances, self.S
-        self._first = 0  # the first column that is looked at
+        self._first = 0  # the first column that is used
         self._layers: dict[int, Tensor] = {}  # 2 B H room E, by number in the model
         self._masks: dict[torch.device, Tensor] = {}  # of the newest tokens, by device
 
     def in_parts(self, positions: int | None) -> Iterator[slice]:
-        """Reads the sentences from their beginnings, some after the other: yields those that are
-        next, of so many positions or a little more; None: all at once. Of like lengths are those
-        beside each other."""
+        """Reads the prompts in groups: yields the rows of each, with `positions` positions or a
+        little more; None: all at once. Neighbouring sentences should have similar lengths."""
         lengths = self.lengths.tolist()
         begin = 0
         while begin < len(lengths):
@@ -73,14 +72,14 @@ class Prefix:
             begin = end
 
     def extend(self) -> None:
-        """Every sentence has one more token, which is next."""
+        """Every sentence has one more token, for the next forward."""
         self.lengths += 1
         self.S += 1
         self.rows, self._first = slice(0, len(self.lengths)), 0
         self._masks.clear()
 
     def keep(self, B: int, sources: Sequence[int], places: Sequence[int]) -> None:
-        """Goes on with the first B sentences, when those at `sources` have moved to `places`."""
+        """Moves the sentences at `sources` to `places`, and keeps the first B."""
         if sources:
             for kv in self._layers.values():
                 kv[:, places] = kv[:, sources]
@@ -91,17 +90,17 @@ class Prefix:
         self._layers = {number: kv[:, :B] for number, kv in self._layers.items()}
 
     def chances(self) -> Tensor | None:
-        """By which the next tokens are drawn, [B], of the sentences `rows`."""
+        """The numbers, [B], that sample the next tokens of the sentences `rows`."""
         return None if self._chances is None else self._chances[self.rows, self.S - self._begin]
 
     def positions(self, T: int) -> Tensor:
-        """B T: where in its sentence each of the newest tokens is, from 0."""
+        """B T: the position of each newest token in its sentence, from 0."""
         lengths = self.lengths[self.rows, None]
         return (lengths + torch.arange(-T, 0, device=lengths.device)).clamp(min=0)
 
     def update(self, number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the newest keys and values of a layer, each B H T E; returns those of all S columns
-        that the mask is for."""
+        """Adds the newest keys and values of a layer, each B H T E; returns those of all columns
+        that the mask covers."""
         _, H, T, E = k.shape
         every = self._layers.get(number)
         if every is None or every.size(3) < self.S:
@@ -111,7 +110,7 @@ class Prefix:
                 grown[:, :, :, : self.S - T] = every[:, :, :, : self.S - T]
             every = self._layers[number] = grown
         mine = every[:, self.rows]
-        if self._first:  # columns that these rows never fill: 0 times what is there must be 0
+        if self._first:  # columns never filled: a weight of 0 times NaN would be NaN
             mine[:, :, :, : self._first] = 0
         mine[0, :, :, self.S - T : self.S] = k
         mine[1, :, :, self.S - T : self.S] = v
@@ -119,7 +118,7 @@ class Prefix:
         return keys, values
 
     def mask(self, hidden: Tensor) -> Tensor:
-        """What is added to the attention scores, B 1 T S: causal, and without padding."""
+        """The mask, B 1 T S, to add to attention scores: causal, and without padding."""
         if hidden.device not in self._masks:
             columns = torch.arange(self._first, self.S, device=hidden.device)
             newest = columns[-hidden.size(1) :, None]

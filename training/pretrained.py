@@ -1,10 +1,10 @@
-"""GPT-2 weights that others have trained: a folder with weights and tokenizer, or a hub's name.
+"""Pretrained GPT-2 weights, from a folder with weights and tokenizer or by name from the hub.
 
-Parameters are asked for by name, and read one at a time from safetensors files: no process need
-hold the whole model. (Pickled weights have to be loaded, and saved again, by transformers.)
+Parameters are read by name, one at a time, from safetensors files: no process need hold the whole
+model. (Pickled weights must first be loaded, and saved again, with transformers.)
 
-Tokens that are ours have new rows of the embedding, which depend on the seed and the name alone.
-All weights come as float32, whatever they are stored in: an optimizer could not train bfloat16.
+This project's special tokens get new rows of the embedding, which depend on the seed and the name
+alone. Weights are converted to the run's type, at least float32: bfloat16 is too coarse to train.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from training.model import PRESETS, generator_for
 if TYPE_CHECKING:  # see training/model.py
     from transformers import GPT2Config
 
-TOKENIZERS = ("tokenizer.json", "vocab.json")  # files, one of which a tokenizer has
-PREFIX = "transformer."  # of names; the published GPT-2 has them without it
+TOKENIZERS = ("tokenizer.json", "vocab.json")  # a tokenizer has one of these files
+PREFIX = "transformer."  # of parameter names; the published GPT-2 omits it
 
 
 def check_pretrained(name: str, max_length: int) -> None:
-    """Raises UserError unless `name`, a local folder or one on the hub, is of a GPT-2 with at
-    least max_length positions and a tokenizer of its own. (transformers itself loads whatever it is
-    given, and fills what does not fit with random weights.) The hub's files are fetched here."""
+    """Raises UserError unless `name`, a local folder or a name on the hub, is a GPT-2 with at least
+    max_length positions and its own tokenizer. (transformers itself loads any model, and fills
+    parameters that do not fit with random weights.) Downloads the hub's files."""
     from transformers import AutoConfig, GPT2LMHeadModel
 
     try:
@@ -59,12 +59,12 @@ def check_pretrained(name: str, max_length: int) -> None:
 
 
 def _check_tokenizer(name: str, config: GPT2Config) -> None:
-    """A smaller tokenizer may fit, its embedding rounded up; a larger one is of another model. Our
-    own special tokens come on top, with new rows."""
+    """A tokenizer may be smaller than the embedding, which may be rounded up; a larger one belongs
+    to another model. Our own special tokens come on top, with new rows."""
     from transformers import AutoTokenizer
 
     reason = f"there is no {' or '.join(TOKENIZERS)}"
-    # Where there is no file, transformers makes a tokenizer that knows no words.
+    # Without such a file transformers makes a tokenizer that knows no words.
     if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in TOKENIZERS):
         try:
             tokens = len(AutoTokenizer.from_pretrained(name))
@@ -90,8 +90,8 @@ def _no_weights(name: str, reason: object) -> UserError:
 
 
 def pretrained_config(name: str, num_tokens: int, dropout: float) -> GPT2Config:
-    """The configuration that comes with weights, with rows of the embedding for `num_tokens` and
-    what this project decides about GPT-2, see model.py."""
+    """The configuration of pretrained weights, with embedding rows for `num_tokens` and this
+    project's choices about GPT-2, see model.py."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(
@@ -103,8 +103,8 @@ def pretrained_config(name: str, num_tokens: int, dropout: float) -> GPT2Config:
 
 
 def pretrained_initializer(name: str, seed: int) -> Callable[[str, Tensor], None]:
-    """Fills a parameter of that name with the weights of `name`, which `check_pretrained` has
-    seen."""
+    """Returns a function that fills a parameter with the weights of `name`, which has passed
+    `check_pretrained`."""
     stored = _stored(name)
 
     @torch.no_grad()
@@ -133,7 +133,7 @@ def model_content(name: str, config: GPT2Config) -> bytes:
 
 
 def _stored(name: str) -> dict[str, tuple[Path, str, list[int]]]:
-    """Of each parameter, by its name without PREFIX: its file, its name there, its shape."""
+    """Each parameter's file, name in it and shape, by its name without PREFIX."""
     from huggingface_hub import snapshot_download
 
     folder = Path(name)

@@ -1,8 +1,8 @@
-"""--profile N: what every operator of N steps took, by `torch.profiler`.
+"""--profile N: times every operator of N steps with `torch.profiler`.
 
-A timeline says what a rank did; a profile says of which operators and kernels that consists. The
-actions of the strategies (forward 2 of stage 1, all-reduce of bucket 3) are ranges around their
-operators: `Timeline.around` opens them.
+A timeline shows a rank's actions; a profile shows their operators and kernels. The actions of the
+strategies (forward 2 of stage 1, all-reduce of bucket 3) are ranges around their operators, opened
+by `Timeline.around`.
 
 Cost: these steps and the one before take longer. Without it: nothing.
 """
@@ -17,9 +17,9 @@ from training.timeline import Timeline
 
 
 class Profile:
-    """Of one rank: the first step warms up, then `num_steps` are profiled, or what is left of the
-    run, and profile_rank{r}.json is written, for https://ui.perfetto.dev. What comes between two
-    steps, such as an evaluation, is in it, too."""
+    """One rank's profile. The first step warms up, then `num_steps` or the rest of the run are
+    profiled, and written to profile_rank{r}.json for https://ui.perfetto.dev. Work between two
+    steps, such as an evaluation, is included."""
 
     def __init__(self, timeline: Timeline, num_steps: int, workdir: Path) -> None:
         self._timeline, self._profiler = timeline, None
@@ -38,11 +38,11 @@ class Profile:
         self._profiler.start()
 
     def step(self) -> None:
-        """A step has been made."""
+        """Call it after every step."""
         if self._profiler is not None:
             self._profiler.step()
 
     def close(self) -> None:
-        """There are no more steps."""
+        """Call it after the last step."""
         if self._profiler is not None:
             self._profiler.stop()

@@ -26,8 +26,8 @@ from training.world import World
 
 
 class Recomputed(nn.Sequential):
-    """Layers in `number` segments, of which all but the last keep only their input and are computed
-    again in backward; see runtime/recompute.py. No layer may change its buffers or its input."""
+    """Layers in `number` segments. All but the last keep only their input and are recomputed in
+    backward; see runtime/recompute.py. No layer may change its buffers or its input."""
 
     def __init__(self, layers: Sequence[nn.Module], number: int) -> None:
         super().__init__(*layers)
@@ -93,9 +93,9 @@ class Replicated(LaidOutModel):
             self.average_gradients = plan.timeline.span("all_reduce")(by_hand[gradient_sync])
 
     def backward(self, step: Step) -> Tensor:
-        """Gradients are averaged over the ranks, so each rank's summed loss is divided by the mean
-        number of targets *per rank*, which all know, and not by its own number: the average then
-        is the gradient of the mean over all targets of the global batch."""
+        """Gradients are averaged over the ranks, so each rank divides its summed loss by the mean
+        number of targets *per rank*, not by its own number. The average is then the gradient of the
+        mean loss over all targets of the global batch."""
         scale = self.parts / max(1, step.count)
         last, timeline = len(step.inputs) - 1, self.plan.timeline
         total = torch.zeros((), dtype=self.plan.dtype, device=self.devices[0])
@@ -111,7 +111,7 @@ class Replicated(LaidOutModel):
 
     @torch.no_grad()
     def outputs(self, x: Any) -> Tensor | None:
-        """Every rank has its own."""
+        """Every rank sees its own outputs."""
         if x is None:
             return None
         training = self.net.training
@@ -124,13 +124,13 @@ class Replicated(LaidOutModel):
         return output
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
-        """Stays in evaluation mode until the `end`: to change it takes as long as a layer."""
+        """Stays in evaluation mode until `end`: switching takes as long as a layer."""
         if self.net.training:
             self.net.eval()
         return super().next_tokens(ids, prefix, num_tokens)
 
     def end(self) -> None:
-        """Waits for nobody."""
+        """Returns to training mode; waits for nobody."""
         self.net.train()
 
     def whole_parameters(self) -> dict[str, Tensor]:

@@ -1,15 +1,15 @@
-"""What a run leaves behind: result files, and the table that a person reads.
+"""The output of a run: result files, and the printed table.
 
-A run writes under its workdir, once per epoch e, for every rank r of a data-parallel layout, and
-once for all ranks of a pipeline:
+Per epoch e a run writes into its workdir, for every rank r of a data-parallel layout, or once for
+all ranks of a pipeline:
 
     rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json     see `Results.end_epoch`
     rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json              [{"example": ..., "gen": ...}]
 
-and metrics.jsonl as it goes, see training/metrics.py; and at the end summary.json: speed, memory
-and the loss of every step. options.json has the options of the run, config.json and tokenizer.json
-the model's. Figures are drawn from these files. Files count epochs from 0, as the course's names
-do; whatever a person reads (the table, figures, messages) counts from 1, and 0 is the start.
+It writes metrics.jsonl step by step (training/metrics.py) and summary.json at the end: speed,
+memory and the loss of every step. options.json has the run's options; config.json and
+tokenizer.json describe the model. Figures are drawn from these files. File names count epochs from
+0, as in the course; the table, figures and messages count from 1, and 0 is the start.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _OTHER_FILES = re.compile(
 )
 METRICS, OPTIONS = "metrics.jsonl", "options.json"
 CHECKPOINTS = "checkpoints"  # their folder
-GO_ON = (METRICS, "tensorboard", CHECKPOINTS)  # which a resumed run continues
+GO_ON = (METRICS, "tensorboard", CHECKPOINTS)  # a resumed run continues them
 SUMMARY, PICTURE = "summary.json", "training.png"
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What one rank has done in an epoch so far. Losses are in nats, seconds are of wall clock;
-    loss_sum and count leave out the steps that were skipped. Of the steps before a resume a rank
-    has an equal share of all ranks' positions and tokens."""
+    """What one rank has done in an epoch so far. Losses are in nats, seconds are wall-clock time;
+    loss_sum and count exclude skipped steps. For steps before a resume, each rank has an equal
+    share of all ranks' positions and tokens."""
 
     loss_sum: float = 0.0  # of the global batches
     count: int = 0  # target tokens, or images, of the global batches
@@ -81,8 +81,8 @@ class Results:
             print(text, flush=True)
 
     def begin(self, first: int, notes: Sequence[str], resumed: bool = False) -> None:
-        """Sets the results of an earlier run aside, or, where it is resumed, removes those from
-        epoch `first` on; and says what will be trained."""
+        """Sets the results of an earlier run aside or, if that is resumed, removes those from epoch
+        `first` on; prints what will be trained."""
         args, task = self.args, self.task
         if self.world.is_main:
             if not resumed and (aside := set_aside(args.workdir)) is not None:
@@ -97,24 +97,24 @@ class Results:
         self.say(f"epoch   train loss   valid. loss{score}    time   {'   '.join(task.units)}")
 
     def say_start(self, validation_loss: float, score: Score | None) -> None:
-        """The row of a model that is not trained yet."""
+        """Prints the row of the untrained model."""
         value = score.value if score else math.nan
         self.say(f"{'start':>5}   {'':>10}   {validation_loss:>11.3f}{value:>{self.width}.1f}")
 
     def add_step(self, loss: float, seconds: float) -> None:
-        """A step has been made; its mean loss, or NaN if it was skipped."""
+        """Records a step: its mean loss, or NaN if it was skipped, and its seconds."""
         self.losses.append(loss)
         self.seconds.append(seconds)
 
     def end_epoch(
         self, epoch: int, totals: Totals, validation_loss: float, score: Score | None
     ) -> dict[str, float]:
-        """Writes the result files of this rank, says a line, and returns what is in the files.
+        """Writes the result files of this rank, prints a row, and returns the files' content.
 
         training_time is in seconds, without evaluation. tokens_per_sec counts every position of
-        this rank's batches, padding included, as the course does; real_tokens_per_sec only the
-        tokens. Losses are nats per target, over all ranks. Skipped steps changed nothing, and
-        training_loss leaves them out.
+        this rank's batches, padding included, as the course does; real_tokens_per_sec counts only
+        the tokens. Losses are nats per target, over all ranks; training_loss excludes skipped
+        steps.
         """
         seconds = max(1e-9, totals.seconds)
         self.validation_loss, self.score = validation_loss, score.value if score else math.nan
@@ -143,7 +143,7 @@ class Results:
         return result
 
     def over_ranks(self, *values: float) -> list[float]:
-        """Sums of what the data-parallel ranks have; stages of one pipeline count once."""
+        """Sums over the data-parallel ranks; the stages of one pipeline count once."""
         from training.world import gather_over_ranks
 
         copies = self.world.world_size / self.model.parts
@@ -165,7 +165,7 @@ class Results:
             write_json(workdir / f"{gen}_epoch{epoch}.json", content)
 
     def summarize(self) -> None:
-        """Writes summary.json, from which runs are compared; bytes are of each rank."""
+        """Writes summary.json, from which runs are compared; bytes are per rank."""
         from runtime.cores import core_slice
         from training.memory import peak_bytes
         from training.world import gather_over_ranks
@@ -197,7 +197,7 @@ class Results:
         self.summary = summary
 
     def close(self) -> None:
-        """Shows a few outputs, draws the curves, says where everything is. On rank 0 alone."""
+        """Prints the mean time and speed of an epoch, and a few outputs. On rank 0 alone."""
         if self.history:
             seconds, speeds = zip(*(self.history[1:] or self.history), strict=True)
             which = "an epoch, the first left out" if len(self.history) > 1 else "the epoch"
@@ -207,13 +207,13 @@ class Results:
 
 
 def options_of(args: Any) -> dict[str, Any]:
-    """The options of a run as JSON has them."""
+    """The options of a run as JSON values."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
 
 
 def set_aside(workdir: Path) -> Path | None:
-    """Moves what an earlier run left in `workdir`, if it came so far as to have results or a
-    checkpoint, into earlier_1, or earlier_2, ... in it, and returns that folder."""
+    """Moves an earlier run's files in `workdir`, if it has results or a checkpoint, into its folder
+    earlier_1, or earlier_2, ..., and returns that folder."""
     names = [path.name for path in workdir.iterdir()]
     if not any(map(_RESULT_FILE.fullmatch, names)) and not any(workdir.glob(f"{CHECKPOINTS}/*")):
         return None
@@ -221,7 +221,7 @@ def set_aside(workdir: Path) -> Path | None:
     aside = workdir / f"earlier_{n}"
     with writing(aside):
         aside.mkdir()
-        # What tells that there was a run goes last: where this is cut short, the next run goes on.
+        # Results and checkpoints move last: if this is interrupted, the next run finishes it.
         for name in sorted(names, key=lambda name: name not in (SUMMARY, OPTIONS, METRICS)):
             if _RESULT_FILE.fullmatch(name) or _OTHER_FILES.fullmatch(name):
                 (workdir / name).rename(aside / name)
@@ -229,8 +229,8 @@ def set_aside(workdir: Path) -> Path | None:
 
 
 def clear_results(workdir: Path, first: int = 0) -> None:
-    """Removes the result files of an earlier run, but those of epochs before `first`, so that no
-    figure mixes two runs. Also what a killed run left half written."""
+    """Removes an earlier run's result files, except for epochs before `first`, so that no figure
+    mixes two runs. Also removes half-written files of a killed run."""
     for path in workdir.iterdir():
         found = _RESULT_FILE.fullmatch(path.name)
         stale = int(found["epoch"]) >= first if found else path.name.endswith(".json.part")
@@ -258,7 +258,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file, aside and renamed: a reader never sees half of it. Raises RunError."""
+    """Writes a temporary file and renames it: no reader sees half of it. Raises RunError."""
     aside = path.with_name(path.name + ".part")
     try:
         with writing(path):
@@ -269,12 +269,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes readable JSON, umlauts as they are, see `json_text` and `write_text`."""
+    """Writes indented JSON with unescaped umlauts, see `json_text` and `write_text`."""
     write_text(path, json_text(content, indent=2))
 
 
 def json_text(content: Any, indent: int | None) -> str:
-    """As JSON, which has neither NaN nor infinities: null stands for them."""
+    """As JSON, with null for NaN and infinities, which JSON does not have."""
     return json.dumps(_finite(content), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -289,7 +289,7 @@ def _finite(content: Any) -> Any:
 
 
 def spread(values: Sequence[float], unit: str) -> str:
-    """Mean and deviation of the sample, if it has one, as a closing line says them."""
+    """The mean and, with two values or more, the standard deviation, for a closing line."""
     digits = 1 if statistics.mean(values) < 100 else 0
     deviation = f" ± {statistics.stdev(values):,.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):,.{digits}f}{deviation} {unit}"

@@ -1,8 +1,8 @@
-"""What must hold between the options of a run, checked before anything starts: the rules that all
-programs share. What one program alone knows is in its own file, in `parse_*`.
+"""The rules between options that all programs share, checked before anything starts. A program's
+own rules are in its file, in `parse_*`.
 
 Each rule raises UserError with the values, the rule, and a setting that works. A `settle_*` also
-decides what was not given, so that options.json says it.
+fills in options that were not given, so that options.json has them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from training.pretrained import check_pretrained
 from training.world import choose_device
 
 RATES = {"vgg16": 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
-SGD_FACTOR = 30  # its steps are gradients, which are small; AdamW's are of the size of the rate
+SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the size of the rate
 
 
 def settle_ranks(args: Any) -> None:
-    """How many processes there are, and whether they can be started."""
+    """Settles the number of processes, and checks that they can be started."""
     started, given = torchrun_world_size(), args.world_size
     args.world_size = given or started or (1 if args.strategy == "single" else 2)
     if started is not None and started != args.world_size:
@@ -40,7 +40,7 @@ def settle_ranks(args: Any) -> None:
 
 
 def settle_training(args: Any) -> None:
-    """The model and the learning rate."""
+    """Settles the model and the learning rate."""
     if args.model == "auto":
         gpu = choose_device(args.device, 0, args.world_size).type == "cuda"
         args.model = "gpt2" if gpu else "gpt2-mini"
@@ -62,7 +62,7 @@ def settle_training(args: Any) -> None:
 
 
 def fewer_stages(option: str, n: int, chunks: int, layers: int) -> str:
-    """What works where `layers` are too few for the stages of `n` ranks, which `option` sets."""
+    """A setting that works if `layers` are too few for the stages of `n` ranks, set by `option`."""
     if chunks == 1:
         return works(f"--{option}", layers)
     if layers // n > 1:
@@ -71,8 +71,8 @@ def fewer_stages(option: str, n: int, chunks: int, layers: int) -> str:
 
 
 def check_batch(args: Any, parts: int, option: str = "world_size") -> None:
-    """Raises UserError where a batch or a split has fewer examples than the `parts` it is dealt
-    out in; `option` is their number."""
+    """Raises UserError if a batch or a split has fewer examples than the `parts` it is dealt out
+    in; `option` sets their number."""
     for name in ("batch_size", "n_train", "n_validation"):
         have = getattr(args, name)
         if have is not None and have < parts:
@@ -83,7 +83,7 @@ def check_batch(args: Any, parts: int, option: str = "world_size") -> None:
 
 
 def check_microbatches(args: Any, parts: int) -> None:
-    """Raises UserError where a rank's part of a batch has fewer examples than micro-batches."""
+    """Raises UserError if a rank's part of a batch has fewer examples than micro-batches."""
     share, given = -(-args.batch_size // parts), args.num_microbatches
     if given is not None and given > share:
         ranks = f" --world_size {parts}" if parts > 1 else ""
@@ -94,8 +94,8 @@ def check_microbatches(args: Any, parts: int) -> None:
 
 
 def check_recompute(args: Any, one_at_a_time: bool) -> None:
-    """Raises UserError where --recompute has nothing to choose. `one_at_a_time`: of a micro-batch
-    the backward comes before the next one's forward."""
+    """Raises UserError if this --recompute does not suit the layout. `one_at_a_time`: the backward
+    of each micro-batch comes before the forward of the next."""
     if args.recompute == "except_last" and (one_at_a_time or args.num_microbatches == 1):
         raise UserError(
             f"--recompute except_last {_layout(args)}: every micro-batch is the last one held, so "
@@ -115,7 +115,7 @@ def _layout(args: Any) -> str:
 
 
 def check_warmup(args: Any, num_examples: int) -> None:
-    """Raises UserError where the warm-up does not end before the run does."""
+    """Raises UserError if the warm-up does not end before the run does."""
     steps = args.num_batches or args.n_epochs * -(-num_examples // args.batch_size)
     if args.warmup_steps and args.warmup_steps >= steps:
         raise UserError(
@@ -156,12 +156,12 @@ def check_model(args: Any) -> None:
 
 
 def number_of_blocks(args: Any) -> int:
-    """The blocks of the model that the options name, which `check_model` found to be good."""
+    """The number of blocks of the model that the options name, which has passed `check_model`."""
     return _size(args, "n_layer")
 
 
 def number_of_heads(args: Any) -> int:
-    """Its attention heads."""
+    """The number of its attention heads."""
     return _size(args, "n_head")
 
 

@@ -1,16 +1,16 @@
-"""Where a run is: what it saves while it trains, and how a later run resumes it.
+"""Saves the state of a run while it trains, and resumes it in a later run.
 
 A checkpoint (training/checkpoint.py) is written at the end of every epoch, before it is evaluated,
 and every --save_every steps. Beside weights, optimizer state and random states it holds the number
 of steps done, the totals of the epoch, the results so far, and the options. The global batch and
 the learning rate of a step are functions of the seed and the step's number.
 
-Any program resumes what any other has saved of the same model. With the same layout it computes the
-bits of a run that was never interrupted. With another one it sees the same global batches; sums are
-taken in another order, and dropout draws other masks.
+Any program can resume a checkpoint that another has saved of the same model. With the same layout
+the result is bit-identical to an uninterrupted run. With another layout the global batches are the
+same; sums are taken in another order, and dropout that draws (on a GPU) has other masks.
 
-Cost: three numbers per parameter to the disk, each rank writing its share (gpt2-mini: 46 MB in
-all). The time is in none of the results.
+Cost: three numbers per parameter on disk, each rank writing its share (gpt2-mini: 46 MB in all).
+No result includes the time of saving.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ DECIDE = {
 
 @dataclass(frozen=True)
 class Resume:
-    """What --resume found: an intact checkpoint or None, and what there is to say about it."""
+    """What --resume found: an intact checkpoint or None, and notes for the user."""
 
     checkpoint: Checkpoint | None
     notes: tuple[str, ...] = ()
 
     @property
     def cut(self) -> list[int] | None:
-        """The layers per stage that were measured, if it was a pipeline that was saved."""
+        """The measured layers per stage, if a pipeline was saved."""
         return self.checkpoint.state["cut"] if self.checkpoint else None
 
     def of_main(self, world: World) -> Resume:
@@ -73,12 +73,12 @@ NO_RESUME = Resume(None)
 
 
 def find_resume(args: Any, fingerprint: str) -> Resume:
-    """The newest intact checkpoint, which --resume continues with this training data. Of torchrun's
-    ranks only the first looks; see `Resume.of_main`.
+    """The newest intact checkpoint, for --resume. Under torchrun only rank 0 looks for it; see
+    `Resume.of_main`.
 
     Raises:
-        UserError: there are checkpoints and all are damaged; options or data are not those of the
-            run that saved it; or it has done more steps than the run is to have.
+        UserError: all checkpoints are damaged; options or data differ from the run that saved it;
+            or it has done more steps than the options ask for.
     """
     if not args.resume or torchrun("RANK", 0) != 0:
         return NO_RESUME
@@ -128,7 +128,7 @@ def _check_options(args: Any, name: str, was: Mapping[str, Any]) -> None:
 
 
 def _spelt(option: str, value: Any) -> str:
-    """An option as a person gives it."""
+    """An option as it is typed."""
     if value is None and option not in ("n_train", "n_validation", "n_test"):
         return f"no --{option}"
     return f"--{option} {'all' if value is None else value}"
@@ -150,19 +150,19 @@ class Saving:
         self.optimizer, self.results = optimizer, results
         self.fingerprint = task.fingerprints()["train"]
         self.saver: Saver | None = None
-        self.saved = 0  # the step after which there was one last
+        self.saved = 0  # the steps done at the last checkpoint
 
     @property
     def steps_done(self) -> int:
-        """Of the whole run, over all epochs."""
+        """The number of steps done, over all epochs."""
         return self.optimizer.steps
 
     def restore(self, resume: Resume) -> Totals | None:
-        """Puts weights, optimizer, random states and results back; returns the totals of the epoch
-        that was saved, None where there is no checkpoint."""
+        """Restores weights, optimizer, random states and results; returns the totals of the saved
+        epoch, or None without a checkpoint."""
         world, args, model, results = self.world, self.args, self.model, self.results
         folder, timeout = args.workdir / CHECKPOINTS, getattr(args, "timeout", 300.0)
-        clean(folder)  # of what a killed run has left half written
+        clean(folder)  # removes what a killed run left half written
         self.saver = Saver(folder, args.keep, world, timeout, args.async_save)
         if resume.checkpoint is None:
             return None
@@ -174,7 +174,7 @@ class Saving:
         random = state["random"][world.rank] if same else {}
         if random.keys() == random_states(model.devices).keys():
             set_random_states(random)
-        else:  # masks that the run before has not drawn
+        else:  # other masks than the earlier run drew
             torch.manual_seed(stream(args.seed, "dropout", model.part, model.shard, state["steps"]))
         self.optimizer.load_state_dict(state)
         self.saved = state["steps"]
@@ -190,23 +190,23 @@ class Saving:
             self.save(epoch, totals)
 
     def close(self) -> None:
-        """The run has come to its end."""
+        """Waits for the last checkpoint, and removes older ones."""
         if self.saver:
             self.saver.wait()
             self._prune()
 
     def _prune(self) -> None:
-        """Where the last step was finite, so were the weights that it began with."""
+        """Removes older checkpoints, but only after a finite step, which shows finite weights."""
         if self.args.keep and self.saver and not self.optimizer.in_a_row:
             self.saver.prune()
 
     def _layout(self) -> list[Any]:
         axes = [getattr(self.args, axis, 1) for axis in ("dp", "pp", "tp")]
-        ranks = self.model.ranks or ()  # of stages, if each has several
+        ranks = self.model.ranks or ()  # of the stages, if a rank has several
         return [self.world.world_size, self.model.parts, self.model.schedule, *axes, *ranks]
 
     def save(self, epoch: int, totals: Totals) -> None:
-        """Saves, unless this step was saved already; and first removes older checkpoints."""
+        """Saves, unless this step was saved already. Removes older checkpoints first."""
         world, model, steps = self.world, self.model, self.optimizer.steps
         if not self.args.keep or steps <= self.saved or self.saver is None:
             return
@@ -232,14 +232,14 @@ class Saving:
 
 
 def random_states(devices: Sequence[torch.device]) -> dict[str, str]:
-    """The states of the generators that training draws from, which are torch's, in hexadecimal."""
+    """The states of torch's generators, from which training draws, in hexadecimal."""
     states = {"cpu": torch.get_rng_state()}
     states |= {str(d): torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
     return {device: state.numpy().tobytes().hex() for device, state in states.items()}
 
 
 def set_random_states(states: Mapping[str, str]) -> None:
-    """Puts them back."""
+    """Restores the states."""
     for device, text in states.items():
         state = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
         if device == "cpu":

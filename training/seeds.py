@@ -1,11 +1,11 @@
 """Independent random streams from the one seed of a run.
 
 Problem: a run draws for many purposes (the data order of every epoch, dropout on every rank, the
-initial weights). Seeds that are sums, as seed + epoch, overlap: epoch 1 of seed 0 is epoch 0 of
-seed 1, and runs that should be independent samples share their data.
+initial weights). Sums such as seed + epoch overlap: epoch 1 of seed 0 is epoch 0 of seed 1, and
+runs that should be independent samples share their data order.
 
-Idea: hash what the stream is for. Equal arguments give the same stream, on every machine and in
-every process; any other arguments give an unrelated one.
+Idea: hash the purpose of the stream. Equal arguments give the same stream on every machine and in
+every process; different arguments give unrelated streams.
 
 Note: torch's CPU generator uses the low 32 bits of its seed, so two of its streams coincide with
 probability 2^-32. Python's uses all.

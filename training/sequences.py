@@ -1,13 +1,13 @@
-"""GPT-2 on sequences of tokens: what its tasks share, whatever the sequences are of.
+"""GPT-2 on sequences of tokens: what its tasks share.
 
     training/translation.py     a sequence is a pair of sentences; only the second one is learnt
     training/language.py        a sequence is a stretch of text
 
-Everything that can be done once is done before training: the tokenizer is trained, all texts become
-token ids. What remains per step is to pick examples and to pad them.
+Before training, the tokenizer is trained and all texts become token ids. A step only picks examples
+and pads them.
 
-Rank 0 makes the tokenizer and the model's configuration, or takes them from a checkpoint, and sends
-them to the others: ranks on other hosts need no common folder.
+Rank 0 makes the tokenizer, or takes it from a checkpoint, and sends its files to the others: hosts
+need no shared folder.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from training.world import World, gather_over_ranks, on_main
 if TYPE_CHECKING:  # see training/model.py
     from transformers import GPT2Config, GPT2LMHeadModel
 
-MAX_VOCAB = 4096  # tokens that BPE may learn where --vocab_size does not say
+MAX_VOCAB = 4096  # tokens that BPE may learn without --vocab_size
 EVAL_BATCH = 64
-CPU_POSITIONS = 384  # of a micro-batch at most; docs/log.md has what was tried
+CPU_POSITIONS = 384  # at most, per micro-batch; docs/log.md has other values that were tried
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apart
 SHOWN = 3  # outputs at the end of a run
@@ -60,7 +60,7 @@ class SequenceTask(Task, ABC):
 
     Args:
         args: the options of the run; `args.model` is a preset or names pretrained weights.
-        files: those of a checkpoint to resume, on rank 0; by default they are made.
+        files: on rank 0, those of a checkpoint to resume; by default they are made.
     """
 
     score_name = "BLEU"
@@ -91,7 +91,7 @@ class SequenceTask(Task, ABC):
 
     @abstractmethod
     def encoded(self) -> dict[str, list[Encoded]]:
-        """The examples of every split. Raises UserError where there is nothing to learn."""
+        """The examples of every split. Raises UserError if there is nothing to learn."""
 
     @abstractmethod
     def about_data(self) -> str:
@@ -99,7 +99,7 @@ class SequenceTask(Task, ABC):
 
     @abstractmethod
     def card(self) -> tuple[str, str]:
-        """Of an export: what the model does, and a prompt for it."""
+        """For an export: what the model does, and a prompt for it."""
 
     def skeleton(self) -> GPT2LMHeadModel:
         """The whole model on the meta device."""
@@ -124,7 +124,7 @@ class SequenceTask(Task, ABC):
         self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
     ) -> Iterator[Step]:
         """The steps of an epoch. Which examples form a global batch depends on the seed and the
-        epoch alone; each batch is dealt out by length, so that all parts have as much to do."""
+        epoch alone; each batch is dealt out by length, so that all parts have equal work."""
         n, size = len(self.num_targets), self.args.batch_size
         seed = stream(self.args.seed, "data order", epoch)
         order = shuffled_indices(n, seed)
@@ -150,13 +150,13 @@ class SequenceTask(Task, ABC):
             )
 
     def _collate(self, num_microbatches: int | None, drop: int, mine: list[Encoded]) -> Any:
-        """A rank's part of a global batch, and its micro-batches. By its `keys`, which `drop` makes
-        those of this epoch, an example's activations are dropped; see runtime/dropout.py."""
+        """A rank's part of a global batch, and its micro-batches. `keys` select the dropout mask of
+        each example, and `drop` changes them every epoch; see runtime/dropout.py."""
         parts = self._cut(mine, num_microbatches)
         return mine, [self._batch(part) | {"keys": self._keys(part, drop)} for part in parts]
 
     def _keys(self, examples: Sequence[Encoded], drop: int) -> Tensor:
-        """[B], int64."""
+        """The dropout keys, [B], int64."""
         keys = [(drop + SPREAD * example.number) % 2**63 for example in examples]
         return torch.tensor(keys, dtype=torch.long, device=self.device)
 
@@ -168,8 +168,8 @@ class SequenceTask(Task, ABC):
         )  # fmt: skip
 
     def _cut(self, mine: list[Encoded], num_microbatches: int | None) -> list[list[Encoded]]:
-        """On a CPU a few hundred positions keep the cores as busy as thousands do, and shorter
-        micro-batches have less padding; a GPU wants all it can get."""
+        """On a CPU a few hundred positions keep the cores as busy as thousands, and smaller
+        micro-batches have less padding. A GPU takes all examples at once."""
         if num_microbatches or self.length or self.device.type != "cpu":
             return [mine[at] for at in even_slices(len(mine), num_microbatches or 1)]
         parts: list[list[Encoded]] = []
@@ -181,7 +181,7 @@ class SequenceTask(Task, ABC):
         return parts
 
     def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
-        """Batches of like lengths."""
+        """Batches of similar lengths."""
         mine = sorted(self.examples["validation"], key=_length)[part::parts]
         batches = [self._batch(mine[i : i + EVAL_BATCH]) for i in range(0, len(mine), EVAL_BATCH)]
         return [
@@ -190,7 +190,7 @@ class SequenceTask(Task, ABC):
         ]
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
-        """Over the target tokens."""
+        """The summed loss over the target tokens."""
         return loss_of_targets(output, target)
 
     def measure(self, output: Tensor, target: Any) -> Tensor:
@@ -235,12 +235,12 @@ class SequenceTask(Task, ABC):
         return f"Model and tokenizer, for transformers, are in {folder}/."
 
     def of_all_parts(self, world: World, model: LaidOutModel, mine: list[str], n: int) -> list[str]:
-        """The n outputs of all ranks in their order, of which part p has p, p + parts, ..."""
+        """All ranks' n outputs in their order; part p has outputs p, p + parts, ..."""
         by_part = dict(gather_over_ranks((model.part, mine), world))
         return [by_part[i % model.parts][i // model.parts] for i in range(n)]
 
     def fingerprints(self) -> dict[str, str]:
-        """Of the texts."""
+        """The hashes of the texts."""
         return self.texts.fingerprints()
 
     def _shared_files(self, world: World, saved: Mapping[str, bytes] | None) -> dict[str, bytes]:
@@ -268,7 +268,7 @@ def _length(example: Encoded) -> int:
 
 
 def _config_and_weights(args: Any, num_tokens: int) -> tuple[GPT2Config, Any]:
-    """Those of a preset, or those that come with pretrained weights."""
+    """The configuration and initializer of a preset, or of pretrained weights."""
     if args.model not in PRESETS:
         config = pretrained_config(args.model, num_tokens, args.dropout)
         return config, pretrained_initializer(args.model, args.seed)

@@ -1,5 +1,5 @@
-"""Says when ranks share CPU cores. That is allowed, as for trying more ranks than there are cores,
-but then speeds are not those of ranks with cores of their own."""
+"""Reports ranks that share CPU cores. That is allowed, e.g. to try more ranks than there are cores,
+but then speeds say little about ranks with their own cores."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from training.world import World, gather_over_ranks
 
 
 def core_notes(world: World) -> list[str]:
-    """The notes of `sharing` about the ranks of a run, which call it together, each bound to its
-    cores already. On GPUs there is nothing to say."""
+    """The notes of `sharing` about the ranks of a run. All ranks call it together, each already
+    bound to its cores. On GPUs there are none."""
     if world.device.type != "cpu" or world.world_size == 1:
         return []
     return sharing(gather_over_ranks((socket.gethostname(), core_slice(0, 1)), world))
 
 
 def sharing(cores: Iterable[tuple[str, Sequence[int]]], who: str = "ranks") -> list[str]:
-    """A line for every host on which workers share cores; `cores` has the host of each worker and
-    those to which it is bound there."""
+    """A line for every host on which workers share cores; `cores` has each worker's host and the
+    cores to which it is bound there."""
     hosts: dict[str, list[Sequence[int]]] = {}
     for host, mine in cores:
         hosts.setdefault(host, []).append(mine)

@@ -40,7 +40,7 @@ class _InOneProcess(LaidOutModel):
 
     @torch.no_grad()
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
-        """Layer by layer, wherever each of them is: one position is too little to pipeline."""
+        """Layer by layer, each on its own device: one position is too little to pipeline."""
         self._train(False)
         value: Any = (ids, newest_alone(ids), prefix)
         with self.plan.autocast(self.devices[0]):
@@ -51,7 +51,7 @@ class _InOneProcess(LaidOutModel):
         return likeliest(value, num_tokens)
 
     def _train(self, mode: bool) -> None:
-        """The layers know of the model's modules, and the model nothing of its layers."""
+        """Layers contain the model's modules, but the model does not contain its layers."""
         for layer in self.layers:
             layer.train(mode)
 
@@ -60,7 +60,7 @@ class _InOneProcess(LaidOutModel):
         return dict(self.module.named_parameters())
 
     def state_bytes(self) -> dict[str, int]:
-        """Of all stages."""
+        """The bytes of all stages."""
         return state_bytes(self.module.parameters(), self.optimizers)
 
 
@@ -69,8 +69,8 @@ class StagesInThreads(_InOneProcess):
 
     Args:
         devices: of the stages; cpu:0, cpu:1 are slices of the cores.
-        chunks: stages per device; None: as many as the schedule has.
-        cut: the layers per stage of a checkpoint, so that nothing is measured again.
+        chunks: stages per device; None: the schedule's own number.
+        cut: the layers per stage of a checkpoint, which then need not be measured.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class StagesInThreads(_InOneProcess):
         self.layers = layers = task.layers(self.module)
         if balance != "auto" or cut is None or len(cut) != len(ranks):
             cut = task.sizes(balance, len(ranks))
-        if cut is None:  # layers are measured where the first stage is
+        if cut is None:  # layers are timed on the first stage's device
             step = next(task.steps(0, 0, 1, num_microbatches))
             x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
             with plan.autocast(world.device):
@@ -129,7 +129,7 @@ class StagesInThreads(_InOneProcess):
 
     @torch.no_grad()
     def outputs(self, x: Any) -> Tensor | None:
-        """Of the whole batch, cut into as many micro-batches as in training."""
+        """The outputs for the whole batch, cut into as many micro-batches as in training."""
         examples = len(x[0] if isinstance(x, tuple) else x)
         self.pipe.split_size = max(1, -(-examples // (self.num_microbatches or 1)))
         self.pipe.eval()
@@ -200,7 +200,7 @@ class BlocksInThreads(_InOneProcess):
 
     @torch.no_grad()
     def outputs(self, x: Any) -> Tensor | None:
-        """Of the whole batch."""
+        """The outputs for the whole batch."""
         self.module.eval()
         with self.plan.autocast(self.devices[0]):
             output = self._logits(x)

@@ -1,8 +1,8 @@
 """What is trained, in one form for every layout: GPT-2 on translations, VGG16 on images.
 
 A task is a model that no rank has to hold whole (a skeleton without memory, a function that fills
-one parameter by its name, and the layers one after the other), the steps that train it, and how
-good its outputs are. Layouts see layers, inputs and targets, never what they are of.
+one parameter by its name, and the layers in order), the steps that train it, and a score of its
+outputs. Layouts see layers, inputs and targets, never what they mean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Step:
     """What one rank computes in one step: its part of a global batch, in micro-batches."""
 
-    inputs: list[Any]  # one per micro-batch; none where the global batch has too few examples
+    inputs: list[Any]  # one per micro-batch; empty if the global batch has too few examples
     targets: list[Any]
     count: int  # what the loss is the mean over: target tokens, or images, of the *global* batch
     examples: int  # of this part
@@ -70,23 +70,23 @@ class Task(Protocol):
         """The steps of an epoch from `start` on; None: as many micro-batches as suit the device."""
 
     def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
-        """Inputs and targets that are not trained on."""
+        """Inputs and targets of held-out data."""
 
     def measure(self, output: Tensor, target: Any) -> Tensor:
         """[summed loss, right answers, number of answers] of a validation batch, in float64."""
 
     def score(self, world: World, model: LaidOutModel, loss: float, accuracy: float) -> Score:
-        """How good the model is; all ranks call it. `loss` and `accuracy`, the share of right
-        answers, are those of the validation data."""
+        """How good the model is; all ranks call it. `loss` and `accuracy`, from 0 to 1, are of the
+        validation data."""
 
     def describe(self) -> str:
         """What is trained on what, for a person: a line or two."""
 
     def tested(self) -> list[Any]:
-        """The examples whose outputs are scored, as JSON has them."""
+        """The examples whose outputs are scored, as JSON values."""
 
     def examples_to_show(self, generated: list[str]) -> str:
-        """A few outputs of the trained model, for a person; empty where there are none."""
+        """A few outputs of the trained model, for a person; empty if there are none."""
 
     def export(
         self,
@@ -96,7 +96,7 @@ class Task(Protocol):
         summary: Mapping[str, Any],
     ) -> str:
         """Writes the trained model from `LaidOutModel.weights`; returns what was written, for a
-        person. `summary` is of `Results`. All ranks call it together."""
+        person. `summary` is `Results.summary`. All ranks call it together."""
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each split's examples, in their order."""

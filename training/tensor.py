@@ -1,9 +1,9 @@
-"""A task's layers, cut over the ranks that share them: what changes for whoever lays them out.
+"""A task's layers, cut over the ranks that share them: what tensor parallelism changes in a layout.
 
-Three things do. The layers' matrices are parts of the model's, so initial values, checkpoints and
-exports go by `Part`. The head needs the labels, since it is fused with the loss: a micro-batch
-brings them along, (ids, weights, keys, labels). And what every rank has whole is counted once where
-norms are taken; with sequence parallelism its gradient is a sum over the ranks.
+Three things change. The layers hold parts of the model's matrices, so initial values, checkpoints
+and exports use `Part`. The head is fused with the loss and needs the labels, so a micro-batch has
+them too: (ids, weights, keys, labels). A parameter that every rank holds whole is counted once in
+norms; with sequence parallelism its gradient is summed over the ranks.
 
 With one rank nothing changes.
 """
@@ -32,7 +32,7 @@ class Shared:
 
     Args:
         sequence_parallel: between the matrices each rank has a part of the positions.
-        share_memory: CPU ranks of one host exchange through it.
+        share_memory: CPU ranks of one host exchange through shared memory.
 
     Attributes:
         model, layers: on the meta device, with this rank's parts.
@@ -74,35 +74,35 @@ class Shared:
             self.task.initialize(name, p)
 
     def input(self, x: Any, target: Any, training: bool = True) -> Any:
-        """What the first layer is given for a micro-batch whose loss is wanted."""
+        """The input of the first layer for a micro-batch whose loss is wanted."""
         if not self.parts:
             return x
         (ids, weights, *rest), (labels, _) = x, target
         keys = rest[0] if rest else torch.zeros_like(ids[:, 0])
-        # Positions that nobody looks at make the sequence a multiple of the ranks.
+        # Padding makes the sequence a multiple of the number of ranks.
         more = -ids.size(1) % self.ranks.size if training and self.sequence_parallel else 0
         ids, weights, labels = (F.pad(t, (0, more)) for t in (ids, weights, labels))
         return ids, weights, keys, labels
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
-        """The summed loss, of what the last layer gives."""
+        """The summed loss, from the output of the last layer."""
         return output if self.parts else self.task.loss(output, target)
 
     def measure(self, output: Tensor, target: Any) -> Tensor | None:
-        """As the task's, of what the last layer gives in evaluation; one of the ranks has it."""
+        """The task's `measure`, from the output of the last layer in evaluation; on rank 0 only."""
         if not self.parts:
             return self.task.measure(output, target)
         return output if self.ranks.rank == 0 else None
 
     def logits(self, output: Tensor) -> Tensor | None:
-        """All logits [N, V], of the ranks' parts; one of the ranks has them."""
+        """All logits [N, V], joined from the ranks' parts; on rank 0 only."""
         if not self.parts:
             return output
         every = self.ranks.all_gather(output, 1)
         return every[:, : self.head.vocabulary] if self.ranks.rank == 0 else None
 
     def likeliest(self, output: Tensor, num_tokens: int) -> Tensor:
-        """The likeliest tokens, on every rank, of the ranks' parts of the logits."""
+        """The likeliest tokens, on every rank, from the ranks' parts of the logits."""
         if not self.parts:
             return output[:, :num_tokens].argmax(-1)
         return likeliest(output, num_tokens, self.ranks, self.head.first)
@@ -143,8 +143,8 @@ class Shared:
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """With sequence parallelism, where each rank has used these whole parameters on its own
-        positions: their gradients become the sums over the ranks."""
+        """Sums gradients over the ranks, with sequence parallelism alone: there each rank has used
+        these whole parameters on its own positions."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not self.sequence_parallel or not gradients:
             return

@@ -1,7 +1,7 @@
-"""What --dataset names, as text: pairs of sentences to translate, or documents to model.
+"""Reads the text that --dataset names: pairs of sentences to translate, or documents to model.
 
-Problem: whatever a person names must come out as lists of examples, or as one line that says what
-is wrong with it, before any process is started.
+Problem: before any process is started, --dataset must become lists of examples, or one line that
+says what is wrong with it.
 
     builtin          the German-English text in training/corpus, a folder like the next
     a folder         with train.de train.en validation.de ... test.en: line i translates line i
@@ -9,8 +9,8 @@ is wrong with it, before any process is started.
                      both, or a `text`; or .txt, with <|endoftext|> between documents
     anything else    the name of a dataset on the hub, with such columns
 
-`datasets` reads all but the first two. A file that is named after a split is that split; what is
-missing is cut off the end of train. Pairs with an empty side are skipped and counted.
+`datasets` reads all but the first two. A file that is named after a split is that split; a missing
+split is cut off the end of train. Pairs with an empty side are skipped and counted.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {  # of `datasets`, by a file's
     ".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"}), ".parquet": ("parquet", {}),
 }  # fmt: skip
 END = "<|endoftext|>"  # GPT-2's own: after every document
-HELD_OUT = 20  # of documents, one part of so many is for validation
+HELD_OUT = 20  # of plain text, one part in so many is held out for validation
 
 
 @dataclass
 class Texts:
-    """The examples of each split, and what a reader should know about how they came about.
+    """The examples of each split, and notes on how they were made.
 
     Attributes:
-        plain: whether they are documents, to be continued, and not pairs; there is no test split.
+        plain: they are documents to continue, not pairs; there is no test split.
     """
 
     splits: dict[str, list[Any]]
@@ -58,7 +58,7 @@ class Texts:
     plain: bool = False
 
     def fingerprints(self) -> dict[str, str]:
-        """Of each split: a hash of its examples, in order."""
+        """A hash of each split's examples, in order."""
         texts = {split: json.dumps(examples) for split, examples in self.splits.items()}
         return {split: hashlib.sha256(text.encode()).hexdigest() for split, text in texts.items()}
 
@@ -69,11 +69,11 @@ def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
     Args:
         dataset: see the table above.
         src, tgt: the keys of the languages: file endings, columns.
-        sizes: at most so many pairs of each split; None takes all there are.
+        sizes: the maximum number of pairs per split; None takes all there are.
         world_size: every split must hold at least a pair for each rank.
 
     Raises:
-        UserError: nothing usable is there; the text says what, and what works.
+        UserError: there is no usable text; the message says why, and what works.
     """
     if src == tgt:
         raise UserError(f"--src {src} --tgt {tgt}: two languages are needed, as --src de --tgt en")
@@ -114,8 +114,7 @@ def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
 
 @contextmanager
 def refused_if_unreadable(dataset: str) -> Iterator[None]:
-    """Turns a file or folder of --dataset that the system does not let this process read into a
-    UserError."""
+    """Turns the OSError of a file or folder of --dataset that cannot be read into a UserError."""
     try:
         yield
     except OSError as error:
@@ -155,7 +154,7 @@ def _rows_of_files(path: Path, src: str, tgt: str) -> Mapping[str, Any]:
             f"{' '.join(READERS)}; {NO_NETWORK}"
         )
     reader, options = READERS[ending]
-    if reader == "csv":  # all of it is text, also numbers and what pandas takes for nothing
+    if reader == "csv":  # everything is text, even numbers and what pandas takes for missing
         texts = dict.fromkeys((src, tgt, "text"), str)
         options = {**options, "keep_default_na": False, "converters": texts}
     files = _by_split(path, [file for file in every if file.suffix == ending])
@@ -163,8 +162,8 @@ def _rows_of_files(path: Path, src: str, tgt: str) -> Mapping[str, Any]:
 
 
 def load_splits(dataset: str, reader: str | None = None, **options: Any) -> Mapping[str, Any]:
-    """The splits of a dataset of the hub, or what a reader of `datasets` finds. Raises UserError
-    where there is nothing that can be read."""
+    """The splits of a dataset on the hub, or of files through a reader of `datasets`. Raises
+    UserError if nothing can be read."""
     import datasets  # here: it takes seconds to import
 
     try:
@@ -202,8 +201,8 @@ def _by_split(folder: Path, files: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def _do_not_wait_for_the_hub() -> None:
-    """Where the hub's name does not even resolve, its client would still try for half a minute:
-    tells it to use what it has downloaded before, and else to fail at once."""
+    """If the hub's name does not even resolve, its client would still retry for half a minute: this
+    makes it use earlier downloads, or fail at once."""
     import datasets
     from huggingface_hub import constants
 
@@ -216,7 +215,7 @@ def _do_not_wait_for_the_hub() -> None:
 
 
 def _pairs(dataset: str, found: Mapping[str, Any], src: str, tgt: str, sizes: Sizes) -> Texts:
-    """The splits of what was `found`; what is missing is cut off the end of train."""
+    """The splits in `found`; a missing one is cut off the end of train."""
     texts = Texts({})
     pairs = {
         split: [
@@ -237,8 +236,8 @@ def _pairs(dataset: str, found: Mapping[str, Any], src: str, tgt: str, sizes: Si
 
 
 def _as_pair(row: Any, src: str, tgt: str, where: str) -> Pair:
-    """The texts of a row, a missing one being empty. Raises UserError, which says `where` the row
-    is, unless they are texts."""
+    """The two texts of a row; a missing one is empty. Raises UserError, which says `where` the row
+    is, if they are not text."""
     values = row.get("translation") or row
     if not isinstance(values, Mapping) or not values.keys() & {src, tgt}:
         shown = sorted(map(str, values)) if isinstance(values, Mapping) else repr(values)[:40]
@@ -273,7 +272,7 @@ def _add(texts: Texts, split: str, pairs: Iterable[Pair], limit: int | None) -> 
 
 
 def _documents(dataset: str, found: Mapping[str, Any]) -> Texts:
-    """The documents without those of no letter; validation is held out where there is none."""
+    """The documents that are not blank; if there is no validation split, one is held out."""
     texts = Texts({}, plain=True)
     for split in ("train", "validation"):
         texts.splits[split] = documents = []
@@ -297,8 +296,8 @@ def _documents(dataset: str, found: Mapping[str, Any]) -> Texts:
 
 
 def held_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What comes before and behind a point near the end of the text: the end of a line or document
-    or, in the last one, of a word."""
+    """Splits the text near its end: at the end of a line or document or, within the last line, of a
+    word."""
     text = END.join(documents).rstrip()
     least = (len(text) - 1) * (HELD_OUT - 1) // HELD_OUT
     end_of_line, end = text.find("\n", least) + 1, text.find(END, max(0, least - len(END)))

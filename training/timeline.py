@@ -1,9 +1,9 @@
-"""Records who did what when in a run.
+"""Records which rank did what when in a run.
 
-A profiler sees thousands of operators and slows the run down. Of a parallel run one asks less:
+A profiler sees thousands of operators and slows the run down. For a parallel run less is enough:
 which rank computed, sent or waited for which micro-batch, and what happened at the same time. So
-whoever does something calls a recorder with (kind, stage or layer, micro-batch, start, end). A
-`Timeline` is such a recorder; a call takes about 0.3 microseconds, the work milliseconds.
+every action calls a recorder with (kind, stage or layer, micro-batch, start, end). A `Timeline` is
+such a recorder; a call takes about 0.3 microseconds, an action milliseconds.
 
     timeline = Timeline(world.rank, world.world_size, about={"strategy": "ddp"})
     pipe = Pipe(module, recorder=timeline)            # or anything else that takes a recorder
@@ -13,7 +13,7 @@ whoever does something calls a recorder with (kind, stage or layer, micro-batch,
             loss = model(batch)
     timeline.save(workdir)                            # timeline_rank{r}.json
 
-What is not recorded is idle time. On a GPU kernels run later than they are launched, so a caller
+Time without an event is idle time. On a GPU kernels run later than they are launched, so a caller
 synchronizes before it reads the clock, but only while the timeline is `recording`.
 """
 
@@ -55,7 +55,7 @@ CLOCK_ROUNDS = 20
 
 
 class Event(NamedTuple):
-    """What a worker did; seconds of rank 0's clock. -1 where there is no stage or micro-batch."""
+    """An action of a worker, in seconds of rank 0's clock; -1: no stage, or no micro-batch."""
 
     kind: str
     stage: int
@@ -73,8 +73,8 @@ class Event(NamedTuple):
 def clock_offset(rank: int, world_size: int) -> float:
     """Seconds to add to this rank's `time.perf_counter` to get rank 0's. All ranks call it.
 
-    Cristian, "Probabilistic clock synchronization" (1989): rank r asks rank 0 for its time, which
-    is taken to be that of the middle of the round trip; the error is at most half of it. The
+    Cristian, "Probabilistic clock synchronization" (1989): rank r asks rank 0 for its time, and
+    assumes that it was read in the middle of the round trip; the error is at most half of that. The
     shortest of 20 counts. An offset smaller than its error is taken to be 0, as on one machine.
     """
     if world_size == 1:
@@ -109,9 +109,9 @@ class Timeline:
         rank, world_size: who this is. All ranks must make their Timeline together: they compare
             their clocks over the default process group.
         num_steps: how many steps are recorded; None: all; 0: nothing.
-        workers: `rank`, or `stage` where the stages are threads of one rank: the rows of a picture.
+        workers: `rank`, or `stage` if stages are threads of one rank: the rows of a picture.
         device: of this rank; `span` waits for its kernels.
-        about: what a picture should know: strategy, schedule, num_microbatches ...
+        about: facts for a picture: strategy, schedule, num_microbatches ...
         last: where every action is noted as it begins, also while nothing is recorded.
 
     `recording` says whether an event would be kept now; callers need not time anything else.
@@ -145,7 +145,7 @@ class Timeline:
 
     @contextmanager
     def around(self, kind: str, stage: int, microbatch: int, peer: int) -> Iterator[None]:
-        """Notes that something begins, and that it has ended; in a profile it is a range."""
+        """Notes the begin and the end of an action, and makes it a range of the profile."""
         name = KINDS.get(kind, (kind,))[0]
         self.last.note(name, stage, microbatch, peer)
         label = f"{name}, micro-batch {microbatch}" if microbatch >= 0 else name
@@ -160,8 +160,8 @@ class Timeline:
             self._marks.append((time.perf_counter(), k))
 
     def over(self, steps: Iterable[T]) -> Iterator[T]:
-        """The same steps, each marked, numbered on from the last one; what follows them, such as
-        evaluation, is not recorded."""
+        """The same steps, each marked; numbers continue from the last one. What follows the steps,
+        such as evaluation, is not recorded."""
         for step in steps:
             self.step(self._marks[-1][1] + 1 if self._marks else 0)
             yield step
@@ -174,7 +174,7 @@ class Timeline:
             yield
 
     def watch(self, optimizer: torch.optim.Optimizer, stage: int = -1) -> None:
-        """Records the steps of the optimizer, on whatever thread it is called."""
+        """Records the steps of the optimizer, on any thread."""
         spans: list[Any] = []
 
         def before(*_: object) -> None:
@@ -185,7 +185,7 @@ class Timeline:
         optimizer.register_step_post_hook(lambda *_: spans.pop().__exit__(None, None, None))
 
     def events(self) -> list[Event]:
-        """All there is, in the order of their starts, on rank 0's clock."""
+        """All events, ordered by start, on rank 0's clock."""
         begins = [begin for begin, _ in self._marks]
         steps = [BEFORE, *(k for _, k in self._marks)] if self._marks else [0]
         return [
@@ -207,8 +207,8 @@ class Timeline:
         write_text(workdir / f"timeline_rank{self.rank}.json", self._text())
 
     def save(self, workdir: Path) -> None:
-        """Rank 0 writes the files of all ranks, whose hosts may have no folder in common; all ranks
-        call it together. training/perfetto.py reads them back."""
+        """Rank 0 writes the files of all ranks, since hosts may share no folder; all ranks call it
+        together. training/perfetto.py reads them back."""
         texts = [self._text()] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(texts, texts[0])

@@ -1,12 +1,12 @@
 """GPT-2's layers, cut out of a trace of transformers' own model instead of written by hand.
 
-`training.model.gpt2_layers` writes GPT-2 once more, as a list. Here nobody does: the model of
-`transformers` is traced as it is (pipeline/trace.py), and cut where the list by hand is cut. Losses
-and gradients are the same up to rounding, and a checkpoint of one is continued by the other.
+`training.model.gpt2_layers` rewrites GPT-2 by hand, as a list. Here the model of `transformers` is
+traced as it is (pipeline/trace.py), and cut in the same places. Losses and gradients are the same
+up to rounding, and either can resume the other's checkpoints.
 
-Two things only the list by hand can do. It drops by hash, where transformers draws, so a traced
-model has no dropout. And it continues sentences with a cache of keys and values, whose sizes no
-trace knows; there it takes the place of the traced layers, with their parameters.
+Only the hand-written list can do two things. Its dropout hashes; dropout of transformers draws, so
+a traced model has none. And it continues sentences with a cache of keys and values, whose sizes a
+trace cannot know; there it replaces the traced layers, with their parameters.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def traced_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
 
 
 class TracedLayer(nn.Module):
-    """A traced layer; the one by hand where sentences are continued, or where there are no weights,
-    and all logits are wanted."""
+    """A traced layer. The hand-written one replaces it when sentences are continued, or when the
+    input has no weights and all logits are wanted."""
 
     def __init__(self, traced: nn.Module, by_hand: nn.Module) -> None:
         super().__init__()
@@ -80,5 +80,5 @@ class FirstTracedLayer(TracedLayer):
 
 
 def is_by_hand(value: Any) -> bool:
-    """Whether no trace is of such an input."""
+    """Whether only the hand-written layers take such an input."""
     return isinstance(value, Tensor) or isinstance(value[-1], Prefix)

@@ -1,4 +1,4 @@
-"""A trained GPT-2 in one process, from whatever a run has left.
+"""Loads a trained GPT-2 into one process, from any output of a run.
 
 a workdir       its newest intact checkpoint
 a checkpoint    one of the folders in checkpoints/ of a workdir
@@ -62,7 +62,7 @@ class Whole:
         self.temperature, self.top_k = temperature, top_k
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
-        """Of each sentence."""
+        """The next token of each sentence."""
         logits = self.layers((ids, newest_alone(ids), prefix))
         chances = prefix.chances()
         if chances is None or not self.temperature:
@@ -115,7 +115,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Trained:
 
 
 def _of_transformers(name: str) -> Trained:
-    """Raises UserError where it is not a GPT-2 with a tokenizer."""
+    """Raises UserError if it is not a GPT-2 with a tokenizer."""
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
     if not Path(name).exists() and name.count("/") != 1:  # a name on the hub has an owner

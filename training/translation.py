@@ -63,7 +63,7 @@ class TranslationTask(SequenceTask):
         return Score(evaluate_bleu(test, generated, args.tgt)["bleu"], generated)
 
     def about_data(self) -> str:
-        """Pairs of each split."""
+        """The number of pairs in each split."""
         sizes = " / ".join(f"{len(self.texts.splits[split]):,}" for split in SPLITS)
         return f"{sizes} pairs to train / validate / test, {self.args.src} to {self.args.tgt}"
 

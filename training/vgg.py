@@ -1,20 +1,20 @@
-"""VGG16 for 32 x 32 pictures: a network that is as unlike GPT-2 as a network can be.
+"""VGG16 for 32 x 32 pictures: a network as unlike GPT-2 as possible.
 
-Its first layers are cheap in parameters and dear in activations, its last ones the other way round;
-no two stages or shards are alike.
+Its first layers have few parameters and large activations, its last layers the opposite; no two
+stages or shards are alike.
 
     conv 64 64 | 128 128 | 256 256 256 | 512 512 512 | 512 512 512 | linear 512 512 classes
     pixels  32        16             8             4             2           1
 
 Each `|` is a 2 x 2 max pooling; every layer but the last ends in a ReLU. 15.2 M parameters for ten
-classes, 0.63 GFLOP forward for a picture.
+classes, 0.63 GFLOP for the forward of a picture.
 
 No batch norm: it makes an example's output depend on its batch, so micro-batches, ranks and one
-process would compute different functions. No dropout either. That sixteen layers learn at all is
-left to the initial weights: every square layer but the last starts as the identity, which ReLUs
-leave alone, and a little noise. So the network begins as one of five layers, which learns at once.
-(If all are random, the loss first does not fall, and then slowly: docs/log.md.) The last layer
-starts near zero. Initial weights depend on the seed and the parameter's name alone.
+process would compute different functions. No dropout either. The initial weights alone make sixteen
+layers trainable: every square layer but the last starts as the identity, which ReLUs preserve, plus
+a little noise. So the network starts like one of five layers, and learns at once. (If all weights
+are random, the loss first stays, then falls slowly: docs/log.md.) The last layer starts near zero.
+Initial weights depend on the seed and the parameter's name alone.
 
 Papers: Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
 Recognition", 2015; for 32 x 32 pictures: Liu and Deng, 2015; He et al., "Delving Deep into
@@ -49,12 +49,12 @@ EVAL_BATCH = 64
 
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))  # (channels / width, convolutions), pooling
 WIDTH = 64  # of the published model
-NOISE = 0.2  # of layers that start as the identity, as a part of what random layers start with
-LAST = 0.01  # deviation of the last layer's weights
+NOISE = 0.2  # of layers that start as the identity, relative to the weights of random layers
+LAST = 0.01  # standard deviation of the last layer's weights
 
 
 def vgg16(num_classes: int = 10, width: int = WIDTH) -> nn.Sequential:
-    """The network: bytes made floats [B, 3, 32, 32] to logits [B, num_classes]. `width`: channels
+    """The network: pictures as floats [B, 3, 32, 32] to logits [B, num_classes]. `width`: channels
     of the first convolutions; conv3_2 is the second convolution after the second pooling."""
     modules: OrderedDict[str, nn.Module] = OrderedDict()
     channels = 3
@@ -72,8 +72,8 @@ def vgg16(num_classes: int = 10, width: int = WIDTH) -> nn.Sequential:
 
 
 def vgg_layers(model: nn.Sequential) -> list[nn.Module]:
-    """The 16 layers of `model`, whose parameters they share: each a convolution or linear layer
-    with what follows up to the next."""
+    """The 16 layers of `model`, sharing its parameters: each a convolution or linear layer with the
+    modules up to the next one."""
     layers: list[list[nn.Module]] = []
     for module in model:
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -106,7 +106,7 @@ def picture_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class PictureTask:
-    """VGG16 that tells the classes of pictures apart; see `training.task.Task`."""
+    """VGG16 that classifies pictures; see `training.task.Task`."""
 
     score_name = "accuracy"
     units: Sequence[str] = ("pictures/s",)
@@ -207,5 +207,5 @@ class PictureTask:
         return f"The trained weights are in {folder}/."
 
     def fingerprints(self) -> dict[str, str]:
-        """Of the pictures."""
+        """The hashes of the pictures."""
         return self.sets.fingerprints()

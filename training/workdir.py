@@ -1,5 +1,4 @@
-"""The folders that a run writes into: that it can, that no other run does, and that nothing half
-written stays."""
+"""The folders of a run: checks that it alone writes there, and removes half-written files."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ ROOM = 1 << 20  # bytes
 
 
 def claim_folders(args: argparse.Namespace) -> None:
-    """Makes the folders that the run will write into, or raises UserError where it cannot."""
+    """Makes the folders that the run will write into. Raises UserError if it cannot."""
     if args.save_every is not None and not args.keep:
         raise UserError(
             f"--save_every {args.save_every} --keep 0: no checkpoint would stay; --keep 1 works"
@@ -35,18 +34,18 @@ def claim_folders(args: argparse.Namespace) -> None:
 
 
 def claim_folder(folder: Path, option: str, example: str) -> None:
-    """Makes the folder, and tries whether there is room for a tokenizer and for results.
+    """Makes the folder, and tests whether there is room for a tokenizer and results.
 
     Raises:
-        UserError: nothing can be written there. `option` is how it was named, and `example` what
-            would work.
+        UserError: nothing can be written there. It shows the `option` that named the folder, and an
+            `example` that works.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:  # of which a killed run leaves nothing
+        with tempfile.TemporaryFile(dir=folder) as file:  # a killed run leaves nothing of it
             file.write(bytes(ROOM))
             file.flush()
-            os.fsync(file.fileno())  # some file systems notice only now that they are full
+            os.fsync(file.fileno())  # some file systems only now notice that they are full
     except OSError as error:
         raise UserError(
             f"{option}: nothing can be written to {folder} ({error.strerror}); make room there, or "
@@ -56,9 +55,9 @@ def claim_folder(folder: Path, option: str, example: str) -> None:
 
 @contextmanager
 def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
-    """Within it no other run may write into the workdir; after it there is nothing half written,
-    whatever has ended the ranks. (Those of torchrun leave that to the ranks that come next: none of
-    them knows whether all have ended.)
+    """Within it no other run may write into the workdir; after it no half-written file is left,
+    however the ranks ended. (Under torchrun the ranks of the next run clean up: no rank knows
+    whether all have ended.)
 
     Raises:
         UserError: another run writes there.
@@ -84,8 +83,8 @@ def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the folder until it is closed, which the system does when this
-    process ends; None where there are no such locks. No file is left, as of a lock file."""
+    """A descriptor that locks the folder until it is closed, at the latest when this process ends;
+    None if the system has no such locks. Unlike a lock file it leaves nothing behind."""
     if sys.platform == "win32":
         return None
     import fcntl  # here: not on every system

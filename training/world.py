@@ -22,8 +22,8 @@ _BEAT = 0.1  # seconds between signs of life: less than any time-out
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is. `local_rank` counts on this machine, `rank` over all of them; `last` is
-    where it notes what it does."""
+    """Who this process is. `local_rank` counts on this machine, `rank` over all machines; `last` is
+    its last action."""
 
     rank: int = 0
     world_size: int = 1
@@ -38,7 +38,7 @@ class World:
 
 
 def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
-    """`auto` takes a GPU if there is one. More ranks than GPUs share them in turn."""
+    """`auto` takes a GPU if there is one. If there are more ranks than GPUs, ranks share GPUs."""
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
         raise UserError("--device cuda: no GPU is visible here; --device cpu works everywhere")
@@ -59,9 +59,9 @@ def choose_backend(device: str, local_world_size: int) -> str:
 
 
 def on_main(world: World, work: Callable[[], None]) -> None:
-    """Runs work() on rank 0 while the others wait for it, however long it takes: no time-out ends
-    them, since rank 0 keeps telling them that it lives. `work` must not communicate. Where it
-    raises, rank 0 does; the others go on."""
+    """Runs work() on rank 0 while the others wait, however long it takes: rank 0 keeps sending
+    signs of life, so no time-out ends them. `work` must not communicate. If it raises, rank 0
+    raises; the others continue."""
     if world.world_size == 1:
         work()
         return
@@ -75,7 +75,7 @@ def on_main(world: World, work: Callable[[], None]) -> None:
     def tell() -> None:
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
-        with suppress(RuntimeError):  # another rank is gone: whoever watches knows it
+        with suppress(RuntimeError):  # another rank is gone: the launcher notices
             while not done.item():
                 done.fill_(finished.wait(_BEAT))
                 dist.broadcast(done, 0)
@@ -99,13 +99,13 @@ def gather_over_ranks(value: T, world: World, group: Any = None) -> list[T]:
 
 
 def quiet_libraries() -> None:
-    """Silences the advice and progress bars of libraries: by the environment those that are
-    imported later, here and in the ranks, and the others by their loggers."""
+    """Silences the advice and progress bars of libraries: through the environment for later
+    imports, here and in the ranks, and through loggers for the rest."""
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "HF_HUB_VERBOSITY": "error",
-        "DATASETS_VERBOSITY": "critical",  # what it cannot read, it raises as well
+        "DATASETS_VERBOSITY": "critical",  # its errors are raised as well
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "true",
