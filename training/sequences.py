@@ -63,7 +63,6 @@ class SequenceTask(Task, ABC):
         files: on rank 0, those of a checkpoint to resume; by default they are made.
     """
 
-    score_name = "BLEU"
     units: Sequence[str] = ("positions/s", "real tokens/s")
     cpu_positions = CPU_POSITIONS
     layers_of: Callable[[Any], list[Any]] = staticmethod(gpt2_layers)  # or training/traced.py's
