@@ -50,16 +50,6 @@ def raise_on_one(world: World) -> None:
     dist.barrier()
 
 
-def leave_silently(_: World) -> None:
-    """Ends the process, with a status that says all is well."""
-    os._exit(0)
-
-
-def leave(_: World) -> None:
-    """Ends the process as a program does."""
-    sys.exit(0)
-
-
 def user_error(_: World) -> None:
     """What only a rank can find out."""
     raise UserError("--model x: no such model; --model gpt2 works")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,6 @@ from pipeline.messages import PeerError
 from runtime.cores import core_slice
 from tests.ranks import Ranks
 from tests.training import programs
-from tests.training.conftest import Described
 from training import launch as launcher
 from training.errors import RunError, UserError
 from training.launch import (
@@ -36,74 +37,52 @@ from training.launch import (
 )
 from training.world import World, choose_backend, choose_device, on_main
 
-
-def children() -> list[psutil.Process]:
-    """The ranks that this process has started and that still run."""
-    return [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if "spawn_main" in " ".join(p.cmdline()) and p.status() != psutil.STATUS_ZOMBIE
-    ]
+# A run
 
 
-# ---------------------------------------------------------------- a run in which all goes well
-
-
-def test_every_rank_knows_its_place(described: Described) -> None:
+def test_ranks_know_their_place_and_listen_on_loopback_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default port being taken, which is said in one line; with more work than a pipe holds."""
+    printed: list[str] = []
+    monkeypatch.setattr("sys.stderr.write", printed.append, raising=False)
+    with listen(0) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(launcher, "DEFAULT_PORT", port)  # 11868 may be another program's
+        settings = Settings(2, device="cpu", timeout=60)
+        launch(programs.describe, settings, tmp_path, "x" * 1_000_000)
+    said = re.fullmatch(rf"Port {port} is taken; the ranks meet on (\d+)\.\n", "".join(printed))
+    assert said is not None and int(said[1]) not in (0, port)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     place = ["rank", "world_size", "local_rank", "device", "is_main", "sum"]
-    assert [[rank[key] for key in place] for rank in described.ranks] == [
+    assert [[rank[key] for key in place] for rank in ranks] == [
         [0, 2, 0, "cpu", True, 3],
         [1, 2, 1, "cpu", False, 3],
     ]
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no such thing on this system")
-def test_ranks_compute_on_cores_of_their_own(described: Described) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
-    expected = [cores[:half], cores[half : 2 * half]] if half else [cores, cores]
-    assert [rank["cores"] for rank in described.ranks] == expected
-    assert [rank["threads"] for rank in described.ranks] == [len(each) for each in expected]
-
-
-def test_nothing_listens_on_other_interfaces(described: Described) -> None:
-    """torch's own store would listen on every interface."""
-    assert [set(rank["listening"]) for rank in described.ranks] == [{"127.0.0.1"}] * 2
-    used = {ip for rank in described.ranks for ip in rank["all ips"]}
+    # torch's own store would listen on every interface.
+    assert [set(rank["listening"]) for rank in ranks] == [{"127.0.0.1"}] * 2
+    used = {ip for rank in ranks for ip in rank["all ips"]}
     assert used <= {"127.0.0.1", "::ffff:127.0.0.1"}
-
-
-def test_a_taken_default_port_is_replaced_in_one_line(described: Described) -> None:
-    before, after = f"Port {described.taken_port} is taken; the ranks meet on ", ".\n"
-    printed = described.stderr
-    assert (printed[: len(before)], printed[-len(after) :]) == (before, after)
-    assert int(printed[len(before) : -len(after)]) not in (0, described.taken_port)
-
-
-# -------------------------------------------------------------------- ranks that end too early
-
-
-def failed(capfd: pytest.CaptureFixture[str], work: Callable[[World], None], ranks: int) -> str:
-    """What is read of a run that fails. It leaves no process."""
-    before = children()
-    with pytest.raises(SystemExit) as end:
-        launch(work, Settings(ranks, device="cpu", master_port=0, timeout=60))
-    assert (end.value.code, children()) == (1, before)
-    return capfd.readouterr().err
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        half = len(cores) // 2
+        expected = [cores[:half], cores[half : 2 * half]] if half else [cores, cores]
+        assert [rank["cores"] for rank in ranks] == expected
+        assert [rank["threads"] for rank in ranks] == [len(each) for each in expected]
 
 
 def test_a_rank_that_raises_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
-    printed = failed(capfd, programs.raise_on_one, 2)
+    """It leaves no process. A rank that is killed: see tests/test_failures.py."""
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(SystemExit) as end:
+        launch(programs.raise_on_one, Settings(2, device="cpu", master_port=0, timeout=60))
+    left = set(psutil.Process().children(recursive=True)) - set(before)
+    assert [p for p in left if "spawn_main" in " ".join(p.cmdline())] == []
+    printed = capfd.readouterr().err
+    assert end.value.code == 1
     assert printed.startswith("\nrank 1 failed; the run has been ended.\nTraceback ")
     assert printed.endswith("\nValueError: the bug of rank 1\n")
     assert [printed.count(word) for word in ("Traceback", "rank 0", "programs.py")] == [1, 0, 1]
-
-
-def test_a_rank_that_says_nothing_has_failed(capfd: pytest.CaptureFixture[str]) -> None:
-    """One that is killed: see tests/test_failures.py."""
-    assert failed(capfd, programs.leave_silently, 1) == (
-        "\nrank 0 failed; the run has been ended.\nIt exited with status 0 before it was done.\n"
-    )
 
 
 def test_a_users_mistake_that_a_rank_finds_stays_one(capfd: pytest.CaptureFixture[str]) -> None:
@@ -113,48 +92,52 @@ def test_a_users_mistake_that_a_rank_finds_stays_one(capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == ""
 
 
-# ------------------------------------------------------------------ which of several is the cause
+# Which of several is the cause
 
 
-class FakeRanks:
-    """What a parent has of its ranks: pipes to talk into, processes that are none."""
-
-    def __init__(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(launcher, "GRACE", 0.2)
-        self.ours, self.theirs = zip(*(Pipe() for _ in range(number)), strict=True)
-        self.processes: list[Any] = [
-            SimpleNamespace(exitcode=None, join=lambda *_: None, pid=os.getpid())
-            for _ in range(number)
-        ]
-
-    def watch(self) -> Failure | None:
-        """What the parent makes of it."""
-        return watch(self.processes, self.ours, timeout=0.2)
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What a parent has of three ranks: pipes to talk into, processes that are none."""
+    monkeypatch.setattr(launcher, "GRACE", 0.2)
+    ours, theirs = zip(*(Pipe() for _ in range(3)), strict=True)
+    none: Any = {"exitcode": None, "join": lambda *_: None, "pid": os.getpid()}
+    processes = [SimpleNamespace(**none) for _ in range(3)]
+    return SimpleNamespace(
+        theirs=theirs, processes=processes, watch=lambda: watch(processes, ours, timeout=0.2)
+    )
 
 
+LOST = Failure(0, "lost", is_consequence=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (-signal.SIGKILL, "It was ended by SIGKILL.\n"),
+        (0, "It exited with status 0 before it was done.\n"),
+    ],
+)
 def test_a_death_is_the_cause_of_a_connection_that_was_lost_before_it_was_seen(
-    monkeypatch: pytest.MonkeyPatch,
+    three: SimpleNamespace, code: int, said: str
 ) -> None:
-    ranks = FakeRanks(3, monkeypatch)
-    ranks.theirs[0].send(Failure(0, "lost", is_consequence=True))
-    ranks.theirs[2].send(Failure(2, "lost", is_consequence=True))
-    os.write(ranks.theirs[1].fileno(), struct.pack("!i", 100) + b"half of a report")
-    ranks.theirs[1].close()
-    ranks.processes[1].exitcode = -signal.SIGKILL
-    assert ranks.watch() == Failure(1, "It was ended by SIGKILL.\n")
+    three.theirs[0].send(LOST)
+    three.theirs[2].send(replace(LOST, rank=2))
+    os.write(three.theirs[1].fileno(), struct.pack("!i", 100) + b"half of a report")
+    three.theirs[1].close()
+    three.processes[1].exitcode = code
+    assert three.watch() == Failure(1, said)
 
 
-@pytest.mark.parametrize("done", [None, Failure(0, "lost", is_consequence=True)])
+@pytest.mark.parametrize("report", [None, LOST])
 def test_a_rank_that_does_not_answer_is_why_others_have_waited(
-    monkeypatch: pytest.MonkeyPatch, done: Failure | None
+    three: SimpleNamespace, report: Failure | None
 ) -> None:
     """One that is stopped, say."""
-    ranks = FakeRanks(2, monkeypatch)
-    ranks.theirs[0].send(done)
-    assert ranks.watch() == Failure(1, f"It does not answer.\n{done.text if done else ''}")
-    for pipe in ranks.theirs:
+    three.theirs[0].send(report)
+    assert three.watch() == Failure(1, f"It does not answer.\n{'lost' if report else ''}")
+    for pipe in three.theirs:
         pipe.send(None)
-    assert ranks.watch() is None
+    assert three.watch() is None
 
 
 GLOO = RuntimeError(
@@ -163,40 +146,39 @@ GLOO = RuntimeError(
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "expected"),
+    ("errors", "expected"),
     [
-        (GLOO, None, True),
-        (RuntimeError("Application timeout caused pair closure"), None, True),
-        (dist.DistNetworkError("recv failed"), None, True),
-        (PeerError("stage 0 waited for gradients of stage 1: it has ended"), None, True),
-        (ValueError("the bug"), None, False),
-        (GLOO, ValueError("no result"), True),
-        (ValueError("the bug"), GLOO, False),
+        ([GLOO], True),
+        ([RuntimeError("Application timeout caused pair closure")], True),
+        ([dist.DistNetworkError("recv failed")], True),
+        ([PeerError("stage 0 waited for gradients of stage 1: it has ended")], True),
+        ([ValueError("the bug")], False),
+        ([GLOO, ValueError("no result")], True),
+        ([ValueError("the bug"), GLOO], False),
     ],
     ids=repr,
 )
 def test_what_began_an_error_says_whether_it_is_a_consequence(
-    first: Exception, then: Exception | None, expected: bool
+    errors: list[Exception], expected: bool
 ) -> None:
+    first, *then = errors
     try:
         try:
             raise first
         except Exception as error:
-            if then is not None:
-                raise then from error
-            raise
+            raise (then[0] if then else error)  # noqa: B904 (the context is what is looked at)
     except Exception as error:
         assert is_consequence(error) is expected
 
 
-# ------------------------------------------------------------------------ rank 0 works alone
+# Rank 0 works alone
 
 
 def _alone(rank: int, world_size: int, mark: Path, fails: bool) -> str:
     """How it ends, and whether rank 0's work was done then."""
 
     def work() -> None:
-        time.sleep(0.5)  # the other is there long before
+        time.sleep(0.2)  # the other is there long before
         mark.touch()
         if fails:
             raise RunError("the disk is full")
@@ -213,7 +195,7 @@ def test_others_wait_for_rank_0(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(_alone, tmp_path / "b", True) == ["the disk is full", "done"]
 
 
-# ----------------------------------------------------------- interfaces, ports, cores, devices
+# Interfaces, ports, cores, devices
 
 
 def test_ranks_of_one_machine_stay_on_loopback_and_those_of_several_where_they_are_told(
@@ -229,7 +211,9 @@ def test_ranks_of_one_machine_stay_on_loopback_and_those_of_several_where_they_a
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
 
 
-def test_the_default_port_is_used_where_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_port_is_used_where_it_is_free_and_a_given_one_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert launcher.DEFAULT_PORT == 11868
     with listen(0) as free:
         port = free.getsockname()[1]
@@ -238,14 +222,10 @@ def test_the_default_port_is_used_where_it_is_free(monkeypatch: pytest.MonkeyPat
         assert first.getsockname() == ("127.0.0.1", port)
         assert second.getsockname()[0] == "127.0.0.1"
         assert second.getsockname()[1] != port
-
-
-def test_a_port_that_cannot_be_had_is_a_users_mistake() -> None:
-    with listen(0) as taken:
-        for port in (taken.getsockname()[1], -1, 65536):
+        for given in (port, -1, 65536):
             with pytest.raises(UserError) as error:
-                launch(programs.leave, Settings(1, device="cpu", master_port=port))
-            said = f"--master_port {port}: cannot listen on 127.0.0.1:{port} ("
+                launch(programs.user_error, Settings(1, device="cpu", master_port=given))
+            said = f"--master_port {given}: cannot listen on 127.0.0.1:{given} ("
             assert str(error.value).startswith(said)
             assert str(error.value).endswith("); without the option a free port is chosen")
 
