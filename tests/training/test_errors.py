@@ -21,24 +21,17 @@ def _untouched() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_being_asked_to_end() -> None:
-    cleaned = []
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_being_asked_to_end(number: signal.Signals) -> None:
+    """What the end of the terminal breaks besides is not the reason."""
     with pytest.raises(Interrupted) as end, signals_end():
         try:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         finally:
-            cleaned.append(True)
-    assert (end.value.code, cleaned) == (128 + signal.SIGTERM, [True])
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_what_the_end_of_the_terminal_breaks_is_not_the_reason() -> None:
-    with pytest.raises(Interrupted) as end, signals_end():
-        try:
-            os.kill(os.getpid(), signal.SIGHUP)
-        finally:
-            raise OSError("a progress bar that cannot be drawn any more")
-    assert end.value.code == 129
+            if number == signal.SIGHUP:
+                raise OSError("a progress bar that cannot be drawn any more")
+    assert end.value.code == 128 + number
+    assert signal.getsignal(number) is signal.SIG_DFL
 
 
 def test_what_is_ignored_stays_ignored() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel, GPT2LMHeadModel
 
+from training import export as module
 from training.data import train_tokenizer
 from training.errors import UserError
+from training.export import export
 from training.model import (
     build_model,
     gpt2_config,
@@ -22,11 +25,16 @@ from training.model import (
     split_by,
 )
 from training.pretrained import check_pretrained, pretrained_config, pretrained_initializer
+from training.seeds import stream
+from training.world import World
 
 
 def tiny(seed: int = 0, n_layer: int = 2, **sizes: Any) -> GPT2LMHeadModel:
     sizes = {"n_embd": 32, "n_head": 2, "dropout": 0.0, **sizes}
     return build_model(gpt2_config("gpt2-mini", 320, 16, n_layer=n_layer, **sizes), seed)
+
+
+# Sizes
 
 
 @pytest.mark.parametrize(
@@ -45,14 +53,11 @@ def test_presets_have_the_published_sizes(name: str, vocab_size: int, count: int
     assert sum(p.numel() for p in model.parameters()) == count
 
 
-def test_a_preset_can_be_changed() -> None:
+def test_a_preset_can_be_changed_and_vocabularies_are_rounded_up() -> None:
     config = gpt2_config("gpt2", 1000, 2048, n_layer=3, n_embd=48, n_head=4, dropout=0.2)
     assert (config.n_layer, config.n_embd, config.n_head) == (3, 48, 4)
     assert (config.n_positions, config.vocab_size) == (2048, 1000)
     assert (config.attn_pdrop, config.embd_pdrop, config.resid_pdrop) == (0.2, 0.2, 0.2)
-
-
-def test_vocabularies_are_rounded_up() -> None:
     assert [round_vocab(n) for n in (1, 64, 65, 4096, 4097)] == [64, 64, 128, 4096, 4160]
 
 
@@ -61,11 +66,26 @@ def test_sizes_of_stages() -> None:
     assert sizes_of_blocks("auto", 5, 2) is None
     assert sizes_of_blocks("uniform", 5, 2) == [7, 5]
     assert sizes_of_blocks("1,3,1", 5, 3) == [3, 6, 3]
-    for wrong in ("3,3", "5", "5,0", "6,-1", "2;3", "even", ""):
+    assert split_by("uniform", 8, 3, "layers") == [3, 3, 2]
+    for wrong in ("3,3", "5", "5,0", "6,-1", "2;3", "2,x", "1,1,3", "even", ""):
         with pytest.raises(
             ValueError, match="2 positive numbers that add up to the 5 blocks, as 3,2"
         ):
             split_by(wrong, 5, 2, "blocks")
+
+
+# Initial weights
+
+
+def test_no_two_streams_are_the_same_and_each_is_on_every_machine() -> None:
+    """As those of seed + epoch would be: epoch 1 of seed 0, and epoch 0 of seed 1."""
+    purposes = ("data order", "dropout", "initial weights")
+    of = [stream(*of) for of in product(range(12), purposes, range(12), range(12))]
+    of += [stream(seed, purpose) for seed in range(200) for purpose in purposes]
+    of += [stream(1, "dropout", 12), stream(11, "dropout", 2), stream(1, "dropout", "12")]
+    assert len({value & 0xFFFFFFFF for value in of}) == len(of)  # of which torch takes no more
+    assert min(of) >= 0 and max(of) < 2**63
+    assert stream(0, "data order", 1) == 6020721808494672217
 
 
 def test_weights_depend_on_seed_and_name_alone() -> None:
@@ -79,59 +99,64 @@ def test_weights_depend_on_seed_and_name_alone() -> None:
     assert same == [n for n in short if n.endswith("bias") or ".ln_" in n]
     q, r = (long[f"transformer.h.{i}.attn.c_attn.weight"] for i in (0, 1))
     assert not torch.equal(q, r)
-
-
-def test_weights_are_those_of_earlier_versions() -> None:
-    """Losses that the documentation states, and runs to be continued, depend on it."""
-    weights = tiny().transformer.wte.weight[0, :3]
-    assert weights.tolist() == pytest.approx([-0.02690713, -0.02315010, 0.00897220], rel=1e-4)
+    # Losses that the documentation states, and runs to be continued, depend on them.
+    first = short["transformer.wte.weight"][0, :3].tolist()
+    assert first == pytest.approx([-0.02690713, -0.02315010, 0.00897220], rel=1e-4)
 
 
 def test_weights_are_distributed_as_in_gpt2() -> None:
     model = tiny(n_layer=2, n_embd=128)
     assert model.lm_head.weight is model.transformer.wte.weight
-    parameters = dict(model.named_parameters())
-    zero = [n for n, p in parameters.items() if not p.count_nonzero()]
-    one = [n for n, p in parameters.items() if torch.equal(p, torch.ones_like(p))]
-    assert zero == [n for n in parameters if n.endswith("bias")]
-    assert one == [n for n in parameters if ".ln_" in n and n.endswith("weight")]
-    # With at least 2,048 samples the deviation is within 1/sqrt(2 * 2048) = 1.6 % of its
-    # expectation at one sigma; the bound is six of them.
-    for name, p in parameters.items():
-        if name not in zero + one:
-            std = 0.01 if "c_proj" in name else 0.02
-            assert p.std().item() == pytest.approx(std, rel=0.1), name
-            assert abs(p.mean().item()) < 6 * std / p.numel() ** 0.5, name
+    for name, p in model.named_parameters():
+        if name.endswith("bias") or ".ln_" in name:
+            assert torch.equal(p, torch.full_like(p, not name.endswith("bias"))), name
+            continue
+        # With at least 2,048 samples the deviation is within 1/sqrt(2 * 2048) = 1.6 % of its
+        # expectation at one sigma; the bound is six of them.
+        std = 0.01 if "c_proj" in name else 0.02
+        assert p.std().item() == pytest.approx(std, rel=0.1), name
+        assert abs(p.mean().item()) < 6 * std / p.numel() ** 0.5, name
 
+
+# The loss
 
 IDS = torch.tensor([[5, 6, 7, 8], [3, 4, 2, 0], [3, 4, 0, 0]])
 WEIGHTS = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]])
 
 
 def test_the_loss_of_the_layers_is_the_masked_cross_entropy_of_the_model() -> None:
-    """The layers compute logits at targets alone."""
+    """The layers compute logits at targets alone; without any they cost nothing."""
     model = tiny().double()
     labels = IDS.roll(-1, 1)
-    logits = nn.Sequential(*gpt2_layers(model))((IDS, WEIGHTS))
+    layers = nn.Sequential(*gpt2_layers(model))
+    logits = layers((IDS, WEIGHTS))
     assert logits.shape == (4, 320)
     loss = loss_of_targets(logits, (labels, WEIGHTS))
     log_p = model(input_ids=IDS).logits.log_softmax(-1)
     nll = -log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(loss, (nll * WEIGHTS).sum(), rtol=1e-12, atol=0)
-    assert 4 * 5 < loss.item() < 4 * 6.5  # an untrained target costs about ln(320)
     half = loss_of_targets(logits.bfloat16(), (labels, WEIGHTS))
     assert half.dtype == torch.float32 and half.item() == pytest.approx(loss.item(), rel=1e-2)
-
-
-def test_a_batch_without_targets_costs_nothing() -> None:
-    model, none = tiny(), torch.zeros_like(WEIGHTS)
-    loss = loss_of_targets(nn.Sequential(*gpt2_layers(model))((IDS, none)), (IDS, none))
-    loss.backward()
-    assert loss.item() == 0
+    none = torch.zeros_like(WEIGHTS)
+    nothing = loss_of_targets(layers((IDS, none)), (labels, none))
+    nothing.backward()
+    assert nothing.item() == 0
     assert [n for n, p in model.named_parameters() if p.grad is None or p.grad.any()] == []
 
 
-# --------------------------------------------------------------------------------- pretrained
+# Weights of others
+
+
+def test_transformers_loads_an_export_of_many_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FILE_BYTES", 40_000)
+    model = tiny()
+    weights = ((name, p.detach()) for name, p in model.named_parameters())
+    export(World(), tmp_path / "model", weights, model.config.save_pretrained)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 4
+    again = dict(GPT2LMHeadModel.from_pretrained(tmp_path / "model").named_parameters())
+    assert [n for n, p in model.named_parameters() if not torch.equal(p, again[n])] == []
 
 
 @pytest.mark.parametrize("part", ["whole", "transformer", "in bfloat16"])
@@ -158,20 +183,14 @@ def test_weights_are_read_by_name_and_grow_with_the_vocabulary(part: str, tmp_pa
         assert torch.equal(filled[0], filled[2]) == ("wte" not in name)  # new rows are the seed's
 
 
-def test_a_weight_that_is_missing_is_named(tmp_path: Path) -> None:
-    model = tiny()
-    state = {n: p for n, p in model.state_dict().items() if n != "transformer.h.1.ln_2.bias"}
-    model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(UserError, match=r"\(transformer.h.1.ln_2.bias is missing, "):
-        check_pretrained(str(tmp_path), 16)
-
-
-def test_folders_that_hold_no_gpt2_are_refused(tmp_path: Path) -> None:
-    bert = BertConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        vocab_size=300,
-    )  # fmt: skip
-    BertModel(bert).save_pretrained(tmp_path)
-    for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(UserError, match=r"(no|could a) GPT-2 .*presets need none"):
-            check_pretrained(str(folder), 16)
+def test_folders_that_hold_no_gpt2_or_not_all_of_it_are_refused(tmp_path: Path) -> None:
+    model, missing = tiny(), "transformer.h.1.ln_2.bias"
+    state = {name: p for name, p in model.state_dict().items() if name != missing}
+    model.save_pretrained(tmp_path / "part", state_dict=state)
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(**size, intermediate_size=32, vocab_size=300)).save_pretrained(
+        tmp_path / "bert"
+    )
+    for name, said in (("part", rf"\({missing} is missing, "), ("bert", "no GPT"), ("no", "could")):
+        with pytest.raises(UserError, match=f"{said}.*presets need none"):
+            check_pretrained(str(tmp_path / name), 16)
