@@ -1,11 +1,9 @@
-"""Traced layers beside those by hand: each with the same parameters, and the same outputs."""
+"""Traced layers beside those by hand, in what tests/equivalence does not run."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,21 +13,16 @@ from training.prefix import Prefix
 from training.traced import traced_layers
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+def test_they_are_the_layers_by_hand() -> None:
+    """Each has the same parameters. They take sentences of one token, too, in training and in
+    evaluation; ids alone, of which operations are counted; and a cache."""
     config = gpt2_config("gpt2-mini", 40, 16, dropout=0.0, n_layer=1, n_embd=16, n_head=2)
-    return build_model(config, 0).double()
-
-
-def test_they_are_the_layers_by_hand(model: Any) -> None:
-    """For sentences of one token, too, in training and in evaluation; with a cache; and for ids
-    alone, of which operations are counted."""
+    model = build_model(config, 0).double()
     by_hand, traced = gpt2_layers(model), traced_layers(model)
-    assert [set(map(id, layer.parameters())) for layer in traced] == [
-        set(map(id, layer.parameters())) for layer in by_hand
-    ]
-    keys = torch.zeros(3, dtype=torch.long)
+    parameters = [[set(layer.parameters()) for layer in layers] for layers in (by_hand, traced)]
+    assert parameters[0] == parameters[1]
     traced = copy.deepcopy(traced)  # as --balance auto measures them
+    keys = torch.zeros(3, dtype=torch.long)
     for ids in (torch.arange(3)[:, None], torch.arange(15).view(3, 5)):
         weights = (ids % 4 != 1).double()
         for mode, value in ((True, (ids, weights, keys)), (False, (ids, weights)), (False, ids)):
@@ -37,12 +30,10 @@ def test_they_are_the_layers_by_hand(model: Any) -> None:
             torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
 
     def continued(layers: list[nn.Module]) -> list[Tensor]:
-        ids, newest = torch.arange(15).view(3, 5), torch.arange(3)[:, None]
-        prefix = Prefix([5, 5, 5])
+        ids, newest, prefix = torch.arange(15).view(3, 5), torch.arange(3)[:, None], Prefix([5] * 3)
         first = nn.Sequential(*layers).eval()((ids, newest_alone(ids), prefix))
         prefix.extend()
         return [first, nn.Sequential(*layers)((newest, newest_alone(newest), prefix))]
 
     with torch.no_grad():
-        found, expected = continued(traced), continued(by_hand)
-    assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, continued(traced), continued(by_hand)))
