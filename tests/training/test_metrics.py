@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from project.utils import read_texts
 from tests.project.programs import TINY, parse, run, summary
 from tests.ranks import Ranks
 from training.metrics import flops_of_forward, peak_flops
-from training.optimization import Optimizers, Recipe
 from training.translation import TranslationTask
 from training.world import World
 
@@ -94,22 +92,3 @@ def test_the_peak_is_a_rate() -> None:
     start = time.perf_counter()
     rate = peak_flops(torch.device("cpu"), torch.float32)
     assert 3 * 2 * 1024**3 / rate <= time.perf_counter() - start
-
-
-def test_a_loss_that_explodes_is_said_once() -> None:
-    """Also where the run was resumed between the first step and that one."""
-    p = nn.Parameter(torch.ones(1))
-
-    def make() -> Optimizers:
-        return Optimizers([torch.optim.SGD([p])], Recipe(1e-3, 10, 10))
-
-    optimizer, resumed = make(), make()
-    p.grad = torch.ones(1)
-    said = [optimizer.step(torch.tensor(loss), 2) for loss in (6.0, 4.0, 60.0)]
-    resumed.load_state_dict(optimizer.state_dict())
-    said += [resumed.step(torch.tensor(loss), 2) for loss in (61.0, 600.0)]
-    assert said == [None] * 3 + [
-        "epoch 1, step 4 of 10: the loss is 30.5 and was 3 at first; try --learning_rate 0.0005, "
-        "--warmup_steps 100, --max_grad_norm 1 or --on_nan skip, which leaves such steps out",
-        None,
-    ]

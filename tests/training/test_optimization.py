@@ -57,35 +57,10 @@ def feed(parameters: list[nn.Parameter], value: float) -> None:
         p.grad = torch.full_like(p, value)
 
 
-def test_several_optimizers_clip_as_one_where_their_parameters_are() -> None:
-    """One without a gradient is left alone. 9 elements of 1: a norm of 3."""
-    asked: list[int] = []
-
-    def run(work: Any) -> list[Any]:
-        asked.append(3)
-        return [work(i) for i in range(3)]
-
-    parameters, optimizers = make(Recipe(1.0, 4, 4, max_grad_norm=0.3), 5, 4, 2, run=run)
-    feed(parameters[:2], 1.0)
-    assert optimizers.step(torch.tensor(1.0), 1) is None
-    for p in parameters[:2]:
-        assert p.tolist() == pytest.approx([1 - 0.3 / 3] * len(p), rel=1e-6)
-    assert parameters[2].grad is None and parameters[2].tolist() == [1.0, 1.0]
-    assert asked == [3, 3]  # the norms, and the updates
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_with_advice() -> None:
-    parameters, optimizers = make(Recipe(0.5, 4, 8), 2)
-    optimizers.load_state_dict({"steps": 5, "in_a_row": 0})
-    feed(parameters, 1.0)
-    with pytest.raises(RunError) as error:
-        optimizers.step(torch.tensor(NAN), 1)
-    assert str(error.value) == (
-        "epoch 2, step 2 of 4: the loss is nan; try --learning_rate 0.25, --warmup_steps 100, "
-        "--max_grad_norm 1 or --on_nan skip, which leaves such steps out"
-    )
-    assert parameters[0].tolist() == [1.0, 1.0]
-    assert optimizers.state_dict().items() >= {"steps": 5, "in_a_row": 0}.items()
+ADVICE = (
+    "try --learning_rate 0.25, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip, which "
+    "leaves such steps out"
+)
 
 
 @pytest.mark.parametrize(
@@ -97,26 +72,40 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice() -> None:
         (1.0, NAN, "the norm of the gradient is nan, though the loss is finite"),
     ],
 )
-def test_whatever_is_not_finite_is_seen(loss: float, gradient: float, what: str) -> None:
-    recipe = Recipe(0.5, 4, 4, max_grad_norm=1.0, on_nan="skip")
-    parameters, optimizers = make(recipe, 3, 3)
-    feed(parameters, 0.0)
-    assert parameters[1].grad is not None
-    parameters[1].grad[2] = gradient
-    reason = optimizers.step(torch.tensor(loss), 1)
-    assert reason == f"epoch 1, step 1 of 4: {what}; the step was left out"
-    assert [p.tolist() for p in parameters] == [[1.0] * 3] * 2
+def test_what_is_not_finite_ends_the_run_with_advice_or_is_left_out(
+    loss: float, gradient: float, what: str
+) -> None:
+    for on_nan in ("stop", "skip"):
+        parameters, optimizers = make(Recipe(0.5, 4, 8, on_nan=on_nan), 3, 3)
+        optimizers.load_state_dict({"steps": 5, "in_a_row": 0})
+        feed(parameters, 0.0)
+        assert parameters[1].grad is not None
+        parameters[1].grad[2] = gradient
+        try:
+            said = optimizers.step(torch.tensor(loss), 1)
+        except RunError as error:
+            said = str(error)
+        then = ADVICE if on_nan == "stop" else "the step was left out"
+        assert said == f"epoch 2, step 2 of 4: {what}; {then}"
+        assert [p.tolist() for p in parameters] == [[1.0] * 3] * 2
+        skipped = int(on_nan == "skip")
+        state = {"steps": 5 + skipped, "in_a_row": skipped}
+        assert optimizers.state_dict().items() >= state.items()
 
 
 def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
-    """Momentum and weights know nothing of it; the schedule goes on, also after a resume."""
+    """Momentum and weights know nothing of it; the schedule goes on, also after a resume. Without
+    a target there is nothing to learn, which is no failure, whatever --on_nan says."""
     recipe = Recipe(1.0, 4, 4, "linear", on_nan="skip")
     parameters, optimizers = make(recipe, 1)
     plain = nn.Parameter(torch.ones(1, dtype=torch.float64))
     sgd = torch.optim.SGD([plain], lr=1.0, momentum=0.5)
-    for value, rate in ((1.0, 1.0), (NAN, None), (3.0, 0.5), (5.0, 0.25)):
+    no_target = "epoch 1, step 3 of 4: the batch has no target token; the step was left out"
+    for value, targets, rate in ((1.0, 1, 1.0), (NAN, 1, None), (0.0, 0, None), (5.0, 1, 0.25)):
         feed(parameters, value)
-        assert (optimizers.step(torch.tensor(value), 1) is None) == (rate is not None)
+        said = optimizers.step(torch.tensor(value), targets)
+        assert (said is None) == (rate is not None)
+        assert targets or said == no_target
         if rate is not None:
             plain.grad = torch.tensor([value], dtype=torch.float64)
             sgd.param_groups[0]["lr"] = rate
@@ -125,19 +114,6 @@ def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
         state, optimizers = optimizers.state_dict(), Optimizers(optimizers.optimizers, recipe)
         optimizers.load_state_dict(state)
     assert optimizers.state_dict().items() >= {"steps": 4, "in_a_row": 0}.items()
-
-
-def test_without_a_target_there_is_nothing_to_learn() -> None:
-    """Nor does momentum go on. It is no failure, whatever --on_nan says."""
-    parameters, optimizers = make(Recipe(1.0, 4, 4), 1)
-    feed(parameters, 1.0)
-    assert optimizers.step(torch.tensor(1.0), 7) is None
-    feed(parameters, 0.0)
-    assert optimizers.step(torch.tensor(0.0), 0) == (
-        "epoch 1, step 2 of 4: the batch has no target token; the step was left out"
-    )
-    assert parameters[0].tolist() == [0.0]
-    assert optimizers.state_dict().items() >= {"steps": 2, "in_a_row": 0}.items()
 
 
 def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
@@ -155,23 +131,22 @@ def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
     )
 
 
-def _rank(rank: int, world_size: int, on_nan: str, rows: list[Any]) -> list[Any]:
-    """Steps with a loss and a gradient per rank; what was said, and the weights at the end."""
-    recipe = Recipe(0.5, 4, 4, max_grad_norm=1.0, on_nan=on_nan)
-    parameters = [nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (2, 2)]
-    sgd = torch.optim.SGD(parameters, lr=0.5)
-    optimizers = Optimizers([sgd], recipe, World(rank, world_size))
-    found: list[Any] = []
-    for losses, gradients in rows:
-        feed(parameters, gradients[rank])
-        try:
-            found.append(optimizers.step(torch.tensor(losses[rank]), 1))
-        except RunError as error:
-            return [*found, f"RunError {error}"]
-    return [*found, parameters[0].tolist()]
+def test_a_loss_that_explodes_is_said_once() -> None:
+    """Also where the run was resumed between the first step and that one."""
+    (parameter,), optimizers = make(Recipe(1e-3, 10, 10), 1)
+    feed([parameter], 1.0)
+    said = [optimizers.step(torch.tensor(loss), 2) for loss in (6.0, 4.0, 60.0)]
+    state, optimizers = optimizers.state_dict(), make(Recipe(1e-3, 10, 10), 1)[1]
+    optimizers.load_state_dict(state)
+    said += [optimizers.step(torch.tensor(loss), 2) for loss in (61.0, 600.0)]
+    assert said == [None] * 3 + [
+        "epoch 1, step 4 of 10: the loss is 30.5 and was 3 at first; try --learning_rate 0.0005, "
+        "--warmup_steps 100, --max_grad_norm 1 or --on_nan skip, which leaves such steps out",
+        None,
+    ]
 
 
-ROWS = [
+ROWS = [  # of two ranks: losses, and gradients
     ((1.0, 1.0), (1.0, 1.0)),
     ((1.0, NAN), (1.0, 1.0)),
     ((1.0, 1.0), (INF, 1.0)),
@@ -180,23 +155,34 @@ ROWS = [
 ]
 
 
-def test_ranks_leave_out_the_same_steps(ranks: Ranks) -> None:
+def _rank(rank: int, world_size: int, on_nan: str) -> list[Any]:
+    """What is said of each step, and the weights at the end."""
+    recipe = Recipe(0.5, 4, 4, max_grad_norm=1.0, on_nan=on_nan)
+    parameters, optimizers = make(recipe, 2, 2, world=World(rank, world_size))
+    found: list[Any] = []
+    for losses, gradients in ROWS:
+        feed(parameters, gradients[rank])
+        try:
+            said = optimizers.step(torch.tensor(losses[rank]), 1)
+        except RunError as error:
+            return [*found, f"RunError {error}"]
+        found.append(said and said.split(": ")[1].split(";")[0])
+    return [*found, parameters[0].tolist()]
+
+
+def test_ranks_leave_out_the_same_steps_or_stop_together(ranks: Ranks) -> None:
     """Whatever only one of them can see. Each rank's gradient is a part here, as of shards: the
-    norm of 8 ones is sqrt(8), clipped to 1; two steps of 0.5."""
-    found = ranks.run(_rank, "skip", ROWS)
+    norm of 8 ones is sqrt(8), clipped to 1; two steps of 0.5, and half of the first once more."""
+    found = ranks.run(_rank, "skip")
     assert found[0] == found[1]
-    said = [line and line.split(": ")[1].split(";")[0] for line in found[0][:-1]]
-    assert said == [
+    assert found[0][:-1] == [
         None,
         "the loss of rank 1 is nan",
         "the norm of the gradient is inf, though every rank's loss is finite",
         "the loss of rank 0 and 1 more is nan",
         None,
     ]
-    assert found[0][-1] == pytest.approx([1 - 2 * 0.5 / math.sqrt(8)] * 2, rel=1e-5)
-
-
-def test_all_ranks_stop(ranks: Ranks) -> None:
-    found = ranks.run(_rank, "stop", ROWS)
+    assert found[0][-1] == pytest.approx([1 - 2.5 * 0.5 / math.sqrt(8)] * 2, rel=1e-5)
+    found = ranks.run(_rank, "stop")
     assert found[0] == found[1]
     assert found[0][1].startswith("RunError epoch 1, step 2 of 4: the loss of rank 1 is nan; try ")

@@ -6,7 +6,6 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,16 +13,19 @@ import torch
 
 from tests.ranks import Ranks
 from training.perfetto import read_timelines, write_trace
-from training.timeline import OFF, Event, Timeline, clock_offset
+from training.timeline import Event, Timeline, clock_offset
+
+
+def tick(timeline: Timeline, kind: str, stage: int = 0) -> None:
+    now = time.perf_counter()
+    timeline(kind, stage, 0, now, now)
 
 
 def kinds(timeline: Timeline) -> list[tuple[str, int]]:
     return [(event.kind, event.step) for event in timeline.events()]
 
 
-def tick(timeline: Timeline, kind: str, stage: int = 0, microbatch: int = 0) -> None:
-    now = time.perf_counter()
-    timeline(kind, stage, microbatch, now, now)
+# What is recorded
 
 
 def test_an_event_belongs_to_the_step_in_which_it_began() -> None:
@@ -40,23 +42,18 @@ def test_an_event_belongs_to_the_step_in_which_it_began() -> None:
 
 def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> None:
     timeline = Timeline(num_steps=3)
+    nothing = Timeline(rank=1, world_size=2, num_steps=0)  # and no clock is compared
     seen = []
     for _ in range(2):
-        for item in timeline.over("xy"):
+        for item in timeline.over(nothing.over("xy")):
             tick(timeline, item)
+            with nothing.span("F"):
+                tick(nothing, item)
             seen.append((item, timeline.recording))
         tick(timeline, "evaluation")
     assert kinds(timeline) == [("x", 0), ("y", 1), ("x", 2)]
     assert seen == [("x", True), ("y", True), ("x", True), ("y", False)]
-
-
-def test_nothing_is_recorded_where_nothing_is_asked_for() -> None:
-    timeline = Timeline(rank=1, world_size=2, num_steps=0)  # and no clock is compared
-    timeline.step(0)
-    with timeline.span("F"):
-        tick(timeline, "a")
-    assert (timeline.events(), timeline.recording) == ([], False)
-    assert (OFF.recording, OFF.events()) == (False, [])
+    assert (nothing.events(), nothing.recording) == ([], False)
 
 
 def test_spans_and_optimizers() -> None:
@@ -74,47 +71,41 @@ def test_spans_and_optimizers() -> None:
     assert before <= first.start <= first.end <= second.start <= second.end <= time.perf_counter()
 
 
-def record(rank: int, world_size: int, workdir: Path, offset: float = 0.0) -> Timeline:
+# Files
+
+
+def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
+    """What rank `rank` of two did, on a clock that is off."""
     timeline = Timeline(about={"strategy": "ddp"})  # no group: offsets are given
-    timeline.rank, timeline.world_size, timeline.offset = rank, world_size, offset
+    timeline.rank, timeline.world_size, timeline.offset = rank, 2, offset
     timeline("F", 0, 0, 100.0 - offset, 100.25 - offset)
     timeline("B", 0, 0, 100.25 - offset, 101.0 - offset)
     timeline("all_reduce", 0, -1, 100.5 - offset, 101.5 - offset)
     timeline("all_reduce", 1, -1, 100.75 - offset, 101.75 - offset)
     timeline.write(workdir)
-    return timeline
 
 
 def test_files_are_read_back_on_the_clock_of_rank_0(tmp_path: Path) -> None:
-    for rank, offset in enumerate((0.0, -5000.0)):
-        record(rank, 2, tmp_path, offset)
-    (tmp_path / "timeline_rank2.json").write_text("an earlier run had three")
-    workers, about = read_timelines(tmp_path)
-    assert about == {"strategy": "ddp"}
-    assert workers == {
-        f"rank {rank}": [
-            Event("F", 0, 0, 100.0, 100.25, 0),
-            Event("B", 0, 0, 100.25, 101.0, 0),
-            Event("all_reduce", 0, -1, 100.5, 101.5, 0),
-            Event("all_reduce", 1, -1, 100.75, 101.75, 0),
-        ]
-        for rank in range(2)
-    }
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"timeline_rank{rank}.json" for rank in range(3)
-    ]
-
-
-def test_files_that_are_missing_or_none(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"timeline_rank0\.json"):
         read_timelines(tmp_path)
-    record(0, 2, tmp_path)
+    record(0, tmp_path)
     with pytest.raises(FileNotFoundError, match=r"timeline_rank1\.json"):
         read_timelines(tmp_path)
     for text in ("{", "[]", "{}", '{"events": [[1, 2]]}'):
         (tmp_path / "timeline_rank1.json").write_text(text)
         with pytest.raises(ValueError, match=r"timeline_rank1\.json is not a timeline"):
             read_timelines(tmp_path)
+    record(1, tmp_path, -5000.0)
+    (tmp_path / "timeline_rank2.json").write_text("an earlier run had three")
+    workers, about = read_timelines(tmp_path)
+    assert about == {"strategy": "ddp"}
+    events = [
+        Event("F", 0, 0, 100.0, 100.25, 0),
+        Event("B", 0, 0, 100.25, 101.0, 0),
+        Event("all_reduce", 0, -1, 100.5, 101.5, 0),
+        Event("all_reduce", 1, -1, 100.75, 101.75, 0),
+    ]
+    assert workers == {"rank 0": events, "rank 1": events}
 
 
 def test_the_stages_of_one_rank_are_workers(tmp_path: Path) -> None:
@@ -127,20 +118,15 @@ def test_the_stages_of_one_rank_are_workers(tmp_path: Path) -> None:
     assert list(stages.items()) == [("stage 0", [0, -1]), ("stage 1", [1, 1])]
 
 
-def entries(path: Path, phase: str) -> list[dict[str, Any]]:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return [entry for entry in content["traceEvents"] if entry["ph"] == phase]
-
-
 def test_the_trace(tmp_path: Path) -> None:
     """A process per rank, a thread per lane, and another for what crosses; microseconds. No thread
     has the number of another, be it in another process: Perfetto names threads by it alone."""
     for rank in range(2):
-        record(rank, 2, tmp_path)
-    path = write_trace(tmp_path)
-    assert path == tmp_path / "trace.json"
-    names = [(e["name"], e["pid"], e["tid"], *e["args"].values()) for e in entries(path, "M")]
-    assert names == [
+        record(rank, tmp_path)
+    assert write_trace(tmp_path) == tmp_path / "trace.json"
+    entries = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
+    named = [e for e in entries if e["ph"] == "M"]
+    assert [(e["name"], e["pid"], e["tid"], *e["args"].values()) for e in named] == [
         (what, pid, tid, name)
         for pid in (1, 2)
         for what, tid, name in (
@@ -151,13 +137,9 @@ def test_the_trace(tmp_path: Path) -> None:
             ("thread_name", 1000 * pid + 102, "communication 2"),
         )
     ]
-    slices = [
-        (e["name"], e["tid"], e["ts"], e["dur"], e["args"])
-        for e in entries(path, "X")
-        if e["pid"] == 2
-    ]
+    slices = [e for e in entries if e["ph"] == "X" and e["pid"] == 2]
     both = {"stage or layer": 0, "step": 0}
-    assert slices == [
+    assert [(e["name"], e["tid"], e["ts"], e["dur"], e["args"]) for e in slices] == [
         ("forward 0", 2001, 0, 250000, {"micro-batch": 0, **both}),
         ("backward 0", 2001, 250000, 750000, {"micro-batch": 0, **both}),
         ("all-reduce", 2101, 500000, 1000000, both),
@@ -165,40 +147,32 @@ def test_the_trace(tmp_path: Path) -> None:
     ]
 
 
-# The trace, read as strictly as Perfetto reads it: it drops a slice that begins within another of
-# its row and ends after it, does not show process 0, and may name a thread by its number alone.
-
-
-@pytest.mark.parametrize(("workers", "begin"), [("rank", 12.3456789), ("stage", 12345678.9)])
-def test_a_strict_reader_takes_the_trace(tmp_path: Path, workers: str, begin: float) -> None:
-    """Also of a computer that is up for half a year: its clock has few digits after the point.
-    Actions follow each other without a gap once times are rounded, and transfers cross."""
+@pytest.mark.parametrize("begin", [12.3456789, 12345678.9])
+def test_boxes_of_a_row_never_cross(tmp_path: Path, begin: float) -> None:
+    """Perfetto drops one that begins within another and ends after it. Also of a computer that is
+    up for half a year: its clock has few digits after the point. Actions follow each other without
+    a gap once times are rounded, and transfers cross."""
     chooser = random.Random(1)
-    timeline = Timeline(workers=workers)
+    timeline = Timeline()
     timeline.step(0)
     timeline._marks[0] = (begin, 0)
-    for stage in range(3):
-        now = begin
-        for i in range(300):
-            end = now + chooser.randrange(1, 5000) * 1e-7
-            timeline(chooser.choice(["F", "B", "a kind of its own"]), stage, i, now, end)
-            if i % 10 == 0:
-                timeline("optimizer", stage, -1, now, now + (end - now) / 2)
-                timeline("send", stage, i, now, end + 2e-4)
-            now = end
+    now = begin
+    for i in range(300):
+        end = now + chooser.randrange(1, 5000) * 1e-7
+        timeline(chooser.choice(["F", "B", "a kind of its own"]), 0, i, now, end)
+        if i % 10 == 0:
+            timeline("optimizer", 0, -1, now, now + (end - now) / 2)
+            timeline("send", 0, i, now, end + 2e-4)
+        now = end
     timeline.write(tmp_path)
     trace = json.loads(write_trace(tmp_path).read_text("utf-8"))["traceEvents"]
-    phases = [entry["ph"] for entry in trace]
-    slices = [entry for entry in trace if entry["ph"] == "X"]
-    assert phases == sorted(phases) and len(slices) == 3 * (300 + 2 * 30)  # metadata come first
-    rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for entry in slices:
-        assert entry["pid"] > 0 and type(entry["ts"]) is type(entry["dur"]) is int
-        row = rows.setdefault((entry["pid"], entry["tid"]), [])
-        row.append((entry["ts"], entry["ts"] + entry["dur"]))
-    assert len({tid for _, tid in rows}) == len(rows)
-    named = [(entry["pid"], entry["tid"]) for entry in trace if entry["name"] == "thread_name"]
-    assert sorted(named) == sorted(rows)
+    rows: dict[int, list[tuple[int, int]]] = {}
+    for entry in trace:
+        if entry["ph"] == "X":
+            assert type(entry["ts"]) is type(entry["dur"]) is int
+            span = (entry["ts"], entry["ts"] + entry["dur"])
+            rows.setdefault(entry["tid"], []).append(span)
+    assert sum(map(len, rows.values())) == 300 + 2 * 30
     for row in rows.values():
         assert [start for start, _ in row] == sorted(start for start, _ in row)
         open_ends: list[int] = []
@@ -212,32 +186,31 @@ def test_a_strict_reader_takes_the_trace(tmp_path: Path, workers: str, begin: fl
 # Ranks together
 
 
-def _offset(rank: int, world_size: int, ahead: list[float]) -> tuple[float, float]:
-    """What `clock_offset` finds if this rank's clock is ahead, and how long all took."""
+def on_ranks(
+    rank: int, world_size: int, ahead: list[float], workdir: Path | None
+) -> tuple[float, float]:
+    """What a rank finds if its clock is ahead, and how long all took."""
     now, start = time.perf_counter, time.perf_counter()
     with mock.patch("training.timeline.time.perf_counter", lambda: now() + ahead[rank]):
-        return clock_offset(rank, world_size), now() - start
+        offset = clock_offset(rank, world_size)
+    took = now() - start
+    if workdir is not None:
+        timeline = Timeline(rank, world_size)
+        timeline.step(0)
+        tick(timeline, "F")
+        timeline.save(workdir)
+    return offset, took
 
 
-def test_each_rank_finds_how_far_its_clock_is_off(three_ranks: Ranks) -> None:
+def test_ranks_find_how_far_their_clocks_are_off_and_save_together(
+    three_ranks: Ranks, tmp_path: Path
+) -> None:
     """To half a round trip; less than that is taken to be nothing, as on one machine."""
     ahead = [0.0, 1000.0, -25.0]
-    found = three_ranks.run(_offset, ahead)
+    found = three_ranks.run(on_ranks, ahead, None)
     assert found[0][0] == 0.0
     for (offset, took), off in zip(found, ahead, strict=True):
         assert abs(offset + off) <= took / 2
-    assert [offset for offset, _ in three_ranks.run(_offset, [0.0] * 3)] == [0.0] * 3
-
-
-def _save(rank: int, world_size: int, workdir: Path) -> None:
-    timeline = Timeline(rank, world_size)
-    timeline.step(0)
-    tick(timeline, "F")
-    timeline.save(workdir)
-
-
-def test_ranks_save_together(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_save, tmp_path)
+    assert [offset for offset, _ in three_ranks.run(on_ranks, [0.0] * 3, tmp_path)] == [0.0] * 3
     workers, _ = read_timelines(tmp_path)
-    assert [[e.kind for e in events] for events in workers.values()] == [["F"], ["F"]]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert [[e.kind for e in events] for events in workers.values()] == [["F"]] * 3
