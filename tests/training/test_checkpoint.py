@@ -4,6 +4,7 @@ what one layout has saved, any other loads."""
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -75,26 +77,23 @@ def listing(folder: Path) -> list[str]:
 # What is written, and what stays
 
 
-def test_a_checkpoint_is_what_was_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_is_what_was_saved_and_the_newest_stay(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "checkpoints"
-    assert save(folder, 7) == "000001-step7"
-    files = contents(folder / "000001-step7")
+    assert save(folder, 1, keep=3) == "000001-step1"
+    files = contents(folder / "000001-step1")
     assert list(files) == [".metadata", SHARD, "manifest.json", "note.txt", "state.json"]
-    assert json.loads(files["state.json"]) == {"step": 7}
+    assert json.loads(files["state.json"]) == {"step": 1}
     assert list(json.loads(files["manifest.json"])) == ["format", "files"]
+    for value in (2, 3, 4):
+        save(folder, value, keep=3)
+    assert listing(folder) == ["000002-step2", "000003-step3", "000004-step4"]
     found, refused = newest(folder)
-    assert (value_of(found), refused) == (7, [])
-
-
-def test_the_newest_stay_once_a_finite_step_has_followed(tmp_path: Path) -> None:
-    for value in range(1, 5):
-        save(tmp_path, value, keep=3)
-    assert listing(tmp_path) == ["000002-step2", "000003-step3", "000004-step4"]
-    saver = Saver(tmp_path, 1)
+    assert (value_of(found), refused) == (4, [])
+    saver = Saver(folder, 1)
     saver.save("step5", [whole("x", torch.tensor(5))], {})
-    assert len(names(tmp_path)) == 4
+    assert len(names(folder)) == 4  # until a finite step has followed
     saver.prune()
-    assert listing(tmp_path) == ["000005-step5"]
+    assert listing(folder) == ["000005-step5"]
 
 
 def test_no_folder_and_other_files_are_no_checkpoints(tmp_path: Path) -> None:
@@ -129,11 +128,8 @@ def damaged(two: Path) -> str:
 def test_a_damaged_file_is_named_and_the_one_before_is_taken(two: Path, file: str) -> None:
     path = two / "000002-step2" / file
     good = path.read_bytes()
-    bad = [
-        good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :] for at in (0, len(good) - 1)
-    ]
-    for content in (*bad, good[:1], good + b"x"):
-        path.write_bytes(content)
+    for bad in (flipped(good, 0), flipped(good, len(good) - 1), good[:1], good + b"x"):
+        path.write_bytes(bad)
         assert damaged(two) == f"{file} was altered, its checksum differs"
     path.unlink()
     assert file in damaged(two)
@@ -141,19 +137,22 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(two: Path, file: st
     assert value_of(newest(two)[0]) == 2
 
 
+def flipped(content: bytes, at: int) -> bytes:
+    """With another bit in one byte."""
+    return content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
+
+
 def test_no_flipped_bit_or_missing_end_of_the_manifest_goes_unseen(two: Path) -> None:
     path = two / "000002-step2" / "manifest.json"
     good = path.read_bytes()
-    unseen = set()
-    for at in range(0, len(good), 3):
-        path.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
+    for at in range(0, len(good), 7):
+        path.write_bytes(flipped(good, at))
         with suppress(CheckpointError):
             open_checkpoint(path.parent)
-            unseen.add(chr(good[at]))
+            assert good[at : at + 1].isspace()  # between the words, which may as well be a tab
         path.write_bytes(good[: min(at, len(good) - 2)])  # the last byte is a line's end
         with pytest.raises(CheckpointError, match=r"its manifest.json cannot be read$"):
             open_checkpoint(path.parent)
-    assert unseen <= {" ", "\n"}  # space between the words, which may as well be a tab
     path.write_text('{"format": "parallel-gpt2 checkpoint 2", "files": {}}')
     assert damaged(two).startswith("its format is 'parallel-gpt2 checkpoint 2', not ")
     path.unlink()
@@ -180,18 +179,17 @@ def crash(work: Callable[[], object], folder: Path, at: int) -> bool:
 
 
 def _kill_at(folder: Path, at: int) -> None:
-    left = [at]
+    done, fsync = itertools.count(1), os.fsync
 
     def count() -> None:
-        left[0] -= 1
-        if not left[0]:
+        if next(done) == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event.split(".")[0] in ("open", "os", "shutil") and str(folder) in str(args):
             count()
 
-    def sync(number: int, fsync: Callable[[int], None] = os.fsync) -> None:
+    def sync(number: int) -> None:
         count()
         fsync(number)
 
@@ -251,14 +249,8 @@ def test_files_are_on_the_disk_before_the_name_is(
 
 def full_at(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the at-th sync of a file fail as it does on a full disk."""
-    left = [at]
-
-    def fsync(_: int) -> None:
-        left[0] -= 1
-        if not left[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", fsync)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("os.fsync", Mock(side_effect=[*[None] * (at - 1), full, *[None] * 99]))
 
 
 def test_a_full_disk_leaves_the_last_one_and_nothing_else(two: Path) -> None:
@@ -274,11 +266,13 @@ def test_a_full_disk_leaves_the_last_one_and_nothing_else(two: Path) -> None:
         assert (contents(two), listing(two)) == (before, ["000001-step1", "000002-step2"])
 
 
-def save_rows(rank: int, world_size: int, folder: Path, failing: int, background: bool) -> str:
+def save_rows(
+    rank: int, world_size: int, folder: Path, common: bool, background: bool, failing: int
+) -> str:
     """Each rank has a row; `failing` meets a full disk."""
     row = torch.full((1, 2), float(rank))
     with pytest.MonkeyPatch.context() as patch:
-        saver = Saver(folder, 2, World(rank, world_size), timeout=30, background=background)
+        saver = saver_of(rank, world_size, folder, common, background)
         if rank == failing:
             full_at(1, patch)
         try:
@@ -292,6 +286,14 @@ def save_rows(rank: int, world_size: int, folder: Path, failing: int, background
     return f"{name} {found.tolist()}"
 
 
+def saver_of(
+    rank: int, world_size: int, folder: Path, common: bool = True, background: bool = False
+) -> Saver:
+    """With a folder in common, or one of its own, as on a host of its own."""
+    mine = folder if common else folder / f"host{rank}"
+    return Saver(mine, 9, World(rank, world_size), timeout=30, background=background)
+
+
 def of_main(saver: Saver, name: str) -> Checkpoint:
     """The checkpoint that rank 0 finds, on every rank."""
     world = saver.world
@@ -301,15 +303,18 @@ def of_main(saver: Saver, name: str) -> Checkpoint:
     return checkpoint
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_ranks_write_together_or_not_at_all(ranks: Ranks, tmp_path: Path, background: bool) -> None:
-    said = ranks.run(save_rows, tmp_path, -1, background)
+@pytest.mark.parametrize(("common", "background"), [(True, False), (True, True), (False, True)])
+def test_ranks_write_together_or_not_at_all(
+    ranks: Ranks, tmp_path: Path, common: bool, background: bool
+) -> None:
+    said = ranks.run(save_rows, tmp_path, common, background, -1)
     assert said == ["000001-a [[0.0, 0.0]]", "000001-a [[1.0, 1.0]]"]
     before = contents(tmp_path)
-    for rank in range(2):
-        said = ranks.run(save_rows, tmp_path, rank, background)
+    for rank in range(2) if common else (0,):
+        said = ranks.run(save_rows, tmp_path, common, background, rank)
         assert said == ["a checkpoint cannot be written"] * 2
-        assert (contents(tmp_path), listing(tmp_path)) == (before, ["000001-a"])
+        assert contents(tmp_path) == before
+        assert listing(tmp_path) == (["000001-a"] if common else ["host0"])
 
 
 # Layouts
@@ -345,9 +350,9 @@ def columns(tensors: dict[str, Tensor], rank: int, world_size: int) -> list[Piec
     return pieces
 
 
-def reshard(rank: int, world_size: int, folder: Path) -> list[str]:
+def reshard(rank: int, world_size: int, folder: Path, common: bool) -> list[str]:
     """Saves in one layout, loads in the other, and says what came back wrong."""
-    saver, wrong = Saver(folder, 9, World(rank, world_size), timeout=30), []
+    saver, wrong = saver_of(rank, world_size, folder, common), []
     for write, read in ((flat_shards, columns), (columns, flat_shards)):
         saved = saver.save("a", write(TENSORS, rank, world_size), {})
         expected = read(TENSORS, rank, world_size)
@@ -358,13 +363,16 @@ def reshard(rank: int, world_size: int, folder: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize("common", [True, False])
 def test_what_one_layout_has_saved_another_loads_and_so_does_the_library(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, common: bool
 ) -> None:
-    assert ranks.run(reshard, tmp_path) == [[], []]
-    for name in names(tmp_path):
+    assert ranks.run(reshard, tmp_path, common) == [[], []]
+    folder = tmp_path if common else tmp_path / "host0"
+    assert names(folder) == ["000001-a", "000002-a"]
+    for name in names(folder):
         state = {n: torch.zeros_like(t) for n, t in TENSORS.items()}
-        load(state, storage_reader=FileSystemReader(tmp_path / name), no_dist=True)
+        load(state, storage_reader=FileSystemReader(folder / name), no_dist=True)
         assert all(torch.equal(state[n], t) for n, t in TENSORS.items())
 
 
@@ -385,7 +393,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def save_alike(rank: int, world_size: int, folder: Path) -> None:
     held = [whole(name, torch.zeros(n)) for name, n in (("a", 5), ("b", 9), ("c", 4), ("d", 5))]
-    Saver(folder, 1, World(rank, world_size), timeout=30).save("a", held, {})
+    saver_of(rank, world_size, folder).save("a", held, {})
 
 
 def test_ranks_share_the_writing_of_what_all_hold(ranks: Ranks, tmp_path: Path) -> None:
@@ -393,21 +401,3 @@ def test_ranks_share_the_writing_of_what_all_hold(ranks: Ranks, tmp_path: Path) 
     stored = FileSystemReader(tmp_path / "000001-a").read_metadata().storage_data
     where = {index.fqn: info.relative_path for index, info in stored.items()}
     assert where == {"b": "__0_0.distcp", "c": "__0_0.distcp"} | dict.fromkeys("ad", "__1_0.distcp")
-
-
-# Hosts without a common folder
-
-
-def apart(rank: int, world_size: int, folder: Path) -> list[Any]:
-    """Each rank has a folder of its own, as on a host of its own; the last time a full disk."""
-    mine = folder / f"host{rank}"
-    rows = [save_rows(rank, world_size, mine, failing, True) for failing in (-1, 0)]
-    return [*reshard(rank, world_size, mine), *rows]
-
-
-def test_hosts_need_no_common_folder(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(apart, tmp_path) == [
-        [f"000001-a [[{rank}.0, {rank}.0]]", "a checkpoint cannot be written"] for rank in range(2)
-    ]
-    assert names(tmp_path / "host0") == ["000001-a", "000002-a", "000003-a"]
-    assert listing(tmp_path) == ["host0"]
