@@ -43,10 +43,8 @@ def both_ways(rank: int, world_size: int, share: bool) -> list[tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("world", ["ranks", "three_ranks"])
-def test_values_and_gradients(world: str, share: bool, request: pytest.FixtureRequest) -> None:
-    ranks: processes.Ranks = request.getfixturevalue(world)
-    W = ranks.world_size
+def test_values_and_gradients(three_ranks: processes.Ranks, share: bool) -> None:
+    W = three_ranks.world_size
     every, total = tensors(W), sum(tensors(W))
     assert isinstance(total, Tensor)
     ramp = torch.arange(total.numel(), dtype=torch.float64).view(SHAPE)
@@ -54,7 +52,7 @@ def test_values_and_gradients(world: str, share: bool, request: pytest.FixtureRe
     part = torch.arange(total.numel() // W, dtype=torch.float64).view(3, size, 5)
     whole = torch.arange(W * total.numel(), dtype=torch.float64).view(3, 6 * W, 5)
     factor = sum(range(1, W + 1))  # of what all ranks' weights have in common
-    for rank, found in enumerate(ranks.run(both_ways, share)):
+    for rank, found in enumerate(three_ranks.run(both_ways, share)):
         mine = slice(rank * size, (rank + 1) * size)
         expected = [
             (every[rank], ramp * factor),

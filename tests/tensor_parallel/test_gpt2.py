@@ -28,16 +28,16 @@ def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return ids, weights, torch.arange(B) * 7919 + 2**40, labels
 
 
-def config(dropout: float, tied: bool = True) -> Any:
+def config(tied: bool = True) -> Any:
     size = {"n_layer": 2, "n_embd": 24, "n_head": 6}
-    found = gpt2_config("gpt2-mini", VOCABULARY, 2 * T, dropout=dropout, **size)
+    found = gpt2_config("gpt2-mini", VOCABULARY, 2 * T, dropout=0.2, **size)
     found.tie_word_embeddings = tied
     return found
 
 
-def one_process(dropout: float, tied: bool = True) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def one_process(tied: bool) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Loss, gradients and logits."""
-    model = build_model(config(dropout, tied), 0).double()
+    model = build_model(config(tied), 0).double()
     ids, weights, keys, labels = batch()
     layers = nn.Sequential(*gpt2_layers(model))
     loss = loss_of_targets(layers((ids, weights, keys)), (labels, weights))
@@ -48,16 +48,15 @@ def one_process(dropout: float, tied: bool = True) -> tuple[Tensor, dict[str, Te
 
 
 def laid_out(
-    ranks: Ranks, dropout: float, sequence_parallel: bool = False, tied: bool = True
+    ranks: Ranks, sequence_parallel: bool, tied: bool
 ) -> tuple[Any, list[Any], dict[str, Part]]:
     """The model with this rank's parts, its layers, and which parts those are."""
     from transformers import GPT2LMHeadModel
 
-    settings = config(dropout, tied)
     with torch.device("meta"):
-        model = GPT2LMHeadModel(settings)
+        model = GPT2LMHeadModel(config(tied))
     parts = cut(model, ranks, sequence_parallel)
-    whole = dict(build_model(settings, 0).named_parameters())
+    whole = dict(build_model(config(tied), 0).named_parameters())
     model.double().to_empty(device="cpu")
     if tied:
         model.lm_head.weight = model.transformer.wte.weight
@@ -71,14 +70,12 @@ def laid_out(
     return model, layers, parts
 
 
-def on_ranks(
-    rank: int, world_size: int, dropout: float, sequence_parallel: bool, share: bool, tied: bool
-) -> Any:
+def on_ranks(rank: int, world_size: int, sequence_parallel: bool, share: bool, tied: bool) -> Any:
     """What `one_process` gives, and the likeliest tokens."""
     del rank, world_size
     loss.CHUNK = 200  # logits, so that there are several chunks, the same on all ranks
     ranks = Ranks(torch.distributed.group.WORLD, share_memory=share)
-    model, layers, parts = laid_out(ranks, dropout, sequence_parallel, tied)
+    model, layers, parts = laid_out(ranks, sequence_parallel, tied)
     net = nn.Sequential(*layers)
     x = batch()
     total = net(x)
@@ -100,27 +97,18 @@ def on_ranks(
     return total.detach(), gradients, measured, tokens
 
 
-@pytest.mark.parametrize("world", ["ranks", "three_ranks"])
-@pytest.mark.parametrize(
-    ("dropout", "sequence_parallel", "share", "tied"),
-    [
-        (0.0, False, True, True), (0.2, False, True, False),
-        (0.2, True, True, True), (0.2, True, False, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_it_computes_what_one_process_does(
-    world: str, dropout: float, sequence_parallel: bool, share: bool, tied: bool,
-    request: pytest.FixtureRequest,
-) -> None:  # fmt: skip
-    ranks: processes.Ranks = request.getfixturevalue(world)
-    wanted_loss, gradients, logits = one_process(dropout, tied)
-    assert dropout == 0 or not torch.isclose(wanted_loss, one_process(0.0, tied)[0])
+    three_ranks: processes.Ranks, sequence_parallel: bool
+) -> None:
+    """The vocabulary is padded, and there are tokens to choose: more in tests/equivalence."""
+    tied, share = sequence_parallel, not sequence_parallel
+    wanted_loss, gradients, logits = one_process(tied)
     _, weights, _, labels = batch()
     labels = labels[weights != 0]
     seen = {name: torch.zeros(g.shape, dtype=torch.bool) for name, g in gradients.items()}
-    for found, mine, measured, tokens in ranks.run(
-        on_ranks, dropout, sequence_parallel, share, tied
-    ):
+    every = three_ranks.run(on_ranks, sequence_parallel, share, tied)
+    for found, mine, measured, tokens in every:
         torch.testing.assert_close(found, wanted_loss)
         assert mine.keys() == gradients.keys()
         for name, rectangles in mine.items():
@@ -131,9 +119,8 @@ def test_it_computes_what_one_process_does(
                 seen[name][box] = True
         right = (logits.argmax(-1) == labels).sum()
         plain = nn.functional.cross_entropy(logits, labels, reduction="sum")
-        torch.testing.assert_close(
-            measured, torch.stack([plain, right, right.new_tensor(len(labels))]).double()
-        )
+        expected = torch.stack([plain, right, right.new_tensor(len(labels))]).double()
+        torch.testing.assert_close(measured, expected)
         assert tokens[0].equal(logits.argmax(-1)) and tokens[1].equal(logits[:, :5].argmax(-1))
     assert all(s.all() for s in seen.values())
 
@@ -143,7 +130,7 @@ def test_the_degrees_that_work() -> None:
     with pytest.raises(ValueError, match="6 heads cannot be cut over 4 ranks; 1, 2, 3, 6 works"):
         ranks = Ranks()
         ranks.size = 4
-        cut(build_model(config(0.0), 0), ranks)
+        cut(build_model(config(), 0), ranks)
 
 
 def test_a_part_says_where_its_rectangles_lie() -> None:

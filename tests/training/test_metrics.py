@@ -35,8 +35,14 @@ def read(workdir: str = "work") -> tuple[list[dict[str, Any]], list[dict[str, An
     return [x for x in lines if "loss" in x], [x for x in lines if "loss" not in x]
 
 
-def test_every_step_has_a_line_and_every_layout_the_same_numbers(ranks: Ranks) -> None:
-    assert run(f"train single {LINE} --workdir one")[1] is None
+def test_every_step_has_a_line_and_every_layout_the_same_numbers(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard gets them, too, and so does Weights & Biases."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert run(f"train single {LINE} --workdir one --tensorboard --wandb")[1] is None
     steps, evaluations = read("one")
     assert [x["step"] for x in steps] == list(range(1, 9))
     assert [x["epoch"] for x in steps] == [0] * 4 + [1] * 4
@@ -45,6 +51,9 @@ def test_every_step_has_a_line_and_every_layout_the_same_numbers(ranks: Ranks) -
     assert all(x.keys() == STEP for x in steps)
     assert [(x["step"], x["epoch"]) for x in evaluations] == [(4, 0), (8, 1)]
     assert evaluations[1]["validation_loss"] == summary("one")["validation_loss"]
+    shown = EventAccumulator("one/tensorboard").Reload().Scalars("loss")
+    assert [e.value for e in shown] == pytest.approx([x["loss"] for x in steps])
+    assert list(Path("one/wandb").glob("offline-run-*/run-*.wandb"))
 
     assert run(f"train ddp {LINE}", ranks)[1] is None
     for here, there in zip(steps, read()[0], strict=True):
@@ -65,17 +74,6 @@ def test_a_resumed_run_goes_on_in_the_same_file() -> None:
     steps, evaluations = read()
     assert [x["step"] for x in steps] == list(range(1, 9))
     assert [x["step"] for x in evaluations] == [4, 8]
-
-
-def test_tensorboard_and_wandb_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorboard.backend.event_processing import event_accumulator
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert run(f"train single {TINY} --num_batches 2 --tensorboard --wandb")[1] is None
-    steps, _ = read()
-    events = event_accumulator.EventAccumulator("work/tensorboard").Reload()
-    assert [e.value for e in events.Scalars("loss")] == pytest.approx([x["loss"] for x in steps])
-    assert list(Path("work/wandb").glob("offline-run-*/run-*.wandb"))
 
 
 def test_the_arithmetic_is_what_the_shapes_say() -> None:

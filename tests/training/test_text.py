@@ -338,11 +338,3 @@ def test_a_folder_or_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock])
     assert load(tmp_path / "a.jsonl").splits == {"train": ["one", "t"], "validation": ["wo"]}
     hub({"train": [{"text": "one"}, {"text": ""}], "validation": [{"text": "three"}]})
     assert load("some/texts").splits == {"train": ["one"], "validation": ["three"]}
-
-
-def test_the_text_that_comes_along_is_the_english_side_of_the_corpus() -> None:
-    documents = (BUILTIN_FOLDER / "english.txt").read_text("utf-8").split(END)
-    sentences = [line for document in documents for line in document.strip().split("\n")]
-    corpus = (BUILTIN_FOLDER / "train.en").read_text("utf-8").split("\n")
-    assert sentences == corpus[: len(sentences)]
-    assert len(documents) == 72
