@@ -65,36 +65,31 @@ def test_values_and_gradients(three_ranks: processes.Ranks, share: bool) -> None
             torch.testing.assert_close(dx, gradient)
 
 
-def same_bits(rank: int, world_size: int, share: bool) -> list[Tensor]:  # noqa: ARG001
-    """Sums of many sizes, the later ones larger than the first memory."""
+def sums(rank: int, world_size: int, share: bool) -> list[Tensor]:  # noqa: ARG001
+    """Of many sizes, the later ones larger than the first memory; and of 16-bit numbers."""
     mine = Ranks(torch.distributed.group.WORLD, share_memory=share)
-    found = []
-    for n in (1, 1000, 5 << 20, 3):
-        found.append(mine.all_reduce(torch.full((n,), 0.1 * (rank + 1))))
-    return [x[-2:] for x in found]
-
-
-def test_every_rank_has_the_same_bits_of_tensors_of_any_size(
-    three_ranks: processes.Ranks,
-) -> None:
-    first, *others = three_ranks.run(same_bits, True)
-    torch.testing.assert_close(torch.cat(first), torch.full((7,), 0.6))
-    for found in others:
-        assert all(a.equal(b) for a, b in zip(found, first, strict=True))
-
-
-def sums_of_bf16(rank: int, world_size: int, share: bool) -> list[list[float]]:  # noqa: ARG001
-    mine = Ranks(torch.distributed.group.WORLD, share_memory=share)
+    sizes = (1, 1000, 5 << 20, 3)
     x = torch.full((3,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
-    sums = [mine.all_reduce(x), mine.reduce_scatter(x, 0)]
-    assert [y.dtype for y in sums] == [torch.bfloat16] * 2
-    return [y.tolist() for y in sums]
+    return [
+        *(mine.all_reduce(torch.full((n,), 0.1 * (rank + 1)))[-2:] for n in sizes),
+        mine.all_reduce(x),
+        mine.reduce_scatter(x, 0),
+    ]
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_sums_of_16_bit_numbers_are_rounded_once(three_ranks: processes.Ranks, share: bool) -> None:
-    """Next to 256 comes 258 in bf16: 256 + 1, rounded, and + 1, rounded, is 256."""
-    assert three_ranks.run(sums_of_bf16, share) == [[[258.0] * 3, [258.0]]] * 3
+def test_every_rank_has_the_same_bits_of_tensors_of_any_size(
+    three_ranks: processes.Ranks, share: bool
+) -> None:
+    """16-bit numbers are rounded once. Next to 256 comes 258 in bf16: 256 + 1, rounded, and + 1,
+    rounded, is 256."""
+    first, *others = three_ranks.run(sums, share)
+    *wide, total, part = first
+    torch.testing.assert_close(torch.cat(wide), torch.full((7,), 0.6))
+    assert total.dtype == part.dtype == torch.bfloat16
+    assert (total.tolist(), part.tolist()) == ([258.0] * 3, [258.0])
+    for found in others:
+        assert all(a.equal(b) for a, b in zip(found, first, strict=True))
 
 
 def apart(rank: int, world_size: int) -> str:  # noqa: ARG001
@@ -110,6 +105,6 @@ def apart(rank: int, world_size: int) -> str:  # noqa: ARG001
     return "nothing"
 
 
-def test_ranks_that_make_other_calls_are_told(ranks: processes.Ranks) -> None:
+def test_ranks_that_make_other_calls_are_told(three_ranks: processes.Ranks) -> None:
     told = "the ranks have come apart: they make different calls"
-    assert ranks.run(apart) == [told, told]
+    assert three_ranks.run(apart) == [told] * 3
