@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from tests.project.programs import names_in
 from tests.ranks import Ranks
 from training.checkpoint import (
     Checkpoint,
@@ -70,10 +71,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def listing(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 # What is written, and what stays
 
 
@@ -86,14 +83,14 @@ def test_a_checkpoint_is_what_was_saved_and_the_newest_stay(tmp_path: Path) -> N
     assert list(json.loads(files["manifest.json"])) == ["format", "files"]
     for value in (2, 3, 4):
         save(folder, value, keep=3)
-    assert listing(folder) == ["000002-step2", "000003-step3", "000004-step4"]
+    assert names_in(folder) == ["000002-step2", "000003-step3", "000004-step4"]
     found, refused = newest(folder)
     assert (value_of(found), refused) == (4, [])
     saver = Saver(folder, 1)
     saver.save("step5", [whole("x", torch.tensor(5))], {})
     assert len(names(folder)) == 4  # until a finite step has followed
     saver.prune()
-    assert listing(folder) == ["000005-step5"]
+    assert names_in(folder) == ["000005-step5"]
 
 
 def test_no_folder_and_other_files_are_no_checkpoints(tmp_path: Path) -> None:
@@ -102,7 +99,7 @@ def test_no_folder_and_other_files_are_no_checkpoints(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert newest(tmp_path) == newest(tmp_path / "none") == (None, [])
     clean(tmp_path)
-    assert listing(tmp_path) == ["000009", "1-short", "latest"]
+    assert names_in(tmp_path) == ["000009", "1-short", "latest"]
 
 
 # Damage
@@ -169,32 +166,25 @@ def crash(work: Callable[[], object], folder: Path, at: int) -> bool:
         warnings.simplefilter("ignore")  # fork, and threads: they do not run in the child
         child = os.fork()
     if child == 0:
+        done, fsync = itertools.count(1), os.fsync
+
+        def seen(event: str, args: tuple[Any, ...]) -> None:
+            of_files = event.split(".")[0] in ("open", "os", "shutil", "fsync")
+            if of_files and str(folder) in str(args) and next(done) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def sync(number: int) -> None:
+            seen("fsync", (folder,))
+            fsync(number)
+
+        os.fsync = sync  # type: ignore[assignment]
+        sys.addaudithook(seen)
         try:
-            _kill_at(folder, at)
             work()
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-
-
-def _kill_at(folder: Path, at: int) -> None:
-    done, fsync = itertools.count(1), os.fsync
-
-    def count() -> None:
-        if next(done) == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event.split(".")[0] in ("open", "os", "shutil") and str(folder) in str(args):
-            count()
-
-    def sync(number: int) -> None:
-        count()
-        fsync(number)
-
-    os.fsync = sync  # type: ignore[assignment]
-    sys.addaudithook(hook)
 
 
 def test_a_crash_at_any_instant_leaves_an_intact_one(tmp_path: Path) -> None:
@@ -210,7 +200,7 @@ def test_a_crash_at_any_instant_leaves_an_intact_one(tmp_path: Path) -> None:
         assert refused == []
         seen.append(value_of(found))
         clean(folder)
-        assert [name for name in listing(folder) if name.startswith(".")] == []
+        assert [name for name in names_in(folder) if name.startswith(".")] == []
     assert save(folder, 4) == "000004-step4"  # the next run goes on
     late = seen.count(3)  # those in which the new one was there
     assert 0 < late < len(seen)
@@ -263,7 +253,7 @@ def test_a_full_disk_leaves_the_last_one_and_nothing_else(two: Path) -> None:
             f"--workdir {two.parent}: a checkpoint cannot be written ([Errno 28] No space left on "
             "device); --resume continues from the one before, and --keep 0 saves none"
         )
-        assert (contents(two), listing(two)) == (before, ["000001-step1", "000002-step2"])
+        assert (contents(two), names_in(two)) == (before, ["000001-step1", "000002-step2"])
 
 
 def save_rows(
@@ -314,7 +304,7 @@ def test_ranks_write_together_or_not_at_all(
         said = ranks.run(save_rows, tmp_path, common, background, rank)
         assert said == ["a checkpoint cannot be written"] * 2
         assert contents(tmp_path) == before
-        assert listing(tmp_path) == (["000001-a"] if common else ["host0"])
+        assert names_in(tmp_path) == (["000001-a"] if common else ["host0"])
 
 
 # Layouts
@@ -337,23 +327,15 @@ def flat_shards(tensors: dict[str, Tensor], rank: int, world_size: int) -> list[
     return pieces
 
 
-def columns(tensors: dict[str, Tensor], rank: int, world_size: int) -> list[Piece]:
-    """What a tensor-parallel rank holds: columns of matrices, all of the rest."""
-    pieces = []
-    for name, tensor in tensors.items():
-        if tensor.dim() == 2:
-            a, b = (tensor.shape[1] * r // world_size for r in (rank, rank + 1))
-            part = tensor[:, a:b].clone()
-            pieces.append(Piece(name, part, (0, a), tuple(tensor.shape)))
-        else:
-            pieces.append(whole(name, tensor.clone()))
-    return pieces
+def wholes(tensors: dict[str, Tensor], *_: int) -> list[Piece]:
+    """What a rank holds of a replicated model."""
+    return [whole(name, tensor.clone()) for name, tensor in tensors.items()]
 
 
 def reshard(rank: int, world_size: int, folder: Path, common: bool) -> list[str]:
     """Saves in one layout, loads in the other, and says what came back wrong."""
     saver, wrong = saver_of(rank, world_size, folder, common), []
-    for write, read in ((flat_shards, columns), (columns, flat_shards)):
+    for write, read in ((flat_shards, wholes), (wholes, flat_shards)):
         saved = saver.save("a", write(TENSORS, rank, world_size), {})
         expected = read(TENSORS, rank, world_size)
         found = [Piece(p.name, torch.zeros_like(p.tensor), p.offsets, p.shape) for p in expected]

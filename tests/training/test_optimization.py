@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.ranks import Ranks
 from training.errors import RunError
-from training.optimization import MOST_IN_A_ROW, Optimizers, Recipe, clip_factor, squared_norms
+from training.optimization import Optimizers, Recipe, clip_factor, squared_norms
 from training.world import World
 
 INF, NAN = math.inf, math.nan
@@ -114,21 +114,6 @@ def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
         state, optimizers = optimizers.state_dict(), Optimizers(optimizers.optimizers, recipe)
         optimizers.load_state_dict(state)
     assert optimizers.state_dict().items() >= {"steps": 4, "in_a_row": 0}.items()
-
-
-def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
-    parameters, optimizers = make(Recipe(1.0, 100, 100, on_nan="skip", max_grad_norm=1.0), 1)
-    for k in range(2 * MOST_IN_A_ROW - 1):
-        value = 1.0 if k == MOST_IN_A_ROW - 1 else INF  # a good one in between starts anew
-        feed(parameters, value)
-        optimizers.step(torch.tensor(value), 1)
-    assert optimizers.state_dict().items() >= {"steps": 39, "in_a_row": 19}.items()
-    with pytest.raises(RunError) as error:
-        optimizers.step(torch.tensor(NAN), 1)
-    assert str(error.value) == (
-        "epoch 1, step 40 of 100: the loss is nan; the step was left out, as were 19 before it; "
-        "try --learning_rate 0.5 or --warmup_steps 100"
-    )
 
 
 def test_a_loss_that_explodes_is_said_once() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from training.errors import Interrupted, UserError
+from training.errors import Interrupted, UserError, signals_end
 from training.export import check_export
 from training.workdir import alone_in_workdir
 
@@ -46,14 +48,6 @@ def test_nothing_half_written_stays_and_it_says_how_to_go_on(
     assert sorted(path.name for path in Path().iterdir()) == ["exported", "work"]
 
 
-def test_no_two_runs_at_once(args: argparse.Namespace) -> None:
-    for _ in range(2):  # the lock is gone with the run
-        with alone_in_workdir(args), pytest.raises(UserError) as error, alone_in_workdir(args):
-            pass
-    said = str(error.value)
-    assert said == "--workdir work: another run is writing there; --workdir work_2 works"
-
-
 def test_torchruns_ranks_leave_what_is_half_written_to_those_that_come_next(
     args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,3 +80,43 @@ def test_an_export_replaces_an_export_and_nothing_else() -> None:
     ):
         with pytest.raises(UserError, match=f"--export {export}: {said}"):
             check_export(Path(export), Path(workdir))
+
+
+# A process that is asked to end does so by way of its own ends
+
+
+@pytest.fixture(autouse=True)
+def _untouched() -> Iterator[None]:
+    """The signals are as in a new process, whatever other tests have done to them."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_being_asked_to_end(number: signal.Signals) -> None:
+    """What the end of the terminal breaks besides is not the reason."""
+    with pytest.raises(Interrupted) as end, signals_end():
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            if number == signal.SIGHUP:
+                raise OSError("a progress bar that cannot be drawn any more")
+    assert end.value.code == 128 + number
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with signals_end():
+        os.kill(os.getpid(), signal.SIGHUP)
+
+
+def test_ranks_of_torchruns_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with signals_end():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
