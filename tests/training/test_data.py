@@ -54,6 +54,8 @@ def test_a_pair_is_source_end_target_end_and_is_cut(tokenizer: Any) -> None:
         (found,) = encode(PAIRS[:1], tokenizer, "de", "en", length)
         assert found == Encoded(whole[: length + 1], min(n, length + 1), found.number)
         assert found.num_targets == max(0, min(len(whole), length + 1) - n)
+    (other,) = encode(PAIRS[:1], tokenizer, "en", "de", 128)
+    assert other == Encoded([*target[:-1], 2, *source[:-1], 1], len(target))
     assert encode([], tokenizer, "de", "en", 128) == []
 
 
