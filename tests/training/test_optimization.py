@@ -116,6 +116,18 @@ def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
     assert optimizers.state_dict().items() >= {"steps": 4, "in_a_row": 0}.items()
 
 
+def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
+    parameters, optimizers = make(Recipe(1.0, 100, 100, on_nan="skip", max_grad_norm=1.0), 1)
+    optimizers.load_state_dict({"steps": 39, "in_a_row": 19})
+    feed(parameters, 1.0)
+    with pytest.raises(RunError) as error:
+        optimizers.step(torch.tensor(NAN), 1)
+    assert str(error.value) == (
+        "epoch 1, step 40 of 100: the loss is nan; the step was left out, as were 19 before it; "
+        "try --learning_rate 0.5 or --warmup_steps 100"
+    )
+
+
 def test_a_loss_that_explodes_is_said_once() -> None:
     """Also where the run was resumed between the first step and that one."""
     (parameter,), optimizers = make(Recipe(1e-3, 10, 10), 1)
