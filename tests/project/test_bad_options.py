@@ -3,6 +3,7 @@ anything starts."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,9 @@ NOTHING = (
     "pipeline with more micro-batches, works"
 )
 
+CORES = len(os.sched_getaffinity(0))
+ALL_CORES = f"1 to {CORES}" if CORES > 1 else "1"
+
 # The line, and what is said; what is proposed is tried in test_options.py.
 TABLE = [
     # what is computed again
@@ -66,7 +70,12 @@ TABLE = [
      f"--recompute except_last pipeline: {NOTHING}"),
     (TRAIN + "fsdp --recompute sqrt", "--recompute sqrt fsdp: shards are gathered for one layer at "
      "a time, and segments of several would be gathered once more; --recompute always works"),
+    (TRAIN + "3d --dp 2 --zero 3 --model gpt2-mini --recompute sqrt", "--recompute sqrt 3d: shards "
+     "are gathered for one layer at a time, and segments of several would be gathered once more; "
+     "--recompute always works"),
     # ranks and examples
+    (DP + "--cores_per_rank 999",
+     f"--cores_per_rank 999: {CORES} cores may be used here; --cores_per_rank {ALL_CORES} works"),
     (DP + "--world_size 4 --n_train 3",
      "--n_train 3 --world_size 4: each rank needs an example; --world_size 1 to 3 works"),
     (TRAIN + "ddp --num_workers 4 --batch_size 3",
@@ -186,6 +195,12 @@ TABLE = [
     (TRAIN + "ddp --num_batches 5 --warmup_steps 5",
      "--warmup_steps 5: the run has 5 steps, and the warm-up must end before the last; "
      "--warmup_steps 0 to 4 works"),
+    (DP + "--n_train 33 --batch_size 8 --n_epochs 2 --warmup_steps 10",
+     "--warmup_steps 10: the run has 10 steps, and the warm-up must end before the last; "
+     "--warmup_steps 0 to 9 works"),
+    (DP + "--n_train 33 --batch_size 40 --n_epochs 1 --warmup_steps 100",
+     "--warmup_steps 100: the run has 1 steps, and the warm-up must end before the last; "
+     "--warmup_steps 0 works"),
     (TRAIN + "ddp --profile 3 --num_batches 1",
      "--profile 3 --num_batches 1: the first step is not profiled; --num_batches 4 works"),
     # models
@@ -267,25 +282,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("program", [DP + "--world_size 1 ", PP, "train single "])
-def test_a_resume_with_other_options(
-    made: Path, program: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_with_other_options(made: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What decides what is computed must stay, whatever program resumes it."""
     write_pairs(Path("pairs"))
-    line = f"{program} {MADE} --workdir {made} --resume "
-    for change, now, then in CHANGED:
-        assert ended(line + change, capfd) == (
+    programs = [DP + "--world_size 1 ", PP, "train single "]
+    for k, (change, now, then) in enumerate(CHANGED):
+        line = f"{programs[k % 3]} {MADE} --workdir {made} --resume {change}"
+        assert ended(line, capfd) == (
             2,
             f"{now} with --resume: {NAME} was saved with {then}; use {then}, or another --workdir "
             "to start a new run\n",
         )
-    if program == "train single ":
-        line = line.replace("--n_epochs 1", "--num_batches 3")
-        assert ended(line, capfd)[1] == (
-            f"--num_batches 3 with --resume: {NAME} has done 4 steps; --num_batches 4 or more "
-            "works\n"
-        )
+    line = f"train single {MADE} --workdir {made} --resume ".replace("n_epochs 1", "num_batches 3")
+    assert ended(line, capfd)[1] == (
+        f"--num_batches 3 with --resume: {NAME} has done 4 steps; --num_batches 4 or more works\n"
+    )
 
 
 def test_what_a_resume_may_change(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
