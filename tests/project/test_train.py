@@ -97,16 +97,6 @@ def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
     ]  # fmt: skip
 
 
-def average_by_ranks(_: int, patches: pytest.MonkeyPatch) -> None:
-    """A rank divides by its own number of examples: wrong where they differ."""
-    backward = Replicated.backward
-
-    def wrong(self: Any, step: Any) -> Any:
-        return backward(self, type(step)(**{**vars(step), "count": step.examples * self.parts}))
-
-    patches.setattr(Replicated, "backward", wrong)
-
-
 def scale_by_a_thousandth(_: int, patches: pytest.MonkeyPatch) -> None:
     average = DistributedDataParallel.average_gradients
 
@@ -146,7 +136,6 @@ def move_one_output(rank: int, patches: pytest.MonkeyPatch) -> None:
 
 
 TAMPERED = [
-    ("--batch_size 5", average_by_ranks, "weights", ["x the expected rounding"]),
     ("--precision fp64", scale_by_a_thousandth, "weights", ["x the expected rounding"]),
     ("", tamper_with_weights, "weights", ["conv3_2.bias: off by 1.0e-04", "missing: fc7.weight"]),
     ("", move_one_output, "outputs", ["outputs, part 1: off by 1.0e-04"]),
