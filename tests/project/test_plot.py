@@ -25,7 +25,7 @@ from tests.project.made_up import (
     write_epochs,
     write_run,
 )
-from training.curves import plot_training, readable
+from training.curves import STYLE, plot_training, readable
 from training.errors import UserError
 from training.timeline import Event
 
@@ -44,8 +44,9 @@ def multiple(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
-    """The figures that are saved, by the name of their file; they are saved, too."""
+    """The figures that are saved, by the name of their file; they are saved, too, but coarsely."""
     figures: dict[str, Figure] = {}
+    monkeypatch.setitem(STYLE, "savefig.dpi", 20)
     savefig = Figure.savefig
 
     def keep(self: Figure, path: Path, **options: Any) -> None:
