@@ -54,6 +54,18 @@ SHORT = {
 CORES = len(os.sched_getaffinity(0))
 # The line, and a part of what is said after the values: of the rule, or of what works.
 TABLE = """
+# mistyped
+dp --n_layers 3 => there is no such option; is it --n_layer?
+dp --world 2 => there is no such option; is it --world_size?
+pp --n_chunks 2 => there is no such option; is it --n_chunk?
+pp --world_size 2 => there is no such option; --help
+dp --batch_size => expected one argument
+dp --n_chunk 0 => it must be a whole number, 1 or more;
+dp --n_test none => it must be a whole number, 1 or more or all;
+pp --schedule zero => it must be one of gpipe, 1f1b, zb, interleaved, zbv, vhalf, vmin;
+train ddpp => it must be one of single, ddp, fsdp, pipeline, model, tensor, 3d;
+dp --config none.yaml => File does not exist: '{here}/none.yaml'
+dp --n_epochs 2 --num_batches=3 => leave one out;
 # what is computed again
 dp --recompute except_last => computed again; always, or a pipeline with more micro-batches, works
 pp ONE --recompute except_last => again; always, or a pipeline with more micro-batches, works
@@ -156,7 +168,8 @@ def test_one_line(misfit: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("empty").mkdir()
     Path("taken").mkdir()
     Path("taken/file").touch()
-    text, wrong = TABLE.format(cores=CORES, works=f"1 to {CORES}" if CORES > 1 else "1"), []
+    some = f"1 to {CORES}" if CORES > 1 else "1"
+    text, wrong = TABLE.format(cores=CORES, works=some, here=Path.cwd()), []
     with alone_in_workdir(SimpleNamespace(workdir=Path("taken"), export=None)):  # type: ignore
         for row in text.strip().splitlines():
             line, arrow, words = row.partition(" => ")
