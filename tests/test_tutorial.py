@@ -10,7 +10,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -18,10 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = sorted((ROOT / "tutorial").glob("[0-9]_*.py"))
 NAMES = [chapter.stem for chapter in CHAPTERS]
 OURS = {path.name for path in ROOT.iterdir() if path.is_dir()}
-
-
-def test_the_chapters_are_found() -> None:
-    assert NAMES[:4] == ["1_one_process", "2_data_parallel", "3_pipeline", "4_sharded"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +54,8 @@ def test_it_learns_and_agrees_with_one_process(
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=NAMES)
-def test_it_is_short_and_imports_only_earlier_chapters(chapter: Path) -> None:
+def test_it_is_short_imports_only_earlier_chapters_and_names_what_is_there(chapter: Path) -> None:
+    assert NAMES[:4] == ["1_one_process", "2_data_parallel", "3_pipeline", "4_sharded"]
     source = chapter.read_text("utf-8")
     assert len(source.splitlines()) <= 120
     tree = ast.parse(source)
@@ -69,25 +65,16 @@ def test_it_is_short_and_imports_only_earlier_chapters(chapter: Path) -> None:
     chapters = re.findall(r'import_module\("(.*)"\)', source)
     assert source.count("import_module") == len(chapters)
     assert chapters == [name for name in NAMES if name in chapters and name < chapter.stem]
-
-
-@pytest.mark.parametrize("chapter", CHAPTERS, ids=NAMES)
-def test_what_its_docstring_names_is_there(chapter: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(chapter.read_text("utf-8"))) or ""
-    files = re.findall(r"\w+(?:/\w+)+\.py", docstring)
+    files = re.findall(r"\w+(?:/\w+)+\.py", ast.get_docstring(tree) or "")
     assert files[0] == f"tutorial/{chapter.name}"
     assert len(files) > 1
     assert [file for file in files if not (ROOT / file).is_file()] == []
 
 
 def test_the_orders_in_the_docstring_are_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = load("3_pipeline", monkeypatch)
+    monkeypatch.syspath_prepend(str(ROOT / "tutorial"))
+    pipeline = importlib.import_module("3_pipeline")
     rows = re.findall(r"stage \d((?: +(?:[FB]\d|\.))+)$", pipeline.__doc__ or "", re.MULTILINE)
     drawn = [[action for action in row.split() if action != "."] for row in rows]
     orders = [*pipeline.gpipe(), *pipeline.one_f_one_b()]
     assert drawn == [[f"{kind}{i}" for kind, i in actions] for actions in orders]
-
-
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "tutorial"))
-    return importlib.import_module(name)

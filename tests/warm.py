@@ -16,7 +16,7 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -29,12 +29,10 @@ from tests.ranks import server
 LIMIT = 110.0  # seconds that a program may take
 
 
-def run_warm(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
-) -> CompletedProcess[str]:
+def run_warm(command: Sequence[str], folder: Path) -> CompletedProcess[str]:
     """Runs `command`, a program's path and its options, from `folder` to its end."""
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-        args = (list(command), folder, {**os.environ, **(environment or {})}, out.name, err.name)
+        args = (list(command), folder, dict(os.environ), out.name, err.name)
         process: Any = server().Process(target=_program, args=args)
         process.start()
         process.join(LIMIT)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.project.programs import PAIRS, PLAIN, TEXT, run
 from tests.warm import run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "project" / "run_data_parallel.py")
-OFFLINE = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": ""}
 SIZES = {"train": 40, "validation": 9, "test": 7}
 TINY = [
     "--model", "gpt2-mini", "--n_layer", "1", "--n_embd", "32", "--n_head", "2",
@@ -71,7 +73,7 @@ def write_pairs(folder: Path) -> Path:
 
 def start(workdir: Path, *command: str) -> Run:
     """Runs a program of this repository, from elsewhere, to its end."""
-    environment = {**os.environ, **OFFLINE}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": ""}
     environment.pop("TOKENIZERS_PARALLELISM", None)
     done = subprocess.run(
         [sys.executable, *command],
@@ -92,6 +94,35 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What one process has learned: with which options, and its workdir, with exported/ in it."""
+
+    line: str
+    workdir: Path
+
+
+@pytest.fixture(scope="session")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Learned]:
+    """By one process, the whole batch at once: pairs, with or without dropout, or plain text."""
+    folder = tmp_path_factory.mktemp("learned")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    lines = {
+        "pairs": PAIRS + "--dropout 0", "dropout": PAIRS + "--dropout 0.1",
+        "text": f"--dataset {folder}/text.txt {PLAIN} --dropout 0",
+    }  # fmt: skip
+
+    @cache
+    def learn(what: str) -> Learned:
+        workdir = folder / what
+        where = f"--num_microbatches 1 --workdir {workdir} --export {workdir}/exported"
+        printed, error = run(f"train single {lines[what]} {where}")
+        assert error is None, printed
+        return Learned(lines[what], workdir)
+
+    return learn
+
+
 @pytest.fixture(scope="session")
 def pairs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pairs(tmp_path_factory.mktemp("texts") / "pairs")
@@ -108,7 +139,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pairs_folder: Path) -> Run
     done = run_warm(
         [PROGRAM, "--dataset", str(pairs_folder), "--workdir", str(workdir),
          "--num_workers", "2", "--timeline", "2", *TINY],
-        workdir.parent, OFFLINE,
+        workdir.parent,
     )  # fmt: skip
     return Run(workdir, done.returncode, done.stdout, done.stderr)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from tests.ranks import Ranks
 from training.errors import RunError
 from training.results import Totals
 from training.saving import Saving, find_resume
+from training.text import END
 from training.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,20 @@ TINY = SIZES + (
     "--n_test 3 --learning_rate 1e-2 "
 )
 VGG = SIZES + "--vgg_width 4 --optimizer sgd --learning_rate 0.02 "
+# Batches that three ranks, or four micro-batches, do not divide; sentences that leave no target
+# within 24 tokens; warm-up, decay, and a norm that clips some steps.
+PAIRS = TINY + (
+    "--precision fp64 --n_epochs 2 --warmup_steps 2 --lr_scheduler cosine --max_grad_norm 1.2 "
+    "--model_max_length 24 "
+)
+# 20 sequences of 16 tokens and one more, in batches of 6: of the last, two ranks have 2 and 1.
+TEXT = END.join(f"Line {i} of {i * 7 % 31} is here.\nIt is not {i % 3}!\n" for i in range(21))
+PLAIN = TINY.replace("--n_test 3", "").replace("--n_train 20 --n_validation 9", "--n_train 21 ") + (
+    "--n_validation 5 --model_max_length 16 --precision fp64 --n_epochs 2 "
+)
+# In float64 a sum of a thousand terms is off by 1e-13. AdamW, which divides a gradient by its size,
+# makes little more of it in eight steps. A micro-batch counted twice is off in the second digit.
+SAME = 1e-9
 ON_TWO = ("ddp", "fsdp", "pipeline", "model")  # train.py's strategies of several ranks
 FLOW = "--model_parallel_mode pipeline_parallel --num_devices 2 "
 
@@ -119,6 +135,18 @@ def read_json(path: str | Path) -> Any:
 def summary(workdir: str | Path = "work") -> Any:
     """Of a run."""
     return read_json(Path(workdir) / "summary.json")
+
+
+def losses(workdir: str | Path = "work") -> list[float]:
+    """Of every step, NaN where it had no target; and at the end on validation data."""
+    found = summary(workdir)
+    every = [*found["loss"], found["validation_loss"]]
+    return [math.nan if loss is None else loss for loss in every]
+
+
+def written(workdir: str | Path) -> list[Any]:
+    """What the trained model makes of the test split, or how it continues the validation split."""
+    return read_json(sorted(Path(workdir).glob("*gen_epoch1.json"))[0])
 
 
 def names_in(folder: str | Path) -> list[str]:

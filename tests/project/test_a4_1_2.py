@@ -30,7 +30,7 @@ def gradients(ranks: Ranks, tmp_path: Path) -> list[dict[str, Tensor]]:
     if not all((folder / file).exists() for file in FILES):
         folder = tmp_path
         (line,) = course_commands("cmu_11868", "--pytest True")
-        line += " --n_train 192 --n_validation 2 --n_test 2 --batch_size 128 --world_size 2 "
+        line += " --n_train 48 --n_validation 2 --n_test 2 --batch_size 32 --world_size 2 "
         line += f"--device cpu --n_layer 2 --vocab_size 512 --workdir {folder}/work"
         said = ranks.run(on_rank, line, partial(_in_folder, folder))
         assert said == [(f"rank {r} wrote {FILES[r]}\n", None) for r in range(2)]
@@ -43,11 +43,5 @@ def test_gradients_are_the_same_on_all_ranks(gradients: list[dict[str, Tensor]])
     first, second = gradients
     assert list(first) == list(second)
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
-
-
-@pytest.mark.a4_1_2
-@pytest.mark.a5_1_2
-def test_they_are_gradients_of_the_whole_model(gradients: list[dict[str, Tensor]]) -> None:
-    first = gradients[0]
     assert {"transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"} <= first.keys()
     assert all(g.abs().sum() > 0 and g.isfinite().all() for g in first.values())

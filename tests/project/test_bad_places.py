@@ -85,27 +85,25 @@ def test_before_a_run_begins(program: str, capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.usefixtures("no_run_begins")
-@pytest.mark.parametrize("kind", ["a file", "no writing", "a link to nothing"])
-def test_checkpoints_that_are_no_folder_to_write_to(
-    kind: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_that_are_no_folder_to_write_to(capfd: pytest.CaptureFixture[str]) -> None:
     """Which is known before training, and not at the first save."""
-    Path("work").mkdir()
-    Path("work").chmod(0o777)
-    place = Path("work/checkpoints")
-    if kind == "a file":
-        place.touch()
-    elif kind == "a link to nothing":
-        place.symlink_to("nothing")
-    else:
-        place.mkdir(mode=0o555)
-    reason = "Permission denied" if kind == "no writing" else "File exists"
-    with no_root():
-        assert ended("run_pipeline --workdir work", capfd) == (
-            2,
-            f"--workdir work: nothing can be written to work/checkpoints ({reason}); make room "
-            "there, or name a folder of your own, as --workdir workdir\n",
-        )
+    for work, reason in (("file", "File exists"), ("link", "File exists"),
+                         ("closed", "Permission denied")):  # fmt: skip
+        Path(work).mkdir()
+        Path(work).chmod(0o777)
+        place = Path(work, "checkpoints")
+        if work == "file":
+            place.touch()
+        elif work == "link":
+            place.symlink_to("nothing")
+        else:
+            place.mkdir(mode=0o555)
+        with no_root():
+            assert ended(f"run_pipeline --workdir {work}", capfd) == (
+                2,
+                f"--workdir {work}: nothing can be written to {work}/checkpoints ({reason}); make "
+                "room there, or name a folder of your own, as --workdir workdir\n",
+            )
 
 
 def test_a_disk_that_is_full_when_the_tokenizer_is_written(

@@ -20,7 +20,7 @@ from project.generate import generate
 from project.generate import parse as parse_generate
 from project.utils import read_texts
 from tests.project.conftest import ROOT
-from tests.project.programs import FLOW, TINY, VGG, names_in, parse, read_json, run, summary
+from tests.project.programs import FLOW, SAME, TINY, VGG, names_in, parse, run, summary
 from tests.ranks import Ranks
 from training.checkpoint import put_in_place
 from training.errors import RunError, UserError
@@ -99,44 +99,40 @@ def test_the_snippet_translates_as_generate_py_does(
     assert (tokenizer.model_max_length, tokenizer.padding_side) == (64, "left")
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["run_data_parallel", f"run_pipeline {FLOW} --pipeline blocks", "train fsdp", "train pipeline"],
-)
-def test_every_program_exports_what_it_has_trained_and_starts_from_it(
-    exported: Path, ranks: Ranks, line: str
-) -> None:
-    """Resumed, to train nothing more, one process exports the same; and in one more epoch from the
-    exported weights every program finds the losses of any other."""
-    on = None if "run_pipeline" in line else ranks
-    run(f"{line} {SHORT} --export {Path('first').resolve()}", on)
-    run(f"run_pipeline {SHORT} --resume --export second")
-    assert torch.equal(logits(Path("first")), logits(Path("second")))
+def test_every_program_starts_from_it(exported: Path, ranks: Ranks) -> None:
+    """And finds the losses of any other."""
     sizes = "--model gpt2-mini --n_layer 2 --n_embd 16 --n_head 2 --vocab_size 300"
-    other = SHORT.replace(sizes, f"--model {exported} --precision fp64")
-    for folder, program, where in (("a", line, on), ("b", "train single", None)):
-        workdir = Path(folder).resolve()
-        printed, error = run(f"{program} {other} --workdir {workdir}", where)
+    line = SHORT.replace(sizes, f"--model {exported} --precision fp64")
+    found = []
+    for number, program in enumerate(
+        ("train single", "run_data_parallel", f"run_pipeline {FLOW}", "train pipeline")
+    ):
+        on = ranks if program in ("run_data_parallel", "train pipeline") else None
+        workdir = Path(str(number)).resolve()
+        printed, error = run(f"{program} {line} --workdir {workdir}", on)
         assert error is None, printed
-    assert summary("a")["loss"] == pytest.approx(summary("b")["loss"], rel=1e-9)
-    assert summary("a")["loss"][-1] < summary(exported.parent / "work")["loss"][0]
+        found.append(summary(workdir)["loss"])
+    assert found[1:] == [pytest.approx(found[0], rel=SAME)] * 3
+    assert found[0][-1] < summary(exported.parent / "work")["loss"][0]
 
 
 def test_vgg16_is_exported_by_name(ranks: Ranks) -> None:
+    """And resumed, to train nothing more, one process exports the same."""
     line = VGG + "--num_batches 2 "
     run(f"train fsdp {line} --export {Path('first').resolve()}", ranks)
     run(f"train single {line} --resume --export second")
     found, again = (load_file(f"{folder}/model.safetensors") for folder in ("first", "second"))
     assert [name for name, t in found.items() if not torch.equal(t, again[name])] == []
     assert len(found) == len(again) == 32
-    assert len(read_json("first/config.json")["classes"]) == 10
+    assert '"classes": [' in Path("first/config.json").read_text()
+
+
+def full(_: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def fill_the_disk(_: int, patches: pytest.MonkeyPatch) -> None:
     """When the export is written, and not before."""
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
     def broken(aside: Path, folder: Path) -> None:
         patches.setattr("os.fsync", full)
@@ -171,9 +167,6 @@ def test_an_export_replaces_an_earlier_one_or_leaves_it(
     assert names_in(folder) == ["config.json", "model.safetensors"]
     assert torch.equal(logits(folder), logits(exported))
 
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr("os.fsync", full)
     (folder / "mark.txt").touch()
     with pytest.raises(RunError, match=r"^--export .*model: cannot be written .*No space left"):
@@ -184,25 +177,15 @@ def test_an_export_replaces_an_earlier_one_or_leaves_it(
 
 # What --model refuses, before any process starts
 
+NONE = "no GPT-2 weights come from this folder"
 SPOILT: list[tuple[str, Callable[[bytes], bytes], str]] = [
-    (
-        "model.safetensors",
-        lambda good: good[:1000],
-        "no GPT-2 weights come from this folder (Error while ",
-    ),
-    (
-        "config.json",
-        lambda good: good.replace(b'"vocab_size": 300', b'"vocab_size": 301'),
-        "no GPT-2 weights come from this folder (transformer.wte.weight is [300, 16], config.json "
-        "says [301, 16]); presets need none: ",
-    ),
-    (
-        "tokenizer.json",
-        lambda _: b"{}",
-        "no tokenizer that fits comes with it (it cannot be read: KeyError 'added_tokens'); save "
-        "the one of these weights there, as --export does",
-    ),
-]
+    ("model.safetensors", lambda good: good[:1000], f"{NONE} (Error while "),
+    ("config.json", lambda good: good.replace(b'"vocab_size": 300', b'"vocab_size": 301'),
+     f"{NONE} (transformer.wte.weight is [300, 16], config.json says [301, 16]); presets need"),
+    ("tokenizer.json", lambda _: b"{}",
+     "no tokenizer that fits comes with it (it cannot be read: KeyError 'added_tokens'); save "
+     "the one of these weights there, as --export does"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("file", "spoil", "why"), SPOILT, ids=[file for file, _, _ in SPOILT])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,6 @@ from training.trained import Trained, load_trained
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 LINES = ["Häuser", "Wir sehen den Mann", "Ei", "", "Der Mann sieht das große Haus und den Vogel"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """For so little two would wait for each other, on a busy machine for long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +120,16 @@ def test_workdir_checkpoint_and_export_give_the_same(
 
 def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     run(f"train single {VGG} --num_batches 1")
-    with pytest.raises(UserError, match="it is of a model of pictures, and not of text"):
-        load_trained("work")
-    with pytest.raises(UserError, match=r"^\./nowhere: neither the workdir of a run, nor"):
-        load_trained("./nowhere")
+    for folder, said in (
+        ("work", "it is of a model of pictures, and not of text"),
+        ("./nowhere", r"^\./nowhere: neither the workdir of a run, nor"),
+    ):
+        with pytest.raises(UserError, match=said):
+            load_trained(folder)
     with pytest.raises(UserError, match=r"^line 2 has \d+ tokens, .* sequences of 64; 63 tokens"):
         generated(trained, ["Ei", "Buch " * 40])
-    args = generate.parse(["work", "--input", "missing.txt"])
     with pytest.raises(UserError, match=r"^--input missing\.txt: cannot be read as UTF-8 text"):
-        generate.read_lines(args)
+        generate.read_lines(generate.parse(["work", "--input", "missing.txt"]))
     for wrong, why in (
         (["--num_samples", "0"], "--num_samples 0: it must be a whole number, 1 or more"),
         (["--temperature=-1"], "--temperature -1: it must be 0 or more"),

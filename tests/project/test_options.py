@@ -16,14 +16,13 @@ from project.options import ALIASES
 from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
 from project.train import TrainOptions
-from project.utils import read_texts
 from tests.project.conftest import ROOT
 from tests.project.programs import FLOW, parse
 from training.data import train_tokenizer
 from training.errors import UserError
 from training.launch import Settings
 from training.model import build_model, gpt2_config
-from training.rules import check_model, check_warmup
+from training.rules import check_model
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -43,9 +42,8 @@ def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 # ------------------------------------------------------------------ values that no option can have
 
-COUNT = (["0", "-1", "1.5", "many"], "a whole number, 1 or more")
 RULES: dict[str, tuple[list[str], str]] = {
-    "Count": COUNT,
+    "Count": (["0", "-1", "1.5", "many"], "a whole number, 1 or more"),
     "Whole": (["-1", "0.5", str(2**32)], f"a whole number from 0 to {2**32 - 1}"),
     "Port": (["-1", "65536", "http"], "a port from 0 (any free one) to 65535"),
     "Positive": (["0", "-1", "nan", "inf", "big"], "a positive, finite number, as 0.5"),
@@ -72,37 +70,8 @@ def test_every_option_refuses_what_it_cannot_be(capsys: pytest.CaptureFixture[st
                 assert said.startswith(f"--{name} {value}: it must be ") and rule in said, said
             tried[name] = words[0]
     assert set(tried.values()) == set(RULES) and len(tried) > 40
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (DP + "--n_layers 3", "--n_layers: there is no such option; is it --n_layer?"),
-        (DP + "--world 2", "--world: there is no such option; is it --world_size?"),
-        (DP + "twice", "unrecognized arguments: twice"),
-        (PP + "--n_chunks 2", "--n_chunks: there is no such option; is it --n_chunk?"),
-        (PP + "--world_size 2", "--world_size: there is no such option"),
-        (DP + "--batch_size", "argument --batch_size: expected one argument"),
-        (DP + "--n_chunk 0", "--n_chunk 0: it must be a whole number, 1 or more"),
-        (DP + "--n_test none", "--n_test none: it must be a whole number, 1 or more or all"),
-        (PP + "--schedule zero", "--schedule zero: it must be one of gpipe, 1f1b, zb, "
-         "interleaved, zbv, vhalf, vmin"),
-        ("train ", "the following arguments are required: strategy"),
-        ("train ddpp", "--strategy ddpp: it must be one of single, ddp, fsdp, pipeline, model, "
-         "tensor, 3d"),
-        (DP + "--config none.yaml", "--config: File does not exist: '{}/none.yaml'"),
-        (DP + "--config wrong.yaml", "--batch_size many: it must be a whole number, 1 or more"),
-        (DP + "--config other.yaml", "--batchsize: there is no such option; is it --batch_size?"),
-        (DP + "--n_epochs 2 --num_batches=3", "--n_epochs and --num_batches both say when the run "
-         "ends: leave one out"),
-    ],
-)  # fmt: skip
-def test_one_line_for_what_is_mistyped(
-    line: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("wrong.yaml").write_text("batch_size: many\n")
-    Path("other.yaml").write_text("batchsize: 8\n")
-    assert refused(line, capsys) == said.format(Path.cwd())
+    assert refused(DP + "twice", capsys) == "unrecognized arguments: twice"
+    assert refused("train ", capsys) == "the following arguments are required: strategy"
 
 
 # -------------------------------------------------------------------------------- what is accepted
@@ -117,9 +86,9 @@ def test_flags_and_values() -> None:
     args = parse(DP + "--n_train all --pytest True --learning_rate 3e-4 --n_test 5")
     assert (args.n_train, args.pytest, args.learning_rate, args.n_test) == (None, True, 3e-4, 5)
     assert parse("train --zero 2 fsdp --check_weights").check_weights is True
-
-
-def test_every_alias_is_its_option() -> None:
+    line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 1"
+    settings = Settings.of(parse(DP + line))
+    assert replace(settings, libraries=()) == Settings(4, "cpu", 1234, 5.0, 1)
     for alias, name in ALIASES.items():
         for equals in (" ", "="):
             args = parse(f"{DP}--{alias}{equals}1")
@@ -145,29 +114,56 @@ def test_options_come_from_a_file_and_the_line_goes_first(
     for line in ("--config printed.yaml fsdp --zero 1", "fsdp --zero 1 --config printed.yaml"):
         args = parse(f"train {line}")  # the file says ddp
         assert (args.strategy, args.world_size, args.zero, args.n_epochs) == ("fsdp", 3, 1, 1)
+    for wrong, said in (
+        ("batch_size: many", "--batch_size many: it must be a whole number, 1 or more"),
+        ("batchsize: 8", "--batchsize: there is no such option; is it --batch_size?"),
+    ):
+        Path("run.yaml").write_text(f"{wrong}\n")
+        assert refused(DP + "--config run.yaml", capsys) == said
 
 
 HELP = """
-import sys
+import runpy, sys
+
+main = sys.modules["__main__"]
 for program in ("run_data_parallel", "run_pipeline", "train"):
     sys.argv = [program + ".py", "--help"]
-    sys.modules.pop("__main__", None)
     try:
-        import runpy
         runpy.run_path(f"project/{program}.py", run_name="__main__")
     except SystemExit as end:
         assert not end.code, end.code
     print("=====")
 print(*(name for name in ("torch", "transformers", "matplotlib") if name in sys.modules))
+print("=====")
+
+sys.modules["__main__"] = main
+from project.run_data_parallel import parse_data_parallel
+from project.run_pipeline import parse_pipeline
+from project.train import parse_train
+from training.launch import UserError
+
+for parse, options in (
+    (parse_data_parallel, ["--world_size", "65"]),
+    (parse_pipeline, ["--n_chunk", "65"]),
+    (parse_train, ["model", "--model", "gpt2-mini", "--num_microbatches", "2"]),
+):
+    try:
+        parse("", options)
+    except UserError:
+        continue
+    raise AssertionError(f"{options} is accepted")
+late = ("transformers", "sacrebleu", "datasets", "matplotlib", "torch._dynamo")
+print(*(name for name in late if name in sys.modules))
 """
 
 
 def test_help_is_short_complete_and_answered_without_torch() -> None:
+    """And a mistake without what only ranks need. Everybody would wait for it, for seconds."""
     done = subprocess.run(
         [sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    *pages, imported = done.stdout.split("=====\n")
-    assert imported.split() == []
+    *pages, for_help, for_mistakes = done.stdout.split("=====\n")
+    assert for_help.split() == for_mistakes.split() == []
     for page, kind in zip(pages, OPTIONS.values(), strict=True):
         assert 40 < page.count("\n") < 100
         assert max(map(len, page.splitlines())) <= 118
@@ -210,81 +206,56 @@ def test_stages_that_are_not_given(line: str, settled: tuple[int, str, str, int]
     assert choose_devices(args) == [torch.device("cpu", i) for i in range(settled[0])]
 
 
-def test_launch_settings_are_those_of_the_options() -> None:
-    line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 1"
-    settings = Settings.of(parse(DP + line))
-    assert replace(settings, libraries=()) == Settings(4, "cpu", 1234, 5.0, 1)
+GPUS = "{} --world_size {} --device auto: {} visible, and every rank needs one; "
+# The GPUs of this machine; the ranks that torchrun has started, in all and here; the line; and the
+# ranks that it means, or what is said.
+MACHINES: list[tuple[int, tuple[int, int] | None, str, int | str]] = [
+    (0, (4, 4), DP, 4),
+    (0, (4, 4), TRAIN + "--num_workers 4", 4),
+    (0, (4, 4), DP + "--world_size 2", "--world_size 2: torchrun started 4 ranks; leave it out"),
+    (0, (4, 4), TRAIN + "--master_port 99", "--master_port 99: torchrun decides where its ranks "
+     "meet; leave it out, or start torchrun with --master-port 99"),
+    (0, (4, 4), PP, "torchrun started 4 ranks: run_pipeline.py is one process; start it without "
+     "torchrun, or take project/train.py pipeline, whose stages are ranks"),
+    (0, (1, 1), PP, 1),
+    # Ranks that hand each other tensors need a GPU each, or none; whole models may share one.
+    *((1, None, f"train {strategy}", GPUS.format(strategy, 2, "1 GPU is")
+       + "--world_size 1, or --device cpu, works") for strategy in ("fsdp", "pipeline", "model")),
+    (1, None, "train fsdp --world_size 1", 1),
+    (1, None, "train pipeline --device cpu", 2),
+    (1, None, "train ddp --device cuda", 2),
+    (1, None, f"{PP} {FLOW} --device cuda", "--num_devices 2 --device cuda: 1 GPU is visible; "
+     "--num_devices 1, or --device cpu, works"),
+    (3, None, "train fsdp --world_size 4",
+     GPUS.format("fsdp", 4, "3 GPUs are") + "--world_size 3, or --device cpu, works"),
+    (3, (8, 2), "train fsdp", 8),  # on each of four machines
+    (3, (8, 4), "train fsdp",
+     GPUS.format("fsdp", 8, "3 GPUs are") + "--nproc-per-node 3, or --device cpu, works"),
+]  # fmt: skip
 
 
-def test_torchrun_decides_the_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    for program in (DP, TRAIN):
-        assert parse(program).world_size == parse(program + "--num_workers 4").world_size == 4
-        with pytest.raises(UserError) as error:
-            parse(program + "--world_size 2")
-        assert str(error.value) == "--world_size 2: torchrun started 4 ranks; leave it out"
-        with pytest.raises(UserError, match=r"^--master_port 99: torchrun decides where "):
-            parse(program + "--master_port 99")
-    with pytest.raises(UserError) as error:
-        parse(PP)
-    assert str(error.value) == (
-        "torchrun started 4 ranks: run_pipeline.py is one process; start it without torchrun, or "
-        "take project/train.py pipeline, whose stages are ranks"
-    )
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert parse(PP).world_size == 1
-
-
-def test_ranks_that_hand_each_other_tensors_need_a_gpu_each(
+@pytest.mark.parametrize(("gpus", "started", "line", "expected"), MACHINES)
+def test_what_torchrun_and_the_machine_allow(
+    gpus: int,
+    started: tuple[int, int] | None,
+    line: str,
+    expected: int | str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or none; whole models may share one."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    for strategy in ("fsdp", "pipeline", "model"):
-        with pytest.raises(UserError) as error:
-            parse(f"train {strategy}")
-        assert str(error.value) == (
-            f"{strategy} --world_size 2 --device auto: 1 GPU is visible, and every rank needs one; "
-            "--world_size 1, or --device cpu, works"
-        )
-        for works in ("--world_size 1", "--device cpu"):
-            assert parse(f"train {strategy} {works}").strategy == strategy
-    assert parse("train ddp --device cuda").world_size == 2
-    with pytest.raises(UserError, match=r": 1 GPU is visible; --num_devices 1, or --device cpu, "):
-        choose_devices(parse(f"{PP} {FLOW} --device cuda"))
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    with pytest.raises(UserError, match=r": 3 GPUs are visible, .*; --world_size 3, or"):
-        parse("train fsdp --world_size 4")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # on each of four machines
-    assert parse("train fsdp").world_size == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(UserError, match="; --nproc-per-node 3, or --device cpu, works"):
-        parse("train fsdp")
-
-
-# ---------------------------------------------------------------------------- what data must allow
-
-
-@pytest.mark.parametrize(
-    ("line", "steps", "works"),
-    [
-        ("--n_epochs 2 --warmup_steps 10", 10, "0 to 9"),  # 33 pairs, batches of 8: 5 steps
-        ("--n_epochs 1 --warmup_steps 100 --batch_size 40", 1, "0"),
-    ],
-)
-def test_a_warm_up_that_does_not_end(line: str, steps: int, works: str) -> None:
-    args = parse(f"{DP} --batch_size 8 --n_train 33 {line}")
-    with pytest.raises(UserError) as error:
-        read_texts(args)
-    assert str(error.value) == (
-        f"--warmup_steps {args.warmup_steps}: the run has {steps} steps, and the warm-up must end "
-        f"before the last; --warmup_steps {works} works"
-    )
-    args.warmup_steps = steps - 1
-    check_warmup(args, 33)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    if started:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        monkeypatch.setenv("WORLD_SIZE", str(started[0]))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(started[1]))
+    found: int | str
+    try:
+        args = parse(line)
+        found = args.world_size
+        if line.startswith(PP):
+            choose_devices(args)
+    except UserError as error:
+        found = str(error)
+    assert found == expected
 
 
 def test_a_folder_with_weights_is_a_model(tmp_path: Path) -> None:
@@ -306,33 +277,3 @@ def test_a_folder_with_weights_is_a_model(tmp_path: Path) -> None:
     assert parse(f"{line} 6").world_size == 6
     with pytest.raises(UserError, match=r"has 6 layers and every rank needs one"):
         parse(f"{line} 7")
-
-
-IMPORTS = """
-import sys
-from project.run_data_parallel import parse_data_parallel
-from project.run_pipeline import parse_pipeline
-from project.train import parse_train
-from training.launch import UserError
-
-for parse, options in (
-    (parse_data_parallel, ["--world_size", "65"]),
-    (parse_pipeline, ["--n_chunk", "65"]),
-    (parse_train, ["model", "--model", "gpt2-mini", "--num_microbatches", "2"]),
-):
-    try:
-        parse("", options)
-    except UserError:
-        continue
-    raise AssertionError(f"{options} is accepted")
-late = ("transformers", "sacrebleu", "datasets", "matplotlib", "torch._dynamo")
-print(*(name for name in late if name in sys.modules))
-"""
-
-
-def test_what_only_ranks_need_is_imported_by_ranks() -> None:
-    """It takes seconds, which everybody would wait for who has mistyped an option."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == []

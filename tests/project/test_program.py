@@ -10,8 +10,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from project.run_data_parallel import DataParallelOptions
 from project.utils import evaluate_bleu
-from tests.project.conftest import PROGRAM, TINY, Run, start
+from tests.project.conftest import PROGRAM, TINY, Run
 from tests.project.programs import names_in, read_json
+from tests.warm import run_warm
 from training.perfetto import read_timelines
 from training.timeline import COMMUNICATION, COMPUTE
 
@@ -30,14 +31,11 @@ def results(workdir: Path, key: str) -> list[list[float]]:
     ]
 
 
-def test_it_ends_well_and_is_quiet(trained: Run) -> None:
+def test_it_says_what_it_trains_and_how_well_and_nothing_else(trained: Run) -> None:
     assert trained.status == 0, trained.stderr
     bars = ("Epoch ", "Validating", "Translating", "Port 11868 ")
     lines = trained.stderr.replace("\r", "\n").split("\n")
     assert [line for line in lines if line.strip() and not line.startswith(bars)] == []
-
-
-def test_it_says_what_it_trains_and_how_well(trained: Run) -> None:
     layout, *lines = trained.stdout.split("\n")
     assert layout == "ddp: 2 ranks, micro-batches: automatic, 2 epochs"
     assert lines[0].startswith("gpt2-mini: 1 block of width 32, vocabulary 320, 0.0 M parameters")
@@ -59,6 +57,8 @@ def test_it_says_what_it_trains_and_how_well(trained: Run) -> None:
 
 
 def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
+    """Among them its options, with what it chose itself, and what transformers loads."""
+    work = trained.workdir
     of_epochs = [
         f"rank{rank}_{kind}_epoch{epoch}.json"
         for rank in range(2)
@@ -70,25 +70,25 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
         "summary.json", "tokenizer.json", "tokenizer_config.json", "training.png",
         "timeline_rank0.json", "timeline_rank1.json",
     ]  # fmt: skip
-    assert names_in(trained.workdir) == sorted(of_epochs + others)
-    assert names_in(trained.workdir / "checkpoints") == [
-        "000001-epoch0-step5", "000002-epoch1-step5"
-    ]  # fmt: skip
-
-
-def test_it_writes_its_options_with_what_it_chose_itself(trained: Run) -> None:
-    options = read_json(trained.workdir / "options.json")
+    assert names_in(work) == sorted(of_epochs + others)
+    assert names_in(work / "checkpoints") == ["000001-epoch0-step5", "000002-epoch1-step5"]
+    options = read_json(work / "options.json")
     expected = {
         "model": "gpt2-mini", "n_layer": 1, "world_size": 2, "learning_rate": 1e-2, "device": "cpu",
-        "bucket_mb": 4.0, "gradient_sync": "overlap", "workdir": str(trained.workdir),
+        "bucket_mb": 4.0, "gradient_sync": "overlap", "workdir": str(work),
         "strategy": "ddp", "timeline": 2, "dropout": 0.1, "export": None,
     }  # fmt: skip
     assert {key: options[key] for key in expected} == expected
     assert options.keys() == DataParallelOptions.__dataclass_fields__.keys() | {"strategy"}
+    tokenizer = AutoTokenizer.from_pretrained(work)
+    assert tokenizer.decode(tokenizer("Häuser und 7")["input_ids"]) == "Häuser und 7"
+    config = AutoConfig.from_pretrained(work)
+    sizes = (config.model_type, config.n_layer, config.n_embd, config.n_head, config.vocab_size)
+    assert sizes == ("gpt2", 1, 32, 2, 320)
 
 
 def test_results_have_the_keys_that_figures_are_drawn_from(trained: Run) -> None:
-    """Losses are of all ranks, and fall."""
+    """Losses are of all ranks, and fall; every rank has the whole test split in order."""
     for rank in range(2):
         for epoch in range(2):
             result = read_json(trained.workdir / f"rank{rank}_results_epoch{epoch}.json")
@@ -97,11 +97,16 @@ def test_results_have_the_keys_that_figures_are_drawn_from(trained: Run) -> None
                 "real_tokens_per_sec", "skipped_steps",
             }  # fmt: skip
             assert result["tokens_per_sec"] >= result["real_tokens_per_sec"] > 0
+            rows = read_json(trained.workdir / f"rank{rank}_gen_epoch{epoch}.json")
+            assert [row["example"] for row in rows] == TEST_PAIRS
+            assert (
+                evaluate_bleu(TEST_PAIRS, [row["gen"] for row in rows], "en")["bleu"]
+                == (result["bleu"])
+            )
     for key in ("training_loss", "validation_loss", "bleu"):
-        assert [len(set(ranks)) for ranks in results(trained.workdir, key)] == [1, 1]
-    for key in ("training_loss", "validation_loss"):
-        (first, _), (second, _) = results(trained.workdir, key)
-        assert max(first, second) < math.log(320)
+        (first, other), (second, another) = results(trained.workdir, key)
+        assert first == other and second == another
+        assert key == "bleu" or max(first, second) < math.log(320)
     summary = read_json(trained.workdir / "summary.json")
     assert len(summary["loss"]) == len(summary["step_seconds"]) == 10
     assert len(summary["peak_rss_bytes"]) == 2
@@ -121,25 +126,6 @@ def test_the_first_steps_are_on_the_timeline(trained: Run) -> None:
                 ("F", 0), ("B", 0), ("optimizer", -1)
             ]  # fmt: skip
             assert {e.kind for e in events if e.lane == COMMUNICATION} == {"all_reduce", "barrier"}
-
-
-def test_every_rank_has_the_whole_test_split_in_order(trained: Run) -> None:
-    for epoch in range(2):
-        first, second = (
-            read_json(trained.workdir / f"rank{rank}_gen_epoch{epoch}.json") for rank in range(2)
-        )
-        assert [row["example"] for row in first] == TEST_PAIRS
-        assert first == second
-        bleu = evaluate_bleu(TEST_PAIRS, [row["gen"] for row in first], "en")["bleu"]
-        assert results(trained.workdir, "bleu")[epoch] == [bleu, bleu]
-
-
-def test_tokenizer_and_config_load_with_transformers(trained: Run) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(trained.workdir)
-    assert tokenizer.decode(tokenizer("Häuser und 7")["input_ids"]) == "Häuser und 7"
-    config = AutoConfig.from_pretrained(trained.workdir)
-    sizes = (config.model_type, config.n_layer, config.n_embd, config.n_head, config.vocab_size)
-    assert sizes == ("gpt2", 1, 32, 2, 320)
 
 
 def test_torchrun_starts_it_and_a_killed_rank_costs_a_restart_and_nothing_else(
@@ -164,10 +150,11 @@ def test_torchrun_starts_it_and_a_killed_rank_costs_a_restart_and_nothing_else(
 
 
 def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
-    done = start(tmp_path / "work", PROGRAM, *TINY, "--batch_size", "1", "--workdir", "work")
-    assert (done.status, done.stdout) == (2, "")
+    line = [PROGRAM, *TINY, "--batch_size", "1", "--workdir", "work"]
+    done = run_warm(line, tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "run_data_parallel.py: error: --batch_size 1 --world_size 2: each rank needs an example; "
         "--world_size 1 works\n"
     )
-    assert not (tmp_path / "work").exists()
+    assert names_in(tmp_path) == []

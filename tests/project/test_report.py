@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from functools import partial
-from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean
 
@@ -31,27 +31,6 @@ FIGURES = {
     "pipeline_training_time.png", "pipeline_throughput.png", "schedule_pp.png",
     "timeline_dp2.png", "timeline_pp.png",
 }  # fmt: skip
-
-
-class Page(HTMLParser):
-    """What a page consists of: its text, and the values of attributes that load something."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.text, self.loads, self.open, self.tags = "", list[str](), list[str](), set[str]()
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def in_folder(folder: Path, _: int, patch: pytest.MonkeyPatch) -> None:
@@ -86,11 +65,10 @@ def test_the_page_of_tiny_runs(
     assert made == NAMES
     assert {path.name for path in Path("figures").iterdir()} == FIGURES
 
-    page = Page(Path("runs/report.html").read_text("utf-8"))
-    assert page.open == [] and "script" not in page.tags
-    assert len(page.loads) == len(FIGURES)
-    assert all(load.startswith("data:image/png;base64,iVBOR") for load in page.loads)
-    text = " ".join(page.text.split())
+    page = Path("runs/report.html").read_text("utf-8")
+    loads = re.findall(r'(?:src|href)\s*=\s*"?(.{0,26})', page)
+    assert loads == ["data:image/png;base64,iVBOR"[:26]] * len(FIGURES) and "<script" not in page
+    text = " ".join(re.sub("<[^>]*>", "", page).split())
 
     def results(name: str, key: str) -> list[float]:
         paths = [Path(f"runs/{name}_epoch{epoch}.json") for epoch in (1, 2)]

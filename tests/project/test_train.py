@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data_parallel.ddp import DistributedDataParallel
-from tests.project.conftest import ROOT, Run, start
+from tests.project.conftest import ROOT, start
 from tests.project.programs import (
     ON_TWO,
     TINY,
@@ -34,17 +34,14 @@ CHECKED = "--num_batches 5 --check_weights --check_output "
 GPT = TINY + CHECKED + "--dropout 0 --optimizer sgd --learning_rate 0.02 "
 
 # Whatever a strategy does on two ranks must come out as on one: batches of 6, 6, 6, 2, then of the
-# next epoch. test_losses.py compares losses; here it is the weights, each by its name. The first
-# lines are the course's, on less data.
+# next epoch. The first lines are the course's, on less data.
 OF_COURSE = [
     line.removeprefix("train ") for line in course_commands("brown_cs1390", "--check_weights")
 ]
 LINES = [
     *(f"{line} {VGG} {CHECKED} --max_grad_norm 0.5 --warmup_steps 1" for line in OF_COURSE),
-    f"fsdp --zero 2 --num_microbatches 2 --precision fp64 {GPT}",
     f"pipeline --schedule zb --num_microbatches 3 --precision fp64 {GPT}",
     f"ddp --precision bf16 {GPT}",
-    f"pipeline --precision bf16 {VGG} {CHECKED}",
     f"fsdp --precision bf16 {VGG} {CHECKED}",
 ]
 
@@ -56,6 +53,7 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
     for what in ("weights", "outputs"):
         assert f"{what}: agree with one process" in printed
         assert summary()["checks"][what]["agrees"]
+    assert sorted(line.split()[0] for line in OF_COURSE) == sorted(ON_TWO)
     strategy = line.split()[0]
     schedule, m = {"pipeline": ("1f1b", 4), "model": ("gpipe", 1)}.get(strategy, (None, None))
     if "--schedule zb" in line:
@@ -70,17 +68,6 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
     for events in workers.values():
         assert {"F", "optimizer"} < {event.kind for event in events}
         assert max(event.step for event in events) == 4
-
-
-def test_the_course_has_a_command_for_every_strategy() -> None:
-    assert sorted(line.split()[0] for line in OF_COURSE) == sorted(ON_TWO)
-
-
-def test_one_process_against_the_plain_loop() -> None:
-    """Which has no micro-batches, and is in check.py."""
-    printed, error = run(f"train single {GPT} --precision fp64 --num_microbatches 2")
-    assert error is None, printed
-    assert printed.count("agree with one process") == 2
 
 
 def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
@@ -108,16 +95,6 @@ def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
         "checkpoints", "config.json", "metrics.jsonl", "options.json", "rank0_results_epoch0.json",
         "rank1_results_epoch0.json", "summary.json",
     ]  # fmt: skip
-
-
-def average_by_ranks(_: int, patches: pytest.MonkeyPatch) -> None:
-    """A rank divides by its own number of examples: wrong where they differ."""
-    backward = Replicated.backward
-
-    def wrong(self: Any, step: Any) -> Any:
-        return backward(self, type(step)(**{**vars(step), "count": step.examples * self.parts}))
-
-    patches.setattr(Replicated, "backward", wrong)
 
 
 def scale_by_a_thousandth(_: int, patches: pytest.MonkeyPatch) -> None:
@@ -159,7 +136,6 @@ def move_one_output(rank: int, patches: pytest.MonkeyPatch) -> None:
 
 
 TAMPERED = [
-    ("--batch_size 5", average_by_ranks, "weights", ["x the expected rounding"]),
     ("--precision fp64", scale_by_a_thousandth, "weights", ["x the expected rounding"]),
     ("", tamper_with_weights, "weights", ["conv3_2.bias: off by 1.0e-04", "missing: fc7.weight"]),
     ("", move_one_output, "outputs", ["outputs, part 1: off by 1.0e-04"]),
@@ -207,23 +183,17 @@ def test_a_comparison_of_nothing_does_not_agree() -> None:
         assert "largest difference 0.0e+00 (nothing)" in verdict.say()
 
 
-@pytest.fixture(scope="module")
-def by_command(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The course's command."""
-    workdir = tmp_path_factory.mktemp("train") / "workdir" / "ddp2"
+def test_the_courses_command(tmp_path: Path) -> None:
+    """As a person starts it."""
     done = start(
-        workdir.parent, str(ROOT / "project" / "train.py"), "ddp", "--num_workers", "2",
+        tmp_path / "workdir", str(ROOT / "project" / "train.py"), "ddp", "--num_workers", "2",
         "--num_batches", "2", "--learning_rate", "1e-3", "--batch_size", "32", "--check_weights",
         "--check_output", "--vgg_width", "4", "--n_train", "64", "--n_validation", "8",
     )  # fmt: skip
-    return Run(workdir, done.status, done.stdout, done.stderr)
-
-
-def test_the_courses_command(by_command: Run) -> None:
-    assert by_command.status == 0, by_command.stderr
-    lines = by_command.stdout.split("\n")
+    assert done.status == 0, done.stderr
+    lines = done.stdout.split("\n")
     assert lines[1] == "vgg16: 16 layers, 0.1 M parameters"
-    assert by_command.stdout.count("agree with one process") == 2
+    assert done.stdout.count("agree with one process") == 2
     assert any(line.startswith("Results are in workdir/ddp2/; ") for line in lines)
-    assert {"timeline_rank1.json", "training.png"} < set(names_in(by_command.workdir))
-    assert read_json(by_command.workdir / "summary.json")["checks"]["weights"]["agrees"]
+    assert {"timeline_rank1.json", "training.png"} < set(names_in(done.workdir / "ddp2"))
+    assert read_json(done.workdir / "ddp2" / "summary.json")["checks"]["weights"]["agrees"]

@@ -49,37 +49,27 @@ def test_no_rank_needs_the_whole_model_unless_it_is_exported(ranks: Ranks, strat
     assert error == "the whole model is asked for"
 
 
-def line_of(how: str, num_sentences: int) -> str:
-    """In fp64: a cache sums in another order, and the largest logit should not depend on it."""
-    sizes = f"--n_test {num_sentences} --precision fp64 --workdir {Path('work').resolve()}"
-    return f"{how} {TINY} {sizes}"
-
-
 @pytest.mark.parametrize(
-    ("strategy", "num_sentences"),
-    [("ddp", 7), ("fsdp --zero 1", 7), ("fsdp", 7), ("fsdp", 2), ("pipeline --schedule zbv", 7)],
-)
-def test_two_ranks_translate_as_one_process(
-    ranks: Ranks, strategy: str, num_sentences: int
+    ("n", "line", "num_sentences"),
+    [
+        (1, f"run_pipeline {FLOW}", 7), (1, f"run_pipeline {FLOW} --pipeline blocks", 7),
+        (2, "train ddp", 7), (2, "train fsdp --zero 1", 7), (2, "train fsdp", 2),
+        (2, "train pipeline --schedule zbv", 7), (3, "train fsdp", 7), (3, "train pipeline", 7),
+    ],
+)  # fmt: skip
+def test_a_layout_translates_as_one_process(
+    ranks: Ranks, three_ranks: Ranks, n: int, line: str, num_sentences: int
 ) -> None:
-    compare(ranks.run(translations, line_of(f"train {strategy}", num_sentences)))
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_three_ranks_translate_as_one_process(three_ranks: Ranks, strategy: str) -> None:
-    compare(three_ranks.run(translations, line_of(f"train {strategy}", 7)))
-
-
-@pytest.mark.parametrize("how", [FLOW, FLOW + "--pipeline blocks"])
-def test_threads_translate_as_one_process(how: str) -> None:
-    compare([translations(0, 1, line_of(f"run_pipeline {how}", 7))])
-
-
-def compare(found: list[tuple[list[str], list[tuple[str, int]], int]]) -> None:
     """Each part of the data has its own sentences."""
-    plain = found[0][1]
+    # In fp64: a cache sums in another order, and the largest logit should not depend on it.
+    sizes = f"--n_test {num_sentences} --precision fp64 --workdir {Path('work').resolve()}"
+    line = f"{line} {TINY} {sizes}"
+    if n == 1:
+        found = [translations(0, 1, line)]
+    else:
+        found = (ranks if n == 2 else three_ranks).run(translations, f"{line} --world_size {n}")
+    _, plain, parts = found[0]
     expected = [sentence for sentence, _ in plain]
-    parts = found[0][2]
     for rank, (got, _, _) in enumerate(found):
         assert got == (expected[rank::parts] if parts > 1 else expected)
     if len(plain) > 2:  # the examples are to show what can happen
@@ -104,8 +94,7 @@ def translations(
 ) -> tuple[list[str], list[tuple[str, int]], int]:
     """By the layout; by one process without a cache, a sentence at a time, with the length of
     source and translation in tokens; and the parts of the data."""
-    more = "" if line.startswith("run_pipeline") else f" --world_size {world_size}"
-    args, world = parse(line + more), World(rank, world_size, rank)
+    args, world = parse(line), World(rank, world_size, rank)
     task = TranslationTask(args, world, read_texts(args))
     task._initialize = large_weights
     plan = plan_of(args, world)
@@ -116,12 +105,11 @@ def translations(
     else:
         model = StagesInThreads(task, world, plan, choose_devices(args))
     test = [pair["de"] for pair in task.texts.splits["test"]]
-    mine = test[model.part :: model.parts]
+    parts, mine = model.parts, test[model.part :: model.parts]
     found = [
         translate(model, mine, "de", "en", task.tokenizer, LENGTH, "cpu", batch_size)
         for batch_size in (3, 128)
     ]
-    parts = model.parts
     model.close()
     assert found[0] == found[1]
     one = materialize(task, torch.device("cpu"), torch.float64).eval()
@@ -130,6 +118,7 @@ def translations(
 
 @torch.no_grad()
 def recomputed(model: Any, source: str, tokenizer: Any) -> tuple[str, int]:
+    """Without a cache."""
     prompt = [*tokenizer(source)["input_ids"], 1]
     ids = list(prompt)
     while len(ids) < LENGTH:

@@ -1,9 +1,9 @@
-"""The course's functions: an epoch of `train`, the validation loss, gradients on disk."""
+"""The course's function `train`, an epoch; and what a plan has to say. (Its other functions:
+test_losses.py, test_a4_1_2.py.)"""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,24 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from project.utils import evaluate_loss, save_grad_weights, train
+from project.utils import train
 from training.layout import Plan
 from training.optimization import Optimizers, Recipe
 from training.results import Totals
 from training.task import Step
-from training.world import World
-
-
-def test_gradients_are_saved_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
-    model[0](torch.tensor([[3.0, 4.0]])).sum().backward()
-    assert save_grad_weights(model, 1) == Path("tests/model1_gradients.pth")
-    saved = torch.load(tmp_path / "tests" / "model1_gradients.pth", weights_only=True)
-    assert {name: gradient.tolist() for name, gradient in saved.items()} == {
-        "0.weight": [[3.0, 4.0]],
-        "0.bias": [1.0],
-    }
 
 
 def test_an_epoch_averages_after_backward_and_adds_to_what_was_done() -> None:
@@ -67,32 +54,13 @@ def test_an_epoch_averages_after_backward_and_adds_to_what_was_done() -> None:
     assert 6.0 < totals.seconds < 6.0 + elapsed - 2 * 0.05
 
 
-def test_the_validation_loss_is_the_mean_over_all_targets() -> None:
-    """(The mean of the batches' means would be 2.25.)"""
-    task: Any = SimpleNamespace(
-        validation_batches=lambda *_: [("x", (3.0, 1, 1)), ("y", (3.0, 0, 2))],
-    )
-
-    def measure(_: str, target: tuple[float, int, int]) -> torch.Tensor:
-        return torch.tensor(target, dtype=torch.float64)
-
-    model: Any = SimpleNamespace(part=0, parts=1, measure=measure)
-    assert evaluate_loss(World(), task, model) == (6.0 / 3, 1 / 3)
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "notes"),
-    [
-        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, 1),
-        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, 0),
-        ({"architecture": "aarch64"}, 0),
-        ({}, 0),
-    ],
-)
-def test_a_cpu_without_bf16_is_told_of_it(
-    capabilities: dict[str, Any], notes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+def test_a_cpu_without_bf16_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     bf16, fp32 = (Plan(torch.optim.SGD, precision) for precision in ("bf16", "fp32"))
-    assert len(bf16.notes(torch.device("cpu"))) == notes
-    assert fp32.notes(torch.device("cpu")) == bf16.notes(torch.device("cuda")) == []
+    x86 = {"architecture": "x86_64", "amx_bf16": False}
+    for capabilities, notes in (
+        (x86 | {"avx512_bf16": False}, 1), (x86 | {"avx512_bf16": True}, 0),
+        ({"architecture": "aarch64"}, 0), ({}, 0),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cpu, "get_capabilities", capabilities.copy, raising=False)
+        assert len(bf16.notes(torch.device("cpu"))) == notes
+        assert fp32.notes(torch.device("cpu")) == bf16.notes(torch.device("cuda")) == []

@@ -28,13 +28,7 @@ def said(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, l
     return status, [line.split(", in ")[0] for line in lines if line]
 
 
-def test_all_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    status, (row, last) = said(["--strategy", GREEN], capsys)
-    assert (status, row.split()[0], row.split()[-1]) == (0, GREEN, "equal")
-    assert last == "1 of 1 strategies agree"
-
-
-def test_one_that_does_not_makes_the_status_1_and_says_where(
+def test_one_that_differs_makes_the_status_1_and_says_where(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "rows.json"
@@ -49,6 +43,8 @@ def test_one_that_does_not_makes_the_status_1_and_says_where(
     assert last == "1 of 2 strategies agree"
     failures = [row["failure"] for row in json.loads(file.read_text("utf-8"))["rows"]]
     assert failures == [where.strip().removesuffix(" (at most 1e-10)"), ""]
+    status, (_, last) = said(["--strategy", GREEN], capsys)
+    assert (status, last) == (0, "1 of 1 strategies agree")
 
 
 def test_one_that_raises_is_a_failure_too(
@@ -65,24 +61,21 @@ def test_one_that_raises_is_a_failure_too(
     monkeypatch.setattr(Pipe, "train_step", fail)
     argv = ["--strategy", "threads2-1f1b-m1,threads2-1f1b-m8"]
     status, (red, where, green, last) = said(argv, capsys)
-    assert status == 1
-    assert red.split()[-1] == "FAILED"
+    assert (status, red.split()[-1], green.split()[-1]) == (1, "FAILED", "equal")
     assert where.startswith("    ArithmeticError: on purpose")
-    assert green.split()[-1] == "equal"
     assert last == "1 of 2 strategies agree"
 
 
-def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     verify.main(["--list", "--strategy", "module*"])
     names = capsys.readouterr().out.split()
     assert names == [row.name for row in TABLE if row.name.startswith("module")] != []
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [(["--strategy", "dp2-*"], "--strategy dp2-*: no row"),
-     (["--json", "nowhere/rows.json"], "there is no folder nowhere; make it first")],
-)  # fmt: skip
-def test_a_mistake_is_said_first(argv: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said.replace("*", r"\*")):
-        verify.parse(argv)
+    for argv, words in (
+        (["--strategy", "dp2-*"], r"--strategy dp2-\*: no row"),
+        (["--json", "nowhere/rows.json"], "there is no folder nowhere; make it first"),
+    ):
+        with pytest.raises(UserError, match=words):
+            verify.parse(argv)
+    with pytest.raises(SystemExit):
+        verify.parse(["--steps", "1"])
+    assert "--steps 1: at least 2 are needed" in capsys.readouterr().err
