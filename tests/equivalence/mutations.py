@@ -133,8 +133,9 @@ def a_tied_weight_loses_a_gradient() -> Broken:
 
 def a_rank_loses_what_its_chunks_share() -> Broken:
     """In a V the embedding and the head are on one rank: their gradients are forgotten."""
-    own_alone = lambda *args: (gradients_by_stage(*args)[0], {})  # noqa: E731
-    return patch.object(process, "gradients_by_stage", own_alone)
+    return patch.object(
+        process, "gradients_by_stage", lambda *args: (gradients_by_stage(*args)[0], {})
+    )
 
 
 def a_rank_keeps_its_part_of_a_tied_gradient() -> Broken:
