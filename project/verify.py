@@ -28,7 +28,6 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 import torch
 
 from project.utils import run_program
-from tests.equivalence import golden
 from tests.equivalence.compare import Result
 from tests.equivalence.run import check_all
 from tests.equivalence.table import TABLE, Row
@@ -73,7 +72,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=10, help="of training")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="ranks share the GPUs in turn")
     add("--json", type=Path, metavar="FILE", help="write the table there, too")
-    add("--write_golden", action="store_true", help=golden.write.__doc__)
     args = parser.parse_args(argv)
     if args.steps < 2:
         parser.error(f"--steps {args.steps}: at least 2 are needed")
@@ -91,9 +89,6 @@ def main(argv: list[str] | None = None) -> None:
     args, start = parse(argv), time.perf_counter()
     if args.list:
         print("\n".join(row.name for row in args.chosen))
-        return
-    if args.write_golden:
-        print("\n".join(f"wrote {path}" for path in golden.write()))
         return
     print(f"Largest relative differences from one plain process, {args.dtype}:\n{HEADER}")
     results = check_all(args.chosen, args.steps, DTYPES[args.dtype], args.device, show)

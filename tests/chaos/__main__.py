@@ -19,16 +19,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from random import Random
 
-from tests.chaos import restart
-from tests.chaos.attempt import PHASES, Attempt, draw
+from tests.chaos.attempt import Attempt
 from tests.chaos.kinds import KINDS
 from tests.chaos.programs import PROGRAMS
 from tests.chaos.restart import Restart
-
-RESTART = "restart"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,71 +36,58 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
+    kinds, programs = [*KINDS, Restart.kind], [program.name for program in PROGRAMS]
     add("--rounds", type=int, default=1, help="attempts of each kind on each program (default 1)")
     add("--seed", type=int, default=0, help="of moments and victims (default 0)")
-    names, programs = (
-        [*(kind.name for kind in KINDS), RESTART],
-        [program.name for program in PROGRAMS],
-    )
-    add("--only", action="append", metavar="KIND", choices=names, help="may be given repeatedly")
+    add("--only", action="append", metavar="KIND", choices=kinds, help="may be given repeatedly")
     add("--program", action="append", choices=programs, help="may be given repeatedly")
-    add("--phase", choices=PHASES, help="strike only then")
     return parser.parse_args(argv)
 
 
 def plan(args: argparse.Namespace) -> Iterator[Attempt | Restart]:
     """The attempts, round by round."""
-    programs = [p for p in PROGRAMS if args.program is None or p.name in args.program]
     for round_ in range(args.rounds):
-        for kind in (*KINDS, None):
-            name = RESTART if kind is None else kind.name
-            for program in programs:
+        for name in args.only or [*KINDS, Restart.kind]:
+            for program in PROGRAMS:
                 random = Random(f"{args.seed} {round_} {name} {program.name}")
-                if args.only is not None and name not in args.only:
+                if args.program is not None and program.name not in args.program:
                     continue
-                if kind is None:
-                    if program.restarts:
-                        yield Restart(program, random)
-                elif program.launcher in kind.ends:
-                    yield draw(program, kind, random, args.phase if kind.at_any_time else None)
+                if name == Restart.kind and program.restarts:
+                    yield Restart(program, random)
+                elif name in KINDS and program.launcher in KINDS[name].ends:
+                    yield Attempt(program, name, random)
 
 
-def tally(attempts: Sequence[Attempt]) -> str:
+def tally(attempts: Sequence[Attempt | Restart]) -> str:
     """A line for each program and kind."""
-    lines = []
-    for program, kind in dict.fromkeys((a.program, a.kind.name) for a in attempts):
-        mine = [a for a in attempts if (a.program, a.kind.name) == (program, kind)]
-        tried = [a for a in mine if not a.missed]
-        slowest = max((a.seconds or 0.0 for a in tried), default=0.0)
+    lines, groups = [], defaultdict(list)
+    for attempt in attempts:
+        groups[attempt.program.name, attempt.kind].append(attempt)
+    for (program, kind), mine in groups.items():
+        tried = [attempt for attempt in mine if not attempt.missed]
         lines.append(
-            f"{program.name:19}{kind:16}{len(tried):3} tried, {len(mine) - len(tried)} missed, "
-            f"{sum(bool(a.wrong) for a in tried)} wrong, {sum(len(a.left) for a in mine)} left, "
-            f"slowest end {slowest:.1f} s"
+            f"{program:19}{kind:16}{len(tried):3} tried, {len(mine) - len(tried)} missed, "
+            f"{sum(bool(a.wrong) for a in tried)} wrong, {sum(len(a.left) for a in mine)} left"
         )
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the attempts, and says how each ended and what was wrong."""
-    args = parse(argv)
-    todo = list(plan(args))
+    todo, bad = list(plan(parse(argv))), 0
     start = time.monotonic()
-    done: list[Attempt | Restart] = []
     for i, attempt in enumerate(todo, 1):
         attempt.make()
-        done.append(attempt)
-        print(f"{i:>4}/{len(todo)}  {'' if attempt.fine else 'WRONG  '}{attempt}", flush=True)
-        for line in (*attempt.wrong, *(f"left: {what}" for what in attempt.left)):
-            print(f"           {line}", flush=True)
-        if not attempt.fine:
-            print(attempt.said, flush=True)
-    print(f"\n{tally([a for a in done if isinstance(a, Attempt)])}")
-    if restarts := [a for a in done if isinstance(a, Restart)]:
-        print(restart.tally(restarts))
-    bad = sum(not attempt.fine for attempt in done)
+        violations = [*attempt.wrong, *(f"left: {what}" for what in attempt.left)]
+        print(f"{i:>4}/{len(todo)}  {'WRONG  ' if violations else ''}{attempt}", flush=True)
+        if violations:
+            bad += 1
+            print("\n".join([*(f"           {line}" for line in violations), attempt.said]))
     minutes = (time.monotonic() - start) / 60
-    print(f"\n{len(done)} attempts in {minutes:.1f} minutes, {bad} with violations")
-    return int(bad > 0 or not done)
+    print(
+        f"\n{tally(todo)}\n\n{len(todo)} attempts in {minutes:.1f} minutes, {bad} with violations"
+    )
+    return int(bad > 0 or not todo)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -49,14 +50,12 @@ class Kind:
     failure: what arm/sitecustomize.py is to do. at_any_time: else only once the run trains.
     """
 
-    name: str
-    what: str
     strike: Strike
     ends: dict[str, End]
     failure: str = ""
     at_any_time: bool = True
     waits: bool = False  # for --timeout, before it can be noticed
-    seconds: float = field(default=SECONDS)
+    seconds: float = SECONDS
 
 
 def _victim(run: Run, rank: int) -> psutil.Process:
@@ -90,14 +89,6 @@ def _to_parent(number: int) -> Strike:
     return lambda run, _: run.process.send_signal(number)
 
 
-def _ctrl_c(run: Run, _: int) -> None:
-    os.killpg(run.process.pid, signal.SIGINT)
-
-
-def _hang_up(run: Run, _: int) -> None:
-    run.close_terminal()
-
-
 def _orphan_stopped(run: Run, rank: int) -> None:
     _victim(run, rank).send_signal(signal.SIGSTOP)
     run.process.kill()
@@ -113,82 +104,67 @@ def _pause(run: Run, rank: int) -> None:
         run.process.terminate()
 
 
-def _armed(name: str, what: str, words: str) -> Kind:
-    once = (words,)
-    return Kind(
-        name, what, _arm,
-        {
-            OWN: End((1,), True, once, 1),
-            TORCHRUN: End((1,), True, once, 2),  # one is torchrun's
-            ALONE: End((1,), True, once, 1),
-        },
-        failure=name,
-    )  # fmt: skip
+def _armed(failure: str, words: str) -> Kind:
+    once = End((1,), True, (words,), 1)
+    under_torchrun = End((1,), True, (words,), 2)  # one is torchrun's
+    return Kind(_arm, {OWN: once, TORCHRUN: under_torchrun, ALONE: once}, failure)
 
 
-KINDS = (
-    _armed("raise", "a rank, or a stage's thread, raises", "ArithmeticError: on purpose"),
-    _armed("exit", "... raises SystemExit(0)", "SystemExit: 0"),
-    _armed("interrupt", "... raises KeyboardInterrupt", "KeyboardInterrupt: on purpose"),
-    Kind(
-        "leave", "a rank leaves by os._exit(0)", _arm,
+def _asked(strike: Strike, number: int, **options: Any) -> Kind:
+    """Nobody fails: the run is asked to end, by a signal of that number."""
+    own, some = End((128 + number,), None), End(None, None, (), None)
+    ends = {OWN: own, TORCHRUN: some, ALONE: End((128 + number, -number), None)}
+    return Kind(strike, ends, **options)
+
+
+def _killed(strike: Strike) -> Kind:
+    """The parent is."""
+    return Kind(strike, dict.fromkeys((OWN, TORCHRUN), End((-9,), None, (), None)))
+
+
+def _ended(number: signal.Signals) -> Kind:
+    """A rank is, by a signal."""
+    ends = {
+        OWN: End((1,), True, (f"It was ended by {number.name}.",)),
+        TORCHRUN: End((1,), None, (f"failed (exitcode: -{number}) local_rank: {{rank}} ",), 1),
+    }
+    return Kind(_to_rank(number), ends)
+
+
+KINDS = {
+    # A rank, or a stage's thread, raises; also what ends a program silently.
+    "raise": _armed("raise", "ArithmeticError: on purpose"),
+    "exit": _armed("exit", "SystemExit: 0"),
+    "interrupt": _armed("interrupt", "KeyboardInterrupt: on purpose"),
+    # A rank leaves by os._exit(0). torchrun believes the 0; the others see the loss.
+    "leave": Kind(
+        _arm,
         {
             OWN: End((1,), True, ("It exited with status 0 before it was done.",)),
-            TORCHRUN: End((1,), False, (), None),  # it believes the 0; the others see the loss
+            TORCHRUN: End((1,), False, (), None),
         },
-        failure="leave",
+        "leave",
     ),
-    Kind(
-        "kill", "kill -9 of a rank", _to_rank(signal.SIGKILL),
-        {
-            OWN: End((1,), True, ("It was ended by SIGKILL.",)),
-            TORCHRUN: End((1,), None, ("failed (exitcode: -9) local_rank: {rank} ",), 1),
-        },
-    ),
-    Kind(
-        "terminate", "SIGTERM to a rank", _to_rank(signal.SIGTERM),
-        {
-            OWN: End((1,), True, ("It was ended by SIGTERM.",)),
-            TORCHRUN: End((1,), None, ("failed (exitcode: -15) local_rank: {rank} ",), 1),
-        },
-    ),
-    Kind(
-        "stop", "a rank is stopped (SIGSTOP) for longer than --timeout",
+    "kill": _ended(signal.SIGKILL),
+    "terminate": _ended(signal.SIGTERM),
+    # A rank is stopped for longer than --timeout; under torchrun another has waited in vain.
+    "stop": Kind(
         _to_rank(signal.SIGSTOP),
         {
             OWN: End((1,), True, ("It does not answer.", LAST_ACTIONS), None),
-            TORCHRUN: End((1,), False, (LAST_ACTIONS,), None),  # another has waited in vain
+            TORCHRUN: End((1,), False, (LAST_ACTIONS,), None),
         },
         waits=True,
         seconds=STOPPED,
     ),
-    Kind(
-        "pause", "a rank is stopped for a moment: nothing happens, until the run is asked to end",
-        _pause,
-        {OWN: End((143,), None), TORCHRUN: End(None, None, (), None)},
-        at_any_time=False,
-    ),
-    Kind(
-        "ctrl-c", "SIGINT to the process group", _ctrl_c,
-        {OWN: End((130,), None), TORCHRUN: End(None, None, (), None), ALONE: End((130, -2), None)},
-    ),
-    Kind(
-        "hang up", "the terminal closes (SIGHUP)", _hang_up,
-        {OWN: End((129,), None), TORCHRUN: End(None, None, (), None), ALONE: End((129, -1), None)},
-    ),
-    Kind(
-        "ask", "SIGTERM to the parent", _to_parent(signal.SIGTERM),
-        {OWN: End((143,), None), TORCHRUN: End(None, None, (), None), ALONE: End((143, -15), None)},
-    ),
-    Kind(
-        "orphan", "kill -9 of the parent", _to_parent(signal.SIGKILL),
-        {OWN: End((-9,), None, (), None), TORCHRUN: End((-9,), None, (), None)},
-    ),
-    Kind(
-        "orphan stopped", "kill -9 of the parent while a rank is stopped", _orphan_stopped,
-        {OWN: End((-9,), None, (), None), TORCHRUN: End((-9,), None, (), None)},
-    ),
-)  # fmt: skip
+    # ... for a moment: nothing happens, until the run is asked to end.
+    "pause": _asked(_pause, signal.SIGTERM, at_any_time=False),
+    "ctrl-c": _asked(lambda run, _: os.killpg(run.process.pid, signal.SIGINT), signal.SIGINT),
+    "hang up": _asked(lambda run, _: run.close_terminal(), signal.SIGHUP),
+    "ask": _asked(_to_parent(signal.SIGTERM), signal.SIGTERM),
+    "orphan": _killed(_to_parent(signal.SIGKILL)),
+    "orphan stopped": _killed(_orphan_stopped),  # while a rank is stopped
+}
 
 
 def judge(end: End, status: int, said: str, rank: int | None) -> list[str]:

@@ -2,8 +2,7 @@
 
 Ranks are killed, one after the other, at moments anywhere in the life of a run. In the end its
 weights must be, bit for bit, those of a run that nobody killed, and its workdir must hold the same
-files. Steps are counted in rank 0 (arm/sitecustomize.py): those beyond the ones of the run that
-nobody killed were done again, since the last checkpoint did not have them.
+files.
 """
 
 from __future__ import annotations
@@ -36,13 +35,12 @@ class Life:
 
     status: int | None
     seconds: float
-    steps: int
     files: list[str]
     weights: dict[str, torch.Tensor]
     said: str
     left: list[str]
-    kills: int = 0
-    resumed: int = 0  # from a checkpoint, and not from the beginning
+    kills: int
+    resumed: int  # from a checkpoint, and not from the beginning
 
 
 def live(program: Program, moments: Sequence[tuple[float, int]]) -> Life:
@@ -50,18 +48,17 @@ def live(program: Program, moments: Sequence[tuple[float, int]]) -> Life:
     been started which one is killed."""
     with scratch() as name:
         folder = Path(name)
-        workdir, exported, steps = folder / "work", folder / "exported", folder / "steps"
+        exported = folder / "exported"
         more = (*OPTIONS, "--export", str(exported))
-        command = program.command(str(workdir), EPOCHS, 60.0, RESTARTS, more)
+        command = program.command(str(folder / "work"), EPOCHS, 60.0, RESTARTS, more)
         start = time.monotonic()
-        with Run(command, folder, program.launcher, count_in=steps) as run:
+        with Run(command, folder, program.launcher) as run:
             kills = _kill(run, moments)
             run.wait(RUN)
             weights = exported / "model.safetensors"
             return Life(
                 status=run.process.poll(),
                 seconds=time.monotonic() - start,
-                steps=steps.stat().st_size if steps.exists() else 0,
                 files=_files(folder),
                 weights=load_file(weights) if weights.exists() else {},
                 said=run.said(),
@@ -73,9 +70,8 @@ def live(program: Program, moments: Sequence[tuple[float, int]]) -> Life:
 
 def _files(folder: Path) -> list[str]:
     """What the run has written, by the names that do not depend on the machine."""
-    mine = ("stdout", "stderr", "steps", "tmp")
     paths = (path.relative_to(folder) for path in folder.rglob("*"))
-    return sorted(str(path) for path in paths if path.parts[0] not in mine)
+    return sorted(str(path) for path in paths if path.parts[0] not in ("stdout", "stderr", "tmp"))
 
 
 def _kill(run: Run, moments: Sequence[tuple[float, int]]) -> int:
@@ -105,28 +101,24 @@ def left_alone(program: Program) -> Life:
 
 @dataclass
 class Restart:
-    """An attempt: when whom to kill, and what came of it."""
+    """An attempt: whom to kill when, and what came of it."""
 
     program: Program
     random: Random
     wrong: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     said: str = ""
-    life: Life | None = None
-    steps: int = 0  # of the run that nobody killed
-
-    @property
-    def redone(self) -> int:
-        """Steps that were done more than once."""
-        return self.life.steps - self.steps if self.life else 0
+    kind = "restart"
+    missed = False
+    came = "not made"
 
     def make(self) -> None:
         """Does it, and fills in what came of it."""
         expected = left_alone(self.program)
         longest = 0.9 * expected.seconds
         moments = [(self.random.uniform(0, longest), self.random.randrange(2)) for _ in range(3)]
-        self.life = found = live(self.program, moments)
-        self.said, self.left, self.steps = found.said, found.left, expected.steps
+        found = live(self.program, moments)
+        self.said, self.left = found.said, found.left
         for who, life in (("the run that nobody killed", expected), ("the run", found)):
             if life.status != 0:
                 self.wrong.append(f"{who} ended with status {life.status}")
@@ -138,31 +130,10 @@ class Restart:
             pairs = {name: (found.weights[name], w) for name, w in expected.weights.items()}
             unequal = [name for name, (a, b) in pairs.items() if not torch.equal(a, b)]
             self.wrong += [f"{len(unequal)} weights differ: {unequal[:5]}"] if unequal else []
-
-    @property
-    def fine(self) -> bool:
-        """Whether all is as it must be."""
-        return not self.wrong and not self.left
-
-    def __str__(self) -> str:
-        if self.life is None:
-            return f"{self.program.name}: restart"
-        return (
-            f"{self.program.name}: restart, {self.life.kills} kills, {self.life.resumed} times "
-            f"from a checkpoint, {self.redone} of {self.steps} steps done again, "
-            f"{self.life.seconds:.0f} s, status {self.life.status}"
+        self.came = (
+            f"{found.kills} kills, {found.resumed} times from a checkpoint, {found.seconds:.0f} s, "
+            f"status {found.status}"
         )
 
-
-def tally(restarts: Sequence[Restart]) -> str:
-    """One line for all."""
-    lives = [restart.life for restart in restarts if restart.life is not None]
-    equal = sum(not restart.wrong for restart in restarts)
-    return (
-        f"restart: {len(restarts)} runs, {sum(life.kills for life in lives)} kills, "
-        f"{sum(life.resumed for life in lives)} resumed from a checkpoint, "
-        f"{sum(restart.redone for restart in restarts)} of "
-        f"{sum(restart.steps for restart in restarts)} steps done again; "
-        f"bit for bit the weights of a run that nobody killed: {equal} of {len(restarts)}; "
-        f"left: {sum(len(restart.left) for restart in restarts)}"
-    )
+    def __str__(self) -> str:
+        return f"{self.program.name}: {self.kind}, {self.came}"

@@ -29,18 +29,12 @@ KEPT = ("torchinductor_", "torchelastic_")  # torch's cache, and torchrun's fold
 class Run:
     """A command, started on a terminal of its own, as a person starts it.
 
-    `folder` is given to it for temporary files, and holds what it prints. `failure` and `count_in`
-    are for arm/sitecustomize.py. To be used with `with`: at its end every process that is left is
-    killed.
+    `folder` is given to it for temporary files, and holds what it prints. `failure` is for
+    arm/sitecustomize.py. To be used with `with`: at its end every process that is left is killed.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        folder: Path,
-        launcher: str = OWN,
-        failure: str = "",
-        count_in: Path | None = None,
+        self, command: Sequence[str], folder: Path, launcher: str = OWN, failure: str = ""
     ) -> None:
         self.launcher = launcher
         self.stdout, self.stderr, self.tmp = folder / "stdout", folder / "stderr", folder / "tmp"
@@ -60,8 +54,6 @@ class Run:
         environment["PYTHONPATH"] = os.pathsep.join(path)
         if failure:
             environment |= {"CHAOS_FAILURE": failure, "CHAOS_BLOWN": str(self.blown)}
-        if count_in:
-            environment["CHAOS_STEPS"] = str(count_in)
         self._terminal, theirs = pty.openpty()
         try:
             with self.stdout.open("w") as stdout, self.stderr.open("w") as stderr:

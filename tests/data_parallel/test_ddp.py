@@ -1,8 +1,8 @@
-"""A model wrapped for data parallelism trains as one process does, by parameter name."""
+"""What wrapping a model adds to the averaging of gradients: all ranks begin as rank 0."""
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 EXAMPLES = torch.Generator().manual_seed(5)
 X = torch.randn(11, 6, generator=EXAMPLES, dtype=torch.float64)
 Y = torch.randn(11, 3, generator=EXAMPLES, dtype=torch.float64)
-RATE = 0.1
+STEPS, RATE = 2, 0.1
 
 
 class Net(nn.Module):
@@ -32,70 +32,49 @@ class Net(nn.Module):
         self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
         self.register_buffer("seen", torch.tensor(seed))
         self.double()
-        self.seen = torch.tensor(seed)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.middle(torch.tanh(self.first(x))))
         return self.last(self.again(x)) * self.scale + self.frozen
 
 
-def loss_sum(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().sum()
+def trained(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in net.parameters() if p.requires_grad], RATE)
 
 
-def plain(steps: int) -> dict[str, Tensor]:
+def plain() -> dict[str, Tensor]:
     """One process, all examples."""
     net = Net(seed=0)
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], RATE)
-    for _ in range(steps):
+    optimizer = trained(net)
+    for _ in range(STEPS):
         optimizer.zero_grad()
-        (loss_sum(net(X), Y) / len(X)).backward()
+        ((net(X) - Y).square().sum() / len(X)).backward()
         optimizer.step()
     return dict(net.state_dict())
 
 
-def train(
-    rank: int, world_size: int, steps: int, cut: int, options: dict[str, Any]
-) -> dict[str, Tensor]:
-    """Rank 0 has 6 of the 11 examples, rank 1 five, in micro-batches of `cut`."""
-    net = Net(seed=rank)  # different weights: construction must make them rank 0's
-    ddp = DistributedDataParallel(net, **options)
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], RATE)
-    x, y = X[rank::world_size], Y[rank::world_size]
-    for _ in range(steps):
+def train(rank: int, world_size: int) -> dict[str, Tensor]:
+    """Each rank has three or four of the examples, in micro-batches of two."""
+    net = Net(seed=rank)
+    ddp = DistributedDataParallel(net)
+    optimizer = trained(net)
+    parts = list(zip(X[rank::world_size].split(2), Y[rank::world_size].split(2), strict=True))
+    for _ in range(STEPS):
         optimizer.zero_grad()
-        parts = list(zip(x.split(cut), y.split(cut), strict=True))
-        with ddp.no_sync():
-            for a, b in parts[:-1]:
-                (loss_sum(ddp(a), b) * world_size / len(X)).backward()
-        a, b = parts[-1]
-        (loss_sum(ddp(a), b) * world_size / len(X)).backward()
+        for x, y in parts:
+            with nullcontext() if x is parts[-1][0] else ddp.no_sync():
+                ((ddp(x) - y).square().sum() * world_size / len(X)).backward()
         ddp.average_gradients()
         optimizer.step()
     ddp.close()
     return {name: t.clone() for name, t in net.state_dict().items()}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"bucket_bytes": 1}, {"share_memory": False}], ids=["", "small", "gloo"]
-)
-@pytest.mark.parametrize("cut", [6, 2])
-def test_weights_are_those_of_one_process(ranks: Ranks, cut: int, options: dict[str, Any]) -> None:
-    """After three steps, in float64: sums in another order, 11 terms of size 1, leave 1e-14."""
-    want = plain(3)
-    for got in ranks.run(train, 3, cut, options):
-        assert list(got) == list(want)
-        for name, tensor in want.items():
-            torch.testing.assert_close(got[name], tensor, rtol=1e-12, atol=1e-13, msg=name)
-
-
-def three(rank: int, world_size: int) -> dict[str, Tensor]:
-    return train(rank, world_size, 2, 4, {})
-
-
-def test_on_three_ranks_all_hold_the_same_bits(three_ranks: Ranks) -> None:
-    first, *others = three_ranks.run(three)
-    for name, tensor in plain(2).items():
+def test_three_ranks_are_one_process(three_ranks: Ranks) -> None:
+    """And hold the same bits. In float64 sums of 11 terms in another order leave 1e-14."""
+    want, (first, *others) = plain(), three_ranks.run(train)
+    assert list(first) == list(want)
+    for name, tensor in want.items():
         torch.testing.assert_close(first[name], tensor, rtol=1e-12, atol=1e-13, msg=name)
     for other in others:
         assert [name for name in first if not torch.equal(first[name], other[name])] == []

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
-from tests.data_parallel.sharded_models import DTYPE, OPTIMIZERS, fill
+from tests.data_parallel.sharded_models import DTYPE, SGD, filled
 from tests.ranks import Ranks
 
 WIDTHS = (3, 40, 7, 25, 4, 60, 2)
@@ -21,10 +21,8 @@ Alone = Callable[[FullyShardedDataParallel], object]
 
 
 def _make(**options: Any) -> FullyShardedDataParallel:
-    layers = [nn.Linear(n, m, dtype=DTYPE) for n, m in pairwise(WIDTHS)]
-    for name, p in nn.Sequential(*layers).named_parameters():
-        fill(name, p)
-    return FullyShardedDataParallel(layers, OPTIMIZERS["sgd"], **options)
+    layers = nn.Sequential(*(nn.Linear(n, m) for n, m in pairwise(WIDTHS)))
+    return FullyShardedDataParallel(filled(layers), SGD, **options)
 
 
 def _input(fsdp: FullyShardedDataParallel) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from data_parallel.exchange import GroupExchange, Pool, SharedExchange
 from data_parallel.fsdp import FullyShardedDataParallel, HeldBytes
 from data_parallel.sharding import Unit
+from tests.data_parallel.sharded_models import SGD
 from tests.ranks import Ranks
 from tests.recorder import Paused
 
 LAYERS, WIDTH = 6, 32
 LAYER = WIDTH * WIDTH * 4  # bytes of its parameters in fp32
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
 def _layers(device: str = "meta") -> list[nn.Module]:
@@ -27,10 +30,10 @@ def _init(_: str, tensor: Tensor) -> None:
     nn.init.eye_(tensor)
 
 
-def _make(**options: Any) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(
-        _layers(), lambda shards: torch.optim.AdamW(shards, lr=1e-3), init=_init, **options
-    )
+def _make(
+    layers: Sequence[nn.Module] = (), optimizer: Any = SGD, **options: Any
+) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(layers or _layers(), optimizer, **{"init": _init} | options)
 
 
 def _step(fsdp: FullyShardedDataParallel) -> None:
@@ -39,14 +42,13 @@ def _step(fsdp: FullyShardedDataParallel) -> None:
 
 
 def _held(_: int, _world: int, options: dict[str, Any]) -> HeldBytes:
-    fsdp = _make(**options)
+    fsdp = _make(optimizer=ADAMW, **options)
     for _again in range(3):
         _step(fsdp)
     return fsdp.held_bytes()
 
 
 ALL = LAYERS * LAYER
-STATE = 2 * 4 * LAYERS  # AdamW counts steps, a number per unit, and has two moments
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -57,8 +59,9 @@ STATE = 2 * 4 * LAYERS  # AdamW counts steps, a number per unit, and has two mom
 def test_bytes(
     ranks: Ranks, zero: int, parameters: int, gradients: int, lent: int, share: bool
 ) -> None:
-    """On two ranks. Lent are layers: gathered, on its way, gradients on their way. In shared memory
-    none is on its way, but others read the gradients of the layer before."""
+    """On two ranks. AdamW has two moments, and a number per unit: its steps. Lent are layers:
+    gathered, on its way, gradients on their way. In shared memory none is on its way, but others
+    read the gradients of the layer before."""
     if share and zero == 2:
         lent = 2
     want = HeldBytes(parameters, gradients, optimizer=ALL + 4 * LAYERS, lent=lent * LAYER)
@@ -66,7 +69,7 @@ def test_bytes(
 
 
 def _in_bf16(_: int, _world: int) -> tuple[HeldBytes, set[torch.dtype], Tensor, Tensor]:
-    fsdp = _make(compute_dtype=torch.bfloat16)
+    fsdp = _make(optimizer=ADAMW, compute_dtype=torch.bfloat16)
     seen = set()
     for layer in fsdp.layers:
         layer.module.register_forward_hook(lambda m, _x, y: seen.update({m.weight.dtype, y.dtype}))
@@ -129,10 +132,7 @@ class _Watch:
 
 
 def _order(_: int, _world: int, share: bool) -> tuple[list[Event], list[list[int]]]:
-    fsdp = FullyShardedDataParallel(
-        _layers()[:3], lambda shards: torch.optim.SGD(shards, lr=0.1), init=_init,
-        share_memory=share,
-    )  # fmt: skip
+    fsdp = _make(_layers()[:3], share_memory=share)
     watch = _Watch(fsdp)
     assert isinstance(fsdp.exchange, SharedExchange if share else GroupExchange)
     fsdp.backward(fsdp.forward(torch.ones(1, WIDTH)).sum())
@@ -167,8 +167,7 @@ def _regathered(rank: int, _: int, tied: bool) -> list[Event]:
     layers = [nn.Embedding(WIDTH, WIDTH, device="meta"), *_layers()[: 3 if tied else 2]]
     if tied:
         layers[-1].weight = layers[0].weight
-    make = torch.optim.SGD
-    fsdp = FullyShardedDataParallel(layers, lambda shards: make(shards, lr=0.1), init=_init)
+    fsdp = _make(layers)
     watch = _Watch(fsdp)
     output = fsdp.forward(torch.tensor([1]) if rank else None)
     fsdp.backward(output.sum() if rank else None)
@@ -184,7 +183,7 @@ def test_backward_does_not_gather_embeddings(
     assert ranks.run(_regathered, tied) == [[("gather", k) for k in units]] * 2
 
 
-def _asked_for(_: int, _world: int) -> tuple[list[str], int, int, bool]:
+def _asked_for(_: int, _world: int) -> tuple[list[str], int, int]:
     peak, names = 0, []
 
     def init(name: str, tensor: Tensor) -> None:
@@ -194,15 +193,8 @@ def _asked_for(_: int, _world: int) -> tuple[list[str], int, int, bool]:
         tensor.zero_()
 
     layers = [nn.Linear(WIDTH, WIDTH, device="meta") for _ in range(2)]
-    make = torch.optim.SGD
-    fsdp = FullyShardedDataParallel(layers, lambda shards: make(shards, lr=0.1), init=init)
-    held = fsdp.held_bytes()
-    return (
-        names,
-        peak,
-        held.state + held.lent,
-        all(p.is_meta for m in layers for p in m.parameters()),
-    )
+    held = _make(layers, init=init).held_bytes()
+    return names, peak, held.state + held.lent
 
 
 def test_no_rank_makes_the_whole_model(ranks: Ranks) -> None:
@@ -210,17 +202,15 @@ def test_no_rank_makes_the_whole_model(ranks: Ranks) -> None:
     with the bias 1056, are cut at 528."""
     shards = 2 * 528 * 4
     assert ranks.run(_asked_for) == [
-        (["0.weight", "1.weight"], LAYER, shards, True),
-        (["0.weight", "0.bias", "1.weight", "1.bias"], LAYER, shards, True),
+        (["0.weight", "1.weight"], LAYER, shards),
+        (["0.weight", "0.bias", "1.weight", "1.bias"], LAYER, shards),
     ]
 
 
 def _recorded(_: int, _world: int, share: bool) -> list[tuple[str, int, int]]:
     seen: list[tuple[str, int, int, float, float]] = []
-    fsdp = FullyShardedDataParallel(
-        _layers()[:2], lambda shards: torch.optim.SGD(shards, lr=0.1), init=_init,
-        recorder=lambda *event: seen.append(event), share_memory=share,
-    )  # fmt: skip
+    told = lambda *event: seen.append(event)  # noqa: E731
+    fsdp = _make(_layers()[:2], recorder=told, share_memory=share)
     x = torch.ones(1, WIDTH)
     fsdp.train_step([x, x], [x, x], lambda output, _: output.sum())
     fsdp.optimizer_step()

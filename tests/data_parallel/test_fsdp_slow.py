@@ -13,26 +13,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data_parallel import exchange, shards
 from data_parallel.exchange import SharedExchange
 from data_parallel.fsdp import FullyShardedDataParallel
-from tests.data_parallel.sharded_models import (
-    OPTIMIZERS,
-    batch,
-    build,
-    same,
-    scale,
-    sharded,
-    summed_loss,
-    whole,
-)
+from tests.data_parallel.sharded_models import batch, loss_of, one_process, same, sharded, whole
 from tests.ranks import Ranks
 
 DELAY = 0.02  # seconds: the whole step takes less
 HALVES = (slice(0, 5), slice(5, 12))
-Found = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def _slow(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,46 +44,33 @@ def _place(fsdp: FullyShardedDataParallel, name: str) -> tuple[Any, str]:
     }[name]
 
 
-def _steps(rank: int, _: int, where: str, slow_rank: int, zero: int) -> Found:
+def _steps(
+    rank: int, _: int, where: str, slow_rank: int, zero: int
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Each step: a backward, of which nothing is wanted; another; an evaluation; the update."""
-    fsdp = sharded("tied", "sgd", zero=zero)
+    fsdp = sharded(zero=zero)
     target, name = _place(fsdp, where)
     function = getattr(target, name)
     outputs = []
     with patch.object(target, name, _slow(function) if rank == slow_rank else function):
         for step in range(2):
-            x, y = batch("tied", step)
-            for factor in (7.0, scale(y)):
+            x, y = batch(step, HALVES[rank])
+            for factor in (7.0, 1.0):
                 fsdp.zero_grad()
-                loss = summed_loss(fsdp.forward(x[HALVES[rank]]), y[HALVES[rank]])
-                fsdp.backward(loss * factor)
+                fsdp.backward(loss_of(fsdp.forward(x), y) * factor)
             with torch.no_grad():
-                outputs.append(fsdp.forward(x))
+                outputs.append(fsdp.forward(batch(step)[0]))
             fsdp.optimizer_step()
     return outputs, whole(fsdp, "parameters")
-
-
-def _one_process() -> Found:
-    model = build("tied")
-    net, sgd = nn.Sequential(*model.layers()), OPTIMIZERS["sgd"](model.parameters())
-    outputs = []
-    for step in range(2):
-        x, y = batch("tied", step)
-        output = net(x)
-        sgd.zero_grad()
-        (summed_loss(output, y) * scale(y)).backward()
-        outputs.append(output.detach())
-        sgd.step()
-    return outputs, {name: p.detach() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("zero", [1, 3])  # what 2 does both do
 @pytest.mark.parametrize("where", ["updates", "reads", "sums", "fills"])
 def test_a_slow_rank_changes_nothing(ranks: Ranks, where: str, zero: int) -> None:
-    outputs, weights = _one_process()
+    want = one_process(2)
     for slow_rank in range(2):
         got = ranks.run(_steps, where, slow_rank, zero)
-        for found, _ in got:
-            for output, wanted in zip(found, outputs, strict=True):
+        for outputs, _ in got:
+            for output, wanted in zip(outputs, want.outputs, strict=True):
                 assert torch.allclose(output, wanted, rtol=1e-10, atol=1e-12)
-        same(got[0][1], weights, 1e-10)
+        same(got[0][1], want.weights, 1e-10)

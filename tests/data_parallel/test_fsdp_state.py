@@ -8,13 +8,7 @@ import torch
 from torch import nn
 
 from data_parallel.sharding import Unit, names_of, plan
-from tests.data_parallel.sharded_models import (
-    build,
-    my_part,
-    one_process,
-    sharded,
-    summed_loss,
-)
+from tests.data_parallel.sharded_models import batch, loss_of, one_process, sharded, tied
 from tests.ranks import Ranks
 
 
@@ -52,12 +46,12 @@ def test_pieces_and_gaps() -> None:
     ]  # fmt: skip
 
 
-def _info(_: int, _world: int) -> list[Any]:
-    fsdp = sharded("tied")
+def _info(rank: int, _: int) -> list[Any]:
+    fsdp = sharded()
     info = [(p.name, tuple(p.shape), p.offset, p.tensor.numel()) for p in fsdp.get_local_info(1)]
     gathered = {n: t.clone() for n, t in fsdp.gather_param_data(1).items()}
-    x, target, factor = my_part("tied", 0, fsdp.rank, fsdp.world_size)
-    fsdp.train_step(x, target, summed_loss, factor)
+    x, target = batch(0, slice(rank, None, 2))
+    fsdp.train_step([x], [target], loss_of)
     shard = [(p.name, p.offset, p.tensor.clone()) for p in fsdp.get_local_grad_shard(1)]
     return [info, gathered, shard]
 
@@ -66,19 +60,18 @@ def test_what_a_rank_holds_of_a_layer(ranks: Ranks) -> None:
     """A block, float64, 8 elements a cache line: norm 6 and 6 at 0 and 8, wide.weight 222 at 16,
     wide.bias 37 at 240, narrow.weight 222 at 280, narrow.bias 6 at 504: 512, cut at 256."""
     got = ranks.run(_info)
-    block = "blocks.0."
     assert [info for info, _, _ in got] == [
         [
-            (block + "norm.weight", (6,), 0, 6), (block + "norm.bias", (6,), 0, 6),
-            (block + "wide.weight", (37, 6), 0, 222), (block + "wide.bias", (37,), 0, 16),
+            ("1.norm.weight", (6,), 0, 6), ("1.norm.bias", (6,), 0, 6),
+            ("1.wide.weight", (37, 6), 0, 222), ("1.wide.bias", (37,), 0, 16),
         ],
         [
-            (block + "wide.bias", (37,), 16, 21), (block + "narrow.weight", (6, 37), 0, 222),
-            (block + "narrow.bias", (6,), 0, 6),
+            ("1.wide.bias", (37,), 16, 21), ("1.narrow.weight", (6, 37), 0, 222),
+            ("1.narrow.bias", (6,), 0, 6),
         ],
     ]  # fmt: skip
-    want = {n: p for n, p in build("tied").named_parameters() if n.startswith(block)}
-    gradients = one_process("tied", "adamw", 1)[0].gradients
+    want = {n: p for n, p in tied().named_parameters() if n.startswith("1.")}
+    (gradients,) = one_process(1).gradients
     for _, gathered, shard in got:
         assert set(gathered) == set(want)
         assert all(torch.equal(gathered[n], p) for n, p in want.items())

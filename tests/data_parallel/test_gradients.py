@@ -21,6 +21,8 @@ from tests.recorder import Paused
 
 WAYS = ("per_parameter", "flat", "overlap", "overlap through gloo")
 BY_HAND = {"per_parameter": average_gradients, "flat": average_gradients_flat}
+SHARE = pytest.mark.parametrize("share", [True, False])
+Gradients = dict[str, Tensor | None]
 
 
 class Net(nn.Module):
@@ -52,11 +54,13 @@ def _loss(net: Net, seed: int, odd: bool = True) -> Tensor:
     return net(ids, odd).square().mean()
 
 
-def _gradients(net: nn.Module) -> dict[str, Tensor | None]:
+def _gradients(net: nn.Module) -> Gradients:
     return {n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()}
 
 
-def _mean_of(seeds: list[int], dtype: torch.dtype = torch.float64, odd: set[int] | None = None):  # type: ignore[no-untyped-def]
+def _mean_of(
+    seeds: list[int], dtype: torch.dtype = torch.float64, odd: set[int] | None = None
+) -> Gradients:
     """What one process computes: the mean gradient over the seeds; `odd` are those of them that
     use the odd layer, by default all."""
     net = _net(dtype)
@@ -65,16 +69,13 @@ def _mean_of(seeds: list[int], dtype: torch.dtype = torch.float64, odd: set[int]
     return _gradients(net)
 
 
-def _same(got: dict[str, Tensor | None], want: dict[str, Tensor | None], rtol: float) -> None:
+def _same(got: Gradients, want: Gradients, rtol: float = 1e-12) -> None:
+    """1e-12 is 4 roundings of 2e-16 on sums of like size, with room for cancellation."""
     assert {n for n, g in got.items() if g is None} == {n for n, g in want.items() if g is None}
     for name, gradient in want.items():
         if gradient is not None:
             scale = gradient.abs().max().item()
             assert torch.allclose(got[name], gradient, rtol=rtol, atol=rtol * scale), name  # type: ignore[arg-type]
-
-
-def _half(gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {n: None if g is None else g / 2 for n, g in gradients.items()}
 
 
 def _averaged(way: str, net: nn.Module) -> Callable[[], None]:
@@ -83,33 +84,27 @@ def _averaged(way: str, net: nn.Module) -> Callable[[], None]:
     return GradientBuckets(net.parameters(), share_memory=way == "overlap").finish
 
 
-def _train_step(rank: int, _: int, way: str, odd: bool) -> dict[str, Tensor | None]:
+def _two_steps(rank: int, _: int, way: str) -> Gradients:
+    """Rank 0 has examples in the first alone, and only rank 1 uses the odd layer."""
     net = _net()
     average = _averaged(way, net)
-    for _step in range(2):  # the second finds buckets that are in use
+    for step in range(2):  # the second finds buckets that are in use
         net.zero_grad()
-        _loss(net, seed=rank, odd=odd and rank == 1).backward()
+        if rank or not step:
+            _loss(net, seed=rank, odd=rank == 1).backward()
         average()
     return _gradients(net)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_gives_the_mean_on_every_rank(ranks: Ranks, way: str) -> None:
-    """A layer that only rank 1 uses counts as zero on rank 0; one that nobody uses has none."""
-    for odd in (set[int](), {1}):
-        want = _mean_of([0, 1], odd=odd)
-        assert want["never"] is None and (want["odd.weight"] is not None) == bool(odd)
-        for gradients in ranks.run(_train_step, way, bool(odd)):
-            _same(gradients, want, rtol=1e-12)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_three_ranks(three_ranks: Ranks, way: str) -> None:
-    """Parts that are not halves, and 1/3, which is not exact in binary: 1e-12 is 4 roundings of
-    2e-16 on sums of like size, with room for cancellation."""
-    got = three_ranks.run(_train_step, way, True)
+def test_every_way_gives_the_mean_on_every_rank(three_ranks: Ranks, way: str) -> None:
+    """Parts that are not halves, and 1/3, which is not exact in binary. What one rank does not use
+    counts as zero there; what nobody uses has no gradient."""
+    want = {n: None if g is None else g * 2 / 3 for n, g in _mean_of([1, 2], odd={1}).items()}
+    assert want["never"] is None and want["odd.weight"] is not None
+    got = three_ranks.run(_two_steps, way)
     for gradients in got:
-        _same(gradients, _mean_of([0, 1, 2], odd={1}), rtol=1e-12)
+        _same(gradients, want)
         assert all(torch.equal(gradients[n], g) for n, g in got[0].items() if g is not None)
 
 
@@ -124,7 +119,7 @@ def _with_bucket_bytes(rank: int, _: int, nbytes: int, share: bool) -> list[obje
     return [len(buckets.buckets), inside, (buckets.shared is not None), _gradients(net)]
 
 
-@pytest.mark.parametrize("share", [True, False])
+@SHARE
 @pytest.mark.parametrize(
     ("nbytes", "count"),
     # 8 trainable parameters; bytes, in the order of the buckets: odd 48, 288, narrow 48, 1776,
@@ -136,7 +131,7 @@ def test_bucket_sizes(ranks: Ranks, nbytes: int, count: int, share: bool) -> Non
     partly filled. Gradients are views of the buckets."""
     for n, inside, shared, gradients in ranks.run(_with_bucket_bytes, nbytes, share):
         assert (n, inside, shared) == (count, True, share)
-        _same(gradients, _mean_of([0, 1]), rtol=1e-12)
+        _same(gradients, _mean_of([0, 1]))
 
 
 def _mixed(rank: int, _: int, way: str) -> list[list[float]]:
@@ -156,7 +151,7 @@ def test_mixed_types(ranks: Ranks, way: str) -> None:
     assert ranks.run(_mixed, way) == [[[1.5] * 4] * 2] * 2
 
 
-def _accumulate(rank: int, _: int, share: bool, keep: bool) -> list[dict[str, Tensor | None]]:
+def _accumulate(rank: int, _: int, share: bool, keep: bool) -> list[Gradients]:
     net = _net()
     buckets = GradientBuckets(net.parameters(), share_memory=share)
     for step in range(2):
@@ -169,29 +164,14 @@ def _accumulate(rank: int, _: int, share: bool, keep: bool) -> list[dict[str, Te
     return [local, _gradients(net)]
 
 
-@pytest.mark.parametrize("share", [True, False])
+@SHARE
 @pytest.mark.parametrize("keep", [True, False])
 def test_accumulation(ranks: Ranks, share: bool, keep: bool) -> None:
     """Two backwards, of which the first is local; whether zero_grad keeps the views or not."""
-    want = _mean_of([10, 11, 12, 13])
     for rank, (local, gradients) in enumerate(ranks.run(_accumulate, share, keep)):
-        _same(local, _half(_mean_of([10 + rank])), rtol=1e-12)
-        _same(gradients, want, rtol=1e-12)
-
-
-def _no_examples_left(rank: int, _: int, share: bool) -> dict[str, Tensor | None]:
-    net = _net()
-    buckets = GradientBuckets(net.parameters(), share_memory=share)
-    if rank == 0:
-        _loss(net, seed=0).backward()
-    buckets.finish()
-    return _gradients(net)
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_a_rank_without_examples_takes_part_with_zeros(ranks: Ranks, share: bool) -> None:
-    for gradients in ranks.run(_no_examples_left, share):
-        _same(gradients, _half(_mean_of([0])), rtol=1e-15)
+        mine = _mean_of([10 + rank])
+        _same(local, {n: None if g is None else g / 2 for n, g in mine.items()})
+        _same(gradients, _mean_of([10, 11, 12, 13]))
 
 
 def _sent_during_backward(_: int, _world_size: int, share: bool) -> list[list[bool]]:
@@ -207,19 +187,14 @@ def _sent_during_backward(_: int, _world_size: int, share: bool) -> list[list[bo
     return seen
 
 
-@pytest.mark.parametrize("share", [True, False])
+@SHARE
 def test_buckets_leave_while_backward_runs(ranks: Ranks, share: bool) -> None:
     """When the gradient of the k-th layer from the end comes, those after it are on their way."""
-    for seen in ranks.run(_sent_during_backward, share):
-        assert seen == [
-            [False, False, False, False],
-            [True, False, False, False],
-            [True, True, False, False],
-            [True, True, True, False],
-        ]
+    want = [[place < k for place in range(4)] for k in range(4)]
+    assert ranks.run(_sent_during_backward, share) == [want] * 2
 
 
-def _in_bf16(rank: int, _: int) -> tuple[list[torch.dtype], dict[str, Tensor | None]]:
+def _in_bf16(rank: int, _: int) -> tuple[list[torch.dtype], Gradients]:
     net = _net(torch.float32)
     buckets = GradientBuckets(net.parameters(), bucket_bytes=1024, comm_dtype=torch.bfloat16)
     _loss(net, seed=rank).backward()
@@ -244,12 +219,11 @@ def _twice(_: int, _world_size: int) -> str:
     buckets = GradientBuckets(net.parameters())
     _loss(net, seed=0).backward()
     try:
-        _loss(net, seed=1).backward()
-    except RuntimeError as error:
-        return str(error)
+        with pytest.raises(RuntimeError) as error:
+            _loss(net, seed=1).backward()
     finally:
         buckets.finish()
-    return "nothing was raised"
+    return str(error.value)
 
 
 def test_a_second_backward_without_finish_is_an_error(ranks: Ranks) -> None:
@@ -264,28 +238,26 @@ def test_what_cannot_be_averaged() -> None:
         GradientBuckets(nn.Tanh().parameters())
 
 
-def _leftovers(_: int, _world_size: int) -> tuple[bool, list[str], int]:
+def _leftovers(_: int, _world_size: int) -> tuple[bool, set[str], int]:
     def names() -> set[str]:
         return {path.name for path in Path("/dev/shm").iterdir()}
 
     def memory_files() -> int:
-        links = [
-            str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
-        ]
-        return sum("memfd:ranks" in link for link in links)
+        open_files = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sum("memfd:ranks" in str(path.readlink()) for path in open_files)
 
     before, files_before = names(), memory_files()
     buckets = GradientBuckets(_net().parameters())
     dist.barrier()
-    return buckets.shared is not None, sorted(names() - before), memory_files() - files_before
+    return buckets.shared is not None, names() - before, memory_files() - files_before
 
 
 def test_shared_memory_has_no_name(ranks: Ranks) -> None:
     """Nothing that a killed process could leave behind: two maps, and their own descriptors."""
-    assert ranks.run(_leftovers) == [(True, [], 2)] * 2
+    assert ranks.run(_leftovers) == [(True, set(), 2)] * 2
 
 
-def _recorded(rank: int, _: int, share: bool) -> tuple[list[tuple[str, int, int]], bool, bool]:
+def _recorded(rank: int, _: int, share: bool) -> tuple[list[tuple[str, int, int]], bool]:
     net, told = _net(), []
     buckets = GradientBuckets(
         net.parameters(),
@@ -298,25 +270,22 @@ def _recorded(rank: int, _: int, share: bool) -> tuple[list[tuple[str, int, int]
     middle = time.perf_counter()
     buckets.finish()
     end = time.perf_counter()
-    inside = all(start < a <= b < end for *_, a, b in told)
     buckets.recorder = Paused()
     _loss(net, seed=rank).backward()
     buckets.finish()
-    return [event[:3] for event in told], inside, told[0][3] < middle
+    inside = told[0][3] < middle and all(start < a <= b < end for *_, a, b in told)
+    return [event[:3] for event in told], inside
 
 
-@pytest.mark.parametrize("share", [True, False])
+@SHARE
 def test_a_recorder_is_told_of_every_bucket(ranks: Ranks, share: bool) -> None:
     """In the order in which they arrive; the first has left while backward was running. And none is
     while it does not record."""
-    buckets = len([p for p in _net().parameters() if p.requires_grad])
-    expected = [("all_reduce", i, -1) for i in range(buckets)]
-    for events, inside, overlapped in ranks.run(_recorded, share):
-        assert events == expected + [("barrier", -1, -1)] * share
-        assert inside and overlapped
+    expected = [("all_reduce", i, -1) for i in range(8)] + [("barrier", -1, -1)] * share
+    assert ranks.run(_recorded, share) == [(expected, True)] * 2
 
 
-def _places(rank: int, world_size: int) -> list[list[int]]:  # noqa: ARG001
+def _places(_: int, _world_size: int) -> list[list[int]]:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 4))
     tied = net[1].weight
     assert isinstance(tied, nn.Parameter)

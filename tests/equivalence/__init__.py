@@ -6,5 +6,4 @@ table.py        the rows: a name, how many ranks, what lays the model out, what 
 compare.py      trains a row in the product's loop, and compares it with the reference
 run.py          checks many rows, each on the ranks that it needs
 mutations.py    ways to break training; each must turn rows red
-golden.py       the losses of the programs, kept in tests/golden/
 """

@@ -151,9 +151,9 @@ def laid_out(row: Row, world: World, dtype: torch.dtype, seed: int = 0) -> Itera
         model.close()
 
 
-def trained(row: Row, world: World, dtype: torch.dtype, n_steps: int, seed: int = 0) -> Trajectory:
+def trained(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Trajectory:
     """So many steps of a row."""
-    with laid_out(row, world, dtype, seed) as training:
+    with laid_out(row, world, dtype) as training:
         return training.run(n_steps)
 
 

@@ -9,7 +9,7 @@ weight's second gradient, a norm of a part, gradients of the step before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -34,22 +34,22 @@ from training.replicated import Replicated
 from training.task import Step
 from training.tensor import Shared
 
-MUTATIONS: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+Broken = AbstractContextManager[Any]
 
 
-def mutation(function: Callable[[], Iterator[None]]) -> None:
-    """Enters a mutation under its name."""
-    MUTATIONS[function.__name__] = contextmanager(function)
+@contextmanager
+def _both(*patches: Broken) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
+        yield
 
 
-@mutation
-def nothing() -> Iterator[None]:
-    """The code as it is."""
-    yield
+def _left_out(*_: Any, **__: Any) -> None:
+    """In the place of what is forgotten."""
 
 
-@mutation
-def a_bucket_is_not_reduced() -> Iterator[None]:
+def a_bucket_is_not_reduced() -> Broken:
     """The first all-reduce of gradients, and where they are summed in shared memory the first sum,
     is left out on every rank."""
     all_reduce, average = dist.all_reduce, SharedBuffers.average
@@ -66,15 +66,13 @@ def a_bucket_is_not_reduced() -> Iterator[None]:
             average(self, *place)
         left_out.append(place)
 
-    with (
+    return _both(
         patch.object(dist, "all_reduce", reduce_but_one),
         patch.object(SharedBuffers, "average", average_but_one),
-    ):
-        yield
+    )
 
 
-@mutation
-def a_mean_over_ranks() -> Iterator[None]:
+def a_mean_over_ranks() -> Broken:
     """Each rank divides by its own target tokens: the mean of the ranks' means."""
     backward = Replicated.backward
 
@@ -82,12 +80,10 @@ def a_mean_over_ranks() -> Iterator[None]:
         mine = sum(int((weights != 0).sum()) for _, weights in step.targets)
         return backward(self, replace(step, count=mine * self.parts))
 
-    with patch.object(Replicated, "backward", wrong):
-        yield
+    return patch.object(Replicated, "backward", wrong)
 
 
-@mutation
-def a_micro_batch_is_not_scaled() -> Iterator[None]:
+def a_micro_batch_is_not_scaled() -> Broken:
     """The gradient of the second micro-batch of the first step is too large. Its loss is right."""
     calls: list[int] = []
 
@@ -96,12 +92,10 @@ def a_micro_batch_is_not_scaled() -> Iterator[None]:
         calls.append(1)
         return loss.detach() + 20 * (loss - loss.detach()) if len(calls) == 2 else loss
 
-    with patch.object(sequences, "loss_of_targets", louder):
-        yield
+    return patch.object(sequences, "loss_of_targets", louder)
 
 
-@mutation
-def two_micro_batches_are_swapped() -> Iterator[None]:
+def two_micro_batches_are_swapped() -> Broken:
     """A stage gets for micro-batch 0 the gradient of its output for 1, and the reverse."""
     make, split = dataflow.Dataflow.__init__, autograd._Call.split
 
@@ -119,15 +113,13 @@ def two_micro_batches_are_swapped() -> Iterator[None]:
         pieces[:2] = pieces[1::-1]
         return pieces
 
-    with (
+    return _both(
         patch.object(dataflow.Dataflow, "__init__", swapping),
         patch.object(autograd._Call, "split", split_wrongly),
-    ):
-        yield
+    )
 
 
-@mutation
-def a_tied_weight_loses_a_gradient() -> Iterator[None]:
+def a_tied_weight_loses_a_gradient() -> Broken:
     """Of the embedding's two uses, on the first stage and on the last, only the first counts."""
 
     def first_only(stages: Any, replicas: Any) -> Any:
@@ -136,23 +128,17 @@ def a_tied_weight_loses_a_gradient() -> Iterator[None]:
         last[0] = {p: g for p, g in last[0].items() if not any(p in found for found in own)}
         return [*own, *last], tied
 
-    with patch.object(pipe, "gradients_by_stage", first_only):
-        yield
+    return patch.object(pipe, "gradients_by_stage", first_only)
 
 
-@mutation
-def a_rank_loses_what_its_chunks_share() -> Iterator[None]:
+def a_rank_loses_what_its_chunks_share() -> Broken:
     """In a V the embedding and the head are on one rank: their gradients are forgotten."""
-
-    def own_alone(*args: Any) -> Any:
-        return gradients_by_stage(*args)[0], {}
-
-    with patch.object(process, "gradients_by_stage", own_alone):
-        yield
+    return patch.object(
+        process, "gradients_by_stage", lambda *args: (gradients_by_stage(*args)[0], {})
+    )
 
 
-@mutation
-def a_rank_keeps_its_part_of_a_tied_gradient() -> Iterator[None]:
+def a_rank_keeps_its_part_of_a_tied_gradient() -> Broken:
     """Of the embedding's two uses, on the first rank and on the last, each counts its own."""
 
     def own(_: Neighbours, parameters: Any, parts: Any) -> Any:
@@ -161,23 +147,19 @@ def a_rank_keeps_its_part_of_a_tied_gradient() -> Iterator[None]:
             for name, mine in parts.items()
         }
 
-    with patch.object(Neighbours, "sum_tied", own):
-        yield
+    return patch.object(Neighbours, "sum_tied", own)
 
 
-@mutation
-def a_rank_is_left_out_of_the_sum() -> Iterator[None]:
+def a_rank_is_left_out_of_the_sum() -> Broken:
     """Each rank sums its shard's gradients over all ranks but the last."""
 
     def all_but_one(parts: list[Tensor], targets: list[Tensor], **options: Any) -> None:
         sum_into(parts[:-1] or parts, targets, **options)
 
-    with patch("data_parallel.exchange.sum_into", all_but_one):
-        yield
+    return patch("data_parallel.exchange.sum_into", all_but_one)
 
 
-@mutation
-def micro_batches_replace() -> Iterator[None]:
+def micro_batches_replace() -> Broken:
     """The gradients of a micro-batch take the place of those before it."""
     forward, backward = nn.Sequential.forward, FullyShardedDataParallel.backward
 
@@ -192,62 +174,48 @@ def micro_batches_replace() -> Iterator[None]:
             unit.has_gradient = False
         backward(self, loss, last)
 
-    with (
+    return _both(
         patch.object(nn.Sequential, "forward", forgetful),
         patch.object(FullyShardedDataParallel, "backward", replacing),
-    ):
-        yield
+    )
 
 
-@mutation
-def a_traced_shortcut_has_no_gradient() -> Iterator[None]:
+def a_traced_shortcut_has_no_gradient() -> Broken:
     """Of a sum, one term is cut off: forwards are right."""
 
     def add(a: Tensor, b: Any) -> Tensor:
         return a + (b.detach() if isinstance(b, Tensor) else b)
 
-    with patch.dict(trace._CALLED, {torch.ops.aten.add.Tensor: add}):
-        yield
+    return patch.dict(trace._CALLED, {torch.ops.aten.add.Tensor: add})
 
 
-@mutation
-def the_norm_is_of_a_part() -> Iterator[None]:
+def the_norm_is_of_a_part() -> Broken:
     """Gradients are clipped by the norm of half of the parameters."""
     norms = optimization.squared_norms
-    with patch.object(optimization, "squared_norms", lambda tensors: norms(tensors[::2])):
-        yield
+    return patch.object(optimization, "squared_norms", lambda tensors: norms(tensors[::2]))
 
 
-@mutation
-def gradients_are_kept() -> Iterator[None]:
+def gradients_are_kept() -> Broken:
     """The optimizer forgets no gradient before a step."""
-    with patch.object(torch.optim.Optimizer, "zero_grad", lambda *_, **__: None):
-        yield
+    return patch.object(torch.optim.Optimizer, "zero_grad", _left_out)
 
 
-@mutation
-def dropout_is_drawn() -> Iterator[None]:
+def dropout_is_drawn() -> Broken:
     """Masks come from the rank's generator, and depend on which examples it has."""
-    with patch.object(model, "_keys", lambda _: None):
-        yield
+    return patch.object(model, "_keys", _left_out)
 
 
-@mutation
-def dropout_is_not_seeded() -> Iterator[None]:
+def dropout_is_not_seeded() -> Broken:
     """Every run goes on with the random numbers that the last one left."""
-    with patch.object(torch, "manual_seed", lambda _: None):
-        yield
+    return patch.object(torch, "manual_seed", _left_out)
 
 
-@mutation
-def random_states_are_not_restored() -> Iterator[None]:
+def random_states_are_not_restored() -> Broken:
     """A resumed run draws other dropout masks."""
-    with patch.object(torch, "set_rng_state", lambda _: None):
-        yield
+    return patch.object(torch, "set_rng_state", _left_out)
 
 
-@mutation
-def other_dropout_is_recomputed() -> Iterator[None]:
+def other_dropout_is_recomputed() -> Broken:
     """Masks are drawn, and the second forward draws others."""
     of, seen = StageRandomness.of, set[tuple[int, int, int]]()
 
@@ -257,16 +225,14 @@ def other_dropout_is_recomputed() -> Iterator[None]:
         seen.add(place)
         return of(self, step, layer, microbatch + (1000 if again else 0))
 
-    with (
-        patch.object(model, "_keys", lambda _: None),
-        patch.object(torch, "set_rng_state", lambda _: None),
+    return _both(
+        dropout_is_drawn(),
+        random_states_are_not_restored(),
         patch.object(StageRandomness, "of", anew),
-    ):
-        yield
+    )
 
 
-@mutation
-def a_piece_is_not_held() -> Iterator[None]:
+def a_piece_is_not_held() -> Broken:
     """No rank says that it holds the first rows of the embedding."""
     from tests.equivalence import compare
 
@@ -277,8 +243,7 @@ def a_piece_is_not_held() -> Iterator[None]:
         first = [k for k in found if k[0] == "transformer.wte.weight" and not any(k[1])]
         return {k: v for k, v in found.items() if k not in first}
 
-    with patch.object(compare, "rectangles", fewer):
-        yield
+    return patch.object(compare, "rectangles", fewer)
 
 
 # Tensor parallelism: one for every collective, and what goes wrong around them
@@ -306,7 +271,7 @@ class _Mute:
         return lambda: self.reduce_scatter(x, dim)
 
 
-def _mute(function: Any, way: str) -> Any:
+def _mute(function: Any, way: str) -> Callable[[], Broken]:
     """`function`, forward or backward, without its sums."""
     wrapped = getattr(function, way)
 
@@ -316,52 +281,19 @@ def _mute(function: Any, way: str) -> Any:
         ctx.ranks = _Mute(ctx.ranks)
         return wrapped(ctx, *args)
 
-    return patch.object(function, way, staticmethod(muted))
+    return lambda: patch.object(function, way, staticmethod(muted))
 
 
-@mutation
-def a_gradient_of_the_head_is_not_summed() -> Iterator[None]:
-    with _mute(collectives._Replicate, "backward"):
-        yield
-
-
-@mutation
-def a_gradient_between_matrices_is_not_summed() -> Iterator[None]:
-    with _mute(layers._Columns, "backward"):
-        yield
-
-
-@mutation
-def a_row_parallel_product_is_not_summed() -> Iterator[None]:
-    with _mute(collectives._AddUp, "forward"):
-        yield
-
-
-@mutation
-def a_part_of_the_sequence_is_not_summed() -> Iterator[None]:
-    with _mute(collectives._Scatter, "forward"):
-        yield
-
-
-@mutation
-def a_gradient_of_gathered_positions_is_not_summed() -> Iterator[None]:
-    with _mute(collectives._Gather, "backward"):
-        yield
-
-
-@mutation
-def a_gradient_of_scattered_positions_is_not_gathered() -> Iterator[None]:
+def a_gradient_of_scattered_positions_is_not_gathered() -> Broken:
     """Every rank takes its own in the place of all."""
 
     def own(ctx: Any, dy: Tensor) -> Any:
         return torch.cat([dy] * ctx.ranks.size, ctx.dim), None, None
 
-    with patch.object(collectives._Scatter, "backward", staticmethod(own)):
-        yield
+    return patch.object(collectives._Scatter, "backward", staticmethod(own))
 
 
-@mutation
-def a_softmax_is_of_a_part_of_the_vocabulary() -> Iterator[None]:
+def a_softmax_is_of_a_part_of_the_vocabulary() -> Broken:
     of = loss._Chunk.of
 
     def wrong(*args: Any) -> Any:
@@ -369,23 +301,19 @@ def a_softmax_is_of_a_part_of_the_vocabulary() -> Iterator[None]:
         own = chunk.largest + chunk.exps.sum(-1).log()
         return chunk._replace(log_sum=own, losses=own - chunk.at_label)
 
-    with patch.object(loss._Chunk, "of", wrong):
-        yield
+    return patch.object(loss._Chunk, "of", wrong)
 
 
-@mutation
-def a_bias_is_added_by_every_rank() -> Iterator[None]:
+def a_bias_is_added_by_every_rank() -> Broken:
     forward = layers.RowParallelLinear.forward
 
     def wrong(self: layers.RowParallelLinear, x: Tensor) -> Tensor:
         return forward(self, x) + (self.ranks.size - 1) * self.bias
 
-    with patch.object(layers.RowParallelLinear, "forward", wrong):
-        yield
+    return patch.object(layers.RowParallelLinear, "forward", wrong)
 
 
-@mutation
-def queries_keys_and_values_are_cut_as_one_matrix() -> Iterator[None]:
+def queries_keys_and_values_are_cut_as_one_matrix() -> Broken:
     """Rank 0 of 2 has all of q and half of k."""
 
     def ranges(self: Part) -> list[tuple[int, int]]:
@@ -393,43 +321,55 @@ def queries_keys_and_values_are_cut_as_one_matrix() -> Iterator[None]:
         start = self.rank * length
         return [(start, min(length, self.shape[self.dim] - start))]
 
-    with patch.object(Part, "ranges", property(ranges)):
-        yield
+    return patch.object(Part, "ranges", property(ranges))
 
 
-@mutation
-def norms_keep_the_gradient_of_their_positions() -> Iterator[None]:
+def norms_keep_the_gradient_of_their_positions() -> Broken:
     """With sequence parallelism, what all ranks have is not summed."""
-    with patch.object(Shared, "sum_gradients", lambda *_: None):
-        yield
+    return patch.object(Shared, "sum_gradients", _left_out)
 
 
-@mutation
-def all_ranks_count_what_all_have() -> Iterator[None]:
+def all_ranks_count_what_all_have() -> Broken:
     """Where gradients are clipped."""
-    with patch.object(Shared, "counted", lambda *_: True):
-        yield
+    return patch.object(Shared, "counted", lambda *_: True)
 
 
-@mutation
-def replicas_keep_their_gradients() -> Iterator[None]:
-    with (
-        patch.object(SharedBuffers, "average", lambda *_: None),
-        patch.object(ShardedOptimizer, "reduce", _reduce_nothing),
-    ):
-        yield
+def replicas_keep_their_gradients() -> Broken:
+    reduce = ShardedOptimizer.reduce
+
+    def nothing(self: ShardedOptimizer) -> None:
+        self.ranks, ranks = _Mute(self.ranks), self.ranks  # type: ignore[assignment]
+        reduce(self)
+        self.ranks = ranks
+
+    return _both(
+        patch.object(SharedBuffers, "average", _left_out),
+        patch.object(ShardedOptimizer, "reduce", nothing),
+    )
 
 
-def _reduce_nothing(self: ShardedOptimizer) -> None:
-    self.ranks, ranks = _Mute(self.ranks), self.ranks  # type: ignore[assignment]
-    _reduce(self)
-    self.ranks = ranks
+def a_shard_is_not_handed_to_the_others() -> Broken:
+    return patch.object(ShardedOptimizer, "publish", _left_out)
 
 
-_reduce = ShardedOptimizer.reduce
-
-
-@mutation
-def a_shard_is_not_handed_to_the_others() -> Iterator[None]:
-    with patch.object(ShardedOptimizer, "publish", lambda _: None):
-        yield
+_FUNCTIONS = (
+    a_bucket_is_not_reduced, a_mean_over_ranks, a_micro_batch_is_not_scaled,
+    two_micro_batches_are_swapped, a_tied_weight_loses_a_gradient,
+    a_rank_loses_what_its_chunks_share, a_rank_keeps_its_part_of_a_tied_gradient,
+    a_rank_is_left_out_of_the_sum, micro_batches_replace, a_traced_shortcut_has_no_gradient,
+    the_norm_is_of_a_part, gradients_are_kept, dropout_is_drawn, dropout_is_not_seeded,
+    random_states_are_not_restored, other_dropout_is_recomputed, a_piece_is_not_held,
+    a_gradient_of_scattered_positions_is_not_gathered, a_softmax_is_of_a_part_of_the_vocabulary,
+    a_bias_is_added_by_every_rank, queries_keys_and_values_are_cut_as_one_matrix,
+    norms_keep_the_gradient_of_their_positions, all_ranks_count_what_all_have,
+    replicas_keep_their_gradients, a_shard_is_not_handed_to_the_others,
+)  # fmt: skip
+MUTATIONS: dict[str, Callable[[], Broken]] = {
+    "nothing": nullcontext,
+    **{function.__name__: function for function in _FUNCTIONS},
+    "a_gradient_of_the_head_is_not_summed": _mute(collectives._Replicate, "backward"),
+    "a_gradient_between_matrices_is_not_summed": _mute(layers._Columns, "backward"),
+    "a_row_parallel_product_is_not_summed": _mute(collectives._AddUp, "forward"),
+    "a_part_of_the_sequence_is_not_summed": _mute(collectives._Scatter, "forward"),
+    "a_gradient_of_gathered_positions_is_not_summed": _mute(collectives._Gather, "backward"),
+}

@@ -16,9 +16,11 @@ Names begin with the layout and the number of its ranks or stages:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -130,31 +132,28 @@ def threads(cut: Cut | int, schedule: str, m: int, chunks: int = 1) -> Build:
     the time that layers take."""
     stages, given = (cut, None) if isinstance(cut, int) else (len(cut), cut)
     n = stages // chunks
-
-    def build(task: Task, world: World, plan: Plan) -> LaidOutModel:
-        return StagesInThreads(
-            task, world, plan, devices(world, n), schedule, m, cut=given, chunks=chunks
-        )
-
-    return build
+    return lambda task, world, plan: StagesInThreads(
+        task, world, plan, devices(world, n), schedule, m, cut=given, chunks=chunks
+    )
 
 
 def module(cut: Cut, split_size: int) -> Build:
     """A `Pipe` in a plain loop."""
 
     def build(task: Task, world: World, plan: Plan) -> LaidOutModel:
-        return PlainModule(task, world, plan, devices(world, len(cut)), cut, split_size)
+        where = devices(world, len(cut))
+        model = PlainModule(task, world, plan, where, num_microbatches=1, cut=cut)
+        model.pipe.split_size = split_size
+        return model
 
     return build
 
 
 def blocks(n: int, split_size: int | None) -> Build:
     """The blocks in n stages; None: one stage at a time."""
-
-    def build(task: Task, world: World, plan: Plan) -> LaidOutModel:
-        return BlocksInThreads(task, world, plan, devices(world, n), "uniform", split_size)
-
-    return build
+    return lambda task, world, plan: BlocksInThreads(
+        task, world, plan, devices(world, n), "uniform", split_size
+    )
 
 
 def devices(world: World, num_stages: int) -> list[torch.device]:
@@ -165,18 +164,6 @@ def devices(world: World, num_stages: int) -> list[torch.device]:
 
 class PlainModule(StagesInThreads):
     """Calls `Pipe` as any other module: its forward, a loss, backward()."""
-
-    def __init__(
-        self,
-        task: Task,
-        world: World,
-        plan: Plan,
-        where: Sequence[torch.device],
-        cut: Cut,
-        split_size: int,
-    ) -> None:
-        super().__init__(task, world, plan, where, num_microbatches=1, cut=cut)
-        self.pipe.split_size = split_size
 
     def backward(self, step: Step) -> Tensor:
         """The batch is one piece to the caller."""
@@ -316,16 +303,10 @@ def _meshes() -> Iterator[Row]:
     problem = Sentences(
         22, n_layer=3, n_head=8, vocabulary=67, dropout=0.1, max_grad_norm=1.0, positions=40
     )
-    layouts = [
-        (dp, pp, tp)
-        for W in (2, 4, 8)
-        for dp in (1, 2, 4, 8)
-        for pp in (1, 2, 4, 8)
-        for tp in (1, 2, 4, 8)
-        if dp * pp * tp == W
-    ]
-    for dp, pp, tp in layouts:
-        W, m = dp * pp * tp, 3 if pp > 1 else None
+    of_8 = [1, 2, 4, 8]
+    layouts = [(W, *axes) for W in of_8[1:] for axes in product(of_8, repeat=3) if prod(axes) == W]
+    for W, dp, pp, tp in layouts:
+        m = 3 if pp > 1 else None
         name = f"mesh{W}-{dp}x{pp}x{tp}"
         yield Row(name, W, mesh(dp, pp, tp), problem, m)
         if tp > 1:
@@ -339,12 +320,8 @@ def _meshes() -> Iterator[Row]:
     yield Row("mesh2-1x1x2-odd", 2, mesh(1, 1, 2), odd, 2)
     yield Row("mesh2-1x1x2-gloo", 2, mesh(1, 1, 2, share_memory=False), problem)
     yield Row("mesh2-1x1x2-untied", 2, mesh(1, 1, 2), replace(problem, tied=False))
-    yield Row(
-        "mesh3-1x1x3",
-        3,
-        mesh(1, 1, 3, sequence_parallel=True),
-        replace(problem, n_head=3, n_embd=24),
-    )
+    of_three = replace(problem, n_head=3, n_embd=24)
+    yield Row("mesh3-1x1x3", 3, mesh(1, 1, 3, sequence_parallel=True), of_three)
     yield Row("mesh4-2x1x2-none_left", 4, mesh(2, 1, 2), Sentences(9, 8, n_head=4), 100)
     yield Row("mesh4-1x2x2-odd", 4, mesh(1, 2, 2, sequence_parallel=True), odd, 2)
     yield Row("mesh4-1x2x2-zb", 4, mesh(1, 2, 2, "zb"), problem, 3)
@@ -376,25 +353,23 @@ def _same_bits() -> Iterator[Row]:
 def _recomputed() -> Iterator[Row]:
     """Dropout on: activations that are computed again are those that were forgotten."""
     problem = Sentences(11, n_layer=3, n_head=4, dropout=0.1)
+    always, but_last, sqrt = "always", "except_last", "sqrt"
     text: dict[str, tuple[int, Build, tuple[str, ...]]] = {
-        "single": (1, replicated(), ("always", "sqrt")),
-        "ddp2-overlap": (2, replicated(), ("always", "sqrt")),
-        "fsdp2-zero1": (2, sharded(1), ("always",)),
-        "fsdp2-zero3": (2, sharded(3), ("always",)),
-        **{
-            f"threads2-{s}": (1, threads((3, 5), s, 4), ("always", "except_last", "sqrt"))
-            for s in SCHEDULES
-        },
-        **{
-            f"pipeline2-{s}": (2, staged((3, 5), s, 4), ("always", "except_last", "sqrt"))
-            for s in SCHEDULES
-        },
-        "module3": (1, module((3, 2, 3), 3), ("always", "except_last")),
-        "blocks3": (1, blocks(3, 3), ("always", "except_last", "sqrt")),
-        "mesh2-1x1x2": (2, mesh(1, 1, 2), ("always", "sqrt")),
-        "mesh4-2x1x2-zero3": (4, mesh(2, 1, 2, sequence_parallel=True, zero=3), ("always",)),
-        "mesh4-1x2x2": (4, mesh(1, 2, 2, "zb", True), ("always", "except_last")),
-        "mesh8-2x2x2": (8, mesh(2, 2, 2, zero=1), ("always",)),
+        "single": (1, replicated(), (always, sqrt)),
+        "ddp2-overlap": (2, replicated(), (always, sqrt)),
+        "fsdp2-zero1": (2, sharded(1), (always,)),
+        "fsdp2-zero3": (2, sharded(3), (always,)),
+    }
+    every = (always, but_last, sqrt)
+    text |= {f"threads2-{s}": (1, threads((3, 5), s, 4), every) for s in SCHEDULES}
+    text |= {f"pipeline2-{s}": (2, staged((3, 5), s, 4), every) for s in SCHEDULES}
+    text |= {
+        "module3": (1, module((3, 2, 3), 3), (always, but_last)),
+        "blocks3": (1, blocks(3, 3), every),
+        "mesh2-1x1x2": (2, mesh(1, 1, 2), (always, sqrt)),
+        "mesh4-2x1x2-zero3": (4, mesh(2, 1, 2, sequence_parallel=True, zero=3), (always,)),
+        "mesh4-1x2x2": (4, mesh(1, 2, 2, "zb", True), (always, but_last)),
+        "mesh8-2x2x2": (8, mesh(2, 2, 2, zero=1), (always,)),
     }
     for name, (ranks, build, modes) in text.items():
         for mode in modes:
@@ -410,10 +385,8 @@ def _recomputed() -> Iterator[Row]:
         yield Row(name, ranks, build, Noise(11, 8), 2, "nothing recomputed", "always")
 
 
-TABLE: tuple[Row, ...] = (
-    *_whole_models(), *_shards(), *_stages(), *_chunks(), *_meshes(), *_same_bits(),
-    *_recomputed(),
-)  # fmt: skip
+PARTS = (_whole_models, _shards, _stages, _chunks, _meshes, _same_bits, _recomputed)
+TABLE = tuple(row for part in PARTS for row in part())
 
 
 def find(name: str) -> Row:

@@ -1,4 +1,9 @@
-"""The programs have the losses on file, step by step; what changes them is seen."""
+"""The losses that the programs must have.
+
+The table says that layouts agree with one process, and tests/project/test_losses.py that programs
+do; were data order, initial weights, tokenizer or batching to change, all would change alike. Here
+one program has the losses on file. After a change that is meant, take those that the test shows.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +12,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.equivalence import golden
-from tests.ranks import Ranks
+from project import run_data_parallel
+from project.run_data_parallel import parse_data_parallel
+from project.utils import read_texts
+from training.results import SUMMARY
 from training.world import World
 
-
-def data_parallel(rank: int, world_size: int, workdir: Path) -> list[float]:
-    return golden.losses(World(rank, world_size), "data_parallel", workdir)
-
-
-def on_file(program: str) -> list[float]:
-    losses: list[float] = json.loads(golden.path(program).read_text("utf-8"))["losses"]
-    return losses
-
-
-def test_data_parallel_has_the_losses_on_file(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks.run(data_parallel, tmp_path)[0]
-    assert golden.deviation("data_parallel", found) == ""
-
-
-def test_the_pipeline_has_the_losses_on_file(tmp_path: Path) -> None:
-    assert golden.deviation("pipeline", golden.losses(World(), "pipeline", tmp_path)) == ""
+# Two epochs of three steps, the last of 4 pairs. Without dropout, whose bits depend on the
+# processor.
+OPTIONS = (
+    "--n_layer=2", "--n_embd=32", "--n_head=2", "--vocab_size=512", "--model_max_length=48",
+    "--batch_size=8", "--n_train=20", "--n_validation=8", "--n_test=2", "--n_epochs=2",
+    "--learning_rate=1e-3", "--dropout=0", "--seed=0", "--device=cpu", "--keep=0",
+    "--world_size=1",
+)  # fmt: skip
+LOSSES = [6.2478458, 6.2256862, 6.2141696, 6.1191051, 6.0928040, 6.0616208]
+# In float32 another processor adds up in another order, and draws initial weights whose last bit
+# differs: 2e-7 was seen between AVX2 and no vector instructions. Another order of the data: 1e-3.
+TOLERANCE = 2e-6
 
 
-@pytest.mark.parametrize("program", golden.PROGRAMS)
-def test_both_files_are_of_one_training(program: str) -> None:
-    """Ranks and stages change nothing but the order of sums."""
-    assert len(on_file(program)) == golden.STEPS
-    assert golden.deviation(program, on_file("data_parallel")) == ""
-    assert golden.deviation(program, on_file("pipeline")) == ""
-
-
-def test_another_order_of_the_data_is_seen() -> None:
-    losses = on_file("pipeline")
-    losses[3], losses[4] = losses[4], losses[3]
-    assert golden.deviation("pipeline", losses).startswith("pipeline: the loss of step 3 is")
-
-
-def test_another_batching_is_seen(tmp_path: Path) -> None:
-    found = golden.losses(World(), "pipeline", tmp_path, "--batch_size=7", "--n_epochs=1")
-    off = [abs(a / b - 1) for a, b in zip(found[:3], on_file("pipeline"), strict=False)]
-    assert len(off) == 3
-    assert max(off) > 100 * golden.tolerance(2)
+def test_the_losses_are_those_on_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_data_parallel, "finish", lambda *_: None)
+    args = parse_data_parallel(None, [*OPTIONS, f"--workdir={tmp_path}"])
+    run_data_parallel.run_dp(World(), args, read_texts(args))
+    found = json.loads((tmp_path / SUMMARY).read_text("utf-8"))["loss"]
+    assert found == pytest.approx(LOSSES, rel=TOLERANCE)

@@ -215,6 +215,7 @@ def _process(case: Case, rank: int, group: Any) -> Found:
 
         found = _train(case, pipe.named_parameters(), step)
         _, output = pipe.eval(case.batch(0)[0], num_microbatches=m)
+        dist.barrier(group)  # all have received what was sent: a pipe may be closed
         return found if output is None else found | {"output": output}
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.data_parallel.sharded_models import DTYPE, fill
+from tests.data_parallel.sharded_models import DTYPE, Head, fill
 from tests.pipeline.pipeline_models import Call
 
 WORDS = 7
@@ -56,17 +56,6 @@ class Skip(nn.Module):
 
 def _add(pair: tuple[Tensor, Tensor]) -> Tensor:
     return pair[0] + pair[1]
-
-
-class Head(nn.Module):
-    """A product with another layer's weight."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = weight  # a parameter
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
 
 
 @dataclass(frozen=True)

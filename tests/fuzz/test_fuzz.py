@@ -9,14 +9,15 @@ from tests.fuzz.__main__ import wrong
 from tests.fuzz.cases import KINDS, Verdict, kind_of, run
 from tests.ranks import Ranks
 
-SEEDS = range(24)  # three of each kind
+# Of every kind three and more, most of them on several ranks or stages.
+SEEDS = (
+    0, 8, 24, 25, 33, 57, 2, 10, 50, 19, 27, 35, 28, 36, 52, 13, 29, 37, 6, 14, 30, 7, 15, 31, 39,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_cases_agree_with_plain_training(three_ranks: Ranks, kind: str) -> None:
-    for seed in SEEDS:
-        if kind_of(seed) == kind:
-            assert wrong(three_ranks.run(run, seed)) == [], f"python -m tests.fuzz --seed {seed}"
+@pytest.mark.parametrize("seed", SEEDS, ids=[f"{kind_of(seed)}-{seed}" for seed in SEEDS])
+def test_a_random_case_agrees_with_plain_training(three_ranks: Ranks, seed: int) -> None:
+    assert wrong(three_ranks.run(run, seed)) == [], f"python -m tests.fuzz --seed {seed}"
 
 
 def _broken(rank: int, world_size: int, mutation: str, seed: int) -> Verdict | None:
@@ -30,12 +31,9 @@ def _broken(rank: int, world_size: int, mutation: str, seed: int) -> Verdict | N
 @pytest.mark.parametrize(
     ("mutation", "seed"),
     [
-        ("two_micro_batches_are_swapped", 0),
         ("two_micro_batches_are_swapped", 1),
         ("a_bucket_is_not_reduced", 3),
         ("a_bucket_is_not_reduced", 4),
-        ("a_rank_is_left_out_of_the_sum", 5),
-        ("a_rank_is_left_out_of_the_sum", 6),
         ("a_rank_is_left_out_of_the_sum", 7),
     ],
 )
