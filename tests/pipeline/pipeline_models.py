@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.partition import WithDevice
+from pipeline.pipe import Pipe
 
 CPU = ("cpu:0", "cpu:1")
 DEVICES = [CPU]
@@ -51,16 +54,26 @@ def square_error(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().sum()
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """By name; `zero` starts anew."""
+def gradients(model: nn.Module) -> dict[str, Any]:
+    """By name."""
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def take_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+def take_gradients(model: nn.Module) -> dict[str, Any]:
+    """The same; the next ones start anew."""
     result = gradients(model)
     for p in model.parameters():
         p.grad = None
     return result
+
+
+def in_one_process(
+    model: nn.Module, x: Any, y: Any, loss_fn: Any = square_error, scale: float | Tensor = 1.0
+) -> dict[str, Any]:
+    """Loss and gradients of a plain model, which every pipeline must have."""
+    loss = loss_fn(model(x), y) * scale
+    loss.backward()
+    return take_gradients(model) | {"loss": loss.detach()}
 
 
 def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -85,6 +98,29 @@ def pipe_threads() -> list[str]:
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("pipe-"))
 
 
+# A step of a batch: forward and backward as of any module, or by a schedule.
+def forward_backward(pipe: Pipe, x: Any, y: Any) -> Tensor:
+    loss = square_error(pipe(x), y)
+    loss.backward()
+    return loss.detach()
+
+
+def one_f_one_b(pipe: Pipe, x: Any, y: Any) -> Tensor:
+    return pipe.train_step(x, y, square_error, "1f1b")
+
+
+def gpipe(pipe: Pipe, x: Any, y: Any) -> Tensor:
+    return pipe.train_step(x, y, square_error, "gpipe")
+
+
+def zb(pipe: Pipe, x: Any, y: Any) -> Tensor:
+    return pipe.train_step(x, y, square_error, "zb")
+
+
+Step = Callable[[Pipe, Any, Any], Tensor]
+STEPS: list[Step] = [forward_backward, one_f_one_b, zb]
+
+
 class Call(nn.Module):
     """A layer without parameters that calls a function."""
 
@@ -94,3 +130,59 @@ class Call(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.function(x)
+
+
+class Fuse(nn.Module):
+    """Passes its input on, until armed; then it raises in every forward or every backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed: tuple[str, type[BaseException]] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Wire.apply(x, self)
+
+    def blow(self, where: str) -> None:
+        if self.armed and self.armed[0] == where:
+            raise self.armed[1]("on purpose")
+
+
+class Wire(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fuse: Any) -> Tensor:
+        ctx.fuse = fuse
+        fuse.blow("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        ctx.fuse.blow("backward")
+        return g, None
+
+
+def gpt2(dropout: float = 0.0, blocks: int = 3) -> Any:
+    """Tied: its head is its embedding."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=40, n_positions=16, n_embd=16, n_layer=blocks, n_head=2,
+            embd_pdrop=dropout, resid_pdrop=dropout, attn_pdrop=dropout, bos_token_id=None,
+            eos_token_id=None,
+        )
+    ).double()  # fmt: skip
+
+
+def sentences() -> tuple[Tensor, Tensor, Tensor]:
+    """Ids B T, what follows each, and the weight of that: a third has no target."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(40, (6, 9), generator=generator)
+    weights = torch.rand(6, 8, generator=generator, dtype=torch.float64).sub(0.33).clamp(min=0)
+    weights[2] = 0  # a micro-batch may have no target at all
+    return ids[:, :-1], ids[:, 1:], weights
+
+
+def plain_loss(model: Any, ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """All logits, one process: what the course computes."""
+    logits = model(ids).logits
+    losses = F.cross_entropy(logits.reshape(-1, 40), labels.reshape(-1), reduction="none")
+    return (losses * weights.reshape(-1)).sum() / weights.sum()

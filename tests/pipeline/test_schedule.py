@@ -1,54 +1,61 @@
-"""Schedules are plain lists: they can be drawn, checked and broken without running anything."""
+"""Schedules are plain lists: drawn, timed, broken, and held against what their papers promise."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
-from pipeline import catalogue
+from pipeline import catalogue, chunks
 from pipeline import schedule as sched
 from pipeline.pipe import _clock_cycles
-from pipeline.schedule import BACKWARD, Action
+from pipeline.schedule import BACKWARD, FORWARD, Action, Kind
+from planning import cost
+from planning.simulate import simulate
 
-GRID = [(n, m) for n in range(1, 6) for m in range(1, 10)]
+GRID = [(n, m) for n in range(1, 6) for m in (*range(1, 9), 13, 24)]
+ONE_CLOCK = {"F": 1, "I": 1, "W": 1, "B": 2}
+OF_A_BLOCK = {"F": 20, "I": 26, "W": 17, "B": 43}  # of GPT-2, as measured on a CPU
 
 
-@pytest.mark.a4_2_1
-@pytest.mark.a5_2_1
-def test_clock_cycles_of_six_micro_batches_on_two_partitions() -> None:
-    assert [sorted(clock) for clock in _clock_cycles(6, 2)] == [
-        [(0, 0)],
-        [(0, 1), (1, 0)],
-        [(1, 1), (2, 0)],
-        [(2, 1), (3, 0)],
-        [(3, 1), (4, 0)],
-        [(4, 1), (5, 0)],
-        [(5, 1)],
-    ]
+def clocks(schedule: sched.Schedule, each: dict[str, int] = ONE_CLOCK) -> float:
+    """How long a step takes if its actions take so long."""
+    rows = simulate(schedule, lambda a: each[a.kind.value])
+    return max(timed.end for row in rows for timed in row)
 
 
 @pytest.mark.a4_2_1
 @pytest.mark.a5_2_1
-def test_clock_cycles_of_three_by_three() -> None:
-    assert list(_clock_cycles(3, 3)) == [
-        [(0, 0)],
-        [(1, 0), (0, 1)],
-        [(2, 0), (1, 1), (0, 2)],
-        [(2, 1), (1, 2)],
-        [(2, 2)],
-    ]
+@pytest.mark.parametrize(
+    ("m", "n", "expected"),
+    [
+        (3, 3, [[(0, 0)], [(0, 1), (1, 0)], [(0, 2), (1, 1), (2, 0)], [(1, 2), (2, 1)], [(2, 2)]]),
+        (6, 2, [[(0, 0)], *([(i, 1), (i + 1, 0)] for i in range(5)), [(5, 1)]]),
+        (1, 3, [[(0, 0)], [(0, 1)], [(0, 2)]]),
+    ],
+)
+def test_clock_cycles(m: int, n: int, expected: list[list[tuple[int, int]]]) -> None:
+    assert [sorted(clock) for clock in _clock_cycles(m, n)] == expected
 
 
-def test_clock_cycles_of_fewer_micro_batches_than_partitions() -> None:
-    assert list(_clock_cycles(1, 3)) == [[(0, 0)], [(0, 1)], [(0, 2)]]
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb"])
-def test_the_table_in_the_docstring_is_the_schedule(name: str) -> None:
-    table = sched.draw(catalogue.find(name)(3, 4))
-    assert textwrap.indent(table, "    ") + "\n" in (sched.__doc__ or "")
+@pytest.mark.parametrize(
+    ("module", "title", "schedule"),
+    [
+        (sched, "GPipe, 3 stages", sched.gpipe(3, 4)),
+        (sched, "1F1B, 3 stages", sched.one_f_one_b(3, 4)),
+        (sched, "Zero bubble, 3 stages", sched.zero_bubble(3, 4)),
+        (chunks, "Interleaved, 2 ranks", chunks.interleaved_1f1b(2, 4)),
+        (chunks, "ZB-V, 2 ranks", chunks.zb_v(2, 3)),
+    ],
+)
+def test_the_table_in_the_docstring_is_the_schedule(
+    module: Any, title: str, schedule: sched.Schedule
+) -> None:
+    table = textwrap.indent(sched.draw(schedule), "    ")
+    assert f"{table}\n" in module.__doc__[module.__doc__.index(f"    {title}") :]
 
 
 def test_the_clock_table_in_the_docstring_is_the_clock_cycles() -> None:
@@ -56,126 +63,165 @@ def test_the_clock_table_in_the_docstring_is_the_clock_cycles() -> None:
     for k, clock in enumerate(sched.clock_cycles(3, 3)):
         cells = {j: f"({i},{j})" for i, j in clock}
         rows.append(f"{k} " + " ".join(cells.get(j, " " * 5) for j in range(3)).rstrip())
-    doc = sched.clock_cycles.__doc__ or ""
-    assert textwrap.indent("\n".join(rows), " " * 8) in doc
+    assert textwrap.indent("\n".join(rows), " " * 8) in (sched.clock_cycles.__doc__ or "")
 
 
-def test_1f1b_as_lists() -> None:
-    assert [" ".join(map(str, actions)) for actions in sched.one_f_one_b(3, 4)] == [
-        "F0 F1 F2 B0 F3 B1 B2 B3",
-        "F0 F1 B0 F2 B1 F3 B2 B3",
-        "F0 B0 F1 B1 F2 B2 F3 B3",
-    ]
-
-
-def test_zero_bubble_as_clock_tables() -> None:
+def test_clock_by_clock() -> None:
     assert sched.draw(sched.zero_bubble(2, 4)).splitlines() == [
         "stage 0: F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 I3 W3",
         "stage 1: .  F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3",
     ]
-    assert sched.draw(sched.zero_bubble(3, 4)).splitlines() == [
-        "stage 0: F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3",
-        "stage 1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
-        "stage 2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    assert sched.draw(chunks.v_min(3, 2)).splitlines() == [
+        "rank 0: F0a F1a .   .   .   F0b I0b W0b F1b I1b W1b I0a W0a .   .   I1a W1a",
+        "rank 1: .   F0a F1a .   F0b .   F1b I0b W0b .   I0a I1b W0a W1b I1a W1a .",
+        "rank 2: .   .   F0a F0b F1a F1b .   .   I0b I0a W0b W0a I1b I1a W1b W1a .",
+    ]
+    # Of Narayanan et al. (2021), figure 4, the first of four ranks.
+    first = chunks.interleaved_1f1b(4, 8, 2)[0]
+    names = " ".join(sched.name_of(action, chunks.looped(4, 2)) for action in first)
+    assert names.startswith("F0a F1a F2a F3a F0b F1b F2b F3b F4a F5a F6a B0b F7a B1b F4b B2b")
+    assert names.endswith("B6b B7b B4a B5a B6a B7a")
+
+
+@pytest.mark.parametrize("name", catalogue.SCHEDULES)
+def test_every_schedule_can_run_and_adds_gradients_up_in_order(name: str) -> None:
+    for n, m in GRID:
+        schedule = catalogue.find(name)(n, m)
+        sched.validate(schedule, m)
+        ranks = catalogue.places(name, n, catalogue.chunks_of(name))
+        assert sched.ranks_of(schedule) == ranks
+        for actions in schedule:
+            for kind in Kind:
+                for s in range(len(ranks)):
+                    order = [a.microbatch for a in actions if (a.kind, a.stage) == (kind, s)]
+                    assert order == sorted(order)
+
+
+@pytest.mark.parametrize(("n", "m"), GRID)
+def test_one_stage_per_rank_holds_and_idles_as_promised(n: int, m: int) -> None:
+    """With m < n one micro-batch's way through all stages, not the bubble, is what takes time."""
+    for name in catalogue.ONE_EACH:
+        held = [cost.held_microbatches(name, n, m, s) for s in range(n)]
+        assert sched.peak_alive(catalogue.find(name)(n, m)) == held
+    bubble = cost.pipeline_bubble(n, m)
+    assert sched.bubble(sched.gpipe(n, m)) == sched.bubble(sched.one_f_one_b(n, m)) == bubble
+    assert sched.bubble(sched.sequential(n, m)) == Fraction(n - 1, n)
+    assert clocks(sched.one_f_one_b(n, m)) == clocks(sched.gpipe(n, m)) == 3 * (m + n - 1)
+    zero_bubble = sched.zero_bubble(n, m)
+    assert clocks(zero_bubble) == max(3 * m + n - 1, 2 * m + 2 * n - 1)
+    assert len(sched.clock_table(zero_bubble)) == clocks(zero_bubble)
+    if m >= n:
+        assert sched.bubble(zero_bubble) == cost.zero_bubble_share(n, m)
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize(("n", "m"), GRID)
+def test_interleaving_divides_the_bubble_by_the_chunks(n: int, m: int, v: int) -> None:
+    """Also where n does not divide m."""
+    schedule = chunks.interleaved_1f1b(n, m, v)
+    sched.validate(schedule, m)
+    assert clocks(schedule) == (3 * (v * m + n - 1) if m >= n else 3 * (n * v + m - 1))
+    if m >= n:
+        assert sched.bubble(schedule) == cost.interleaved_bubble(n, m, v)
+    if v == 1:
+        assert schedule == sched.one_f_one_b(n, m)
+    elif m % n == 0:
+        held = [min(m * v, (v - 1) * n + 2 * (n - r - 1) + 1) for r in range(n)]
+        assert sched.peak_alive(schedule) == held
+        assert m == n or max(held) == cost.held_chunks("interleaved", n, v)
+
+
+@pytest.mark.parametrize(("n", "m"), GRID)
+def test_a_v_holds_and_idles_as_promised_on_every_rank(n: int, m: int) -> None:
+    """It holds, in chunks, all of the 2n of 1F1B's first rank, a half, or a third.
+
+    In clocks of a chunk's F, I or W, of which a rank has 6m of work, 1F1B idles 6 (n-1). The last
+    rank waits n-1 for its first input: less is impossible. Nor does a V wait in every period where
+    I takes longer than F and W: ZB-V in all for n-1 I, V-Half no longer than 1F1B."""
+    lists = {name: catalogue.find(name)(n, m) for name in catalogue.V_SHAPED}
+    for name, schedule in lists.items():
+        peaks, promise = sched.peak_alive(schedule), cost.held_chunks(name, n)
+        assert max(peaks) <= promise
+        if m >= 2 * n:
+            assert max(peaks) == promise
+            assert min(peaks) >= promise - 2  # balanced
+    if m >= 2 * n:
+        idle = {name: clocks(found) - 6 * m for name, found in lists.items()}
+        of_1f1b = 6 * (n - 1)
+        assert n - 1 <= idle["zbv"] <= n
+        assert idle["zbv"] <= idle["vhalf"] <= of_1f1b / 2
+        assert idle["vhalf"] <= idle["vmin"] <= of_1f1b * 2 / 3
+        assert clocks(lists["zbv"], OF_A_BLOCK) - 2 * 63 * m <= 26 * (n - 1)
+        assert clocks(lists["vhalf"], OF_A_BLOCK) - 2 * 63 * m <= 2 * 63 * (n - 1)
+        assert n > 1 or sched.bubble(lists["zbv"]) == 0
+
+
+def test_a_slow_stage_is_waited_for() -> None:
+    """Two stages, two micro-batches, forward 1 and 2, backward 1 and 2."""
+    rows = simulate(sched.gpipe(2, 2), lambda action: 1.0 + action.stage)
+    assert [[(str(t.action), t.start, t.end) for t in row] for row in rows] == [
+        [("F0", 0, 1), ("F1", 1, 2), ("B0", 7, 8), ("B1", 9, 10)],
+        [("F0", 1, 3), ("F1", 3, 5), ("B0", 5, 7), ("B1", 7, 9)],
     ]
 
 
-def units(schedule: sched.Schedule) -> int:
-    """How long a step takes if a forward takes one unit, a backward two, each half of it one."""
-    ended: dict[Action, int] = {}
-    for row in sched.clock_table(schedule):
-        for action in filter(None, row):
-            before = [a for a in schedule[action.stage] if a in ended]
-            before += sched.dependencies(action, len(schedule))
-            start = max((ended[a] for a in before), default=0)
-            ended[action] = start + (2 if action.kind is BACKWARD else 1)
-    return max(ended.values())
+def test_evaluation_and_an_order_in_which_each_action_comes_after_those_it_waits_for() -> None:
+    def drawn(actions: list[Action]) -> str:
+        return " ".join(f"{action}@{action.stage}" for action in actions)
+
+    lists = sched.forwards([0, 1, 1, 0], 2)
+    assert [*map(drawn, lists)] == ["F0@0 F1@0 F0@3 F1@3", "F0@1 F1@1 F0@2 F1@2"]
+    order = sched.in_order(sched.one_f_one_b(2, 2))
+    assert drawn(list(order)) == "F0@0 F1@0 F0@1 B0@1 B0@0 F1@1 B1@1 B1@0"
 
 
-@pytest.mark.parametrize(("n", "m"), GRID)
-def test_zero_bubble_saves_two_thirds_of_the_bubble_of_1f1b(n: int, m: int) -> None:
-    """With m < n one micro-batch's way through all stages, not the bubble, is what takes time."""
-    assert units(sched.one_f_one_b(n, m)) == 3 * m + 3 * (n - 1)
-    assert units(sched.zero_bubble(n, m)) == max(3 * m + n - 1, 2 * m + 2 * n - 1)
-    assert len(sched.clock_table(sched.zero_bubble(n, m))) == units(sched.zero_bubble(n, m))
+def _without(action: Action) -> sched.Schedule:
+    return [[a for a in actions if a != action] for actions in sched.gpipe(2, 2)]
 
 
-@pytest.mark.parametrize(("n", "m"), GRID)
-def test_every_schedule_is_valid_and_holds_what_it_promises(n: int, m: int) -> None:
-    limits = {
-        "gpipe": [m] * n,
-        "1f1b": [min(m, n - s) for s in range(n)],
-        "zb": [min(m, n)] * n,
-        "sequential": [1] * n,
-    }
-    assert set(limits) == {name for name in catalogue.SCHEDULES if catalogue.chunks_of(name) == 1}
-    for name, limit in limits.items():
-        schedule = catalogue.find(name)(n, m)
-        sched.validate(schedule, m, max_alive=limit)
-        assert sched.peak_alive(schedule) == limit
+def _with(action: Action) -> sched.Schedule:
+    first, second = sched.gpipe(2, 2)
+    return [first, [*second, action]]
 
 
-@pytest.mark.parametrize(("n", "m"), GRID)
-def test_the_bubble_is_that_of_the_formula(n: int, m: int) -> None:
-    bubble = Fraction(n - 1, m + n - 1)
-    assert sched.bubble(sched.gpipe(n, m)) == sched.bubble(sched.one_f_one_b(n, m)) == bubble
-    assert sched.bubble(sched.sequential(n, m)) == Fraction(n - 1, n)
-
-
-def test_validate_names_a_missing_action() -> None:
-    schedule = sched.gpipe(2, 2)
-    schedule[1].remove(Action(BACKWARD, 1, 1))
-    with pytest.raises(ValueError, match="stage 1: B1 is missing"):
-        sched.validate(schedule, 2)
+F0, F1, B0, B1 = (Action(kind, 1, i) for kind in (FORWARD, BACKWARD) for i in (0, 1))
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"),
+    ("broken", "message"),
     [
-        (Action(BACKWARD, 1, 1), "stage 1: B1 is there twice"),
-        (Action(BACKWARD, 0, 1), r"rank 1: .* does not belong here"),
+        (_without(B1), "stage 1: B1 is missing"),
+        (_with(B1), "stage 1: B1 is there twice"),
+        (_with(B1._replace(stage=0)), r"rank 1: .* does not belong here"),
+        ([[F0._replace(stage=0)], [F0._replace(stage=0, microbatch=1)]], "rank 0 has that stage"),
+        ([[F0._replace(stage=0)], [F0._replace(stage=2)]], r"\[0, 2\]: they are counted from 0"),
+        ([sched.gpipe(2, 2)[0], sched.zero_bubble(2, 2)[1]], "B0 on stage 0 waits for B0 on stage"),
+        (
+            [sched.one_f_one_b(2, 2)[0], [F1, B0, F0, B1]],
+            "deadlock: B0 on stage 0 waits for B0 on stage 1; B0 on stage 1 waits for F0",
+        ),
     ],
 )
-def test_validate_names_an_action_too_many(extra: Action, message: str) -> None:
-    schedule = sched.gpipe(2, 2)
-    schedule[1].append(extra)
+def test_what_cannot_run_is_named(broken: sched.Schedule, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sched.validate(schedule, 2)
+        sched.validate(broken, 2)
 
 
-def test_stages_that_do_a_micro_batch_in_different_ways_wait_for_ever() -> None:
-    mixed = [sched.gpipe(2, 1)[0], sched.zero_bubble(2, 1)[1]]
-    with pytest.raises(ValueError, match="deadlock: B0 on stage 0 waits for B0 on stage 1"):
-        sched.validate(mixed, 1)
-
-
-def test_evaluation_is_the_forwards_of_one_stage_after_the_other() -> None:
-    lists = sched.forwards([0, 1, 1, 0], 2)
-    drawn = [[f"{action}@{action.stage}" for action in actions] for actions in lists]
-    assert drawn == [["F0@0", "F1@0", "F0@3", "F1@3"], ["F0@1", "F1@1", "F0@2", "F1@2"]]
-
-
-def test_validate_names_the_action_that_breaks_the_limit() -> None:
-    with pytest.raises(ValueError, match="stage 0: F2 makes 3 micro-batches alive > 2"):
-        sched.validate(sched.gpipe(2, 4), 4, max_alive=[2, 2])
-
-
-def test_two_swapped_micro_batches_deadlock_and_are_named() -> None:
-    schedule = sched.one_f_one_b(2, 2)  # stage 0: F0 F1 B0 B1; stage 1: F0 B0 F1 B1
-    schedule[0][1], schedule[0][2] = schedule[0][2], schedule[0][1]  # still fine: F0 B0 F1 B1
-    sched.validate(schedule, 2)
-    schedule[1][0], schedule[1][2] = schedule[1][2], schedule[1][0]  # F1 before F0 on stage 1
-    with pytest.raises(ValueError, match="deadlock: B0 on stage 0 waits for B0 on stage 1; F1"):
-        sched.validate(schedule, 2)
-
-
-def test_in_order_each_action_comes_after_those_it_waits_for() -> None:
-    drawn = [f"{action}@{action.stage}" for action in sched.in_order(sched.one_f_one_b(2, 2))]
-    assert drawn == ["F0@0", "F1@0", "F0@1", "B0@1", "B0@0", "F1@1", "B1@1", "B1@0"]
-
-
-def test_wrong_names_and_sizes_say_what_is_right() -> None:
-    with pytest.raises(ValueError, match=r"'zigzag': choose one of gpipe, 1f1b, zb, sequential"):
-        catalogue.find("zigzag")
-    with pytest.raises(ValueError, match="0 micro-batches: at least 1"):
-        sched.gpipe(2, 0)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sched.validate(sched.gpipe(2, 4), 4, [2, 2]), "F2 makes 3 micro-batches alive >"),
+        (lambda: sched.gpipe(2, 0), "0 micro-batches: at least 1"),
+        (lambda: simulate([[B0, F0]], lambda _: 1.0), "they are counted from 0"),
+        (lambda: catalogue.find("zigzag"), "'zigzag': choose one of gpipe, 1f1b, zb, sequential"),
+        (lambda: catalogue.find("1f1b", 2), "1f1b, chunks 2: a rank has 1 stage there; schedule i"),
+        (lambda: catalogue.find("zbv", 3), "zbv, chunks 3: a rank has 2 stages there"),
+        (
+            lambda: catalogue.plan(chunks.interleaved_1f1b, [0, 1, 1, 0], 2),
+            r"on the ranks \[0, 1, 0, 1\], and the pipeline its 4 on",
+        ),
+    ],
+)
+def test_what_there_is_not_says_what_is_right(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

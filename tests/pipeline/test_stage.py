@@ -1,0 +1,204 @@
+"""One stage: backward in two halves, or layer by layer: the same gradients, in less memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.live_bytes import LiveBytes
+from pipeline.partition import place
+from pipeline.pipe import Pipe
+from pipeline.stage import Stage
+from tests.pipeline.pipeline_models import (
+    Call,
+    assert_close,
+    assert_same_bits,
+    batch,
+    cut,
+    gpt2,
+    sentences,
+    square_error,
+    take_gradients,
+)
+from training.model import gpt2_layers, loss_of_targets
+
+CPU = torch.device("cpu")
+
+
+def dense() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3).double())
+
+
+def test_under_autocast_the_bits_of_zero_bubble_are_those_of_1f1b() -> None:
+    ids, labels, weights = sentences()
+    runs = []
+    for schedule in ("1f1b", "zb"):
+        model = gpt2().float()
+        module, replicas = place(gpt2_layers(model), [5, 3], ["cpu:0", "cpu:1"])
+        with Pipe(module, 2, replicas=replicas) as pipe, torch.autocast("cpu", torch.bfloat16):
+            pipe.train_step((ids, weights), (labels, weights), loss_of_targets, schedule)
+        runs.append(take_gradients(model))
+    assert {gradient.dtype for gradient in runs[1].values()} == {torch.float32}
+    assert_same_bits(runs[1], runs[0])
+
+
+class Odd(nn.Module):
+    """Weights used twice, by products and otherwise; frozen ones; x of three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.partly, self.bare = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.frozen.requires_grad_(False)
+        self.partly.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            shift = self.twice(x)
+        h = self.twice(self.twice(x).tanh()) * self.twice.bias + shift
+        h = self.partly(self.frozen(h)).unsqueeze(1).expand(-1, 3, -1).sigmoid()
+        h = F.linear(h, self.bare.weight, bias=None) @ self.bare.weight
+        return h.mean(1)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_weights_used_twice_frozen_or_not_by_a_product_alone(autocast: bool) -> None:
+    runs, x = [], batch(8)[0]
+    for schedule in ("1f1b", "zb"):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(Odd(), nn.Tanh(), Odd())
+        model = model if autocast else model.double()
+        with (
+            Pipe(cut(model, (1, 2))) as pipe,
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            pipe.train_step(x.to(model[0].bare.weight.dtype), x, square_error, schedule, 3)
+        runs.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert all(gradient is not None for gradient in runs[0].values())
+    if autocast:  # a weight's uses are summed in bf16 by autograd, partly in float32 here: 2^-8
+        for name, gradient in runs[0].items():
+            difference = (runs[1][name] - gradient).abs().max()
+            assert difference <= 2**-6 * gradient.abs().max(), name
+    else:  # three terms of one weight may be added in another order
+        assert_close(runs[1], runs[0])
+
+
+def watched(saved: list[Any]) -> Call:
+    """Doubles; ``saved`` gets references to what its backward needs."""
+
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: Tensor) -> Tensor:
+            token = h.clone()
+            saved.append(weakref.ref(token))
+            ctx.save_for_backward(token)
+            return h * 2
+
+        @staticmethod
+        def backward(_: Any, g: Tensor) -> Tensor:
+            return g * 2
+
+    return Call(Save.apply)
+
+
+def test_a_half_frees_what_the_other_does_not_need() -> None:
+    """After I only x and dy of products are held, after W nothing: the caches are empty."""
+    saved: list[Callable[[], Tensor | None]] = []
+    stage = Stage(0, dense().append(watched(saved)), CPU)
+    output = stage.forward(0, batch(8)[0])
+    assert [token() is None for token in saved] == [False]
+    products = stage._kept[0].graphs[0].products
+    gc.disable()  # references alone must do
+    try:
+        assert stage.backward_input(0, [torch.ones_like(output)]) == [None]
+        assert [token() for token in saved] == [None]
+        held = [weakref.ref(products[0].x), weakref.ref(products[0].dy)]
+        assert (stage.alive, len(products), stage.gradients) == (1, 1, [None, None])
+        stage.backward_weight(0)
+        assert [token() for token in held] == [None, None]
+    finally:
+        gc.enable()
+    assert (stage.alive, stage.peak_alive) == (0, 1)
+    assert all(gradient is not None for gradient in stage.gradients)
+
+
+def test_halves_out_of_order_say_so() -> None:
+    stage = Stage(0, dense(), CPU)
+    with pytest.raises(RuntimeError, match="micro-batch 0 has no weight gradients to come"):
+        stage.backward_weight(0)
+    one = [torch.ones_like(stage.forward(0, batch(8)[0]))]
+    with pytest.raises(RuntimeError, match="no weight gradients to come on stage 0"):
+        stage.backward_weight(0)
+    stage.backward_input(0, one)
+    with pytest.raises(RuntimeError, match="micro-batch 0 holds no graph on stage 0"):
+        stage.backward_input(0, one)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_parameter_that_layers_share_and_that_is_another_s_gradient(by_layer: bool) -> None:
+    """y = x + p: the gradients of p, of q and of x are one tensor, and sums are written to."""
+
+    class Add(nn.Module):
+        def __init__(self, *terms: nn.Parameter) -> None:
+            super().__init__()
+            self.terms = nn.ParameterList(terms)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for p in self.terms:
+                x = x + p
+            return x
+
+    x, _ = batch(4)
+    p, q = (nn.Parameter(torch.zeros(4, 4, dtype=torch.float64)) for _ in "pq")
+    stage = Stage(0, nn.Sequential(Add(p, q), Call(torch.sin), Add(p)), CPU, by_layer=by_layer)
+    for i in range(3):
+        dy = torch.ones_like(stage.forward(i, x.clone().requires_grad_()))
+        (dx,) = stage.backward(i, [dy])
+        assert dx is not None and torch.equal(dx, x.cos())  # p and q are 0
+        assert torch.equal(dy, torch.ones_like(dy))
+    totals = dict(zip(stage.parameters, stage.gradients, strict=True))
+    torch.testing.assert_close(totals[p], 3 * (x.cos() + 1), rtol=0, atol=1e-14)
+    torch.testing.assert_close(totals[q], 3 * x.cos(), rtol=0, atol=1e-14)
+
+
+WIDTH, LAYERS, ROWS = 64, 8, 4
+WEIGHT = WIDTH * WIDTH * 8  # bytes
+OUTPUT = ROWS * WIDTH * 8
+
+
+class Dense(nn.Module):
+    """A product that the halved backward does not see, so that all of it is autograd's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_backward_by_layer_holds_the_weight_gradients_of_one_layer_at_a_time() -> None:
+    """In the second micro-batch, when all totals exist. In one graph it holds those of all eight,
+    until its end. Activations are small: at most two per layer, and five for the loss."""
+    peaks = []
+    x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    one = [torch.ones((), dtype=torch.float64)]
+    for by_layer in (False, True):
+        layers = nn.Sequential(*(Dense() for _ in range(LAYERS)))
+        stage = Stage(0, layers, CPU, by_layer=by_layer)
+        stage.forward(0, x, lambda y: square_error(y, x))
+        stage.backward(0, one)
+        with LiveBytes() as live:
+            stage.forward(1, x, lambda y: square_error(y, x))
+            live.peak = live.now
+            stage.backward(1, one)
+        peaks.append(live.peak)
+    assert peaks[0] >= LAYERS * WEIGHT
+    assert peaks[1] <= 2 * WEIGHT + (2 * LAYERS + 5) * OUTPUT
