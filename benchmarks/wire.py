@@ -2,7 +2,7 @@
 
 Linux keeps a count per TCP connection (TCP_INFO, `tcpi_bytes_sent`, since 4.19). The sum over the
 connections of a process is exactly what it sent: unlike the counters of a network interface, it
-excludes other programs.
+excludes other programs. Retransmissions, which a busy machine causes, do not count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import stat
 import struct
 from pathlib import Path
 
-_BYTES_SENT = 200  # the field's offset in struct tcp_info
+_SENT = struct.Struct("QQ")  # tcpi_bytes_sent, and of those tcpi_bytes_retrans
+_OFFSET = 200  # of these in struct tcp_info
 _LISTENING = 10
 
 
@@ -42,6 +43,7 @@ def _sent_over(sock: socket.socket) -> int:
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     if info[0] == _LISTENING:
         return 0
-    if len(info) < _BYTES_SENT + 8:
+    if len(info) < _OFFSET + _SENT.size:
         raise OSError("this kernel does not count the bytes of a connection; Linux 4.19 does")
-    return int(struct.unpack_from("Q", info, _BYTES_SENT)[0])
+    sent, again = _SENT.unpack_from(info, _OFFSET)
+    return int(sent - again)
