@@ -57,6 +57,7 @@ class GroupLink:
         self._room_there = self._room_here = _FIRST_ROOM
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
+        self._lost = ""
         self._post()
 
     def send(self, message: Message) -> None:
@@ -81,6 +82,8 @@ class GroupLink:
         """Wait for the next message: its head and its body."""
         length = -1
         while length < 0:
+            if not self._posted:
+                raise PeerError(self._lost)
             envelope = _wait(self._posted)
             length, nbytes = _LENGTHS.unpack(envelope[: _LENGTHS.size].numpy().tobytes())
             if length < 0:
@@ -120,11 +123,14 @@ class GroupLink:
         self._under_way.append((work, memory))
 
     def _post(self) -> None:
+        """Where the other end has hung up, that is for who waits for one more message to say: what
+        has arrived may have been the last."""
         memory = torch.empty(self._room_here, dtype=torch.uint8)
         try:
             work = dist.irecv(memory, self._peer, self._heads)
         except RuntimeError as error:
-            raise PeerError(_in_words(error)) from None
+            self._lost = _in_words(error)
+            return
         assert work is not None
         self._posted.append((work, memory))
 
