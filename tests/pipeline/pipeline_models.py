@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
+from pipeline.process import ProcessPipe
 
 CPU = ("cpu:0", "cpu:1")
 DEVICES = [CPU]
@@ -51,7 +52,7 @@ def batch(size: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def square_error(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().sum()
+    return (output - target.to(output.device)).square().sum()
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def forward_backward(pipe: Pipe, x: Any, y: Any) -> Tensor:
     return loss.detach()
 
 
-def one_f_one_b(pipe: Pipe, x: Any, y: Any) -> Tensor:
+def one_f_one_b(pipe: Pipe | ProcessPipe, x: Any, y: Any) -> Tensor:
     return pipe.train_step(x, y, square_error, "1f1b")
 
 

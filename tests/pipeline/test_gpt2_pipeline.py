@@ -1,4 +1,5 @@
-"""The whole GPT-2 as a pipeline: transformers' model, its names, its loss, its gradients."""
+"""GPT-2 as a pipeline: transformers' model, its names, its loss, its gradients; and the course's
+GPT2ModelParallel and GPT2LMHeadModelParallel."""
 
 from __future__ import annotations
 
@@ -7,50 +8,28 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
-from pipeline.model_parallel import Block
+from pipeline.model_parallel import Block, GPT2LMHeadModelParallel, GPT2ModelParallel
 from pipeline.partition import place
 from pipeline.pipe import Pipe
-from tests.pipeline.pipeline_models import DEVICES, assert_close
+from tests.pipeline.pipeline_models import (
+    DEVICES,
+    assert_close,
+    gpt2,
+    gradients,
+    pipe_threads,
+    plain_loss,
+    sentences,
+    take_gradients,
+)
 from training.generation import newest_alone
 from training.model import gpt2_layers, loss_of_targets
 from training.prefix import Prefix
 
 
-def gpt2(dropout: float = 0.0) -> Any:
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=40, n_positions=16, n_embd=16, n_layer=3, n_head=2, embd_pdrop=dropout,
-            resid_pdrop=dropout, attn_pdrop=dropout,
-        )
-    ).double()  # fmt: skip
-
-
-def sentences() -> tuple[Tensor, Tensor, Tensor]:
-    """Ids B T, what follows each, and the weight of that: a third has no target."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(40, (6, 9), generator=generator)
-    weights = torch.rand(6, 8, generator=generator, dtype=torch.float64).sub(0.33).clamp(min=0)
-    weights[2] = 0  # a micro-batch may have no target at all
-    return ids[:, :-1], ids[:, 1:], weights
-
-
-def plain_loss(model: Any, ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """All logits, one process: what the course computes."""
-    logits = model(ids).logits
-    losses = F.cross_entropy(logits.reshape(-1, 40), labels.reshape(-1), reduction="none")
-    return (losses * weights.reshape(-1)).sum() / weights.sum()
-
-
-def by_name(model: Any) -> dict[str, Any]:
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("sizes", [[1, 7], [4, 4], [7, 1]])
+@pytest.mark.parametrize("sizes", [[1, 7], [7, 1]])
 def test_loss_and_every_gradient_are_those_of_the_plain_model(
     sizes: list[int], devices: tuple[str, str]
 ) -> None:
@@ -61,13 +40,12 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(
     module, replicas = place(gpt2_layers(same), sizes, devices)
     with Pipe(module, replicas=replicas) as pipe:
         for schedule in ("gpipe", "1f1b"):
-            same.zero_grad()
             loss = pipe.train_step(
                 (ids, weights), (labels, weights), loss_of_targets, schedule,
                 num_microbatches=4, scale=1 / weights.sum(),
             )  # fmt: skip
-            assert_close(by_name(same), by_name(plain))
-            assert_close({"loss": loss.cpu()}, {"loss": expected.detach()})
+            assert_close(take_gradients(same), gradients(plain))
+            assert_close({"loss": loss}, {"loss": expected})
     assert list(same.state_dict()) == list(plain.state_dict())
 
 
@@ -78,11 +56,6 @@ def test_a_block_of_transformers_4_returns_a_tuple() -> None:
     inner = block.forward
     block.forward = lambda *args, **kwargs: (inner(*args, **kwargs), "presents")
     assert torch.equal(Block(block)(hidden), expected)
-
-
-def test_a_cut_that_does_not_fit_says_so() -> None:
-    with pytest.raises(ValueError, match=r"sizes \[2, 2\] on 2 devices: .* the 8 layers"):
-        place(gpt2_layers(gpt2()), [2, 2], ["cpu:0", "cpu:1"])
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
@@ -105,3 +78,101 @@ def test_continued_sentences_have_the_logits_of_the_plain_model(precision: str) 
             expected = row[end - 8]
             size = (expected.abs().max() * (2**-5 if bf16 else 1e-13)).item()
             torch.testing.assert_close(got.double(), expected, rtol=0, atol=size)
+
+
+# The course's classes
+
+
+def config(attention: str = "sdpa") -> GPT2Config:
+    return GPT2Config(
+        vocab_size=40, n_positions=16, n_embd=16, n_layer=4, n_head=2, embd_pdrop=0.0,
+        resid_pdrop=0.0, attn_pdrop=0.0, attn_implementation=attention,
+    )  # fmt: skip
+
+
+def pair(attention: str = "sdpa") -> tuple[Any, Any]:
+    """The plain model and the parallel one, with the same weights."""
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(config(attention)).double()
+    parallel = GPT2LMHeadModelParallel(config(attention)).double()
+    parallel.load_state_dict(plain.state_dict())
+    return plain, parallel
+
+
+def ids() -> Tensor:
+    return torch.randint(40, (6, 7), generator=torch.Generator().manual_seed(1))
+
+
+def check(plain: Any, parallel: Any, **inputs: Any) -> None:
+    """Logits, loss and every gradient by name."""
+    outputs = [model(**inputs, labels=inputs["input_ids"]) for model in (parallel, plain)]
+    for output in outputs:
+        output.loss.backward()
+    found, expected = (
+        take_gradients(model) | {"logits": output.logits}
+        for model, output in zip((parallel, plain), outputs, strict=True)
+    )
+    assert_close(found, expected)
+
+
+@pytest.mark.a4_2_2
+@pytest.mark.a5_2_2
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_every_mode_computes_what_the_plain_model_computes(attention: str) -> None:
+    plain, parallel = pair(attention)
+    mask = torch.ones(6, 7, dtype=torch.long)
+    mask[1, 5:] = 0
+    check(plain, parallel, input_ids=ids())
+    parallel.parallelize()
+    check(plain, parallel, input_ids=ids())
+    check(plain, parallel, input_ids=ids(), attention_mask=mask)
+    for split_size in (1, 4, 50):
+        parallel._prepare_pipeline_parallel(split_size=split_size)
+        check(plain, parallel, input_ids=ids())
+    check(plain, parallel, input_ids=ids(), attention_mask=mask)
+    parallel._finalize_pipeline_parallel()
+    check(plain, parallel, input_ids=ids())
+    assert pipe_threads() == []
+
+
+def test_h_pp_is_the_pipe_over_the_blocks_and_not_in_the_state_dict() -> None:
+    """Model parallelism is one micro-batch."""
+    plain, parallel = pair()
+    parallel.parallelize()
+    events: list[Any] = []
+    parallel.transformer.h_pp.recorder = lambda *event: events.append(event[:3])
+    parallel(input_ids=ids())
+    assert events == [("F", 0, 0), ("F", 1, 0)]
+    parallel._prepare_pipeline_parallel(split_size=2)
+    pipe = parallel.transformer.h_pp
+    assert isinstance(pipe, Pipe)
+    assert [len(partition) for partition in pipe.partitions] == [2, 2]  # type: ignore[arg-type]
+    assert pipe.split_size == 2
+    assert list(parallel.state_dict()) == list(plain.state_dict())
+    assert parallel.lm_head.weight is parallel.transformer.wte.weight
+    pipe.close()
+
+
+def test_the_body_alone_and_a_device_map() -> None:
+    torch.manual_seed(0)
+    plain = GPT2Model(config()).double()
+    parallel: Any = GPT2ModelParallel(config()).double()
+    parallel.load_state_dict(plain.state_dict())
+    parallel.parallelize({"cpu:0": [0], "cpu:1": [1, 2], "cpu:2": [3]})
+    parallel._prepare_pipeline_parallel(split_size=4)
+    assert [len(partition) for partition in parallel.h_pp.partitions] == [1, 2, 1]
+    inputs = {"inputs_embeds": plain.wte(ids()), "position_ids": torch.arange(7).flip(0)[None]}
+    found, expected = parallel(**inputs), plain(**inputs)
+    assert_close({"h": found.last_hidden_state}, {"h": expected.last_hidden_state})
+    parallel.deparallelize()
+
+
+def test_a_wrong_device_map_shows_a_right_one_and_a_cache_is_refused() -> None:
+    _, parallel = pair()
+    for blocks in ({"cpu:0": [0, 1], "cpu:1": [3, 2]}, {"cpu:0": [0, 1, 2]}):
+        with pytest.raises(ValueError, match=r"e\.g\. \{'cpu:0': \[0, 1\], 'cpu:1': \[2, 3\]\}"):
+            parallel.parallelize(blocks)
+    parallel.parallelize()
+    with pytest.raises(ValueError, match="pass use_cache=False"):
+        parallel(input_ids=ids(), past_key_values=object())
+    parallel.deparallelize()

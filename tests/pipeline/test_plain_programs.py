@@ -5,6 +5,7 @@ In-place operations, values that are no tensors, hooks: nothing may change a res
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -23,27 +25,19 @@ from pipeline.messages import PeerError
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
-from tests.pipeline.pipeline_models import Call, assert_close, cut, gradients, square_error
+from tests.pipeline.pipeline_models import (
+    STEPS,
+    Call,
+    Step,
+    assert_close,
+    cut,
+    gradients,
+    in_one_process,
+    one_f_one_b,
+    square_error,
+    take_gradients,
+)
 from tests.ranks import Ranks
-
-Step = Callable[[Pipe, Tensor, Tensor], Any]
-
-
-def forward_backward(pipe: Pipe, x: Tensor, y: Tensor) -> Tensor:
-    loss = square_error(pipe(x), y)
-    loss.backward()
-    return loss.detach()
-
-
-def one_f_one_b(pipe: Pipe, x: Tensor, y: Tensor) -> Tensor:
-    return pipe.train_step(x, y, square_error, "1f1b", 4)
-
-
-def zb(pipe: Pipe, x: Tensor, y: Tensor) -> Tensor:
-    return pipe.train_step(x, y, square_error, "zb", 4)
-
-
-STEPS: list[Step] = [forward_backward, one_f_one_b, zb]
 
 
 def sequences() -> tuple[Tensor, Tensor]:
@@ -53,24 +47,14 @@ def sequences() -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def assert_trains_as_plain(model: nn.Sequential, sizes: tuple[int, ...], step: Step) -> None:
-    x, y = sequences()
-    plain = deepcopy(model)
-    expected = square_error(plain(x.clone()), y)
-    expected.backward()
-    with Pipe(cut(model, sizes), split_size=2) as pipe:
-        loss = step(pipe, x.clone(), y)
-    assert all(g is not None for g in gradients(plain).values())
-    assert_close(gradients(model) | {"loss": loss}, gradients(plain) | {"loss": expected.detach()})
-
-
-# In place
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
 
 
 class AddInPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fc = nn.Linear(4, 4)
+        self.fc = linear()
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.fc(x)
@@ -84,226 +68,37 @@ def transformer() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("layers", [
-    lambda: [nn.Linear(4, 4), AddInPlace(), nn.Linear(4, 4), AddInPlace()],
-    lambda: [nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)],
-    lambda: [nn.Linear(4, 4), nn.Dropout(0.0, inplace=True), nn.Linear(4, 4), nn.Tanh()],
-    lambda: [nn.Linear(4, 4), nn.Hardtanh(inplace=True), nn.Linear(4, 4),
-             Call(lambda x: x.mul_(2))],
-    lambda: [nn.Linear(4, 4), transformer(), transformer(), nn.Linear(4, 4)],
-])  # fmt: skip
-def test_what_a_product_made_may_be_changed_in_place(
-    layers: Callable[[], list[nn.Module]], step: Step
-) -> None:
-    torch.manual_seed(0)
-    assert_trains_as_plain(nn.Sequential(*layers()).double(), (2, 2), step)
-
-
-# The same tensor twice
-
-
-def test_one_tensor_handed_on_twice() -> None:
-    for step in STEPS:
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(4, 4), Call(lambda x: (x, x)), Call(lambda v: v[0] * v[1]), nn.Linear(4, 4)
-        ).double()
-        assert_trains_as_plain(model, (2, 2), step)
-
-
-def _twice(v: tuple[Tensor, Tensor]) -> Tensor:
+def twice_in_place(v: tuple[Tensor, Tensor]) -> Tensor:
     a, b = v
     a *= 2
     return a + b
 
 
-def twice_in_place() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(4, 4), Call(lambda x: (x, x)), Call(_twice), nn.Linear(4, 4)
-    ).double()
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_one_tensor_handed_on_twice_and_changed_in_place(step: Step) -> None:
-    assert_trains_as_plain(twice_in_place(), (2, 2), step)
-
-
-# Two tensors in one memory
-
-
-def _scale_and_join(v: tuple[Tensor, Tensor]) -> Tensor:
+def scale_and_join(v: tuple[Tensor, Tensor]) -> Tensor:
     h, other = v
     h += 1
     h.mul_(2)
     return h.square().sum(-1, keepdim=True) + other.square()
 
 
-def sharing(other: Callable[[Tensor], Any], last: Callable[[Any], Tensor]) -> nn.Sequential:
-    torch.manual_seed(0)
+def sharing(
+    other: Callable[[Tensor], Any], last: Callable[[Any], Tensor] = scale_and_join
+) -> list[nn.Module]:
     pack = Call(lambda h: (h, other(h)))
-    layers = [nn.Linear(4, 4), nn.LayerNorm(4), pack, nn.Identity(), Call(last)]
-    return nn.Sequential(*layers).double()
+    return [linear(), nn.LayerNorm(4), pack, nn.Identity(), Call(last)]
 
 
-SHARED = "layer 4 (Call) changes a tensor in place that shares memory with another one handed on"
+class Force(nn.Module):
+    """Differentiates inside."""
 
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("sizes", [(3, 2), (4, 1)])
-def test_a_layer_that_writes_to_memory_of_two_is_named(sizes: tuple[int, ...], step: Step) -> None:
-    """Also where both have come through another layer."""
-    model = sharing(lambda h: h[..., :1], _scale_and_join)
-    with Pipe(cut(model, sizes), 2) as pipe, pytest.raises(ValueError) as error:
-        step(pipe, *sequences())
-    assert str(error.value).startswith(SHARED)
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_memory_that_nobody_writes_to_may_be_shared(step: Step) -> None:
-    """And within a stage it may be written to."""
-    assert_trains_as_plain(sharing(lambda h: h[..., :1], _scale_and_join), (2, 3), step)
-    model = sharing(lambda h: h[..., :1], lambda v: v[0].square() + v[1].relu())
-    assert_trains_as_plain(model, (3, 2), step)
-    assert_trains_as_plain(sharing(Tensor.clone, _scale_and_join), (3, 2), step)
-
-
-def _shared_between_processes(_: int, __: int, by_layer: bool, share_memory: bool) -> str:
-    model = sharing(lambda h: h.detach(), _scale_and_join)  # the receiver's would have other values
-    pipe = ProcessPipe(model, [3, 2], by_layer=by_layer, share_memory=share_memory, timeout=30)
-    with pipe:
-        try:
-            pipe.train_step(*sequences(), square_error, "1f1b", 4)
-        except (ValueError, PeerError) as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.parametrize("share_memory", [False, True])
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_between_processes_it_is_named_too_where_only_values_differ(
-    ranks: Ranks, by_layer: bool, share_memory: bool
-) -> None:
-    first, second = ranks.run(_shared_between_processes, by_layer, share_memory)
-    assert first.startswith("PeerError: ")
-    assert second.startswith(f"ValueError: {SHARED}")
-
-
-def _write_to_one(v: tuple[Tensor, Tensor]) -> Tensor:
-    h, other = v
-    product = other * other.exp()
-    return product + h.mul_(2)
-
-
-def _not_shared_between_processes(_: int, __: int) -> dict[str, Any]:
-    with ProcessPipe(sharing(lambda h: h + 1, _write_to_one), [3, 2], timeout=30) as pipe:
-        pipe.train_step(*sequences(), square_error, "1f1b", 4)
-        return {name: p.grad for name, p in pipe.named_parameters().items()}
-
-
-def test_tensors_of_one_message_are_apart(ranks: Ranks) -> None:
-    """To write to one is not to write to another that autograd has saved."""
-    plain = sharing(lambda h: h + 1, _write_to_one)
-    x, y = sequences()
-    square_error(plain(x), y).backward()
-    assert_close(ranks.run(_not_shared_between_processes)[0], gradients(plain))
-
-
-# The first layer
-
-
-def conv(first: nn.Module) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(first, nn.Conv1d(3, 3, 1), nn.Tanh()).double()
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_the_first_layer_may_write_to_its_micro_batch(step: Step) -> None:
-    """Micro-batches lie in the memory of one batch, which stays as it is."""
-    assert_trains_as_plain(conv(nn.Hardtanh(inplace=True)), (1, 2), step)
-    assert_trains_as_plain(conv(nn.Hardtanh(inplace=True)), (2, 1), step)
-
-
-# Values whose tensors are not seen
-
-
-@dataclass
-class Plain:
-    hidden: Tensor
-
-
-class Dict(dict[str, Any]):
-    pass
-
-
-WRAPS: dict[str, Callable[[Tensor], Any]] = {
-    "Plain": Plain,
-    "Dict": lambda h: Dict(hidden=h),
-    "BatchEncoding": lambda h: BatchEncoding({"hidden": h}),
-}
-
-
-class Wrap(nn.Module):
-    """Hands its output on in an object of the type ``kind``, beside a tensor and a flag."""
-
-    def __init__(self, kind: str) -> None:
+    def __init__(self, create_graph: bool) -> None:
         super().__init__()
-        self.fc, self.kind = nn.Linear(4, 4), kind
+        self.fc, self.create_graph = linear(), create_graph
 
-    def forward(self, x: Tensor) -> Any:
-        return x, True, WRAPS[self.kind](self.fc(x))
-
-
-class Unwrap(nn.Module):
-    def forward(self, value: Any) -> Tensor:
-        _, _, box = value
-        return box.hidden if hasattr(box, "hidden") else box["hidden"]
-
-
-def wrapped(kind: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), Wrap(kind), Unwrap(), nn.Linear(4, 4)).double()
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("kind", list(WRAPS))
-def test_a_layer_that_hands_on_what_is_no_pytree_is_named(kind: str, step: Step) -> None:
-    x, y = sequences()
-    with Pipe(cut(wrapped(kind), (2, 2)), split_size=2) as pipe:
-        with pytest.raises(TypeError) as caught:
-            step(pipe, x, y)
-        with torch.no_grad(), pytest.raises(TypeError):
-            pipe(x)
-    assert str(caught.value) == (
-        f"layer 1 (Wrap) hands on a {kind} with tensors inside, which the pipeline cannot see, "
-        "move or differentiate: return tensors, or tuples, lists and dicts of them"
-    )
-
-
-def test_what_is_registered_as_a_pytree_or_holds_no_tensor_passes() -> None:
-    for wrap in (
-        lambda x: BaseModelOutput(last_hidden_state=x),
-        lambda x: {"last_hidden_state": x, "more": SimpleNamespace(causal=True, name="a")},
-    ):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(4, 4), Call(wrap), Call(lambda v: v["last_hidden_state"]), nn.Linear(4, 4)
-        ).double()
-        assert_trains_as_plain(model, (2, 2), one_f_one_b)
-
-
-def test_a_batch_in_what_is_no_pytree_is_refused() -> None:
-    x, _ = sequences()
-    with Pipe(cut(wrapped("Plain"), (2, 2))) as pipe:
-        for given in (BatchEncoding({"x": x}), (x, Plain(x))):
-            with pytest.raises(TypeError, match=r"the batch holds a \w+ with tensors inside"):
-                pipe(given)
-            with pytest.raises(TypeError, match=r"the batch holds a \w+ with tensors inside"):
-                pipe.train_step(x, given, square_error)
-
-
-# Tensors that pass by the pipeline
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.fc(x).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return x + self.fc(x) + (force if self.create_graph else force.detach())
 
 
 class Keep(nn.Module):
@@ -311,7 +106,7 @@ class Keep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc = nn.Linear(4, 4)
+        self.fc = linear()
         self.kept: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -330,45 +125,166 @@ class Use(nn.Module):
         return x + kept
 
 
-def skipping() -> nn.Sequential:
-    torch.manual_seed(0)
+def skipping() -> list[nn.Module]:
     keep = Keep()
-    return nn.Sequential(keep, nn.Linear(4, 4), nn.Linear(4, 4), Use(keep)).double()
+    return [keep, linear(), linear(), Use(keep)]
 
 
-LOST = (
-    r"layer 3 \(Use\) uses a tensor that requires grad and is neither part of its input nor one of "
-    r"its parameters: its gradient would be lost\. Let the layers before hand it on, e\.g\. return "
+def hooked() -> list[nn.Module]:
+    """Hooks on layers run and change what they change in plain PyTorch."""
+    first, inner = linear(), nn.Sequential(linear())
+    encoder: Any = transformer()
+    last: Any = linear()
+    within: Any = inner[0]
+    first.register_forward_hook(lambda _, __, output: output * 2)
+    encoder.linear1.register_forward_pre_hook(lambda _, given: (given[0] * 3,))
+    within.register_full_backward_hook(lambda _, dx, __: tuple(g * 2 for g in dx))
+    last.register_full_backward_pre_hook(lambda _, dy: tuple(g * 2 for g in dy))
+    return [first, encoder, inner, last]
+
+
+def handing_on(wrap: Callable[[Tensor], Any]) -> list[nn.Module]:
+    return [linear(), Call(wrap), Call(lambda v: v["last_hidden_state"]), linear()]
+
+
+def first_in_place() -> list[nn.Module]:
+    """The micro-batches lie in the memory of one batch, which stays as it is."""
+    return [nn.Hardtanh(inplace=True), nn.Conv1d(3, 3, 1), nn.Tanh()]
+
+
+SAME: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+    "y += x": (lambda: [linear(), AddInPlace(), linear(), AddInPlace()], (2, 2)),
+    "relu": (lambda: [linear(), nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True)], (2, 2)),
+    "dropout": (lambda: [linear(), nn.Dropout(0.0, inplace=True), linear(), nn.Tanh()], (2, 2)),
+    "mul_": (
+        lambda: [linear(), nn.Hardtanh(inplace=True), linear(), Call(lambda x: x.mul_(2))],
+        (2, 2),
+    ),
+    "transformers": (lambda: [linear(), transformer(), transformer(), linear()], (2, 2)),
+    "one tensor twice": (
+        lambda: [linear(), Call(lambda x: (x, x)), Call(lambda v: v[0] * v[1]), linear()],
+        (2, 2),
+    ),
+    "one tensor twice, in place": (
+        lambda: [linear(), Call(lambda x: (x, x)), Call(twice_in_place), linear()],
+        (2, 2),
+    ),
+    "memory shared and written to within a stage": (lambda: sharing(lambda h: h[..., :1]), (2, 3)),
+    "memory shared and not written to": (
+        lambda: sharing(lambda h: h[..., :1], lambda v: v[0].square() + v[1].relu()),
+        (3, 2),
+    ),
+    "a copy written to": (lambda: sharing(Tensor.clone), (3, 2)),
+    "the first layer in place": (first_in_place, (1, 2)),
+    "the first stage in place": (first_in_place, (2, 1)),
+    "a registered pytree": (
+        lambda: handing_on(lambda x: BaseModelOutput(last_hidden_state=x)),
+        (2, 2),
+    ),
+    "an object without tensors": (
+        lambda: handing_on(
+            lambda x: {"last_hidden_state": x, "more": SimpleNamespace(causal=True, name="a")}
+        ),
+        (2, 2),
+    ),
+    "an attribute within a stage": (lambda: [*skipping(), linear()], (4, 1)),
+    "a force": (lambda: [linear(), Force(False), nn.Tanh(), Force(False)], (2, 2)),
+    "a force that is learnt": (lambda: [linear(), Force(True), nn.Tanh(), Force(True)], (2, 2)),
+    "hooks on layers": (hooked, (2, 2)),
+    "parametrizations": (lambda: [parametrizations.weight_norm(linear()) for _ in "1234"], (2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_it_trains_as_in_plain_pytorch(name: str) -> None:
+    layers, sizes = SAME[name]
+    x, y = sequences()
+    for step in STEPS:
+        torch.manual_seed(0)
+        model = nn.Sequential(*layers()).double()
+        expected = in_one_process(deepcopy(model), x.clone(), y)
+        with Pipe(cut(model, sizes), split_size=2) as pipe:
+            loss = step(pipe, x.clone(), y)
+        assert all(g is not None for g in expected.values())
+        assert_close(gradients(model) | {"loss": loss}, expected)
+
+
+# What is refused: between stages its gradient would be lost or wrong
+
+
+@dataclass
+class Plain:
+    hidden: Tensor
+
+
+class Dict(dict[str, Any]):
+    pass
+
+
+def wrapped(wrap: Callable[[Tensor], Any]) -> Callable[[], list[nn.Module]]:
+    """Hands on an object beside a tensor and a flag."""
+
+    def unwrap(value: Any) -> Tensor:
+        box = value[2]
+        return box.hidden if hasattr(box, "hidden") else box["hidden"]
+
+    return lambda: [linear(), Call(lambda x: (x, True, wrap(x))), Call(unwrap), linear()]
+
+
+def anothers_parameter() -> list[nn.Module]:
+    first = linear()
+    return [first, nn.Tanh(), Call(lambda h: h @ first.weight), nn.Tanh()]
+
+
+HIDDEN = (
+    r"layer 1 \(Call\) hands on a {} with tensors inside, which the pipeline cannot see, move or "
+    "differentiate: return tensors, or tuples, lists and dicts of them"
+)
+SHARED = "layer 4 (Call) changes a tensor in place that shares memory with another one handed on"
+STRANGE = (
+    r"layer {} uses a tensor that requires grad and is neither part of its input nor one of its "
+    r"parameters: its gradient would be lost\. Let the layers before hand it on, e\.g\. return "
     r"\(output, tensor\), in tuples, .*; or make it a parameter of the layer"
 )
+REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] = {
+    "a dataclass": (wrapped(Plain), (2, 2), HIDDEN.format("Plain")),
+    "a subclass of dict": (wrapped(lambda h: Dict(hidden=h)), (2, 2), HIDDEN.format("Dict")),
+    "a BatchEncoding": (
+        wrapped(lambda h: BatchEncoding({"hidden": h})), (2, 2), HIDDEN.format("BatchEncoding"),
+    ),
+    "memory of two": (
+        lambda: sharing(lambda h: h[..., :1]), (3, 2), re.escape(SHARED),
+    ),
+    "memory of two, through another layer": (
+        lambda: sharing(lambda h: h[..., :1]), (4, 1), "changes a tensor in place that shares memo",
+    ),
+    "an attribute": (skipping, (2, 2), STRANGE.format(r"3 \(Use\)")),
+    "another's parameter": (anothers_parameter, (2, 2), STRANGE.format(r"2 \(Call\)")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_skip_connection_through_an_attribute_is_named(step: Step) -> None:
-    model = skipping()
-    x, y = sequences()
-    with Pipe(cut(model, (2, 2))) as pipe:
-        pipe.split_size = 8  # of several micro-batches the attribute may have another's shape
-        with pytest.raises(RuntimeError, match=LOST):
-            step(pipe, x, y)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_wrong_in_silence_is_named(name: str, step: Step) -> None:
+    layers, sizes, said = REFUSED[name]
+    model = nn.Sequential(*layers()).double()
+    # Of several micro-batches the attribute may have another's shape.
+    split_size = 8 if name == "an attribute" else 2
+    with (
+        Pipe(cut(model, sizes), split_size=split_size) as pipe,
+        pytest.raises((TypeError, ValueError, RuntimeError), match=said),
+    ):
+        step(pipe, *sequences())
     assert set(gradients(model).values()) == {None}
 
 
-def test_within_a_stage_it_is_right_for_each_micro_batch() -> None:
-    for step in STEPS:
-        torch.manual_seed(0)
-        assert_trains_as_plain(nn.Sequential(*skipping(), nn.Linear(4, 4).double()), (4, 1), step)
-
-
-def test_a_parameter_that_is_not_the_layer_s_own_is_named() -> None:
-    x, y = sequences()
-    first = nn.Linear(4, 4).double()
-    model = nn.Sequential(first, nn.Tanh(), Call(lambda h: h @ first.weight), nn.Tanh())
-    with (
-        Pipe(cut(model, (2, 2))) as pipe,
-        pytest.raises(RuntimeError, match=r"layer 2 \(Call\) uses a tensor that requires grad"),
-    ):
-        one_f_one_b(pipe, x, y)
+def test_a_batch_in_what_is_no_pytree_is_refused() -> None:
+    x, _ = sequences()
+    with Pipe(cut(nn.Sequential(linear(), linear()).double(), (1, 1))) as pipe:
+        for given in (BatchEncoding({"x": x}), (x, Plain(x))):
+            for call in (lambda: pipe(given), lambda: one_f_one_b(pipe, x, given)):  # noqa: B023
+                with pytest.raises(TypeError, match=r"the batch holds a \w+ with tensors inside"):
+                    call()
 
 
 @pytest.mark.parametrize("make", [nn.Parameter, lambda t: t.requires_grad_()])
@@ -376,39 +292,75 @@ def test_what_the_loss_alone_learns_is_named(make: Callable[[Tensor], Tensor]) -
     x, y = sequences()
     temperature = make(torch.ones((), dtype=torch.float64))
     with (
-        Pipe(cut(twice_in_place(), (2, 2))) as pipe,
+        Pipe(cut(nn.Sequential(linear(), linear()).double(), (1, 1))) as pipe,
         pytest.raises(RuntimeError, match="loss_fn uses a tensor that requires grad and is"),
     ):
         pipe.train_step(x, y, lambda o, t: square_error(o / temperature, t))
 
 
-class Force(nn.Module):
-    def __init__(self, create_graph: bool) -> None:
-        super().__init__()
-        self.fc, self.create_graph = nn.Linear(4, 4), create_graph
+@pytest.mark.parametrize("step", STEPS[:2])
+def test_a_forward_repeated_in_backward_must_not_draw(step: Step) -> None:
+    """Other masks than in the forward: silently wrong gradients."""
+    dropout = nn.Dropout(0.5)
+    layer = nn.Sequential(linear(), dropout)
+    again = Call(lambda x: checkpoint(layer, x, use_reentrant=False))
+    again.layer = layer
+    model = nn.Sequential(linear(), again).double()
+    x, y = sequences()
+    with Pipe(cut(model, (1, 1)), split_size=2) as pipe:
+        with pytest.raises(RuntimeError, match="do not checkpoint inside a Pipe"):
+            step(pipe, x, y)
+        dropout.p = 0.0
+        loss = step(pipe, x, y)
+    found = take_gradients(model) | {"loss": loss}
+    assert_close(found, in_one_process(model, x, y))
 
-    def forward(self, x: Tensor) -> Tensor:
-        energy = self.fc(x).square().sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return x + self.fc(x) + (force if self.create_graph else force.detach())
 
-
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_a_layer_may_differentiate_inside(create_graph: bool) -> None:
+def _between_processes(_: int, __: int, by_layer: bool, share: bool) -> tuple[str, dict[str, Any]]:
+    """What is said of shared memory where only values would differ: the receiver's has others. And
+    the gradients where one of two tensors of a message is written to, another saved."""
     torch.manual_seed(0)
-    layers = [nn.Linear(4, 4), Force(create_graph), nn.Tanh(), Force(create_graph)]
-    for step in (one_f_one_b, zb):
-        assert_trains_as_plain(nn.Sequential(*deepcopy(layers)).double(), (2, 2), step)
+    wrong = nn.Sequential(*sharing(lambda h: h.detach())).double()
+    how: dict[str, Any] = {"by_layer": by_layer, "share_memory": share, "timeout": 30}
+    said = ""
+    with ProcessPipe(wrong, [3, 2], **how) as pipe:
+        try:
+            pipe.train_step(*sequences(), square_error, "1f1b", 4)
+        except (ValueError, PeerError) as error:
+            said = f"{type(error).__name__}: {error}"
+    with ProcessPipe(apart(), [3, 2], **how) as pipe:
+        pipe.train_step(*sequences(), square_error, "1f1b", 4)
+        return said, {name: p.grad for name, p in pipe.named_parameters().items()}
 
 
-# Hooks
+def apart() -> nn.Sequential:
+    def write_to_one(v: tuple[Tensor, Tensor]) -> Tensor:
+        h, other = v
+        product = other * other.exp()
+        return product + h.mul_(2)
+
+    torch.manual_seed(0)
+    return nn.Sequential(*sharing(lambda h: h + 1, write_to_one)).double()
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_between_processes_too(ranks: Ranks, by_layer: bool, share: bool) -> None:
+    (first, found), (second, others) = ranks.run(_between_processes, by_layer, share)
+    assert first.startswith("PeerError: ")
+    assert second.startswith(f"ValueError: {SHARED}")
+    assert_close(
+        found | others | {"loss": None}, in_one_process(apart(), *sequences()) | {"loss": None}
+    )
+
+
+# Hooks on what a pipeline takes apart would never run
 
 
 def nested() -> tuple[nn.Sequential, dict[str, nn.Module]]:
     """A model, and its containers by name."""
-    torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
-    model = nn.Sequential(WithDevice(inner, "cpu:0"), WithDevice(nn.Linear(4, 4), "cpu:1")).double()
+    inner = nn.Sequential(linear(), nn.Sequential(nn.Tanh(), linear()))
+    model = nn.Sequential(WithDevice(inner, "cpu:0"), WithDevice(linear(), "cpu:1")).double()
     containers = {
         "the Sequential": model,
         "0": model[0],
@@ -419,61 +371,30 @@ def nested() -> tuple[nn.Sequential, dict[str, nn.Module]]:
     return model, containers
 
 
-def _change(_: nn.Module, __: Any, output: Any) -> Any:
-    return output
-
-
 REGISTER: dict[str, Callable[[nn.Module], Any]] = {
-    "forward": lambda m: m.register_forward_hook(_change),
+    "forward": lambda m: m.register_forward_hook(lambda *_: None),
     "full_backward": lambda m: m.register_full_backward_hook(lambda *_: None),
 }
 
 
-@pytest.mark.parametrize("kind", list(REGISTER))
-@pytest.mark.parametrize("name", [*nested()[1], "partitions.0", "partitions.1"])
-def test_a_hook_on_what_a_pipe_takes_apart_is_refused_by_name(name: str, kind: str) -> None:
-    x, y = sequences()
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_hook_on_what_a_pipe_takes_apart_is_refused_by_name(kind: str) -> None:
     model, containers = nested()
     with Pipe(model, split_size=4) as pipe:
         containers |= {f"partitions.{j}": part for j, part in enumerate(pipe.partitions)}
-        handle = REGISTER[kind](containers[name])
+        for name, container in containers.items():
+            handle = REGISTER[kind](container)
+            for step in STEPS:
+                with pytest.raises(ValueError) as caught:
+                    step(pipe, *sequences())
+                assert str(caught.value) == (
+                    f"{name} ({type(container).__name__}) has a hook that would never run: a "
+                    "pipeline calls the layers, and not what holds them. Register it on a layer: "
+                    "the first or the last of them"
+                )
+            handle.remove()
         for step in STEPS:
-            with pytest.raises(ValueError) as caught:
-                step(pipe, x, y)
-            assert str(caught.value) == (
-                f"{name} ({type(containers[name]).__name__}) has a hook that would never run: a "
-                "pipeline calls the layers, and not what holds them. Register it on a layer: the "
-                "first or the last of them"
-            )
-        handle.remove()
-        for step in STEPS:
-            step(pipe, x, y)
-
-
-def _double(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-    return output * 2
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_hooks_on_layers_run_and_change_what_they_change_in_plain_pytorch(step: Step) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4), transformer(), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)]
-    model = nn.Sequential(*layers).double()
-    model[0].register_forward_hook(_double)
-    encoder: Any = model[1]
-    encoder.linear1.register_forward_pre_hook(lambda _, given: (given[0] * 3,))
-    inner: Any = model[2]
-    inner[0].register_full_backward_hook(lambda _, dx, __: tuple(g * 2 for g in dx))
-    last: Any = model[3]
-    last.register_full_backward_pre_hook(lambda _, dy: tuple(g * 2 for g in dy))
-    assert_trains_as_plain(model, (2, 2), step)
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_parametrizations(step: Step) -> None:
-    torch.manual_seed(0)
-    layers = [parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(4)]
-    assert_trains_as_plain(nn.Sequential(*layers).double(), (2, 2), step)
+            step(pipe, *sequences())
 
 
 @pytest.mark.parametrize(
@@ -482,6 +403,6 @@ def test_parametrizations(step: Step) -> None:
 )
 def test_a_hook_on_what_a_process_takes_apart_is_refused_too(holder: str, kind: str) -> None:
     with ProcessPipe(nested()[0], [2]) as pipe:
-        attrgetter(holder)(pipe).register_forward_hook(_change)
+        REGISTER["forward"](attrgetter(holder)(pipe))
         with pytest.raises(ValueError, match=rf"^{holder} \({kind}\) has a hook that would never"):
             pipe.train_step(*sequences(), square_error)
