@@ -9,36 +9,38 @@ import torch.nn.functional as F
 from runtime.dropout import attention, dropout, place
 
 KEYS = torch.randint(2**62, (64,), generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.arange(32)
 
 
 def mask(
-    keys: torch.Tensor = KEYS, p: float = 0.1, where: str = "drop", T: int = 32
+    keys: torch.Tensor = KEYS,
+    p: float = 0.1,
+    where: str = "drop",
+    positions: torch.Tensor = POSITIONS,
 ) -> torch.Tensor:
-    ones = torch.ones(len(keys), T, 128)
-    return dropout(ones, p, keys, place(where), torch.arange(T)) == 0
+    ones = torch.ones(len(keys), len(positions), 128)
+    return dropout(ones, p, keys, place(where), positions) == 0
 
 
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.9])
 def test_the_share_that_is_dropped(p: float) -> None:
     dropped = mask(p=p).double()
-    expected = (p * (1 - p) / dropped.numel()) ** 0.5  # the deviation of the mean
-    assert abs(dropped.mean() - p) < 4 * expected
-    for dims in ((1, 2), (0, 2), (0, 1)):  # by example, by position, by channel
+    for dims in ((0, 1, 2), (1, 2), (0, 2), (0, 1)):  # of all, by example, position, channel
         share = dropped.mean(dims)
-        deviation = (p * (1 - p) / (dropped.numel() / len(share))) ** 0.5
-        assert (share - p).abs().max() < 6 * deviation
+        deviation = (p * (1 - p) / (dropped.numel() / share.numel())) ** 0.5  # of the mean
+        assert (share - p).abs().max() < (6 if share.dim() else 4) * deviation
 
 
 def test_the_mean_stays() -> None:
     x = torch.randn(64, 32, 128) + 3
-    assert dropout(x, 0.1, KEYS, 1, torch.arange(32)).mean().item() == pytest.approx(3, abs=0.02)
+    assert dropout(x, 0.1, KEYS, 1, POSITIONS).mean().item() == pytest.approx(3, abs=0.02)
 
 
 @pytest.mark.parametrize(
     "other",
     [
         mask().roll(1, 0), mask().roll(1, 1), mask().roll(1, 2), mask().roll(7, 2),
-        mask(where="h.0.attn"), mask(KEYS + 1), mask(KEYS + 2**40), mask(KEYS.flip(0)),
+        mask(where="h.0.attn"), mask(KEYS + 1), mask(KEYS + 2**40),
     ],
 )  # fmt: skip
 def test_neighbours_examples_and_places_are_independent(other: torch.Tensor) -> None:
@@ -48,11 +50,9 @@ def test_neighbours_examples_and_places_are_independent(other: torch.Tensor) -> 
 
 
 def test_a_mask_does_not_depend_on_who_holds_the_activation() -> None:
-    whole = mask(T=20)
-    assert mask(KEYS[5:9], T=20).equal(whole[5:9])
-    assert mask(T=12).equal(whole[:, :12])
-    middle = dropout(torch.ones(64, 4, 128), 0.1, KEYS, place("drop"), torch.arange(8, 12)) == 0
-    assert middle.equal(whole[:, 8:12])
+    assert mask(KEYS[5:9]).equal(mask()[5:9])
+    for some in (POSITIONS[:12], POSITIONS[8:12]):
+        assert mask(positions=some).equal(mask()[:, some])
 
 
 def test_the_gradient_is_dropped_where_the_value_is() -> None:
@@ -69,9 +69,8 @@ def test_attention_without_dropout_is_torchs_and_heads_are_independent() -> None
     torch.testing.assert_close(attention(q, k, v, None, 1e-12, keys, 3, heads), plain)
     some = attention(q[:, 2:], k[:, 2:], v[:, 2:], None, 0.3, keys, 3, heads[2:])
     assert some.equal(attention(q, k, v, None, 0.3, keys, 3, heads)[:, 2:])
-    uniform = torch.zeros(64, 4, 32, 8)  # every weight is 1 / 32 or dropped
-    ones = torch.ones(64, 4, 32, 8)
-    full = torch.zeros(32, 32)
+    uniform, ones = torch.zeros(64, 4, 32, 8), torch.ones(64, 4, 32, 8)
+    full = torch.zeros(32, 32)  # every weight is 1 / 32 or dropped
     sums = attention(uniform, uniform, ones, full, 0.5, KEYS, 3, heads)[..., 0]
     assert abs(sums.mean() - 1) < 0.02
     assert abs(torch.corrcoef(sums.transpose(0, 1).flatten(1))[0, 1]) < 0.1

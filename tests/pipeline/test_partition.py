@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +13,17 @@ from pipeline.partition import WithDevice, _split_module, balance, measure_costs
 from tests.pipeline.pipeline_models import Call
 
 
-def split(model: nn.Sequential) -> tuple[list[nn.Sequential], list[str]]:
+def split(model: nn.Sequential) -> tuple[list[list[str]], list[str]]:
+    """Types of layers by partition, and devices."""
     partitions, devices = _split_module(model)
     assert isinstance(partitions, nn.ModuleList)
-    return cast("list[nn.Sequential]", list(partitions)), [str(device) for device in devices]
+    parts: Any = partitions
+    names = [[type(layer).__name__ for layer in partition] for partition in parts]
+    return names, [str(device) for device in devices]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(2, 2)
 
 
 @pytest.mark.a4_2_1
@@ -27,10 +34,9 @@ def test_consecutive_layers_of_a_device_form_a_partition() -> None:
         WithDevice(nn.Conv2d(20, 64, 5), "cpu:0"),
         WithDevice(nn.Conv2d(64, 128, 5), "cpu:1"),
     )
-    partitions, devices = split(model)
-    assert devices == ["cpu:0", "cpu:1"]
-    assert [len(partition) for partition in partitions] == [2, 1]
-    assert partitions[1][0] is model[2].module
+    assert split(model) == ([["Conv2d", "Conv2d"], ["Conv2d"]], ["cpu:0", "cpu:1"])
+    last: Any = _split_module(model)[0][1]
+    assert last[0] is model[2].module
 
 
 @pytest.mark.a4_2_1
@@ -42,66 +48,73 @@ def test_layers_on_gpus_need_no_with_device() -> None:
         WithDevice(nn.Dropout(0.5), "cuda:0"),
         nn.Conv2d(20, 64, 5).to("cuda:1"),
     )
-    partitions, devices = split(model)
-    assert [len(partition) for partition in partitions] == [2, 1]
-    assert [str(next(p.parameters()).device) for p in partitions] == devices
+    partitions, devices = _split_module(model)
+    assert split(model)[0] == [["Conv2d", "Dropout"], ["Conv2d"]]
+    assert [next(p.parameters()).device for p in partitions] == devices
 
 
-def test_layers_without_parameters_stay_with_the_layer_before() -> None:
-    relu = nn.ReLU()  # one object, twice in the model
-    model = nn.Sequential(
-        nn.Flatten(), WithDevice(nn.Linear(2, 2), "cpu:0"), relu,
-        WithDevice(nn.Linear(2, 2), "cpu:1"), relu,
-    )  # fmt: skip
-    partitions, devices = split(model)
-    assert devices == ["cpu:0", "cpu:1"]
-    names = [[type(layer).__name__ for layer in partition] for partition in partitions]
-    assert names == [["Flatten", "Linear", "ReLU"], ["Linear", "ReLU"]]
+RELU = nn.ReLU()  # one object, twice in the model
+TANH = nn.Sequential(WithDevice(nn.Tanh(), "cpu:1"))
 
 
-def test_nested_sequentials_are_taken_apart() -> None:
-    inner = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
-    model = nn.Sequential(WithDevice(inner, "cpu:0"), nn.Sequential(WithDevice(nn.Tanh(), "cpu:1")))
-    partitions, devices = split(model)
-    assert [len(partition) for partition in partitions] == [3, 1]
-    assert devices == ["cpu:0", "cpu:1"]
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (
+            [
+                nn.Flatten(),
+                WithDevice(linear(), "cpu:0"),
+                RELU,
+                WithDevice(linear(), "cpu:1"),
+                RELU,
+            ],
+            [["Flatten", "Linear", "ReLU"], ["Linear", "ReLU"]],
+        ),
+        (
+            [WithDevice(nn.Sequential(linear(), nn.Sequential(nn.ELU(), linear())), "cpu:0"), TANH],
+            [["Linear", "ELU", "Linear"], ["Tanh"]],
+        ),
+    ],
+)
+def test_layers_without_parameters_and_nested_sequentials(
+    layers: list[nn.Module], expected: list[list[str]]
+) -> None:
+    assert split(nn.Sequential(*layers)) == (expected, ["cpu:0", "cpu:1"])
 
 
 def test_with_device_is_transparent_outside_a_pipe() -> None:
-    layer = nn.Linear(2, 2)
+    layer = linear()
     x = torch.ones(1, 2)
     assert torch.equal(WithDevice(layer, "cpu:1")(x), layer(x))
 
 
 def test_what_cannot_be_cut_says_so() -> None:
-    split = nn.Linear(2, 2)
-    split.bias = nn.Parameter(torch.empty(2, device="meta"))
-    with pytest.raises(ValueError, match=r"Linear has parameters on cpu and meta: .*to\('cpu'\)"):
-        _split_module(nn.Sequential(split))
-    with pytest.raises(ValueError, match="the module is empty"):
-        _split_module(nn.Sequential())
-    with pytest.raises(TypeError, match=r"cut from an nn.Sequential, not from Linear"):
-        _split_module(nn.Linear(2, 2))  # type: ignore[arg-type]
+    two_devices = nn.Linear(2, 2)
+    two_devices.bias = nn.Parameter(torch.empty(2, device="meta"))
+    module: Any
+    for module, said in (
+        (nn.Sequential(two_devices), r"Linear has parameters on cpu and meta: .*to\('cpu'\)"),
+        (nn.Sequential(), "the module is empty"),
+        (linear(), r"cut from an nn.Sequential, not from Linear"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=said):
+            _split_module(module)
+    with pytest.raises(ValueError, match="3 stages for 2 layers: every stage needs a layer"):
+        balance([1.0, 1.0], 3)
 
 
 @pytest.mark.parametrize("costs", [[3, 1, 4, 1, 5, 9, 2, 6], [1, 1, 1, 1, 1, 1, 1, 8], [5, 5]])
 def test_balance_finds_the_best_of_all_cuts(costs: list[float]) -> None:
     for n in range(1, len(costs) + 1):
         best = min(
-            max(sum(costs[a:b]) for a, b in zip((0, *c), (*c, len(costs)), strict=True))
+            max(sum(costs[a:b]) for a, b in pairwise((0, *c, len(costs))))
             for c in combinations(range(1, len(costs)), n - 1)
         )
         sizes = balance(costs, n)
         ends = [sum(sizes[:s]) for s in range(n + 1)]
-        assert len(sizes) == n
+        assert (len(sizes), ends[-1]) == (n, len(costs))
         assert min(sizes) > 0
-        assert ends[-1] == len(costs)
         assert max(sum(costs[a:b]) for a, b in pairwise(ends)) == best
-
-
-def test_more_stages_than_layers_says_so() -> None:
-    with pytest.raises(ValueError, match="3 stages for 2 layers: every stage needs a layer"):
-        balance([1.0, 1.0], 3)
 
 
 def test_measured_costs_tell_a_heavy_layer_and_touch_no_gradient() -> None:

@@ -1,29 +1,40 @@
-"""A Pipe computes what its Sequential computes: outputs, gradients by name, whatever the cut."""
+"""A Pipe computes what its Sequential computes, and to autograd it is one function: outputs,
+gradients by name, hooks, whatever the cut and the schedule; and it holds what the schedule says."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline import schedule as sched
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe, _clock_cycles
+from pipeline.schedule import Action
 from tests.pipeline.pipeline_models import (
     DEVICES,
+    STEPS,
     Call,
     assert_close,
+    assert_same_bits,
     batch,
     cut,
+    forward_backward,
     gradients,
+    in_one_process,
+    one_f_one_b,
     pipe_threads,
     square_error,
+    take_gradients,
     tower,
-)  # fmt: skip
+)
+from tests.recorder import Paused
 
 
 @pytest.mark.a4_2_2
@@ -42,43 +53,38 @@ def test_forward_of_the_course(batch_size: int, split_size: int, devices: tuple[
 @pytest.mark.a4_2_2
 @pytest.mark.a5_2_2
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("split_size", [1, 2, 3, 5, 8, 100])
-@pytest.mark.parametrize("sizes", [(2, 4), (5, 1)])
-def test_gradients_are_those_of_the_sequential(
-    split_size: int, sizes: tuple[int, int], devices: tuple[str, str]
+@pytest.mark.parametrize("split_size", [1, 3, 8, 100])
+def test_loss_and_gradients_are_those_of_the_sequential(
+    split_size: int, devices: tuple[str, str]
 ) -> None:
     x, y = batch(8)
-    plain, same = tower(), tower()
-    plain_x, pipe_x = x.clone().requires_grad_(), x.clone().requires_grad_()
-    square_error(plain(plain_x), y).backward()
-    with Pipe(cut(same, sizes, devices), split_size=split_size) as pipe:
-        output = pipe(pipe_x)
-        square_error(output, y.to(output.device)).backward()
-    assert_close(gradients(same) | {"x": pipe_x.grad}, gradients(plain) | {"x": plain_x.grad})
+    expected = in_one_process(tower(), x.requires_grad_(), y) | {"x": x.grad}
+    for step in STEPS:
+        same = tower()
+        pipe_x = x.detach().requires_grad_()
+        with Pipe(cut(same, (2, 4), devices), split_size=split_size) as pipe:
+            loss = step(pipe, pipe_x, y)
+        found = gradients(same) | {"loss": loss, "x": pipe_x.grad}
+        if step is not forward_backward:  # which alone gives the input a gradient
+            found["x"] = expected["x"]
+        assert_close(found, expected)
 
 
-@pytest.mark.parametrize("sizes", [(6,), (2, 2, 2), (1, 1, 1, 1, 1, 1)])
-def test_one_partition_and_more_devices_than_cores(sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "devices"),
+    [((6,), "0"), ((5, 1), "01"), ((1,) * 6, "012345"), ((2, 2, 2), "010")],
+)
+def test_one_partition_more_devices_than_cores_and_two_on_one_device(
+    sizes: tuple[int, ...], devices: str
+) -> None:
     x, y = batch(7)
-    plain, same = tower(), tower()
-    square_error(plain(x), y).backward()
-    devices = [f"cpu:{s}" for s in range(len(sizes))]
-    with Pipe(cut(same, sizes, devices), split_size=2) as pipe:
-        square_error(pipe(x), y).backward()
-    assert_close(gradients(same), gradients(plain))
-
-
-def test_two_partitions_on_one_device_share_its_worker() -> None:
-    x, y = batch(6)
-    plain, same = tower(), tower()
-    square_error(plain(x), y).backward()
-    with Pipe(cut(same, (2, 2, 2), ("cpu:0", "cpu:1", "cpu:0")), split_size=2) as pipe:
-        assert pipe.in_queues[0] is pipe.in_queues[2]
-        square_error(pipe(x), y).backward()
-        assert_close(gradients(same), gradients(plain))
-        same.zero_grad()
-        pipe.train_step(x, y, square_error, num_microbatches=3)
-    assert_close(gradients(same), gradients(plain))
+    expected = in_one_process(tower(), x, y)
+    for step in STEPS[:2]:
+        same = tower()
+        with Pipe(cut(same, sizes, [f"cpu:{k}" for k in devices]), split_size=2) as pipe:
+            assert len({id(queue) for queue in pipe.in_queues}) == len({*devices})
+            loss = step(pipe, x, y)
+        assert_close(gradients(same) | {"loss": loss}, expected)
 
 
 def test_compute_runs_one_clock() -> None:
@@ -115,33 +121,6 @@ def test_the_clocks_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
                 pipe(x)
 
 
-def test_tuples_with_integers_and_flags_pass_between_stages() -> None:
-    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
-
-    def enter(value: dict[str, Any]) -> Any:
-        return first(value["x"]), (value["ids"], value["flag"]), value["x"] * 2
-
-    def leave(value: Any) -> Any:
-        hidden, (ids, flag), extra = value
-        assert flag == "on"
-        return {"y": second(hidden + extra), "ids": ids + 1, "flag": flag}
-
-    x, y = batch(6)
-    x.requires_grad_()
-    ids = torch.arange(6)
-    expected = leave(enter({"x": x, "ids": ids, "flag": "on"}))
-    want = torch.autograd.grad(square_error(expected["y"], y), [x, first.weight, second.weight])
-    stages = [Call(enter), Call(leave)]
-    stages[0].layer, stages[1].layer = first, second
-    module = nn.Sequential(WithDevice(stages[0], "cpu:0"), WithDevice(stages[1], "cpu:1"))
-    with Pipe(module, split_size=4) as pipe:
-        found = pipe({"x": x, "ids": ids, "flag": "on"})
-        got = torch.autograd.grad(square_error(found["y"], y), [x, first.weight, second.weight])
-    assert found["ids"].tolist() == [1, 2, 3, 4, 5, 6]
-    assert found["flag"] == "on"
-    assert_close(dict(enumerate(got)), dict(enumerate(want)))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_grad_mode_nothing_is_kept(mode: Any) -> None:
     model = tower()
@@ -160,24 +139,134 @@ def test_autocast_reaches_the_workers() -> None:
             expected, found = model(x), pipe(x)
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, expected)
-        parameters = list(model.parameters())
-        want = torch.autograd.grad(expected.float().sum(), parameters)
-        got = torch.autograd.grad(found.float().sum(), parameters)
-        assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True] * 4
+        expected.float().sum().backward()
+        want = take_gradients(model)
+        found.float().sum().backward()
+        assert_same_bits(take_gradients(model), want)
         with torch.autocast("cpu", torch.bfloat16):
             pipe.train_step(x, x, lambda output, _: output.float().sum())
-        assert [torch.equal(p.grad, g) for p, g in zip(model.parameters(), want, strict=True)
-                if p.grad is not None] == [True] * 4  # fmt: skip
+        assert_same_bits(take_gradients(model), want)
 
 
-def test_wrong_batches_say_what_is_needed() -> None:
-    with Pipe(cut(tower())) as pipe:
-        with pytest.raises(ValueError, match="first dimension of every tensor, but there: 2, 3"):
-            pipe((torch.ones(2, 4), torch.ones(3, 4)))
-        with pytest.raises(ValueError, match="there: no tensor"):
-            pipe(3.0)
-    with pytest.raises(ValueError, match="split_size=0: at least 1"):
-        Pipe(cut(tower()), split_size=0)
+# To autograd it is one function
+
+
+def test_autograd_grad_of_two_forwards_in_the_middle_of_a_graph() -> None:
+    """`.grad` is left alone."""
+    x, y = batch()
+    model = tower()
+    before, after = nn.Linear(4, 4).double(), nn.Linear(3, 3).double()
+    every = [*before.parameters(), *model.parameters(), *after.parameters()]
+
+    def found(middle: Callable[[Tensor], Tensor]) -> dict[Any, Tensor]:
+        h = before(x)
+        loss = square_error(after(middle(h) * middle(h * 2)), y)
+        return dict(enumerate(torch.autograd.grad(loss, every)))
+
+    with Pipe(cut(model), split_size=3) as pipe:
+        assert_close(found(pipe), found(model))
+    assert set(gradients(model).values()) == {None}
+
+
+def test_a_second_backward_must_be_asked_for_and_a_second_derivative_is_refused() -> None:
+    x, y = batch()
+    x.requires_grad_()
+    model = tower()
+    with Pipe(cut(model), split_size=3) as pipe:
+        loss = square_error(pipe(x), y)
+        loss.backward(retain_graph=True)
+        first = take_gradients(model)
+        loss.backward()
+        assert_same_bits(take_gradients(model), first)
+        output = pipe(x).sum()
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            torch.autograd.grad(output, x, create_graph=True)
+        output = pipe(x).sum()
+        output.backward()
+        with pytest.raises(RuntimeError, match="a second backward needs"):
+            output.backward()
+
+
+def test_hooks_see_each_gradient_once_and_whole_on_the_calling_thread_in_order() -> None:
+    """Else each process could start its all-reduces in an order of its own."""
+    x, y = batch()
+    plain, same = tower(), tower()
+    seen: dict[str, list[str]] = {}
+
+    def watch(model: nn.Module, who: str) -> None:
+        seen[who] = []
+        for name, p in model.named_parameters():
+            p.register_hook(lambda g: g * 2)
+            p.register_post_accumulate_grad_hook(
+                lambda _, name=name: seen[who].append(f"{threading.current_thread().name} {name}")
+            )
+
+    watch(plain, "plain")
+    watch(same, "pipe")
+    expected = in_one_process(plain, x, y)
+    with Pipe(cut(same), split_size=2) as pipe:
+        for step in STEPS:
+            seen["pipe"].clear()
+            loss = step(pipe, x, y)
+            assert_close(take_gradients(same) | {"loss": loss}, expected)
+            assert sorted(seen["pipe"]) == sorted(seen["plain"])
+            of_first = [" 0." in name for name in seen["pipe"]]
+            assert step is forward_backward or of_first == [True] * 2 + [False] * 6
+
+
+def test_a_copy_of_a_tied_parameter_on_another_device_follows_the_original() -> None:
+    """What two GPUs need, played on one CPU: the copy is its own tensor."""
+
+    def model(copied: bool) -> nn.Sequential:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+        first = model.get_parameter("0.weight")
+        model[2].weight = nn.Parameter(first.detach().clone()) if copied else first
+        return model
+
+    x, _ = batch()
+    plain, same = model(copied=False), model(copied=True)
+    original, copy = same.get_parameter("0.weight"), same.get_parameter("2.weight")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, same)]
+    with Pipe(cut(same, (1, 2)), split_size=3, replicas={copy: original}) as pipe:
+        for step in STEPS:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            square_error(plain(x), x).backward()
+            step(pipe, x, x)
+            assert copy.grad is None
+            assert_close({"tied": original.grad}, {"tied": plain.get_parameter("0.weight").grad})
+            for optimizer in optimizers:
+                optimizer.step()
+        torch.testing.assert_close(pipe(x), plain(x))
+        assert torch.equal(copy, original)
+        assert [len(owned) for owned in pipe.stage_parameters()] == [2, 1]
+
+
+def test_frozen_and_unused_parameters_have_no_gradient() -> None:
+    x, y = batch()
+    plain, same = tower(), tower()
+    for model in (plain, same):
+        model.get_parameter("0.weight").requires_grad_(False)
+        model[4].unused = nn.Parameter(torch.ones(2))
+    expected = in_one_process(plain, x, y)
+    assert expected["0.weight"] is expected["4.unused"] is None
+    with Pipe(cut(same), split_size=3) as pipe:
+        for step in STEPS:
+            loss = step(pipe, x, y)
+            assert_close(take_gradients(same) | {"loss": loss}, expected)
+
+
+def test_only_one_of_several_outputs_is_used() -> None:
+    x, _ = batch()
+    model = nn.Sequential(nn.Linear(4, 4).double(), Call(lambda h: (h, h * 2)))
+    with Pipe(nn.Sequential(WithDevice(model, "cpu:0")), split_size=3) as pipe:
+        pipe(x)[1].sum().backward()
+    expected = (x.sum(0) * 2).expand(4, 4)
+    assert_close({"0.weight": model[0].weight.grad}, {"0.weight": expected})
+
+
+# What is held
 
 
 def test_garbage_collection_ends_the_threads_once_no_backward_needs_them() -> None:
@@ -192,19 +281,91 @@ def test_garbage_collection_ends_the_threads_once_no_backward_needs_them() -> No
     assert pipe_threads() == []
 
 
-def test_a_forward_whose_backward_never_comes_keeps_no_activations() -> None:
-    kept: list[weakref.ref[Tensor]] = []
+def watched(kept: list[Any], most: int) -> Call:
+    """Doubles; ``kept`` gets references to what its backward needs, ``most`` of which may live."""
 
-    def remember(x: Tensor) -> Tensor:
-        y = x.exp()
-        kept.append(weakref.ref(y))
-        return y
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: Tensor) -> Tensor:
+            ctx.kept = h.exp()
+            kept.append(weakref.ref(ctx.kept))
+            assert alive(kept) <= most
+            return h * 2
 
-    model = nn.Sequential(tower(), WithDevice(Call(remember), "cpu:1"))
-    with Pipe(model, split_size=4) as pipe:
-        output = pipe(batch(8)[0])
-        gc.collect()
-        assert [ref() is None for ref in kept] == [False, False]
+        @staticmethod
+        def backward(_: Any, g: Tensor) -> Tensor:
+            return g * 2
+
+    return Call(Save.apply)
+
+
+def alive(kept: list[Any]) -> int:
+    gc.collect()
+    return sum(reference() is not None for reference in kept)
+
+
+def test_activations_are_really_freed_not_just_not_counted() -> None:
+    """1F1B holds at most min(m, n-s) on stage s; a forward whose backward never comes, nothing."""
+    kept: tuple[list[Any], list[Any]] = ([], [])
+    first = nn.Sequential(nn.Linear(4, 3).double(), watched(kept[0], 2))
+    second = nn.Sequential(nn.Linear(3, 3).double(), watched(kept[1], 1))
+    with Pipe(cut(nn.Sequential(first, second), (1, 1)), split_size=4) as pipe:
+        pipe.train_step(*batch(8), square_error, "1f1b", num_microbatches=8)
+        assert [*map(len, kept)] == [8, 8]
+        assert [*map(alive, kept)] == [0, 0]
+        output = pipe(batch(4)[0])
+        assert [*map(alive, kept)] == [1, 1]
         del output
-        gc.collect()
-        assert [ref() is None for ref in kept] == [True, True]
+        assert [*map(alive, kept)] == [0, 0]
+
+
+# Schedules
+
+
+def test_each_stage_runs_on_its_worker_forward_and_backward() -> None:
+    ran: list[tuple[str, str]] = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(_: object, h: Tensor) -> Tensor:
+            ran.append(("forward", threading.current_thread().name))
+            return h.clone()
+
+        @staticmethod
+        def backward(_: object, g: Tensor) -> Tensor:
+            ran.append(("backward", threading.current_thread().name))
+            return g
+
+    module = nn.Sequential(nn.Linear(4, 3).double(), Call(Watch.apply), Call(Watch.apply))
+    with Pipe(cut(module, (2, 1)), split_size=2) as pipe:
+        names = ["pipe-cpu:0", "pipe-cpu:1"]
+        for step in STEPS:
+            step(pipe, *batch(2))
+            assert sorted(ran) == sorted(
+                (w, name) for w in ("forward", "backward") for name in names
+            )
+            ran.clear()
+        found = pipe.run_on_stages(lambda s: (s, threading.current_thread().name))
+        assert found == [*enumerate(names)]
+
+
+def test_the_recorder_sees_every_action_with_its_times() -> None:
+    events: list[tuple[str, int, int, float, float]] = []
+    x, y = batch(8)
+    with Pipe(cut(tower()), split_size=2, recorder=lambda *event: events.append(event)) as pipe:
+        one_f_one_b(pipe, x, y)
+        for s, actions in enumerate(sched.one_f_one_b(2, 4)):
+            mine = [event for event in events if event[1] == s]
+            assert [f"{kind}{i}" for kind, _, i, _, _ in mine] == [str(a) for a in actions]
+            times = [t for event in mine for t in event[3:]]
+            assert times == sorted(times)
+        ended = {event[:3]: event[4] for event in events}
+        for kind, s, i, start, _ in events:
+            for a in sched.dependencies(Action(sched.Kind(kind), s, i), 2):
+                assert ended[(a.kind.value, a.stage, a.microbatch)] <= start
+        events.clear()
+        forward_backward(pipe, x, y)
+        assert len(events) == 16
+        pipe.recorder = Paused()
+        for step in STEPS:
+            step(pipe, x, y)

@@ -1,4 +1,5 @@
-"""Whatever a stage raises ends the call at once, reaches the caller as it was, and is over then."""
+"""Whatever a stage raises ends the call at once, reaches the caller as it was, and is over then;
+and what a Pipe refuses."""
 
 from __future__ import annotations
 
@@ -12,51 +13,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline import schedule as sched
 from pipeline.dataflow import Channel, Dataflow
+from pipeline.partition import place
 from pipeline.pipe import Pipe
 from pipeline.worker import Crew, Task
 from tests.pipeline.pipeline_models import (
+    STEPS,
     Call,
+    Fuse,
+    Step,
     assert_close,
+    assert_same_bits,
     batch,
     cut,
     gradients,
+    in_one_process,
+    one_f_one_b,
     square_error,
     take_gradients,
     tower,
 )
-
-KINDS = [ValueError, KeyboardInterrupt]
-
-
-class Fuse(nn.Module):
-    """Passes its input on, until armed; then it raises in the forward or the backward of row 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.armed: tuple[str, type[BaseException]] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.armed and self.armed[0] == "forward":
-            self.blow()
-        return Wire.apply(x, self)
-
-    def blow(self) -> None:
-        assert self.armed is not None
-        raise self.armed[1]("on purpose")
-
-
-class Wire(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fuse: Fuse) -> Tensor:
-        ctx.fuse = fuse
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        if ctx.fuse.armed:
-            ctx.fuse.blow()
-        return g, None
 
 
 def three_stages() -> tuple[nn.Sequential, list[Fuse], Pipe]:
@@ -66,48 +43,31 @@ def three_stages() -> tuple[nn.Sequential, list[Fuse], Pipe]:
     return model, fuses, Pipe(cut(model, (3, 3, 3), ("cpu:0", "cpu:1", "cpu:2")), split_size=2)
 
 
-def forward_backward(pipe: Pipe) -> None:
-    x, y = batch(8)
-    square_error(pipe(x), y).backward()
-
-
-def one_f_one_b(pipe: Pipe) -> None:
-    pipe.train_step(*batch(8), square_error)
-
-
-def gpipe(pipe: Pipe) -> None:
-    pipe.train_step(*batch(8), square_error, schedule="gpipe")
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("step", [forward_backward, one_f_one_b, gpipe])
+@pytest.mark.parametrize("step", STEPS)
 def test_an_error_on_any_stage_is_raised_as_it_was_and_the_pipe_works_again(
-    step: Callable[[Pipe], None], direction: str, kind: type[BaseException]
+    step: Step, direction: str, kind: type[BaseException]
 ) -> None:
     model, fuses, pipe = three_stages()
     with pipe:
-        step(pipe)
-        expected = {name: g.clone() for name, g in gradients(model).items() if g is not None}
+        step(pipe, *batch(8))
+        expected = take_gradients(model)
         for s, fuse in enumerate(fuses):
-            model.zero_grad()
             fuse.armed = (direction, kind)
             with pytest.raises(kind, match="on purpose") as caught:
-                step(pipe)
-            note = f"in the {direction} of micro-batch 0 on stage {s} (cpu:{s})"
-            assert getattr(caught.value, "__notes__", None) == [note]
+                step(pipe, *batch(8))
+            (note,) = getattr(caught.value, "__notes__", [])
+            assert note.startswith(f"in the {direction}")
+            assert note.endswith(f"of micro-batch 0 on stage {s} (cpu:{s})")
             assert [f.name for f in traceback.extract_tb(caught.value.__traceback__)][-1] == "blow"
             assert set(gradients(model).values()) == {None}
             fuse.armed = None
-            step(pipe)
-            assert gradients(model).keys() == expected.keys()
-            for name, g in gradients(model).items():
-                assert g is not None
-                assert torch.equal(g, expected[name])
-        assert len(threading.enumerate()) >= 4
+            step(pipe, *batch(8))
+            assert_same_bits(take_gradients(model), expected)
 
 
-def test_an_error_in_run_on_stages() -> None:
+def test_an_error_in_run_on_stages_and_a_call_from_a_worker() -> None:
     def fail(s: int) -> int:
         if s == 1:
             raise ValueError("stage 1 only")
@@ -116,17 +76,19 @@ def test_an_error_in_run_on_stages() -> None:
     with Pipe(cut(tower())) as pipe:
         with pytest.raises(ValueError, match="stage 1 only"):
             pipe.run_on_stages(fail)
+        with pytest.raises(RuntimeError, match="a worker of the Pipe cannot wait"):
+            pipe.run_on_stages(lambda _: pipe.run_on_stages(lambda s: s))
         assert pipe.run_on_stages(lambda s: s) == [0, 1]
 
 
-@pytest.mark.parametrize("step", [forward_backward, one_f_one_b])
-def test_a_worker_that_ended_between_calls_is_replaced(step: Callable[[Pipe], None]) -> None:
+def test_a_worker_that_ended_between_calls_is_replaced() -> None:
     _, _, pipe = three_stages()
     with pipe:
-        step(pipe)
-        pipe.in_queues[1].put(None)
-        pipe._crew.threads[1].join(timeout=30)
-        step(pipe)
+        for step in STEPS[:2]:
+            step(pipe, *batch(8))
+            pipe.in_queues[1].put(None)
+            pipe._crew.threads[1].join(timeout=30)
+            step(pipe, *batch(8))
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals")
@@ -136,21 +98,19 @@ def test_ctrl_c_while_waiting_ends_the_step_and_the_pipe_works_again(
     """The signal arrives while stage 1 computes its first micro-batch; no other is begun."""
     main = threading.get_ident()
     stopped = threading.Event()
+    calls: list[Tensor] = []
     stop = Dataflow.stop
 
     def stop_and_tell(self: Dataflow) -> None:
         stop(self)
         stopped.set()
 
-    class Interrupt(nn.Module):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls == 1:
-                signal.pthread_kill(main, signal.SIGINT)
-                assert stopped.wait(30)
-            return x
+    def interrupt(x: Tensor) -> Tensor:
+        calls.append(x)
+        if len(calls) == 1:
+            signal.pthread_kill(main, signal.SIGINT)
+            assert stopped.wait(30)
+        return x
 
     def handler(*_: object) -> None:
         raise KeyboardInterrupt
@@ -158,15 +118,14 @@ def test_ctrl_c_while_waiting_ends_the_step_and_the_pipe_works_again(
     monkeypatch.setattr(Dataflow, "stop", stop_and_tell)
     previous = signal.signal(signal.SIGINT, handler)
     try:
-        interrupt = Interrupt()
-        model = nn.Sequential(*tower(), interrupt)
+        model = nn.Sequential(*tower(), Call(interrupt))
         with Pipe(cut(model, (2, 5)), split_size=2) as pipe:
             with pytest.raises(KeyboardInterrupt):
-                one_f_one_b(pipe)
-            assert interrupt.calls == 1
+                one_f_one_b(pipe, *batch(8))
+            assert len(calls) == 1
             assert set(gradients(model).values()) == {None}
-            one_f_one_b(pipe)
-            assert interrupt.calls == 5
+            one_f_one_b(pipe, *batch(8))
+            assert len(calls) == 5
     finally:
         signal.signal(signal.SIGINT, previous)
 
@@ -190,128 +149,120 @@ def test_ctrl_c_between_two_puts_stops_those_that_were_put() -> None:
     crew.close()
 
 
-def test_a_call_from_a_worker_of_the_same_pipe_is_refused() -> None:
-    with Pipe(cut(tower())) as pipe:
-        with pytest.raises(RuntimeError, match="a worker of the Pipe cannot wait"):
-            pipe.run_on_stages(lambda _: pipe.run_on_stages(lambda s: s))
-        assert pipe.run_on_stages(lambda s: s) == [0, 1]
-
-
-def test_a_loss_without_a_gradient_is_refused() -> None:
-    x, y = batch(4)
-    with (
-        Pipe(cut(tower())) as pipe,
-        pytest.raises(RuntimeError, match="the loss does not depend on anything"),
-    ):
-        pipe.train_step(x, y, lambda output, target: square_error(output.detach(), target))
-
-
-A_NUMBER: dict[str, Callable[[Tensor], Any]] = {
-    "scalar": lambda x: x.sum(),
-    "scalar beside rows": lambda x: (x, x.detach().sum()),
-    "int": lambda x: (x, len(x)),
-    "float": lambda x: {"rows": x, "norm": float(x.detach().norm())},
-}
-
-
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("name", A_NUMBER)
-def test_a_number_per_micro_batch_is_refused(name: str, grad: bool) -> None:
-    """The first micro-batch's is not the batch's, nor is the sum, if it is a mean."""
-    x, _ = batch(4)
-    model = nn.Sequential(*tower(), Call(A_NUMBER[name]))
-    with Pipe(cut(model, (2, 5)), split_size=2) as pipe, torch.set_grad_enabled(grad):
-        with pytest.raises(ValueError, match="a number per micro-batch cannot be put together"):
-            pipe(x)
-        pipe.split_size = 4
-        pipe(x)  # one micro-batch is the batch
-
-
-def test_what_is_no_tensor_must_be_the_same_in_every_micro_batch() -> None:
-    x, _ = batch(4)
-    flags = nn.Sequential(*tower(), Call(lambda y: (y, None, True, "mean")))
-    with Pipe(cut(flags, (2, 5)), split_size=2) as pipe:
-        assert pipe(x)[1:] == (None, True, "mean")
-    arrays = nn.Sequential(*tower(), Call(lambda y: (y, y.detach().numpy())))
-    with (
-        Pipe(cut(arrays, (2, 5)), split_size=2) as pipe,
-        pytest.raises(ValueError, match=r"values per micro-batch \(ndarray, ndarray\)"),
-    ):
-        pipe(x)
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_list_whose_length_varies_between_micro_batches_is_named(grad: bool) -> None:
-    x, _ = batch(7)
-    model = nn.Sequential(*tower(), Call(lambda y: list(y.split(1))))
-    message = "the last stage gives 2 values for micro-batch 0 and 1 for micro-batch 3"
-    with (
-        Pipe(cut(model, (2, 5)), split_size=2) as pipe,
-        torch.set_grad_enabled(grad),
-        pytest.raises(ValueError, match=message),
-    ):
-        pipe(x)
-
-
 class Gate(nn.Module):
-    """Stops the first call until it is told to go on."""
+    """Once closed, stops the next call until it is told to go on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.entered, self.go, self.first = threading.Event(), threading.Event(), True
+        self.entered, self.go, self.closed = threading.Event(), threading.Event(), False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.first:
-            self.first = False
+        if self.closed:
+            self.closed = False
             self.entered.set()
             assert self.go.wait(30)
         return x
 
 
-@pytest.mark.parametrize("step", [forward_backward, one_f_one_b])
-def test_a_second_thread_is_refused_at_once_and_the_first_gets_its_gradients(
-    step: Callable[[Pipe], None],
-) -> None:
+@pytest.mark.parametrize("step", STEPS[:2])
+def test_a_second_thread_is_refused_at_once_and_the_first_gets_its_gradients(step: Step) -> None:
     x, y = batch(8)
-    model = tower()
-    square_error(model(x), y).backward()
-    expected = take_gradients(model)
-    gate = Gate()
+    model, gate = tower(), Gate()
+    expected = in_one_process(model, x, y)
     with Pipe(cut(nn.Sequential(*model, gate), (2, 5)), split_size=2) as pipe:
-        first = threading.Thread(target=step, args=(pipe,))
+        loss = square_error(pipe(x), y)
+        gate.closed = True
+        first = threading.Thread(target=step, args=(pipe, x, y))
         first.start()
         assert gate.entered.wait(30)
         for call in (
             lambda: pipe(x),
-            lambda: pipe.train_step(x, y, square_error),
+            lambda: one_f_one_b(pipe, x, y),
             lambda: pipe.compute([x], [(0, 0)]),
             lambda: pipe.run_on_stages(lambda s: s),
+            lambda: loss.backward(retain_graph=True),
         ):
             with pytest.raises(RuntimeError, match="another call of this Pipe is running"):
                 call()
         gate.go.set()
         first.join(30)
-        assert_close(take_gradients(model), expected)
-        step(pipe)
-        assert_close(take_gradients(model), expected)
-
-
-def test_a_backward_beside_another_call_is_refused() -> None:
-    x, y = batch(8)
-    gate = Gate()
-    gate.first = False
-    model = tower()
-    with Pipe(cut(nn.Sequential(*model, gate), (2, 5)), split_size=2) as pipe:
-        loss = square_error(pipe(x), y)
-        gate.first = True
-        other = threading.Thread(target=torch.no_grad()(pipe), args=(x,))
-        other.start()
-        assert gate.entered.wait(30)
-        with pytest.raises(RuntimeError, match="another call of this Pipe is running"):
-            loss.backward(retain_graph=True)
-        gate.go.set()
-        other.join(30)
+        assert_close(take_gradients(model) | {"loss": loss.detach()}, expected)
         loss.backward()
-        found = take_gradients(model)
-    square_error(model(x), y).backward()
-    assert_close(found, take_gradients(model))
+        assert_close(take_gradients(model) | {"loss": loss.detach()}, expected)
+
+
+# What is refused, and what is right
+
+
+def ends_in(last: Callable[[Tensor], Any], split_size: int = 2) -> Pipe:
+    return Pipe(cut(nn.Sequential(*tower(), Call(last)), (2, 5)), split_size=split_size)
+
+
+NUMBER = "a number per micro-batch cannot be put together"
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (lambda x: x.sum(), NUMBER),
+        (lambda x: (x, x.detach().sum()), NUMBER),
+        (lambda x: (x, len(x)), NUMBER),
+        (lambda x: {"rows": x, "norm": float(x.detach().norm())}, NUMBER),
+        (lambda x: (x, x.detach().numpy()), r"values per micro-batch \(ndarray, ndarray"),
+        (lambda x: list(x.split(1)), "gives 2 values for micro-batch 0 and 1 for micro-batch 3"),
+    ],
+)
+def test_outputs_that_cannot_be_put_together(
+    last: Callable[[Tensor], Any], said: str, grad: bool
+) -> None:
+    """The first micro-batch's is not the batch's, nor is the sum, if it is a mean."""
+    x, _ = batch(7)
+    with ends_in(last) as pipe, torch.set_grad_enabled(grad):
+        with pytest.raises(ValueError, match=said):
+            pipe(x)
+        pipe.split_size = 7
+        pipe(x)  # one micro-batch is the batch
+
+
+def test_what_is_no_tensor_and_the_same_in_every_micro_batch_is_handed_on() -> None:
+    with ends_in(lambda y: (y, None, True, "mean")) as pipe:
+        assert pipe(batch(4)[0])[1:] == (None, True, "mean")
+
+
+X, Y = batch(4)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda pipe: pipe((X, X[:3])), "first dimension of every tensor, but there: 3, 4"),
+        (lambda pipe: pipe(3.0), "there: no tensor"),
+        (lambda pipe: one_f_one_b(pipe, X, Y[:3]), "first dimension of .* but there: 3, 4"),
+        (lambda pipe: pipe.train_step(X, Y, lambda o, t: o - t), r"loss_fn returned \(1, 3\)"),
+        (
+            lambda pipe: pipe.train_step(X, Y, lambda o, t: square_error(o.detach(), t)),
+            "the loss does not depend on anything",
+        ),
+        (
+            lambda pipe: pipe.train_step(X, Y, square_error, lambda _, m: sched.gpipe(1, m)),
+            "has 1 lists and the",
+        ),
+        (
+            lambda pipe: pipe.train_step(X, Y, square_error, lambda _, m: sched.gpipe(3, m)),
+            "has 3 lists and the",
+        ),
+        (lambda _: Pipe(cut(tower()), split_size=0), "split_size=0: at least 1"),
+        (
+            lambda _: Pipe(place(list(tower()), (3, 3), ["cpu:0", "cpu:1"])[0], sizes=(2, 4)),
+            "a stage is on one device",
+        ),
+        (
+            lambda _: place(list(tower()), [2, 2], ["cpu:0", "cpu:1"]),
+            r"sizes \[2, 2\] on 2 devices: .* the 6 layers",
+        ),
+    ],
+)
+def test_a_mistake_says_what_is_needed(call: Callable[[Pipe], Any], said: str) -> None:
+    with Pipe(cut(tower())) as pipe, pytest.raises((ValueError, RuntimeError), match=said):
+        call(pipe)

@@ -1,16 +1,24 @@
-"""Workers: one thread per device, on its own cores, that answers whatever happens."""
+"""Workers: one thread per device, on its own cores and on the streams of whoever calls, that
+answers whatever happens."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from pipeline.worker import Task, create_workers, start_workers
+from pipeline import streams
+from pipeline.pipe import Pipe
+from pipeline.worker import Task, create_workers
 from runtime.cores import core_slice
+from tests.pipeline.pipeline_models import Call, batch, cut, square_error
 
 DEVICES = [torch.device("cpu:0"), torch.device("cpu:1")]
 
@@ -48,15 +56,6 @@ def test_an_error_is_handed_back_and_the_worker_goes_on(kind: type[BaseException
     in_queue.put(None)
 
 
-def test_a_device_named_twice_has_one_worker() -> None:
-    in_queues, out_queues, threads = start_workers([DEVICES[0], DEVICES[1], DEVICES[0]])
-    assert in_queues[0] is in_queues[2] is not in_queues[1]
-    assert out_queues[0] is out_queues[2]
-    assert len(set(threads)) == 2
-    for queue in in_queues[:2]:
-        queue.put(None)
-
-
 def test_workers_have_their_own_cores_and_leave_the_callers_threads_alone() -> None:
     before = torch.get_num_threads()
     in_queues, out_queues = create_workers(DEVICES)
@@ -73,32 +72,126 @@ def test_workers_have_their_own_cores_and_leave_the_callers_threads_alone() -> N
     assert [torch.get_num_threads(), *found] == [before, before]
 
 
+def modes() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(), torch.get_default_dtype(),
+        torch.get_default_device().type,
+    )  # fmt: skip
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
 def test_a_task_runs_under_the_modes_of_its_creator() -> None:
-    def modes() -> tuple[Any, ...]:
-        return (
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
-            torch.is_autocast_cache_enabled(), torch.get_default_dtype(),
-            torch.get_default_device().type,
-        )  # fmt: skip
-
-    def both() -> bool:
-        return ask(in_queue, out_queue, modes) == modes()
-
     (in_queue,), (out_queue,) = create_workers(DEVICES[:1])
-    assert both()
-    with torch.no_grad():
-        assert both()
-    with torch.inference_mode():
-        assert both()
-    with torch.autocast("cpu", torch.float16, cache_enabled=False):
-        assert both()
-    with torch.device("meta"):
-        assert both()
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert both()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert both()
+    plain = modes()
+    for mode in (
+        torch.no_grad(), torch.inference_mode(), torch.device("meta"),
+        torch.autocast("cpu", torch.float16, cache_enabled=False), default_dtype(torch.float64),
+    ):  # fmt: skip
+        with mode:
+            assert ask(in_queue, out_queue, modes) == modes() != plain
+        assert ask(in_queue, out_queue, modes) == modes() == plain
     in_queue.put(None)
+
+
+# Streams, played without a GPU, by a `cuda` of two devices whose current device and streams are
+# each thread's own, as in torch
+
+
+@dataclass(frozen=True)
+class Stream:
+    device: int
+    name: str
+    waits: list[str]
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append(f"{self.name} for {other.name}")
+
+
+class Cuda(threading.local):
+    """Made anew in each thread, but for `waits`: who had to wait for whom."""
+
+    def __init__(self, waits: list[str]) -> None:
+        self.waits = waits
+        self.now = 0
+        self.current = {device: Stream(device, f"default {device}", waits) for device in (0, 1)}
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 2
+
+    def current_device(self) -> int:
+        return self.now
+
+    def current_stream(self, device: int) -> Stream:
+        return self.current[device]
+
+    @contextmanager
+    def device(self, device: int) -> Iterator[None]:
+        before, self.now = self.now, device
+        yield
+        self.now = before
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current[stream.device] = self.current[stream.device], stream
+        with self.device(stream.device):
+            yield
+        self.current[stream.device] = before
+
+    def state(self) -> list[Any]:
+        return [self.now, *(self.current[device].name for device in (0, 1))]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    fake = Cuda([])
+    monkeypatch.setattr(streams, "cuda", fake)
+    return fake
+
+
+def test_a_pipe_computes_on_the_callers_streams_and_its_backward_on_the_forwards(
+    cuda: Cuda,
+) -> None:
+    seen: list[Any] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: Tensor) -> Tensor:
+            seen.append(("forward", *cuda.state()[1:]))
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, g: Tensor) -> Tensor:
+            seen.append(("backward", *cuda.state()[1:]))
+            return g
+
+    x, y = batch(4)
+    layers = nn.Sequential(nn.Linear(4, 3).double(), Call(Look.apply), Call(Look.apply))
+    with Pipe(cut(layers, (2, 1)), split_size=2) as pipe:
+        with cuda.stream(Stream(0, "side", cuda.waits)):
+            loss = square_error(pipe(x), y)
+        with cuda.stream(Stream(0, "other", cuda.waits)):
+            loss.backward()
+        assert seen == [(k, "side", "default 1") for k in ["forward"] * 4 + ["backward"] * 4]
+        assert cuda.waits == ["side for other", "other for side"]
+        seen.clear()
+        with cuda.stream(Stream(1, "side", cuda.waits)):
+            pipe.train_step(x, y, square_error, "zb")
+            states = pipe.run_on_stages(lambda _: cuda.state())
+        assert sorted(seen) == [
+            (k, "default 0", "side") for k in ["backward"] * 4 + ["forward"] * 4
+        ]
+        assert states == [[0, "default 0", "side"]] * 2
+        assert pipe.run_on_stages(lambda _: cuda.state()) == [[0, "default 0", "default 1"]] * 2
+    assert len(cuda.waits) == 2

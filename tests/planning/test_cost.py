@@ -64,26 +64,6 @@ def test_seconds_and_bytes_sent() -> None:
     assert cost.pipeline_speedup(2, 4) == pytest.approx(1.6)
 
 
-def test_a_ring_step_by_step() -> None:
-    """The bytes and the sum, by doing it: four workers, parts of 3 numbers."""
-    w, part = 4, 3
-    vectors = [[float(10 * r + i) for i in range(w * part)] for r in range(w)]
-    held, sent = [list(vector) for vector in vectors], [0] * w
-    for gather in (False, True):
-        for step in range(w - 1):
-            messages = []
-            for r in range(w):
-                chunk = (r - step + gather) % w
-                places = range(chunk * part, (chunk + 1) * part)
-                messages.append(((r + 1) % w, {i: held[r][i] for i in places}))
-                sent[r] += 8 * part
-            for receiver, message in messages:
-                for i, value in message.items():
-                    held[receiver][i] = value if gather else held[receiver][i] + value
-    assert held == [[sum(v[i] for v in vectors) for i in range(w * part)]] * w
-    assert sent == [cost.all_reduce_bytes(8 * w * part, w)] * w
-
-
 def test_bubbles() -> None:
     assert cost.pipeline_bubble(3, 4) == Fraction(2, 6)
     for n, m in [(1, 2), (2, 8), (3, 6), (6, 12)]:
@@ -161,24 +141,13 @@ def test_a_rank_sends_what_the_formula_says(ranks: Ranks, three_ranks: Ranks) ->
     for world in (ranks, three_ranks):
         expected = cost.all_reduce_bytes(4 * NUMEL, world.world_size)
         for sent in world.run(_sent_by_a_data_parallel_step):
-            assert expected <= sent < 1.01 * expected + 4e4
+            assert expected <= sent < 1.01 * expected + 2e4
     for zero in (1, 2, 3):
         expected = cost.zero_traffic(zero, LAYERS * layer, 2, FP32, m)
         if zero == 3:
             expected -= m * cost.reduce_scatter_bytes(4 * layer, 2)
         for sent in ranks.run(_sent_by_a_sharded_step, zero, m):
-            assert expected <= sent < 1.01 * expected + 4e4
-
-
-def test_data_parallel_holds_what_the_formula_says() -> None:
-    """AdamW also counts its steps, 4 bytes per parameter tensor."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
-    held = sum(2 * p.nbytes for p in model.parameters())
-    held += sum(t.nbytes for state in optimizer.state.values() for t in state.values())
-    assert held == cost.zero(0, 65 * 64 + 65 * 8, 2, FP32).total + 4 * 4
+            assert expected <= sent < 1.01 * expected + 2e4
 
 
 def test_the_boundary_carries_what_the_formula_says() -> None:
