@@ -219,7 +219,7 @@ def _trained(rank: int, _: int, kind: str) -> dict[str, Tensor] | str:
     return whole(fsdp, "gradients")
 
 
-@pytest.mark.parametrize("kind", LAYERS.keys() - REFUSED.keys())
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind not in REFUSED])
 def test_what_layers_may_hand_on(ranks: Ranks, kind: str) -> None:
     model = _model(kind)
     for rank in range(2):
