@@ -52,8 +52,8 @@ def chunks_of(name: str, chunks: int | None = None) -> int:
     own = 1 if name in ONE_EACH else 2
     if chunks not in (None, own):
         raise ValueError(
-            f"schedule {name}, chunks {chunks}: a rank has {own} stage{'s' * (own > 1)} there; "
-            f"schedule interleaved, chunks {chunks} works"
+            f"schedule {name} with {chunks} chunks: a rank has {own} stage{'s' * (own > 1)} there; "
+            f"schedule interleaved takes any number of chunks"
         )
     return own
 

@@ -313,6 +313,9 @@ def _in_one_line(kind: type, message: str) -> str:
         known = [*hints, *(alias for alias, option in ALIASES.items() if option in hints)]
         near = get_close_matches(name, known, 1, cutoff=0.65)
         return f"--{name}: there is no such option" + "".join(f"; is it --{n}?" for n in near)
+    if message.endswith("required: strategy"):
+        names = re.findall(r"'(\w+)'", str(hints["strategy"]))
+        return f"name a strategy first: {', '.join(names)}"
     found = re.search(r'[Kk]ey "(?P<name>\w+)"', message)
     name = found["name"] if found else ""
     if name not in hints:  # as --config
@@ -325,4 +328,5 @@ def _in_one_line(kind: type, message: str) -> str:
     words = [rule for word, rule in WORDS.items() if re.search(rf"\b{word}\b", str(hints[name]))]
     if choices := re.search(r"Literal\[(.*?)\]", str(hints[name])):
         words.append(f"one of {choices[1]}".replace("one of 'all'", "all").replace("'", ""))
-    return f"--{name} {value[1] if value else ''}: it must be {' or '.join(words)}"
+    option = name if name == "strategy" else f"--{name}"  # which is a word of its own
+    return f"{option} {value[1] if value else ''}: it must be {', or '.join(words)}"

@@ -115,7 +115,7 @@ def announce(world: World, args: Any, model: LaidOutModel) -> None:
     if model.schedule is not None:
         chunks = f" with {args.chunks} chunks per rank" if model.ranks else ""
         facts.append(f"schedule {model.schedule}{chunks}")
-    facts.append(f"micro-batches: {model.num_microbatches or 'automatic'}")
+    facts.append(f"micro-batches: {args.num_microbatches or model.num_microbatches or 'automatic'}")
     n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
     facts.append(f"{n} {unit}{'s' * (n > 1)}")
     if world.is_main:

@@ -69,6 +69,7 @@ class Results:
         self.world, self.args, self.task, self.model = world, args, task, model
         self.width = max(10, len(task.score_name) + 2)  # of the column
         self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
+        self.resumed = 0  # epochs of it that an earlier run has done
         self.losses: list[float] = []  # of every step; NaN: skipped
         self.seconds: list[float] = []  # of every step
         self.generated: list[str] = []  # the last translations
@@ -182,7 +183,7 @@ class Results:
             "load": os.getloadavg()[0],  # of the machine, over a minute, this run included
             "cores": len(core_slice(0, 1)) if world.device.type == "cpu" else None,  # a process'
             "schedule": model.schedule,
-            "num_microbatches": model.num_microbatches,
+            "num_microbatches": args.num_microbatches or model.num_microbatches,
             "step_seconds": self.seconds,
             "examples_per_sec": args.batch_size / mean,
             "positions_per_sec": positions,
@@ -198,9 +199,9 @@ class Results:
 
     def close(self) -> None:
         """Prints the mean time and speed of an epoch, and a few outputs. On rank 0 alone."""
-        if self.history:
-            seconds, speeds = zip(*(self.history[1:] or self.history), strict=True)
-            which = "an epoch, the first left out" if len(self.history) > 1 else "the epoch"
+        if history := self.history[self.resumed :]:
+            seconds, speeds = zip(*(history[1:] or history), strict=True)
+            which = "an epoch, the first left out" if len(history) > 1 else "the epoch"
             self.say(f"{which}: {spread(seconds, 's')}, {spread(speeds, self.task.units[0])}\n")
         if self.generated:
             self.say(self.task.examples_to_show(self.generated))

@@ -180,6 +180,7 @@ class Saving:
         self.saved = state["steps"]
         results.losses, results.seconds = list(state["losses"]), list(state["seconds"])
         results.history = [(seconds, speed) for seconds, speed in state["history"]]
+        results.resumed = len(results.history)
         done, n = Totals(**state["totals"]), model.parts
         return replace(done, positions=done.positions // n, tokens=done.tokens // n)
 

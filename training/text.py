@@ -127,6 +127,12 @@ def refused_if_unreadable(dataset: str) -> Iterator[None]:
 def _parallel_lines(folder: Path, split: str, src: str, tgt: str) -> list[Pair]:
     lines = []
     for path in (folder / f"{split}.{key}" for key in (src, tgt)):
+        if not path.exists():
+            there = ", ".join(sorted(found.name for found in folder.glob(f"{split}.*"))) or "none"
+            raise UserError(
+                f"--dataset {folder} --src {src} --tgt {tgt}: there is no {path.name} (of {split}: "
+                f"{there}); --src and --tgt are the endings of the files"
+            )
         try:
             text = path.read_text("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -138,8 +144,8 @@ def _parallel_lines(folder: Path, split: str, src: str, tgt: str) -> list[Pair]:
     source, target = lines
     if len(source) != len(target):
         raise UserError(
-            f"{folder}: {split}.{src} has {len(source)} lines and {split}.{tgt} has {len(target)}: "
-            "line i of one must translate line i of the other"
+            f"--dataset {folder}: {split}.{src} has {len(source)} lines and {split}.{tgt} has "
+            f"{len(target)}: line i of one must translate line i of the other; {NO_NETWORK}"
         )
     return [{src: s, tgt: t} for s, t in zip(source, target, strict=True)]
 
@@ -243,7 +249,7 @@ def _as_pair(row: Any, src: str, tgt: str, where: str) -> Pair:
         shown = sorted(map(str, values)) if isinstance(values, Mapping) else repr(values)[:40]
         raise UserError(
             f"{where} has {shown}, and not the texts {src!r} and {tgt!r}; "
-            "name the languages with --src and --tgt"
+            "name the languages with --src and --tgt; plain text is in a column `text`"
         )
     pair = {key: values.get(key) or "" for key in (src, tgt)}
     for key, value in pair.items():

@@ -85,10 +85,11 @@ def load_trained(name: str, device: torch.device | str = "cpu") -> Trained:
     elif (folder / CHECKPOINTS).is_dir() or (folder / OPTIONS).is_file():
         checkpoint, refused = newest(folder / CHECKPOINTS)
         if checkpoint is None:
-            why = f"damaged ({'; '.join(refused)})" if refused else "missing"
+            why = f"every checkpoint of this run is damaged ({'; '.join(refused)})"
+            why = why if refused else "this run has no checkpoint yet"
             raise UserError(
-                f"{name}: the checkpoint of this run is {why}; train again with --keep 1, or name "
-                "the folder of --export"
+                f"{name}: {why}; there is one after every epoch, or --save_every steps; the folder "
+                "of --export works, too"
             )
         found = _of_checkpoint(checkpoint)
     else:

@@ -111,10 +111,12 @@ def test_workdir_checkpoint_and_export_give_the_same(
     # Where a file was altered, the checkpoint before would do; there is none.
     with (checkpoint / "state.json").open("a") as file:
         file.write(" ")
-    with pytest.raises(UserError, match=r"^work: the checkpoint of this run is damaged \(.*state"):
+    with pytest.raises(
+        UserError, match=r"^work: every checkpoint of this run is damaged \(.*state"
+    ):
         load_trained("work")
     shutil.rmtree("work/checkpoints")
-    with pytest.raises(UserError, match=r"^work: the checkpoint of this run is missing; train ag"):
+    with pytest.raises(UserError, match=r"^work: this run has no checkpoint yet; there is one aft"):
         load_trained("work")
 
 

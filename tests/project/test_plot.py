@@ -504,7 +504,7 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
     ("line", "said"),
     [
         ("", "missing: COMMAND"),
-        ("graph", "COMMAND graph: it must be one of data_parallel, pipeline, "),
+        ("graph", "error: graph: it must be one of data_parallel, pipeline, "),
         ("timeline run --step y", "--step y: it must be a whole number;"),
         ("timeline run --step", "--step needs a value;"),
         ("schedule --schedule fast", "--schedule fast: it must be one of gpipe, 1f1b, "),

@@ -175,7 +175,7 @@ def test_the_built_in_text_has_no_sentence_twice_and_teaches_every_word(language
 ROW = '{"de": "Satz", "en": "sentence"}\n'
 NOTHING = "--dataset {}: it holds nothing that can be read"
 OF_FOLDER = [
-    ("test.en", "one\ntwo\n", "{}: test.de has 3 lines and test.en has 2: line i of one must"),
+    ("test.en", "one\ntwo\n", "--dataset {}: test.de has 3 lines and test.en has 2: line i of one"),
     ("train.de", "eins\nzwei\nfünf\n", "{}/train.de: it is not UTF-8 ('utf-8' codec can't decode "
      "byte 0xfc in position 11: invalid start byte); convert it, for example: iconv"),
     ("train.de", "a\n" * 3, "--dataset {}: train has 3 pairs for 4 ranks, and each rank needs one; "
@@ -236,8 +236,10 @@ def test_places_with_nothing_to_read(tmp_path: Path) -> None:
         said = f"--dataset {missing}: there is no such file or folder{NO_NETWORK}"
         assert error_of(missing) == said
     (tmp_path / "train.de").touch()
-    said = f"--dataset {tmp_path}: {tmp_path}/train.en cannot be read (No such file or directory)"
-    assert error_of(tmp_path) == said + NO_NETWORK
+    assert error_of(tmp_path) == (
+        f"--dataset {tmp_path} --src de --tgt en: there is no train.en (of train: train.de); "
+        "--src and --tgt are the endings of the files"
+    )
     assert "(File name too long)" in error_of("x" * 300)
 
 
