@@ -214,7 +214,7 @@ def test_what_cannot_run_is_named(broken: sched.Schedule, message: str) -> None:
         (lambda: sched.gpipe(2, 0), "0 micro-batches: at least 1"),
         (lambda: simulate([[B0, F0]], lambda _: 1.0), "they are counted from 0"),
         (lambda: catalogue.find("zigzag"), "'zigzag': choose one of gpipe, 1f1b, zb, sequential"),
-        (lambda: catalogue.find("1f1b", 2), "1f1b with 2 chunks: a rank has 1 stage there; schedule i"),
+        (lambda: catalogue.find("1f1b", 2), "1f1b with 2 chunks: a rank has 1 stage there"),
         (lambda: catalogue.find("zbv", 3), "zbv with 3 chunks: a rank has 2 stages there"),
         (
             lambda: catalogue.plan(chunks.interleaved_1f1b, [0, 1, 1, 0], 2),
