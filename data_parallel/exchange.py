@@ -171,7 +171,7 @@ class Exchange(ABC):
         for rank, what in enumerate(announced):
             if what != announced[0]:
                 raise RuntimeError(
-                    f"the ranks have come apart: rank 0 {self._describe(announced[0])}, rank "
+                    f"the ranks diverged: rank 0 {self._describe(announced[0])}, rank "
                     f"{rank} {self._describe(what)}; all must make the same calls, with "
                     "forward(None) and backward(None) where they have no examples"
                 )

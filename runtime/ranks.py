@@ -179,7 +179,7 @@ class Ranks:
             work.wait()
             self._under_way = False
             if int(said) != self.size * mine:
-                raise RuntimeError("the ranks have come apart: they make different calls")
+                raise RuntimeError("the ranks diverged: they make different calls")
 
         return wait
 

@@ -62,7 +62,7 @@ def test_two_runs_at_once(two_runs: tuple[Run, Run]) -> None:
         assert run.wait(SOON) is not None
         assert (run.process.returncode, run.leftovers()) == (status, [])
     assert [FAILED.findall(run.said()) for run in two_runs] == [[], ["0"]]
-    assert [run.said().count("It was ended by SIGKILL") for run in two_runs] == [0, 1]
+    assert [run.said().count("It was killed by SIGKILL") for run in two_runs] == [0, 1]
     assert [run.said().count(TRACEBACK) for run in two_runs] == [0, 0]
 
 
@@ -77,7 +77,7 @@ def test_what_starts_the_ranks_is_killed(tmp_path: Path) -> None:
         assert (run.process.returncode, run.leftovers()) == (1, [])
         assert run.said().endswith(
             "\nthe process that starts the ranks failed; the run has been ended.\n"
-            "It was ended by SIGKILL.\n"
+            "It was killed by SIGKILL.\n"
         )
 
 

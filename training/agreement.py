@@ -91,7 +91,7 @@ def check_replicas(world: World, parameters: Mapping[str, Tensor], when: str) ->
             if first.setdefault(name, (rank, digest))[1] != digest:
                 apart.setdefault(name, []).append(rank)
     if wrong := [f"{n} ({_on(r)}, against rank {first[n][0]})" for n, r in apart.items()]:
-        raise RunError(f"replicas have come apart {when}: {_first(wrong)}")
+        raise RunError(f"replicas differ {when}: {_first(wrong)}")
 
 
 def _digest(content: bytes | memoryview) -> bytes:

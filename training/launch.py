@@ -308,7 +308,7 @@ def _received(pipe: Any, process: Any, rank: int | None) -> Failure | None:
         process.join(GRACE)
     code = process.exitcode or 0
     if code < 0:
-        return Failure(rank, f"It was ended by {signal.Signals(-code).name}.\n")
+        return Failure(rank, f"It was killed by {signal.Signals(-code).name}.\n")
     return Failure(rank, f"It exited with status {code} before it was done.\n")
 
 

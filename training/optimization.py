@@ -154,7 +154,7 @@ class Optimizers:
             factor = clip_factor(self.norm, self.recipe.max_grad_norm)
             self._run(partial(self._update, factor=factor))
         else:
-            reason = f"{self._where()}: {reason}; the step was left out"
+            reason = f"{self._where()}: {reason}; the step was skipped"
         self.loss = self.loss_sum / target_tokens if reason is None else math.nan
         self._first = self.loss if math.isnan(self._first) else self._first
         self.in_a_row = self.in_a_row + 1 if wrong else 0
@@ -234,7 +234,7 @@ class Optimizers:
         if recipe.max_grad_norm is None:
             tries.append("--max_grad_norm 1")
         if recipe.on_nan == "stop":
-            tries.append("--on_nan skip, which leaves such steps out")
+            tries.append("--on_nan skip, which skips such steps")
         return f"try {', '.join(tries[:-1])}{' or ' if len(tries) > 1 else ''}{tries[-1]}"
 
 

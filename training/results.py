@@ -87,7 +87,7 @@ class Results:
         args, task = self.args, self.task
         if self.world.is_main:
             if not resumed and (aside := set_aside(args.workdir)) is not None:
-                notes = [*notes, f"The results of the run before are in {aside}/."]
+                notes = [*notes, f"Earlier results were moved to {aside}/."]
             clear_results(args.workdir, first)
             write_json(args.workdir / OPTIONS, options_of(args))
             for name, content in task.files.items():
@@ -201,7 +201,7 @@ class Results:
         """Prints the mean time and speed of an epoch, and a few outputs. On rank 0 alone."""
         if history := self.history[self.resumed :]:
             seconds, speeds = zip(*(history[1:] or history), strict=True)
-            which = "an epoch, the first left out" if len(history) > 1 else "the epoch"
+            which = "per epoch, without the first" if len(history) > 1 else "the epoch"
             self.say(f"{which}: {spread(seconds, 's')}, {spread(speeds, self.task.units[0])}\n")
         if self.generated:
             self.say(self.task.examples_to_show(self.generated))

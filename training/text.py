@@ -273,7 +273,7 @@ def _add(texts: Texts, split: str, pairs: Iterable[Pair], limit: int | None) -> 
     if empty:
         texts.notes.append(f"{split}: skipped {empty} pairs with an empty side.")
     if limit is not None and len(usable) < limit:
-        texts.notes.append(f"{split}: {len(usable)} pairs, all there are ({limit} were asked for).")
+        texts.notes.append(f"{split}: {len(usable)} pairs, fewer than the {limit} asked for.")
     texts.splits[split] = usable
 
 

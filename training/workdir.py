@@ -69,7 +69,7 @@ def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
         if torchrun_world_size() is None:
             saved = names(args.workdir / CHECKPOINTS)
             then = f"--resume continues from {saved[-1]}" if saved else "there is no checkpoint yet"
-            say(f"\nThe run was asked to end; {then}.\n")
+            say(f"\nInterrupted; {then}.\n")
         raise
     finally:
         if torchrun_world_size() is None:

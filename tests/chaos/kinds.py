@@ -125,7 +125,7 @@ def _killed(strike: Strike) -> Kind:
 def _ended(number: signal.Signals) -> Kind:
     """A rank is, by a signal."""
     ends = {
-        OWN: End((1,), True, (f"It was ended by {number.name}.",)),
+        OWN: End((1,), True, (f"It was killed by {number.name}.",)),
         TORCHRUN: End((1,), None, (f"failed (exitcode: -{number}) local_rank: {{rank}} ",), 1),
     }
     return Kind(_to_rank(number), ends)

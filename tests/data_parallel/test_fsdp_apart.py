@@ -98,7 +98,7 @@ def test_ranks_that_come_apart(ranks: Ranks, alone: str, when: str, first: str, 
     """Over shared memory, where no rank sees from the reading that another is elsewhere."""
     for error, _ in ranks.run(_alone, alone, when, True):
         assert error == (
-            f"the ranks have come apart: rank 0 {first}, rank 1 {other}; all must make the same "
+            f"the ranks diverged: rank 0 {first}, rank 1 {other}; all must make the same "
             "calls, with forward(None) and backward(None) where they have no examples"
         )
 

@@ -70,7 +70,7 @@ def test_another_start_is_named_before_the_first_step(
 def test_replicas_that_come_apart_end_the_run_with_the_epoch(
     ranks: Ranks, line: str, name: str
 ) -> None:
-    expected = f"replicas have come apart in epoch 2: {name} (rank 1, against rank 0)"
+    expected = f"replicas differ in epoch 2: {name} (rank 1, against rank 0)"
     for error, made_a_step in ranks.run(one_is_other, Path.cwd(), line, "drift"):
         assert error is not None and error.startswith(expected)
         assert made_a_step

@@ -106,7 +106,7 @@ def test_a_broken_function_of_the_course_changes_the_run(
     more = VGG if "vgg" in function else pairs.line
     _, error = run(line + more, ranks, partial(break_it, function=function))
     if function.endswith("average_gradients"):
-        assert error is not None and error.startswith("replicas have come apart in epoch 1: ")
+        assert error is not None and error.startswith("replicas differ in epoch 1: ")
     elif "vgg" in function:
         assert error is not None and error.startswith("ddp: weights are not those of one process")
     else:

@@ -106,5 +106,5 @@ def apart(rank: int, world_size: int) -> str:  # noqa: ARG001
 
 
 def test_ranks_that_make_other_calls_are_told(three_ranks: processes.Ranks) -> None:
-    told = "the ranks have come apart: they make different calls"
+    told = "the ranks diverged: they make different calls"
     assert three_ranks.run(apart) == [told] * 3

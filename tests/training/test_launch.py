@@ -114,7 +114,7 @@ LOST = Failure(0, "lost", is_consequence=True)
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (-signal.SIGKILL, "It was ended by SIGKILL.\n"),
+        (-signal.SIGKILL, "It was killed by SIGKILL.\n"),
         (0, "It exited with status 0 before it was done.\n"),
     ],
 )

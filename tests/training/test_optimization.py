@@ -59,7 +59,7 @@ def feed(parameters: list[nn.Parameter], value: float) -> None:
 
 ADVICE = (
     "try --learning_rate 0.25, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip, which "
-    "leaves such steps out"
+    "skips such steps"
 )
 
 
@@ -85,7 +85,7 @@ def test_what_is_not_finite_ends_the_run_with_advice_or_is_left_out(
             said = optimizers.step(torch.tensor(loss), 1)
         except RunError as error:
             said = str(error)
-        then = ADVICE if on_nan == "stop" else "the step was left out"
+        then = ADVICE if on_nan == "stop" else "the step was skipped"
         assert said == f"epoch 2, step 2 of 4: {what}; {then}"
         assert [p.tolist() for p in parameters] == [[1.0] * 3] * 2
         skipped = int(on_nan == "skip")
@@ -100,7 +100,7 @@ def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
     parameters, optimizers = make(recipe, 1)
     plain = nn.Parameter(torch.ones(1, dtype=torch.float64))
     sgd = torch.optim.SGD([plain], lr=1.0, momentum=0.5)
-    no_target = "epoch 1, step 3 of 4: the batch has no target token; the step was left out"
+    no_target = "epoch 1, step 3 of 4: the batch has no target token; the step was skipped"
     for value, targets, rate in ((1.0, 1, 1.0), (NAN, 1, None), (0.0, 0, None), (5.0, 1, 0.25)):
         feed(parameters, value)
         said = optimizers.step(torch.tensor(value), targets)
@@ -123,7 +123,7 @@ def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
     with pytest.raises(RunError) as error:
         optimizers.step(torch.tensor(NAN), 1)
     assert str(error.value) == (
-        "epoch 1, step 40 of 100: the loss is nan; the step was left out, as were 19 before it; "
+        "epoch 1, step 40 of 100: the loss is nan; the step was skipped, as were 19 before it; "
         "try --learning_rate 0.5 or --warmup_steps 100"
     )
 
@@ -138,7 +138,7 @@ def test_a_loss_that_explodes_is_said_once() -> None:
     said += [optimizers.step(torch.tensor(loss), 2) for loss in (61.0, 600.0)]
     assert said == [None] * 3 + [
         "epoch 1, step 4 of 10: the loss is 30.5 and was 3 at first; try --learning_rate 0.0005, "
-        "--warmup_steps 100, --max_grad_norm 1 or --on_nan skip, which leaves such steps out",
+        "--warmup_steps 100, --max_grad_norm 1 or --on_nan skip, which skips such steps",
         None,
     ]
 

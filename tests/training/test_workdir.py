@@ -42,9 +42,7 @@ def test_nothing_half_written_stays_and_it_says_how_to_go_on(
     with pytest.raises(Interrupted), alone_in_workdir(args):
         raise Interrupted(128 + signal.SIGTERM)
     assert files() == sorted(WHOLE)
-    assert capsys.readouterr().err == (
-        "\nThe run was asked to end; --resume continues from 000001-epoch0.\n"
-    )
+    assert capsys.readouterr().err == "\nInterrupted; --resume continues from 000001-epoch0.\n"
     assert sorted(path.name for path in Path().iterdir()) == ["exported", "work"]
 
 
