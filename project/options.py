@@ -310,6 +310,9 @@ def _in_one_line(kind: type, message: str) -> str:
     unknown = re.search(r"unrecognized arguments: --(\w+)|Option '(\w+)' is not", message)
     if unknown:
         name = unknown[1] or unknown[2]
+        for group in (Ranks, Stages):
+            if name in {field.name for field in fields(group)}:
+                return f"--{name}: an option for {group.__doc__}, which this program does not have"
         known = [*hints, *(alias for alias, option in ALIASES.items() if option in hints)]
         near = get_close_matches(name, known, 1, cutoff=0.65)
         return f"--{name}: there is no such option" + "".join(f"; is it --{n}?" for n in near)

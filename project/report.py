@@ -45,6 +45,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.n_epochs < 2:
         parser.error("--n_epochs 1: the first epoch is left out of all times, so take 2 or more")
+    if args.workdir.exists() and not args.workdir.is_dir():
+        parser.error(f"--workdir {args.workdir}: it is a file; name a folder, e.g. workdir_report")
     return args
 
 
