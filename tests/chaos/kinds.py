@@ -20,6 +20,7 @@ STOPPED = 60.0  # torchrun waits half a minute for a rank that is stopped, befor
 BLOWS = 120.0  # within which an armed process must compute something
 PAUSE = 1.5  # seconds of a stop that does no harm
 TRACEBACK = "Traceback (most recent call last)"
+CAUSE = "The above exception was the direct cause of"  # an error and its cause are one
 LAST_ACTIONS = "rank  last action  "  # the head of a table, see training/last_actions.py
 FAILED = re.compile(r"rank (\d+) failed; |The run failed\.")
 
@@ -184,6 +185,7 @@ def judge(end: End, status: int, said: str, rank: int | None) -> list[str]:
         words = template.format(rank=rank)
         if (times := said.count(words)) != 1:
             wrong.append(f"{words!r} is read {times} times")
-    if end.tracebacks is not None and (times := said.count(TRACEBACK)) != end.tracebacks:
+    times = said.count(TRACEBACK) - said.count(CAUSE)
+    if end.tracebacks not in (None, times):
         wrong.append(f"{times} tracebacks, and not {end.tracebacks}")
     return wrong
