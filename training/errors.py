@@ -9,6 +9,7 @@ This module does not import torch: a mistyped option is answered at once.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -98,6 +99,12 @@ def run_here(main: Callable[..., None], *args: Any) -> None:
         raise SystemExit(1) from None
 
 
+def _ignore_signals() -> None:
+    """While Python clears up: the run is over, and a signal changes nothing."""
+    for number in ASKED:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def signals_end() -> Iterator[None]:
     """Within it Ctrl-C, SIGTERM and SIGHUP raise Interrupted, so that half-written files are
@@ -116,6 +123,7 @@ def signals_end() -> Iterator[None]:
         raise Interrupted(128 + number)
 
     if torchrun_world_size() is None and threading.current_thread() is threading.main_thread():
+        atexit.register(_ignore_signals)
         for number in ASKED:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 before[number] = signal.signal(number, end)
