@@ -123,8 +123,8 @@ class GroupLink:
         self._under_way.append((work, memory))
 
     def _post(self) -> None:
-        """Where the other end has hung up, that is for who waits for one more message to say: what
-        has arrived may have been the last."""
+        """Post the next receive. If the other end has hung up, only the next `receive` raises: the
+        message that has just arrived may have been the last."""
         memory = torch.empty(self._room_here, dtype=torch.uint8)
         try:
             work = dist.irecv(memory, self._peer, self._heads)

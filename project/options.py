@@ -331,5 +331,5 @@ def _in_one_line(kind: type, message: str) -> str:
     words = [rule for word, rule in WORDS.items() if re.search(rf"\b{word}\b", str(hints[name]))]
     if choices := re.search(r"Literal\[(.*?)\]", str(hints[name])):
         words.append(f"one of {choices[1]}".replace("one of 'all'", "all").replace("'", ""))
-    option = name if name == "strategy" else f"--{name}"  # which is a word of its own
+    option = name if name == "strategy" else f"--{name}"  # it has no dashes
     return f"{option} {value[1] if value else ''}: it must be {', or '.join(words)}"

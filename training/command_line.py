@@ -39,7 +39,7 @@ def in_words(message: str) -> str:
         return message
     name, problem = found["name"], found["problem"]
     if choice := re.fullmatch(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", problem):
-        option = "" if name.isupper() else f"{name} "  # a command has no name
+        option = "" if name.isupper() else f"{name} "  # COMMAND is no option
         return f"{option}{choice[1]}: it must be one of {choice[2]}".replace("'", "")
     if value := re.fullmatch(r"invalid (\w+) value: '(.*)'", problem):
         return f"{name} {value[2]}: it must be {RULES.get(value[1], value[1])}"

@@ -100,7 +100,7 @@ def run_here(main: Callable[..., None], *args: Any) -> None:
 
 
 def _ignore_signals() -> None:
-    """While Python clears up: the run is over, and a signal changes nothing."""
+    """For Python's shutdown: the run is over, and a signal must not change its status."""
     for number in ASKED:
         signal.signal(number, signal.SIG_IGN)
 

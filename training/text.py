@@ -130,7 +130,7 @@ def _parallel_lines(folder: Path, split: str, src: str, tgt: str) -> list[Pair]:
         if not path.exists():
             there = ", ".join(sorted(found.name for found in folder.glob(f"{split}.*"))) or "none"
             raise UserError(
-                f"--dataset {folder} --src {src} --tgt {tgt}: there is no {path.name} (of {split}: "
+                f"--dataset {folder} --src {src} --tgt {tgt}: there is no {path.name} (found: "
                 f"{there}); --src and --tgt are the endings of the files"
             )
         try:

@@ -85,8 +85,9 @@ def load_trained(name: str, device: torch.device | str = "cpu") -> Trained:
     elif (folder / CHECKPOINTS).is_dir() or (folder / OPTIONS).is_file():
         checkpoint, refused = newest(folder / CHECKPOINTS)
         if checkpoint is None:
-            why = f"every checkpoint of this run is damaged ({'; '.join(refused)})"
-            why = why if refused else "this run has no checkpoint yet"
+            why = "this run has no checkpoint yet"
+            if refused:
+                why = f"every checkpoint of this run is damaged ({'; '.join(refused)})"
             raise UserError(
                 f"{name}: {why}; there is one after every epoch, or --save_every steps; the folder "
                 "of --export works, too"

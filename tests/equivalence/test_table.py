@@ -41,7 +41,7 @@ def failures(
     """What is said of each row; all ranks say the same."""
     problems = {find(name).problem.reference for name in names}
     known: Mapping[Problem, Reference] = {p: reference(p, steps) for p in problems}
-    given = (names, pickle.dumps(known), mutation)
+    given = (names, pickle.dumps(known), mutation)  # bytes: torch would share each tensor as a file
     by_rank = [results(0, 1, *given)] if ranks is None else ranks.run(results, *given)
     said = [[result.failure for result in found] for found in by_rank]
     assert said == [said[0]] * len(said)

@@ -112,7 +112,8 @@ def _on_ranks(rank: int, n: int, share: bool) -> dict[Any, Found]:
     x, y = batch(9)
     x = x if rank == 0 else x.to("meta")  # the others only look at the shape
     results: dict[Any, Found] = {}
-    for name, v in {(name, v) for name, v, _ in cases(n)} if share else EVERY[:5]:
+    every = dict.fromkeys((name, v) for name, v, _ in cases(n))  # in one order on all ranks
+    for name, v in every if share else EVERY[:5]:
         ranks = catalogue.places(name, n, v)
         with ProcessPipe(
             model(), SIZES[n * v], ranks=ranks, share_memory=share, timeout=20
@@ -134,6 +135,7 @@ def _on_ranks(rank: int, n: int, share: bool) -> dict[Any, Found]:
 def check(found: dict[Any, Found], n: int) -> None:
     x, y = batch(9)
     output = model().eval()(x)
+    assert found
     for (_, v, m), values in found.items():
         if m == "eval":
             assert_close(values, {"loss": square_error(output, y) * 0.125, "y": output})

@@ -237,7 +237,7 @@ def test_places_with_nothing_to_read(tmp_path: Path) -> None:
         assert error_of(missing) == said
     (tmp_path / "train.de").touch()
     assert error_of(tmp_path) == (
-        f"--dataset {tmp_path} --src de --tgt en: there is no train.en (of train: train.de); "
+        f"--dataset {tmp_path} --src de --tgt en: there is no train.en (found: train.de); "
         "--src and --tgt are the endings of the files"
     )
     assert "(File name too long)" in error_of("x" * 300)
