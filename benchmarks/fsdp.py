@@ -96,7 +96,7 @@ class _Ours(_Contestant):
         )
 
     def step(self, x: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
-        loss = self.fsdp.train_step([x], [target], loss_of_targets, 1 / self.targets, 1)
+        loss = self.fsdp.train_step([x], [target], loss_of_targets, 1 / self.targets)
         self.fsdp.optimizer_step()
         return loss
 

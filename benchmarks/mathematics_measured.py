@@ -182,7 +182,7 @@ def _pipeline(folder: Path) -> dict[str, float]:
                 for k in range(STEPS):
                     timeline.step(k)
                     pipe.train_step(x, y, _squares, schedule=name, num_microbatches=m)
-                timeline.write(folder)
+                timeline.save(folder)
                 workers, _ = read_timelines(folder)
                 idle = [bubbles(in_step(workers, k)).values() for k in steps_of(workers)]
                 found[f"bubble {name} {m}"] = 100 * statistics.median(map(statistics.fmean, idle))

@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_parallel.sharding import Unit
+from runtime.ranks import all_gather, reduce_scatter
 from runtime.shared_memory import SharedBuffers, aligned, sum_into
 
 Finish = Callable[[], None]
@@ -197,16 +198,13 @@ class GroupExchange(Exchange):
         super().__init__(units, device, group)
         self.gradients = self.parameters
         self._by_parts = dist.get_backend(group) == "gloo"
-        # Renamed in torch 2.13, which warns about the old names.
-        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def storage(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def start_gather(self, unit: Unit, shard: Tensor, whole: Tensor) -> Finish:
         del unit
-        work = self._gather(whole, shard, group=self.group, async_op=True)
+        work = all_gather(whole, shard, group=self.group, async_op=True)
         return lambda: _wait(work)
 
     def start_reduce(self, reductions: list[Reduction]) -> Finish:
@@ -224,7 +222,7 @@ class GroupExchange(Exchange):
         if self._by_parts:
             work = dist.all_to_all_single(received, whole, group=self.group, async_op=True)
         else:
-            work = self._reduce(received, whole, group=self.group, async_op=True)
+            work = reduce_scatter(received, whole, group=self.group, async_op=True)
 
         def finish() -> None:
             _wait(work)

@@ -244,19 +244,17 @@ class FullyShardedDataParallel:
         targets: Sequence[Any],
         loss_fn: Callable[[Any, Any], Tensor],
         scale: float = 1.0,
-        num_microbatches: int | None = None,
     ) -> Tensor:
         """Forward and backward of this rank's micro-batches; there may be none.
 
         Args:
             loss_fn: (output, target) to the *sum* of the losses of a micro-batch.
             scale: of the loss and its gradients, e.g. 1 / tokens of the global batch.
-            num_microbatches: the largest number on any rank; without it the ranks find it out.
 
         Returns:
             This rank's part of the loss. The sum over the ranks is the loss of the step.
         """
-        most = self._most(len(inputs)) if num_microbatches is None else num_microbatches
+        most = self._most(len(inputs))
         losses = [torch.zeros((), device=self.device)]
         for i in range(most):
             loss = None

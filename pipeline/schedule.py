@@ -219,15 +219,12 @@ def dependencies(action: Action, num_stages: int) -> list[Action]:
     return [own, Action(kind, s + 1, i)] if s + 1 < num_stages else [own]
 
 
-def validate(
-    schedule: Schedule, num_microbatches: int, max_alive: Sequence[int] | None = None
-) -> None:
+def validate(schedule: Schedule, num_microbatches: int) -> None:
     """Raise ValueError, naming the action, unless ``schedule`` can run and does all the work.
 
     Each stage is on one rank, which runs F(i), and either B(i) or I(i) and W(i), exactly once for
     each micro-batch. Nothing deadlocks (B waits for B and I for I, so all stages must split a
-    micro-batch alike). If ``max_alive`` limits each rank, none holds more micro-batches, counted
-    once for each of its stages.
+    micro-batch alike).
     """
     ranks = ranks_of(schedule)
     for r, actions in enumerate(schedule):
@@ -249,14 +246,6 @@ def validate(
         for action in sorted(expected - seen):
             raise ValueError(f"stage {action.stage}: {action} is missing")
     clock_table(schedule)
-    for r, limit in enumerate(max_alive or []):
-        alive = 0
-        for action in schedule[r]:
-            alive += _BORN.get(action.kind, 0)
-            if alive > limit:
-                raise ValueError(
-                    f"stage {action.stage}: {action} makes {alive} micro-batches alive > {limit}"
-                )
 
 
 def peak_alive(schedule: Schedule) -> list[int]:

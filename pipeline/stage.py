@@ -83,8 +83,7 @@ class Stage:
     """The layers of one device during one step. Only one thread at a time may use it.
 
     Every step makes a new Stage, so a step that fails, or never runs its backward, leaves nothing
-    behind. ``alive`` is the number of micro-batches whose activations are held, ``peak_alive`` its
-    maximum.
+    behind. ``alive`` is the number of micro-batches whose activations are held.
     """
 
     def __init__(
@@ -102,7 +101,6 @@ class Stage:
         self.device = device  # may be logical, e.g. cpu:1; tensors live in `memory`
         self.memory = torch.device("cpu") if device.type == "cpu" else device
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.peak_alive = 0
         # Per micro-batch, leaves of its input that shared memory on the sending rank.
         self.shared_before: Mapping[int, Sequence[int]] = {}
         self.num_microbatches = 0  # of the step; 0: unknown
@@ -149,7 +147,6 @@ class Stage:
         self._looked = True
         if torch.is_grad_enabled():
             self._kept[i] = kept
-            self.peak_alive = max(self.peak_alive, self.alive)
         return value
 
     def forgot(self, i: int) -> bool:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.recorder import Recorder, acting
-from runtime.shared_memory import CHUNK, SharedBuffers, add_up, aligned, wide
+from runtime.shared_memory import SharedBuffers, add_up, aligned, sum_into, wide
 
 Finish = Callable[[], Tensor]
 """Waits for a started collective and returns its result. Must be called before the next start."""
@@ -82,15 +82,7 @@ class Ranks:
         def result() -> Tensor:
             total = torch.empty_like(x, memory_format=torch.contiguous_format)
             parts = [self._view(r, x.shape, x.dtype).flatten() for r in range(self.size)]
-            flat = total.view(-1)
-            for begin in range(0, flat.numel(), CHUNK):  # a chunk stays in cache
-                here = slice(begin, begin + CHUNK)
-                if wide(x) != x.dtype:
-                    flat[here] = add_up([part[here] for part in parts])
-                    continue
-                torch.add(parts[0][here], parts[1][here], out=flat[here])
-                for part in parts[2:]:
-                    flat[here] += part[here]
+            sum_into(parts, [total.view(-1)])
             return total
 
         return self._finish("all_reduce", wait, result)
@@ -108,7 +100,7 @@ class Ranks:
             whole = torch.cat(x.chunk(self.size, dim)).to(wide(x))
             shape = self.part_of(x, dim).shape
             mine = torch.empty(shape, dtype=whole.dtype, device=x.device)
-            work = _reduce_scatter(mine, whole, group=self.group, async_op=True)
+            work = reduce_scatter(mine, whole, group=self.group, async_op=True)
             return self._finish("reduce_scatter", work, lambda: mine.to(x.dtype))
         wait = self._publish(x, _REDUCE_SCATTER)
 
@@ -128,7 +120,7 @@ class Ranks:
             return x
         if not self._through_memory(x):
             whole = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-            work = _all_gather(whole.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
+            work = all_gather(whole.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
             return self._finish("all_gather", work, lambda: torch.cat(whole.unbind(), dim))()
         wait = self._publish(x, _ALL_GATHER)
 
@@ -202,5 +194,5 @@ class Ranks:
 
 
 # Renamed in torch 2.13, which warns about the old names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -29,12 +29,12 @@ CHUNK = 1 << 18  # elements added at a time, so that they stay in cache
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
 
-def add_up(parts: Sequence[Tensor]) -> Tensor:
+def add_up(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """The sum, in rank order; 16-bit numbers are summed in fp32 and rounded once. A single part is
-    returned as it is."""
+    returned as it is. `out`: memory for the sum of wider numbers."""
     if len(parts) == 1:
         return parts[0]
-    total = parts[0].to(wide(parts[0])) + parts[1]
+    total = torch.add(parts[0].to(wide(parts[0])), parts[1], out=out)
     for part in parts[2:]:
         total += part
     return total.to(parts[0].dtype)
@@ -50,16 +50,17 @@ def sum_into(
 ) -> None:
     """Writes the sum of the parts, divided by `divisor`, into every target, or adds it to the
     target (`accumulate`). A target may be one of the parts. Works on chunks that stay in cache."""
-    for begin in range(0, parts[0].numel(), CHUNK):
+    first = targets[0]
+    # Built up in the first target, a sum takes half the time; later parts must not lie there.
+    direct = len(parts) > 1 and not accumulate and first.dtype == wide(parts[0]) == parts[0].dtype
+    direct = direct and all(first.data_ptr() != part.data_ptr() for part in parts[2:])
+    for begin in range(0, first.numel(), CHUNK):
         here = slice(begin, begin + CHUNK)
-        total = add_up([part[here] for part in parts])
+        total = add_up([part[here] for part in parts], first[here] if direct else None)
         if divisor > 1:
-            total = total / divisor
-        for target in targets:
-            if accumulate:
-                target[here] += total
-            else:
-                target[here] = total
+            total = torch.div(total, divisor, out=total if direct else None)
+        for target in targets[direct:]:
+            target[here] = target[here] + total if accumulate else total
 
 
 def aligned(nbytes: int) -> int:

@@ -63,6 +63,7 @@ from training.errors import (
     torchrun_world_size,
 )
 from training.last_actions import LastAction, in_file, table
+from training.memory import keep_freed_memory
 from training.world import World, choose_backend, choose_device, quiet_libraries
 
 DEFAULT_PORT = 11868
@@ -189,8 +190,9 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
         failure = _received(ours, starter, None)
     finally:
         listener.close()
-        starter.kill()
-        starter.join()
+        if starter.pid is not None:  # it was started
+            starter.kill()
+            starter.join()
         with suppress(OSError, EOFError):  # waits for the ranks, which share the pipe's other end
             ours.poll(GRACE)
     if failure is not None and failure.kind is not None:
@@ -413,6 +415,7 @@ def _claim(settings: Settings, local_rank: int, local_size: int) -> torch.device
     elif cores := core_slice(local_rank, local_size, settings.cores_per_rank):
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
+        keep_freed_memory()
     return device
 
 

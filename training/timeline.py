@@ -202,10 +202,6 @@ class Timeline:
         lines = ",\n    ".join(json.dumps(event) for event in events if event.step != BEFORE)
         return f'{json.dumps(head, indent=2)[:-2]},\n  "events": [\n    {lines}\n  ]\n}}\n'
 
-    def write(self, workdir: Path) -> None:
-        """Writes timeline_rank{r}.json."""
-        write_text(workdir / f"timeline_rank{self.rank}.json", self._text())
-
     def save(self, workdir: Path) -> None:
         """Rank 0 writes the files of all ranks, since hosts may share no folder; all ranks call it
         together. training/perfetto.py reads them back."""

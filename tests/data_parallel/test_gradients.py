@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from data_parallel.gradients import (
     average_gradients,
     average_gradients_flat,
 )
+from runtime.shared_memory import sum_into
 from tests.ranks import Ranks
 from tests.recorder import Paused
 
@@ -243,8 +245,11 @@ def _leftovers(_: int, _world_size: int) -> tuple[bool, set[str], int]:
         return {path.name for path in Path("/dev/shm").iterdir()}
 
     def memory_files() -> int:
-        open_files = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-        return sum("memfd:ranks" in str(path.readlink()) for path in open_files)
+        found = 0
+        for path in list(Path("/proc/self/fd").iterdir()):
+            with suppress(FileNotFoundError):  # closed since, by another thread
+                found += "memfd:ranks" in str(path.readlink())
+        return found
 
     before, files_before = names(), memory_files()
     buckets = GradientBuckets(_net().parameters())
@@ -295,3 +300,12 @@ def _places(_: int, _world_size: int) -> list[list[int]]:
 
 def test_a_parameter_apart_has_a_bucket_of_its_own(ranks: Ranks) -> None:
     assert ranks.run(_places) == [[[4, 12, 3, 2, 4], [6]]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_may_replace_any_of_its_parts(dtype: torch.dtype) -> None:
+    for at in range(3):
+        parts = list(torch.randn(3, 5).to(dtype))
+        expected = (parts[0].float() + parts[1] + parts[2]).to(dtype) / 3
+        sum_into(parts, [parts[at]], divisor=3)
+        assert torch.equal(parts[at], expected)

@@ -210,7 +210,6 @@ def test_what_cannot_run_is_named(broken: sched.Schedule, message: str) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: sched.validate(sched.gpipe(2, 4), 4, [2, 2]), "F2 makes 3 micro-batches alive >"),
         (lambda: sched.gpipe(2, 0), "0 micro-batches: at least 1"),
         (lambda: simulate([[B0, F0]], lambda _: 1.0), "they are counted from 0"),
         (lambda: catalogue.find("zigzag"), "'zigzag': choose one of gpipe, 1f1b, zb, sequential"),

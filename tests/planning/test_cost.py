@@ -125,7 +125,7 @@ def _sent_by_a_sharded_step(_rank: int, _world_size: int, zero: int, microbatche
     inputs = [torch.ones(1, 256)] * microbatches
 
     def step() -> None:
-        fsdp.train_step(inputs, inputs, lambda y, _: y.sum(), num_microbatches=microbatches)
+        fsdp.train_step(inputs, inputs, lambda y, _: y.sum())
         fsdp.optimizer_step()
 
     step()  # in which the ranks agree on what backward needs

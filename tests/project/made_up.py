@@ -83,4 +83,4 @@ def write_timelines(folder: Path, rows: Rows, **about: Any) -> None:
         timeline._marks = [(-1000.0, 0), (0.0, 1)]
         for event in [("F", 0, 0, -900.0, -500.0), *events]:
             timeline(*event)
-        timeline.write(folder)
+        (folder / f"timeline_rank{rank}.json").write_text(timeline._text(), "utf-8")
