@@ -264,7 +264,7 @@ def _size(options: Mapping[str, Any]) -> list[str]:
     """What may differ between two compared runs: the batch, and the cores of a process."""
     found = [f"batch {options['batch_size']}"] if "batch_size" in options else []
     if cores := options.get("cores"):
-        found.append(f"{cores} core{'s' * (cores > 1)}")
+        found.append(f"{cores} core{'s' * (cores > 1)} per process")
     return found
 
 

@@ -39,12 +39,13 @@ from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event
 
 ORANGE, SKY, PURPLE, VERMILION, YELLOW = "#E69F00", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
 AMBER = "#F5CE85"  # a light orange: half of a backward
+BROWN, VIOLET = "#8C510A", "#5E3C99"
 COLOURS = {  # by kind, in the order of the legend
     "parameters": BLUE, "gradients": ORANGE,
     "forward": BLUE, "recompute": YELLOW, "backward": ORANGE, "backward (input)": AMBER,
     "backward (weight)": GREEN, "optimizer": GREY, "other": SKY, "communication": VERMILION,
-    "send": PURPLE, "receive": SKY, "all-reduce": VERMILION, "all-gather": SKY,
-    "reduce-scatter": PURPLE, "wait for all ranks": INK, "idle": FAINT, "peak resident": "white",
+    "send": PURPLE, "receive": SKY, "all-reduce": VERMILION, "all-gather": BROWN,
+    "reduce-scatter": VIOLET, "wait for all ranks": INK, "idle": FAINT, "peak resident": "white",
     "baseline": GREY, "measured": BLUE, "ideal": "white",
 }  # fmt: skip
 ACTIONS = ("F", "B", "I", "W", "R")  # a schedule's actions, and recomputation

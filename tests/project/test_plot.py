@@ -173,8 +173,12 @@ def test_processes_of_unequal_cores_have_no_ideal(tmp_path: Path, drawn: dict[st
         options = {"world_size": 2, "batch_size": 128, "cores": 1}
         write_epochs(multiple, f"rank{rank}_results", times, 3780, **options)
     plot.plot_data_parallel(single, multiple, tmp_path)
-    time, two = drawn["data_parallel_training_time.png"], "batch 128 1 core"
-    assert labels(time.axes[0]) == ["1 process batch 64 2 cores", f"rank 0 {two}", f"rank 1 {two}"]
+    time, two = drawn["data_parallel_training_time.png"], "batch 128 1 core per process"
+    assert labels(time.axes[0]) == [
+        "1 process batch 64 2 cores per process",
+        f"rank 0 {two}",
+        f"rank 1 {two}",
+    ]
     assert title(time) == "2 processes: 1.82x as fast as one"
     *_, cores, padding = foot(time).split("; ")
     assert cores.startswith("no ideal is drawn, since a process has 2 cores in one run and 1 in ")
