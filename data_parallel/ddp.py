@@ -7,7 +7,7 @@ same bits on every rank, and so has the optimizer's update. It is computed bucke
 backward still runs: see gradients.py.
 
     model = DistributedDataParallel(net)          # broadcast_params
-    loss = loss_fn(model(mine)) * W / whole       # mine: this rank's part; whole: size of the batch
+    loss = loss_fn(model(mine)) * W / whole       # a sum over this rank's part of `whole` examples
     loss.backward()                               # buckets leave as they fill
     model.average_gradients()                     # p.grad is the mean over the ranks
     optimizer.step()

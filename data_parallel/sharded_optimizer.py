@@ -5,9 +5,9 @@ size with Adam, and repeats the same update.
 
 Idea. The parameters lie end to end in flat tensors. After backward a reduce-scatter sums the
 gradients and leaves each rank its part; the rank updates that part of the parameters; an all-gather
-sends the new values to all. Both send as many bytes as one all-reduce. Any code may compute the
-gradients: stages and cut matrices work too. (fsdp.py also shards gradients and parameters, and runs
-the layers itself.)
+sends the new values to all. Together they send as many bytes as one all-reduce. Any code may
+compute the gradients: stages and cut matrices work too. (fsdp.py also shards gradients and
+parameters, and runs the layers itself.)
 
 Cost, W ranks, G bytes of parameters: each rank sends G (W-1)/W for gradients and as much for
 parameters and holds 1/W of the optimizer state; during the sum, gradients are held twice.

@@ -10,7 +10,6 @@ maximal cost: exact, by dynamic programming over (layers, stages), O(n L^2).
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -185,23 +184,20 @@ def measure_costs(
     loss_fn: Callable[[Any], Tensor] | None = None,
     repeats: int = 3,
 ) -> list[float]:
-    """Seconds of forward and backward of each layer, median of ``repeats`` after a warm-up.
+    """Seconds of forward and backward of each layer, the least of ``repeats`` after a warm-up.
 
     ``sample`` is a micro-batch; ``loss_fn(output)`` counts towards the last layer. ``.grad`` does
     not change. The clock is read after waiting for the GPU.
     """
-    costs = []
-    value = sample
-    for k, layer in enumerate(layers):
-        last = loss_fn if k + 1 == len(layers) else None
-        times = []
-        for _ in range(repeats + 1):
+    rounds = []
+    for _ in range(repeats + 1):  # over all layers: a short disturbance spoils one round of a few
+        value, times = sample, []
+        for k, layer in enumerate(layers):
             start = time.perf_counter()
-            output = _forward_backward(layer, value, last)
+            value = _forward_backward(layer, value, loss_fn if k + 1 == len(layers) else None)
             times.append(time.perf_counter() - start)
-        costs.append(statistics.median(times[1:]))
-        value = output
-    return costs
+        rounds.append(times)
+    return [min(times) for times in zip(*rounds[1:], strict=True)]
 
 
 def _forward_backward(layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any] | None) -> Any:

@@ -13,9 +13,9 @@ does not. A Pipe runs one call at a time: a call from a second thread raises.
 `Pipe.train_step` computes the loss on the last stage and runs any schedule of catalogue.py. Both
 add gradients in the order of the micro-batches, and give the same bits.
 
-Cost: a bubble of (n-1)/(m+n-1) of the time (zb: a third of it); the activations of m micro-batches
-(1F1B: at most min(m, n-s) on stage s; zb: min(m, n)); about 0.1 ms per action for Python and thread
-wake-ups.
+Cost: a bubble of (n-1)/(m+n-1) of the time (zb: (n-1)/(3m+n-1)); the activations of m
+micro-batches (1F1B: at most min(m, n-s) on stage s; zb: min(m, n)); about 0.1 ms per action for
+Python and thread wake-ups.
 
 Glossary: m micro-batches, n stages, i micro-batch, j or s stage.
 """

@@ -320,7 +320,7 @@ def _above_ideal(baseline: Path, options: Sequence[Mapping[str, Any]]) -> str:
                 "more than ideal, since the baseline also loses time between its actions: in "
                 f"{still:.1%} of a step no stage works"
             )
-    return "more than ideal: the two runs differ in more than what is compared, as in their caches"
+    return "more than ideal: why was not measured"
 
 
 def over_epochs(ranks: list[Epochs], metric: str) -> tuple[float, float]:
@@ -462,7 +462,7 @@ def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
         path, bars, ylabel=f"a step ({unit})",
         title=f"{last.label}: communication {sent:.0%} of a step, idle {idle:.0%}",
         foot=f"{describe(*(run.folder for run in runs))}; means over workers and steps, "
-        "without the first step; communication: the part that no computation hides",
+        "without the first step; communication: exchange and waiting that no computation hides",
     )  # fmt: skip
 
 

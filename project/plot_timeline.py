@@ -167,7 +167,7 @@ def plot_schedule(
         title=f"{name}: {num_ranks} {of_them}, {num_microbatches} micro-batches, {len(table)} "
         f"clocks, {float(bubble(schedule)):.0%} idle",
         foot=f"numbers: micro-batches{letters}; the {places} hold the activations of at most {held}"
-        f" of them{' in a chunk' if several else ''}",
+        f" {'chunks' if several else 'micro-batches'}",
     )  # fmt: skip
 
 
@@ -208,7 +208,7 @@ def draw_step(
             if times[kind]
         )
         title += f", {n} worker{'s' * (n > 1)}: {found}"
-        meaning = "communication: the part that no computation hides"
+        meaning = "communication: exchange and waiting that no computation hides"
     numbers = "layers" if any(map(by_layer, measured.values())) else "micro-batches"
     numbers = "micro-batches, letters: chunks" if ranks else numbers
     foot = "; ".join(filter(None, [run, f"step {step}", meaning, f"numbers: {numbers}"]))

@@ -170,7 +170,8 @@ class Measured:
     def shown(self, metric: str, unit: str = "") -> str:
         """The mean and its spread."""
         mean, std = over_epochs(self.ranks, metric)
-        return f"{readable(mean)} ± {readable(std)}{unit}"
+        spread = f" ± {readable(std)}" if len(self.ranks[0]) > 2 else ""  # the first is left out
+        return f"{readable(mean)}{spread}{unit}"
 
     def positions(self) -> float:
         """Positions of an epoch, over all ranks, padding included."""
@@ -271,7 +272,8 @@ def write_page(runs: dict[str, Run], page: Path, output: Path) -> Path:
     text = environment.get_template("report.html").render(
         about=describe(*(m.run.folder for m in long.values())),
         runs=long,
-        loads=[read_options(m.run.folder)["load"] for m in long.values()],
+        load=max(read_options(m.run.folder)["load"] for m in long.values()),
+        cores=os.cpu_count() or 1,
         dp=speed_up(long["dp2"], long["dp1"]),
         pp=speed_up(long["pp"], long["mp"]),
         flow=read_options(runs["pp"].folder),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 class Axis(NamedTuple):
     """This rank's coordinate on one axis: `rank` of `size`, and the `group` of the ranks that
-    differ from it in this coordinate only; None: it is alone."""
+    differ from it in this coordinate only; None: there is only one process."""
 
     rank: int = 0
     size: int = 1

@@ -11,8 +11,8 @@ import torch
 Recorder = Callable[[str, int, int, float, float], None]
 """Called with (kind, place, micro-batch, start, end). The place is a stage, a layer or a bucket;
 start and end are seconds of perf_counter. Place and micro-batch are -1 if there is none. For a
-collective, start to end is the time a rank works on it or waits for it, without the time it travels
-while the rank computes.
+collective that is started and waited for later, start to end includes what the rank computes
+meanwhile; the sharded strategies report only their own work and waiting.
 
 A recorder whose attribute `recording` is false is not called. On a GPU the clock is read after
 waiting for the kernels, and only while recording. If the recorder has a method

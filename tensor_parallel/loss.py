@@ -121,12 +121,12 @@ def likeliest(logits: Tensor, num_tokens: int, ranks: Ranks, first: int) -> Tens
 class _Chunk(NamedTuple):
     """The logits of n positions, for this rank's `rows` tokens, reduced for the loss."""
 
-    exps: Tensor  # n rows: e^(logit - largest)
-    largest: Tensor  # n: the largest of this rank's logits
-    log_sum: Tensor  # n: logsumexp of all ranks' logits
-    at_label: Tensor  # n: the label's logit, from the rank that has it
-    here: Tensor  # n: whether this rank has it
-    losses: Tensor  # n
+    exps: Tensor  # [n, rows]: e^(logit - largest)
+    largest: Tensor  # [n]: the largest of this rank's logits
+    log_sum: Tensor  # [n]: logsumexp of all ranks' logits
+    at_label: Tensor  # [n]: the label's logit, from the rank that has it
+    here: Tensor  # [n]: whether this rank has it
+    losses: Tensor  # [n]
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int) -> _Chunk:

@@ -408,11 +408,10 @@ def measured_sizes(task: Task, world: World, plan: Plan, num_stages: int) -> lis
     sizes: list[Any] = [None]
     if world.is_main:
         step = next(task.steps(0, 0, 1, plan.num_microbatches or 4))
+        x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
         filled = cast(Sequence[nn.Module], _OneAtATime(task, world.device, plan.dtype))
         with plan.autocast(world.device):
-            costs = measure_costs(
-                filled, step.inputs[0], lambda output: task.loss(output, step.targets[0])
-            )
+            costs = measure_costs(filled, x, lambda output: task.loss(output, target))
         sizes = [balance(costs, num_stages)]
     if world.world_size > 1:
         dist.broadcast_object_list(sizes, 0)

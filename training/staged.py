@@ -92,7 +92,7 @@ class StagesInThreads(_InOneProcess):
         self.layers = layers = task.layers(self.module)
         if balance != "auto" or cut is None or len(cut) != len(ranks):
             cut = task.sizes(balance, len(ranks))
-        if cut is None:  # layers are timed on the first stage's device
+        if cut is None:  # layers are timed one by one
             step = next(task.steps(0, 0, 1, num_microbatches))
             x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
             with plan.autocast(world.device):

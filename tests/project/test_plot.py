@@ -294,7 +294,7 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
         cells[row][clock] = kind + number
     assert [line.split()[2:] for line in printed] == cells
     assert title(fig) == "1f1b: 3 stages, 4 micro-batches, 12 clocks, 33% idle"
-    assert foot(fig).endswith("activations of at most 3, 2, 1 of them")
+    assert foot(fig).endswith("activations of at most 3, 2, 1 micro-batches")
     assert legend(fig) == ["forward", "backward", "idle"]
     assert labels(ax) == [str(k) for k in range(12)]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["stage 0", "stage 1", "stage 2"]
