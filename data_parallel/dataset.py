@@ -41,8 +41,8 @@ def even_slices(n: int, parts: int) -> list[slice]:
     """
     if parts < 1:
         raise ValueError(f"parts={parts}: at least 1 is needed, for example 4")
-    parts = min(parts, n)
-    size, larger = divmod(n, parts or 1)
+    parts = min(parts, n)  # 0 for no examples
+    size, larger = divmod(n, parts or 1)  # the first `larger` parts have one more
     return [slice(a, b) for a, b in pairwise(i * size + min(i, larger) for i in range(parts + 1))]
 
 
@@ -93,14 +93,14 @@ class DataPartitioner:
         self.data = data
         indices = shuffled_indices(len(data), seed)
         if key is not None:
-            indices = [
+            indices = [  # partition_dataset: a stretch is a global batch
                 i
                 for a in range(0, len(indices), stretch)
                 for i in sorted(indices[a : a + stretch], key=lambda i: key(data[i]))
             ]
         self.partitions: list[list[int]]
         if math.isclose(math.fsum(sizes), 1, abs_tol=1e-9) and max(sizes) - min(sizes) < 1e-12:
-            self.partitions = [indices[r :: len(sizes)] for r in range(len(sizes))]
+            self.partitions = [indices[r :: len(sizes)] for r in range(len(sizes))]  # like cards
         else:
             # Cut at the rounded running sums: rounding each size on its own could lose or repeat
             # examples.
@@ -158,7 +158,7 @@ def partition_dataset(
     edges = [
         len(range(rank, min(k * batch_size, n), world_size)) for k in range(-(-n // batch_size) + 1)
     ]
-    batches = [list(range(a, b)) for a, b in pairwise(edges[start:]) if a < b]
+    batches = [list(range(a, b)) for a, b in pairwise(edges[start:]) if a < b]  # in its partition
     # Its own generator: a DataLoader draws a seed even without workers, and dropout must not
     # depend on how often the run was resumed.
     return DataLoader(

@@ -78,7 +78,7 @@ class DistributedDataParallel(nn.Module):
     def broadcast_params(self) -> None:
         """Overwrites every rank's parameters and buffers with rank 0's."""
         for tensors, flat in self._of_first_rank():
-            parts = flat.split([t.numel() for t in tensors])
+            parts = flat.split([t.numel() for t in tensors])  # one per tensor of the group
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.detach().copy_(part.view_as(tensor))
 
@@ -106,15 +106,15 @@ class DistributedDataParallel(nn.Module):
         tensors = [tensor for _, tensor in self._named_tensors()]
         for group in group_parameters(tensors, self._bucket_bytes):
             flat = torch.cat([t.detach().flatten() for t in group])
-            dist.broadcast(flat, source, group=self.group)
+            dist.broadcast(flat, source, group=self.group)  # overwrites all but rank 0's
             yield group, flat
 
     def _check_that_all_have_the_same_module(self) -> None:
         """Otherwise broadcasts of different sizes would hang or mix up the weights."""
         mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in self._named_tensors()]
-        ranks: list[Any] = [None] * dist.get_world_size(self.group)
+        ranks: list[Any] = [None] * dist.get_world_size(self.group)  # by rank
         dist.all_gather_object(ranks, mine, self.group)
-        for rank, theirs in enumerate(ranks):
+        for rank, theirs in enumerate(ranks):  # the same comparison everywhere: all raise, or none
             if theirs != ranks[0]:
                 first, other = next(
                     (a, b)

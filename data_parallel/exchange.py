@@ -67,12 +67,12 @@ class Pool:
     def __init__(self, allocate: Callable[[int], Tensor], keep: bool = True) -> None:
         self.peak_bytes = 0
         self._allocate, self._keep = allocate, keep
-        self._idle: dict[int, list[Tensor]] = {}
+        self._idle: dict[int, list[Tensor]] = {}  # by size in bytes
         self._lent_bytes = 0
 
     def take(self, nbytes: int) -> Tensor:
         """Lends at least `nbytes` bytes."""
-        size = 1 << (nbytes - 1).bit_length() if self._keep else nbytes
+        size = 1 << (nbytes - 1).bit_length() if self._keep else nbytes  # a power of two, if kept
         idle = self._idle.get(size)
         self._lent_bytes += size
         self.peak_bytes = max(self.peak_bytes, self._lent_bytes)
@@ -147,7 +147,7 @@ class Exchange(ABC):
     def _announce(self, what: int) -> int:
         """Tells all ranks which call this rank makes. Returns the number of the announcement."""
         said = torch.zeros(self.world_size, dtype=torch.int64)
-        said[self.rank] = what
+        said[self.rank] = what  # the sum leaves every rank's number in its place
         said = said.to(self.device)
         work = dist.all_reduce(said, group=self.group, async_op=True)
         assert work is not None
@@ -165,7 +165,7 @@ class Exchange(ABC):
             work, said = self._pending[0]
             work.wait()
             self._compare(said.tolist())
-            self._pending.popleft()
+            self._pending.popleft()  # only if they agree: the next call raises again
             self._heard += 1
 
     def _compare(self, announced: list[int]) -> None:
@@ -184,7 +184,7 @@ class Exchange(ABC):
             return (
                 f"has updated its parameters by the gradients of {_UPDATING - 1 - what} backwards"
             )
-        index, accumulate = divmod(what, 2)
+        index, accumulate = divmod(what, 2)  # see SharedExchange.start_reduce
         which = "more" if accumulate else "the first"
         return f"adds up {which} gradients of {self.units[index].entries[0].name}"
 
@@ -196,7 +196,7 @@ class GroupExchange(Exchange):
         self, units: Sequence[Unit], device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(units, device, group)
-        self.gradients = self.parameters
+        self.gradients = self.parameters  # one pool: nobody reads this memory from outside
         self._by_parts = dist.get_backend(group) == "gloo"
 
     def storage(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -204,7 +204,7 @@ class GroupExchange(Exchange):
 
     def start_gather(self, unit: Unit, shard: Tensor, whole: Tensor) -> Finish:
         del unit
-        work = all_gather(whole, shard, group=self.group, async_op=True)
+        work = all_gather(whole, shard, group=self.group, async_op=True)  # whole: by rank
         return lambda: _wait(work)
 
     def start_reduce(self, reductions: list[Reduction]) -> Finish:
@@ -218,17 +218,17 @@ class GroupExchange(Exchange):
 
     def _start_one(self, reduction: Reduction) -> Finish:
         unit, whole, target, accumulate, lent = reduction
-        received = torch.empty_like(whole if self._by_parts else target)
+        received = torch.empty_like(whole if self._by_parts else target)  # by rank; or the sum
         if self._by_parts:
             work = dist.all_to_all_single(received, whole, group=self.group, async_op=True)
         else:
             work = reduce_scatter(received, whole, group=self.group, async_op=True)
 
         def finish() -> None:
-            _wait(work)
+            _wait(work)  # received: [W, shard_numel] to be added up, or [1, shard_numel]
             sum_into(list(received.view(-1, unit.shard_numel)), [target], accumulate=accumulate)
             if lent is not None:
-                self.gradients.give(lent)
+                self.gradients.give(lent)  # sent: nobody needs it any more
 
         return finish
 
@@ -254,7 +254,7 @@ class SharedExchange(Exchange):
         self._end = 0  # of the memory in use
         self._gathered = False  # since the last reduction or update
         self._being_read: list[Tensor] = []  # lent to the last reduction
-        self.gradients = Pool(lambda nbytes: self.storage(nbytes, torch.uint8))
+        self.gradients = Pool(lambda nbytes: self.storage(nbytes, torch.uint8))  # the others read
 
     @classmethod
     def open(
@@ -268,18 +268,18 @@ class SharedExchange(Exchange):
         return None if memory is None else cls(units, memory, group)
 
     def storage(self, numel: int, dtype: torch.dtype) -> Tensor:
-        start, self._end = self._end, self._end + aligned(numel * dtype.itemsize)
+        start, self._end = self._end, self._end + aligned(numel * dtype.itemsize)  # bytes
         return self.memory.view(self.rank, start, numel, dtype)
 
     def start_gather(self, unit: Unit, shard: Tensor, whole: Tensor) -> Finish:
-        in_place = whole[unit.part(self.rank)].data_ptr() == shard.data_ptr()
+        in_place = whole[unit.part(self.rank)].data_ptr() == shard.data_ptr()  # zero 1, 2
 
         def finish() -> None:
-            self._gathered = True
+            self._gathered = True  # unless a reduction follows, an update must wait
             for rank in range(self.world_size):
                 part = whole[unit.part(rank)]
                 if rank != self.rank:
-                    offset = self.memory.offset(part if in_place else shard)
+                    offset = self.memory.offset(part if in_place else shard)  # the same there
                     self.memory.read(rank, offset, part)
                 elif not in_place:
                     part.copy_(shard)
@@ -288,21 +288,21 @@ class SharedExchange(Exchange):
 
     def start_reduce(self, reductions: list[Reduction]) -> Finish:
         first = reductions[0]
-        self._gathered = False
-        number = self._announce(2 * first.unit.index + first.accumulate)
+        self._gathered = False  # the announcement says that these reads are over
+        number = self._announce(2 * first.unit.index + first.accumulate)  # for all reductions
 
         def finish() -> None:
             self._wait_for(number)  # so all have read everything announced before
-            for memory in self._being_read:
+            for memory in self._being_read:  # of the reduction before this one
                 self.gradients.give(memory)
             self._being_read = [r.lent for r in reductions if r.lent is not None]
             for unit, whole, target, accumulate, _ in reductions:
-                offset = self.memory.offset(whole[unit.part(self.rank)])
-                parts = [
+                offset = self.memory.offset(whole[unit.part(self.rank)])  # of my part, everywhere
+                parts = [  # the gradients of this shard, by rank
                     self.memory.view(rank, offset, unit.shard_numel, unit.dtype)
                     for rank in range(self.world_size)
                 ]
-                sum_into(parts, [target], accumulate=accumulate)
+                sum_into(parts, [target], accumulate=accumulate)  # no other rank reads target
 
         return finish
 

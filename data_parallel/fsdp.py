@@ -148,28 +148,28 @@ class FullyShardedDataParallel:
         require_init(modules, names, init)
         shared = None
         if share_memory and self.device.type == "cpu":
-            shared = SharedExchange.open(planned, group)
+            shared = SharedExchange.open(planned, group)  # None on all ranks, or on none
         self.exchange: Exchange = shared or GroupExchange(planned, self.device, group)
         self.units = [ShardedUnit(unit, self.exchange, zero) for unit in planned]
         materialize(modules, places, self.units, names, init, self.device, group)
         for u in self.units:
             u.publish()
-        self.exchange.after_update()
+        self.exchange.after_update()  # shared memory: nobody reads before all have published
         self.layers = [
             ShardedLayer(k, module, places[k], self._used_by(k), self.device)
             for k, module in enumerate(modules)
         ]
         self._forget_layers = [
             recompute and layer.regathered == layer.units for layer in self.layers[:-1]
-        ] + [False]
+        ] + [False]  # the last layer, whose backward is next
         self._parameters = Parameters(self.units, self.exchange)
         self._gradients = Gradients(self.units, self.exchange, zero)
         self._trained = [u for u in self.units if u.unit.trainable]
         self.optimizer = make_optimizer([u.shard for u in self._trained])
-        self._first_trained = min(u.unit.layers[0] for u in self._trained)
-        self._graphs: list[LayerGraph | None] = []
+        self._first_trained = min(u.unit.layers[0] for u in self._trained)  # where backward ends
+        self._graphs: list[LayerGraph | None] = []  # by layer; None without examples
         self._output: list[Any] = []  # the leaves of the last output in grad mode
-        self._microbatch = 0
+        self._microbatch = 0  # backwards since the last step
 
     # A pass over the layers
 
@@ -182,12 +182,12 @@ class FullyShardedDataParallel:
             RuntimeError: a layer's output depends on a tensor that requires a gradient and that the
                 previous layer did not return in a container of `torch.utils._pytree`.
         """
-        self._forget()
+        self._forget()  # what a forward without a backward has left
         value, training = _cast(x, self.compute_dtype), torch.is_grad_enabled()
         for k, layer in enumerate(self.layers):
             following = _first(later.units for later in self.layers[k + 1 :])
             graph = None
-            self._gather(k, layer.units, following)
+            self._gather(k, layer.units, following)  # without examples too: others wait for it
             if x is not None:
                 with self._record("F", k):
                     value, graph = layer.forward(value, training and self._forget_layers[k])
@@ -218,23 +218,25 @@ class FullyShardedDataParallel:
         """
         if not self._graphs:
             raise RuntimeError("backward needs a forward in grad mode before it, one for each")
-        gradients = self._gradients_of_output(loss)
+        gradients = self._gradients_of_output(loss)  # by leaf of the output
         for k, layer in reversed(list(enumerate(self.layers))[self._first_trained :]):
+            # what the next layer down needs, to be gathered while this one computes
             below = self.layers[self._first_trained : k]
             following = _first(next_layer.regathered for next_layer in reversed(below))
-            self._gather(k, layer.regathered, following)
+            self._gather(k, layer.regathered, following)  # nothing for an embedding lookup
             graph = self._graphs.pop()
             found: dict[int, list[Tensor | None]] = {}
             if graph is not None and graph.forgotten:
                 with self._record("R", k):
-                    layer.recompute(graph)
+                    layer.recompute(graph)  # needs all units; it regathers all: see _forget_layers
             if graph is not None:
                 with self._record("B", k):
                     gradients, found = layer.backward(graph, gradients)
-            del graph
+            del graph  # lets go of the layer's input and output
+            # not only what was gathered here: forward has kept the last layer's units
             self._parameters.free([u for u in layer.units if u not in following])
             with self._record("reduce_scatter", k):
-                self._gradients.add(k, found, last)
+                self._gradients.add(k, found, last)  # zero 2, 3: first waits for the one above
         self._forget()
         self._microbatch += 1
 
@@ -254,8 +256,8 @@ class FullyShardedDataParallel:
         Returns:
             This rank's part of the loss. The sum over the ranks is the loss of the step.
         """
-        most = self._most(len(inputs))
-        losses = [torch.zeros((), device=self.device)]
+        most = self._most(len(inputs))  # all ranks make as many passes
+        losses = [torch.zeros((), device=self.device)]  # a rank may have no other
         for i in range(most):
             loss = None
             with torch.enable_grad():
@@ -280,18 +282,18 @@ class FullyShardedDataParallel:
             self._wait_for_all(self.exchange.after_update)  # that other ranks may still be reading
         self._gradients.clear()
         self._microbatch = 0
-        self.expose_gradients()
+        self.expose_gradients()  # all become None
 
     def optimizer_step(self) -> None:
         """Updates this rank's shards and drops the gradients. All ranks must have made the same
         backwards. Without a backward since the last step it changes nothing.
         """
-        self.expose_gradients()
-        self._wait_for_all(self.exchange.before_update)
+        self.expose_gradients()  # waits for the last reductions
+        self._wait_for_all(self.exchange.before_update)  # nobody reads my shards any more
         with self._record("optimizer", -1):
             self.optimizer.step()
         self._gradients.clear()
-        self._parameters.outdate()
+        self._parameters.outdate()  # publishes; then all wait, so nobody gathers old values
         self._wait_for_all(lambda: self.exchange.after_update(self._microbatch))
         self._microbatch = 0
 
@@ -346,11 +348,11 @@ class FullyShardedDataParallel:
         entry = u.unit.entries[index]
         world = self.group or dist.group.WORLD
         assert world is not None
-        parts: list[Tensor] = []
+        parts: list[Tensor] = []  # on rank 0: of all ranks, in order; elsewhere: its own
         for rank in range(self.world_size):
             begin, end = u.unit.held(entry, rank)
             first = entry.start + begin - u.unit.part(rank).start
-            if begin == end or self.rank not in (0, rank):
+            if begin == end or self.rank not in (0, rank):  # nothing, or not for this rank
                 continue
             if rank == self.rank:
                 parts.append(shard[first : first + end - begin])
@@ -365,7 +367,7 @@ class FullyShardedDataParallel:
 
     def held_bytes(self) -> HeldBytes:
         """What this rank holds now."""
-        pools = {self.exchange.parameters, self.exchange.gradients}
+        pools = {self.exchange.parameters, self.exchange.gradients}  # may be the same one
         gradients = [u.gradient if u.accumulated is None else u.accumulated for u in self.units]
         state = self.optimizer.state.values()
         return HeldBytes(
@@ -387,7 +389,7 @@ class FullyShardedDataParallel:
             with self._record("all_gather", layer):
                 self._parameters.finish(units)
         if self.exchange.prefetch:
-            self._parameters.start(following)
+            self._parameters.start(following)  # in transit while this layer computes
 
     def _gradients_of_output(self, loss: Tensor | None) -> list[Tensor | None]:
         """The gradients of the last layer's output, one per leaf, None without one."""

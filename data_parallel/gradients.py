@@ -48,7 +48,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
     A gradient that exists only on some ranks counts as zero on the others. A parameter without a
     gradient on any rank keeps none, so the optimizer skips it.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]  # one order on all ranks
     for p, somewhere in zip(parameters, _has_gradient(parameters, group), strict=True):
         if not somewhere:
             continue
@@ -63,16 +63,16 @@ def average_gradients_flat(model: nn.Module, group: dist.ProcessGroup | None = N
     parameters = [p for p in model.parameters() if p.requires_grad]
     somewhere = _has_gradient(parameters, group)
     used = [p for p, has in zip(parameters, somewhere, strict=True) if has]
-    for dtype in dict.fromkeys(p.dtype for p in used):
+    for dtype in dict.fromkeys(p.dtype for p in used):  # not a set: in one order on all ranks
         alike = [p for p in used if p.dtype == dtype]
-        flat = torch.cat(
+        flat = torch.cat(  # a missing gradient counts as zero
             [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in alike]
         )
         dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)
         for p, part in zip(alike, flat.split([p.numel() for p in alike]), strict=True):
             if p.grad is None:
-                p.grad = torch.empty_like(p)
+                p.grad = torch.empty_like(p)  # another rank has a gradient
             p.grad.copy_(part.view_as(p))
 
 
@@ -80,7 +80,7 @@ def _has_gradient(parameters: list[nn.Parameter], group: dist.ProcessGroup | Non
     """For each parameter, whether any rank has a gradient for it."""
     if not parameters:
         return []
-    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)  # per parameter
     has = has.to(parameters[0].device)
     dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
     return [bool(h) for h in has.tolist()]
@@ -110,7 +110,7 @@ class _Bucket:
     def lay_out(self, flat: Tensor) -> None:
         """Uses `flat`, all zeros, as the buffer."""
         self.flat = flat
-        self.gradients, self.flags = flat[: self.numel], flat[self.numel :]
+        self.gradients, self.flags = flat[: self.numel], flat[self.numel :]  # flags: per parameter
         parts = self.gradients.split([p.numel() for p in self.parameters])
         self.views = [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
 
@@ -121,14 +121,14 @@ class _Bucket:
         p, view = self.parameters[i], self.views[i]
         if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
             view.copy_(p.grad)
-            p.grad = view
+            p.grad = view  # a next backward adds to it in place
 
     def complete_locally(self) -> None:
         """Puts zeros where this rank has no gradient, and sets the flags."""
         for i, p in enumerate(self.parameters):
             self.adopt(i)  # a gradient that did not come from backward
             if p.grad is None:
-                self.views[i].zero_()
+                self.views[i].zero_()  # it may hold an earlier step's
         here = [p.grad is not None for p in self.parameters]
         self.complete = all(here)
         if self.complete:
@@ -196,7 +196,7 @@ class GradientBuckets:
         self.world_size = dist.get_world_size(group)
         self.comm_dtype = comm_dtype
         self.recorder = recorder
-        lonely = set(apart)
+        lonely = set(apart)  # only looked up in: its order may differ between ranks
         among = [p for p in trained if p not in lonely]
         alone = [[p] for p in trained if p in lonely]
         self.buckets = [_Bucket(ps) for ps in group_parameters(among, bucket_bytes) + alone]
@@ -205,18 +205,18 @@ class GradientBuckets:
         if share_memory and on_cpu and comm_dtype is None:
             self.shared = SharedBuffers.open(sum(b.nbytes for b in self.buckets), group)
         self._lay_out()
-        self._sync = True
+        self._sync = True  # whether a backward sends
         self._next = 0  # the first bucket not yet sent
-        self._handles = [
+        self._handles = [  # a hook runs in each backward, once its p.grad has been added to
             p.register_post_accumulate_grad_hook(self._make_hook(bucket, i))
             for bucket in self.buckets
             for i, p in enumerate(bucket.parameters)
         ]
 
     def _lay_out(self) -> None:
-        offset = 0
+        offset = 0  # bytes, the same on all ranks
         for b in self.buckets:
-            numel = b.numel + len(b.parameters)
+            numel = b.numel + len(b.parameters)  # gradients, then flags
             if self.shared is None:
                 b.lay_out(torch.zeros(numel, dtype=b.dtype, device=b.device))
                 continue
@@ -235,7 +235,7 @@ class GradientBuckets:
 
     def finish(self) -> None:
         """Sends the remaining buckets, waits for all, and leaves the mean in every p.grad."""
-        while self._next < len(self.buckets):
+        while self._next < len(self.buckets):  # backward has not filled this one, or one before it
             self._send(self.buckets[self._next])
         for i in range(len(self.buckets)):
             self._receive(i)
@@ -261,7 +261,7 @@ class GradientBuckets:
                 )
             bucket.adopt(i)
             if self._sync:
-                bucket.waiting -= 1
+                bucket.waiting -= 1  # a full bucket waits for earlier ones: one order everywhere
                 while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
                     self._send(self.buckets[self._next])
 
@@ -276,7 +276,7 @@ class GradientBuckets:
             bucket.sent = bucket.flat
         else:
             bucket.sent = bucket.flat.to(self.comm_dtype)
-        bucket.work = dist.all_reduce(bucket.sent, group=self.group, async_op=True)
+        bucket.work = dist.all_reduce(bucket.sent, group=self.group, async_op=True)  # see _receive
         self._next += 1
 
     def _receive(self, i: int) -> None:
@@ -284,13 +284,13 @@ class GradientBuckets:
         assert bucket.work is not None and bucket.sent is not None
         start, device = bucket.sent_at, bucket.device
         with acting(self.recorder, "all_reduce", i, device=device, start=start):
-            bucket.work.wait()
+            bucket.work.wait()  # shared memory: by now every rank's bucket is full
             if self.shared is not None:
-                self.shared.average(bucket.offset, bucket.numel, bucket.dtype)
+                self.shared.average(bucket.offset, bucket.numel, bucket.dtype)  # one of W parts
             else:
                 if bucket.sent is not bucket.flat:
-                    bucket.flat.copy_(bucket.sent)
-                bucket.gradients.div_(self.world_size)
+                    bucket.flat.copy_(bucket.sent)  # comm_dtype: back to the gradients' own type
+                bucket.gradients.div_(self.world_size)  # not the flags
 
 
 def group_parameters(parameters: list[TensorT], bucket_bytes: int) -> list[list[TensorT]]:
@@ -298,7 +298,7 @@ def group_parameters(parameters: list[TensorT], bucket_bytes: int) -> list[list[
     bucket_bytes each, unless a single one is larger. Groups come in the order in which they
     fill."""
     done: list[list[TensorT]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[TensorT]] = {}
+    filling: dict[tuple[torch.dtype, torch.device], list[TensorT]] = {}  # one open group of each
     for p in parameters:
         group = filling.setdefault((p.dtype, p.device), [])
         if group and sum(q.nbytes for q in group) + p.nbytes > bucket_bytes:

@@ -42,11 +42,11 @@ def materialize(
     Afterwards the modules' parameters are on the meta device. Their buffers, which are small (batch
     norm's statistics), are whole on `device`.
     """
-    first = 0 if group is None else dist.get_global_rank(group, 0)
-    users: dict[tuple[int, int], list[Place]] = {}
+    first = 0 if group is None else dist.get_global_rank(group, 0)  # its rank 0, in the world
+    users: dict[tuple[int, int], list[Place]] = {}  # by (unit, entry); several for a tied one
     for place in (place for of_layer in places for place in of_layer):
         users.setdefault((place.unit, place.entry), []).append(place)
-    for (index, i), used_at in users.items():
+    for (index, i), used_at in users.items():  # the same order on all ranks, for the broadcasts
         parameter = used_at[0].module._parameters[used_at[0].attribute]
         assert parameter is not None
         whole = None
@@ -54,7 +54,7 @@ def materialize(
             whole = parameter.detach().to(device).contiguous()
             dist.broadcast(whole, first, group=group)
             empty = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-            for place in used_at:
+            for place in used_at:  # the same for all: tied stays tied
                 setattr(place.module, place.attribute, empty)
         _fill(units[index], i, whole, init, device, dist.get_rank(group))
     for module in (m for layer in layers for m in layer.modules()):
@@ -64,7 +64,7 @@ def materialize(
             if buffer.is_meta:
                 assert init is not None
                 module._buffers[key] = filled = torch.empty_like(buffer, device=device)
-                init(names[buffer], filled)
+                init(names[buffer], filled)  # on every rank: all keep it whole
             else:
                 module._buffers[key] = filled = buffer.to(device).contiguous()
                 if filled.numel():
@@ -84,10 +84,10 @@ def _fill(
     entry = u.unit.entries[index]
     begin, end = u.unit.held(entry, rank)
     if begin == end:
-        return
+        return  # no part of it is here, so `init` need not run
     if whole is None:
         whole = torch.empty(entry.shape, dtype=u.unit.dtype, device=device)
         assert init is not None
         init(entry.name, whole)
-    start = entry.start + begin - u.unit.part(rank).start
+    start = entry.start + begin - u.unit.part(rank).start  # in this rank's shard
     u.shard.data[start : start + end - begin] = whole.flatten()[begin:end]

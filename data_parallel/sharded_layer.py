@@ -47,7 +47,7 @@ class _Note:
     """A saved part of a unit."""
 
     unit: ShardedUnit
-    start: int
+    start: int  # elements from the start of the gathered unit
     size: torch.Size
     stride: tuple[int, ...]
 
@@ -108,18 +108,18 @@ class ShardedLayer:
         parameters = self._parameters()
         graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
         leaves, watch = pytree.tree_leaves(entered), Watch()
-        watch.add(leaves[k] for k in graph.shared)
+        watch.add(leaves[k] for k in graph.shared)  # each shares memory with another
         self._put(parameters)
         try:
             with ExitStack() as around:
-                around.enter_context(saved_tensors_hooks(self._pack, _unpack))
+                around.enter_context(saved_tensors_hooks(self._pack, _unpack))  # notes, not views
                 if forget:
-                    around.enter_context(graph.draws)
+                    around.enter_context(graph.draws)  # `recompute` draws the same again
                 if forget and not self._looked:
                     around.enter_context(unchanged(self.module, self.name))
                 output = self.module(entered)
         finally:
-            self._take_back()
+            self._take_back()  # after an error too
         self._looked = self._looked or forget
         watch.check(self.name)
         results = pytree.tree_leaves(output)
@@ -140,13 +140,13 @@ class ShardedLayer:
 
         `gradients` has one entry per leaf of the output, which may be None.
         """
-        flat = [p for leaves in graph.leaves.values() for p in leaves]
+        flat = [p for leaves in graph.leaves.values() for p in leaves]  # all trainable units'
         of_inputs, found, _ = graph.differentiate(flat, gradients)
         return of_inputs, {u: [found.get(p) for p in ps] for u, ps in graph.leaves.items()}
 
     def _parameters(self) -> dict[int, list[nn.Parameter]]:
         """Views of the gathered units, by unit and entry."""
-        found = {}
+        found = {}  # new leaves for every forward, so each graph has its own
         for u in self.units:
             assert u.whole is not None, "the layer's parameters are not gathered"
             views = u.unit.views(u.whole)
@@ -177,7 +177,7 @@ class ShardedLayer:
             if start is not None:
                 if u not in self.regathered:  # an embedding used as a matrix after all
                     return tensor.clone(), None
-                return _Note(u, start, tensor.shape, tensor.stride())
+                return _Note(u, start, tensor.shape, tensor.stride())  # keeps no memory
         return tensor, tensor._version
 
 

@@ -48,19 +48,19 @@ class ShardedOptimizer:
         kind: Callable[[str], Any] = lambda name: None,  # noqa: ARG005
     ) -> None:
         self.ranks = ranks
-        named: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        named: dict[Any, list[tuple[str, nn.Parameter]]] = {}  # by kind, in one order on all ranks
         for name, p in parameters.items():
             named.setdefault(kind(name), []).append((name, p))
         self._units = [Unit(i, (), group, ranks.size) for i, group in enumerate(named.values())]
         self._parameters = [[p for _, p in group] for group in named.values()]
-        self._flat: list[Tensor] = []
+        self._flat: list[Tensor] = []  # by unit; all of it on every rank
         self.shards: dict[Any, nn.Parameter] = {}
         for key, unit, group in zip(named, self._units, self._parameters, strict=True):
-            flat = torch.zeros(unit.numel, dtype=unit.dtype, device=group[0].device)
+            flat = torch.zeros(unit.numel, dtype=unit.dtype, device=group[0].device)  # [numel]
             for p, view in zip(group, unit.views(flat), strict=True):
-                p.data = view.copy_(p.detach())
+                p.data = view.copy_(p.detach())  # from here on the parameter lies in `flat`
             self._flat.append(flat)
-            self.shards[key] = nn.Parameter(flat[unit.part(ranks.rank)])
+            self.shards[key] = nn.Parameter(flat[unit.part(ranks.rank)])  # a view: updates `flat`
         self.optimizer = make_optimizer(list(self.shards.values()))
 
     def reduce(self) -> None:
@@ -68,12 +68,12 @@ class ShardedOptimizer:
         for unit, group, shard in zip(
             self._units, self._parameters, self.shards.values(), strict=True
         ):
-            whole = shard.new_zeros(unit.numel)
+            whole = shard.new_zeros(unit.numel)  # stays zero in gaps and without p.grad
             for p, view in zip(group, unit.views(whole), strict=True):
                 if p.grad is not None:
                     view.copy_(p.grad)
-                    p.grad = None
-            shard.grad = self.ranks.reduce_scatter(whole, 0)
+                    p.grad = None  # freed one by one, as `whole` fills
+            shard.grad = self.ranks.reduce_scatter(whole, 0)  # [shard_numel]
 
     def step(self) -> None:
         """Updates the shards and sends the new values to all ranks."""
@@ -84,7 +84,7 @@ class ShardedOptimizer:
     def publish(self) -> None:
         """Sends the shards' values to all ranks."""
         for flat, shard in zip(self._flat, self.shards.values(), strict=True):
-            flat.copy_(self.ranks.all_gather(shard.detach(), 0))
+            flat.copy_(self.ranks.all_gather(shard.detach(), 0))  # each p.data is a view of it
 
     def zero_grad(self) -> None:
         """Frees all gradients."""

@@ -71,17 +71,18 @@ class Unit:
         self.compute_dtype = self.dtype
         if compute_dtype is not None and self.dtype.is_floating_point:
             self.compute_dtype = compute_dtype
+        # elements: a cache line of the narrower type, so whole lines of the wider one too
         step = max(1, ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize))
         self.entries: list[Entry] = []
         self.gaps: list[slice] = []
-        end = 0
+        end = 0  # of the last parameter, its gap included
         for name, p in parameters:
             self.entries.append(Entry(name, p.shape, end, p.numel()))
             used, end = end + p.numel(), -(-(end + p.numel()) // step) * step
             self.gaps += [slice(used, end)] if used < end else []
-        self.shard_numel = -(-end // (world_size * step)) * step
+        self.shard_numel = -(-end // (world_size * step)) * step  # starts on a cache line
         self.numel = world_size * self.shard_numel
-        self.gaps += [slice(end, self.numel)] if end < self.numel else []
+        self.gaps += [slice(end, self.numel)] if end < self.numel else []  # behind the last one
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +104,7 @@ class Unit:
 
     def held(self, entry: Entry, rank: int) -> tuple[int, int]:
         """The elements of a parameter, begin ... end, in a rank's shard."""
-        part = self.part(rank)
+        part = self.part(rank)  # in the unit; begin and end are in the parameter
         begin = min(max(part.start - entry.start, 0), entry.numel)
         return begin, min(max(part.stop - entry.start, begin), entry.numel)
 
@@ -113,7 +114,7 @@ class Unit:
         for e in self.entries:
             begin, end = self.held(e, rank)
             if begin < end:
-                first = e.start + begin - self.part(rank).start
+                first = e.start + begin - self.part(rank).start  # its place in the shard
                 pieces.append(Piece(e.name, e.shape, begin, shard[first : first + end - begin]))
         return pieces
 
@@ -148,14 +149,14 @@ def plan(
     Raises:
         ValueError: a parameter without a name.
     """
-    found = [
+    found = [  # one per use: a tied parameter comes once for each module that has it
         (p, layer, module, key)
         for layer, whole in enumerate(layers)
         for module in whole.modules()
         for key, p in module._parameters.items()
         if p is not None
     ]
-    users: dict[nn.Parameter, dict[int, None]] = {}
+    users: dict[nn.Parameter, dict[int, None]] = {}  # inner: an ordered set of layers
     for p, layer, _, _ in found:
         if p not in names:
             raise ValueError(
@@ -163,17 +164,17 @@ def plan(
                 "example {p: name for name, p in model.named_parameters()}"
             )
         users.setdefault(p, {})[layer] = None
-    groups: dict[object, list[nn.Parameter]] = {}
+    groups: dict[object, list[nn.Parameter]] = {}  # one per unit
     for p, used_by in users.items():
-        alike = (tuple(used_by), p.dtype, p.requires_grad, kind(names[p]))
+        alike = (tuple(used_by), p.dtype, p.requires_grad, kind(names[p]))  # share a unit
         groups.setdefault(alike, []).append(p)
-    units, where = [], {}
+    units, where = [], {}  # where: by parameter, its unit and entry
     for index, group in enumerate(groups.values()):
         layers_of = tuple(users[group[0]])
         named = [(names[p], p) for p in group]
         units.append(Unit(index, layers_of, named, world_size, compute_dtype))
         where.update({p: (index, i) for i, p in enumerate(group)})
-    places: list[list[Place]] = [[] for _ in layers]
+    places: list[list[Place]] = [[] for _ in layers]  # by layer
     for p, layer, module, key in found:
         places[layer].append(Place(module, key, *where[p]))
     return units, places

@@ -34,18 +34,19 @@ class ShardedUnit:
         self.unit = unit
         self.whole: Tensor | None = None
         numel = unit.shard_numel if zero == 3 else unit.numel
+        # zeroed; with SharedExchange at one offset on all ranks, which read each other's
         storage = exchange.storage(numel, unit.compute_dtype)
         self.kept = storage if zero < 3 else None
         self.published = storage if zero == 3 else storage[unit.part(exchange.rank)]
         shard = self.published
         if unit.compute_dtype != unit.dtype:
-            shard = torch.zeros_like(shard, dtype=unit.dtype)
+            shard = torch.zeros_like(shard, dtype=unit.dtype)  # private; see `publish`
         self.shard = nn.Parameter(shard, unit.trainable)
         self.gradient: Tensor | None = None
         self.accumulated: Tensor | None = None
         if zero == 1 and unit.trainable:
-            self.accumulated = exchange.storage(unit.numel, unit.dtype)
-            self.gradient = self.accumulated[unit.part(exchange.rank)]
+            self.accumulated = exchange.storage(unit.numel, unit.dtype)  # others read their parts
+            self.gradient = self.accumulated[unit.part(exchange.rank)]  # replaced by the sum
         self.has_gradient = self.reduced = False
         self.lent: Tensor | None = None
         self.arriving: Finish | None = None
@@ -66,7 +67,7 @@ class ShardedUnit:
         """The element of the gathered unit at which the tensor starts; None outside it."""
         if self.whole is None:
             return None
-        distance = tensor.data_ptr() - self.whole.data_ptr()
+        distance = tensor.data_ptr() - self.whole.data_ptr()  # bytes
         return distance // self.whole.itemsize if 0 <= distance < self.whole.nbytes else None
 
 
@@ -82,7 +83,7 @@ class Parameters:
         for u in units:
             if u.whole is None and u.arriving is None:
                 if u.kept is None:
-                    u.lent = self.exchange.parameters.take(u.unit.nbytes)
+                    u.lent = self.exchange.parameters.take(u.unit.nbytes)  # zero 3: until `free`
                 u.arriving = self.exchange.start_gather(u.unit, u.published, _memory(u))
 
     def finish(self, units: Iterable[ShardedUnit]) -> None:
@@ -90,13 +91,13 @@ class Parameters:
         for u in units:
             if u.arriving is not None:
                 u.arriving()
-                u.arriving, u.whole = None, _memory(u)
+                u.arriving, u.whole = None, _memory(u)  # zero 1 and 2: until `outdate`
 
     def free(self, units: Iterable[ShardedUnit]) -> None:
         """Gives lent memory back; zero 1 and 2 keep theirs."""
         for u in units:
             if u.lent is not None:
-                self.finish([u])
+                self.finish([u])  # a gather still on its way writes there
                 self.exchange.parameters.give(u.lent)
                 u.lent, u.whole = None, None
 
@@ -106,7 +107,7 @@ class Parameters:
         for u in self.units:
             if u.unit.trainable or frozen:
                 u.publish()
-                u.whole = None
+                u.whole = None  # zero 1 and 2: gather again, into the same memory
 
 
 def _memory(u: ShardedUnit) -> Tensor:
@@ -143,11 +144,11 @@ class Gradients:
         self._finish()  # its memory is reused
         reductions = []
         for u in units:
-            lent = self.exchange.gradients.take(u.unit.gradient_nbytes)
+            lent = self.exchange.gradients.take(u.unit.gradient_nbytes)  # the exchange returns it
             whole = lent[: u.unit.gradient_nbytes].view(u.unit.dtype)
             _lay_out(u.unit, whole, found.get(u.unit.index, ()))
             if u.gradient is None:
-                u.gradient = torch.empty_like(u.shard)
+                u.gradient = torch.empty_like(u.shard)  # the first reduction overwrites it
             reductions.append(Reduction(u.unit, whole, u.gradient, u.has_gradient, lent))
             u.has_gradient = True
         self._start(reductions)
@@ -159,7 +160,7 @@ class Gradients:
 
     def settle(self) -> None:
         """Waits until every shard has its gradient."""
-        for u in self._left[::-1]:
+        for u in self._left[::-1]:  # zero 1, and no backward was the `last`
             self._reduce_accumulated([u])
         self._finish()
 
@@ -180,12 +181,12 @@ class Gradients:
                 "may follow before optimizer_step; give last=False to all but the last"
             )
         assert u.accumulated is not None
-        if u.has_gradient:
+        if u.has_gradient:  # `found` is empty on a rank without examples, which adds nothing
             for view, gradient in zip(u.unit.views(u.accumulated), found, strict=False):
                 if gradient is not None:
                     view += gradient
         else:
-            _lay_out(u.unit, u.accumulated, found)
+            _lay_out(u.unit, u.accumulated, found)  # replaces the last step's
         u.has_gradient = True
 
     def _reduce_accumulated(self, units: Sequence[ShardedUnit]) -> None:
@@ -193,12 +194,12 @@ class Gradients:
         for u in units:
             assert u.accumulated is not None and u.gradient is not None
             reductions.append(Reduction(u.unit, u.accumulated, u.gradient, accumulate=False))
-            u.reduced = True
+            u.reduced = True  # so `u.gradient` is the sum as soon as this reduction is finished
         self._start(reductions)
 
     def _start(self, reductions: list[Reduction]) -> None:
         if reductions:
-            self._finish()
+            self._finish()  # only one is under way at a time
             self._on_its_way = self.exchange.start_reduce(reductions)
 
     def _finish(self) -> None:

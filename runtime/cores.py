@@ -14,7 +14,7 @@ def core_slice(index: int, slices: int, cores_each: int | None = None) -> list[i
         return []
     cores = sorted(os.sched_getaffinity(0))
     each = cores_each or max(1, len(cores) // slices)
-    turn, first = divmod(index * each, len(cores))
+    turn, first = divmod(index * each, len(cores))  # how often through all cores, and where
     if turn % 2:
         cores.reverse()
     return [cores[(first + i) % len(cores)] for i in range(min(each, len(cores)))]

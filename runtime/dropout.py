@@ -50,11 +50,11 @@ def dropout(x: Tensor, p: float, keys: Tensor | None, where: int, *indices: Tens
         return x
     if keys is None:
         return F.dropout(x, p)
-    row = _mix(_low(keys) ^ _low(keys >> 32) ^ _low(torch.tensor(where)))
+    row = _mix(_low(keys) ^ _low(keys >> 32) ^ _low(torch.tensor(where)))  # [B]
     for index in indices:
-        row = _mix(row[..., None] + _mix(_low(index) + 1))
-    channels = _mix(_low(torch.arange(x.size(-1), device=x.device)) + 1)
-    kept = _mix(row[..., None] + channels) >= round(p * 2**32) - 2**31
+        row = _mix(row[..., None] + _mix(_low(index) + 1))  # [B, T]; or [B, H], [B, H, T]
+    channels = _mix(_low(torch.arange(x.size(-1), device=x.device)) + 1)  # [C]
+    kept = _mix(row[..., None] + channels) >= round(p * 2**32) - 2**31  # int32: from -2**31
     return torch.where(kept, x * (1 / (1 - p)), 0)
 
 
@@ -82,14 +82,14 @@ def attention(
             q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None
         )
     T = q.size(-2)
-    scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)
+    scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)  # [B, H, queries, keys]
     if mask is None:
-        future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+        future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)  # [T, T]
         scores = scores.masked_fill(future, -math.inf)
     else:
         scores = scores + mask
     assert heads is not None
-    positions = torch.arange(T, device=q.device)
+    positions = torch.arange(T, device=q.device)  # of queries; `dropout` numbers the keys itself
     return dropout(scores.softmax(-1), p, keys, where, heads, positions) @ v
 
 

@@ -63,8 +63,8 @@ class Graph:
         """
         result = self._record(value, run, is_first or forget)
         if forget and torch.is_grad_enabled():
-            self.release()
-            self._forgotten = value, _versions(value), Autocast()
+            self.release()  # with y goes all that autograd keeps
+            self._forgotten = value, _versions(value), Autocast()  # x, its writes so far
         return result
 
     def recompute(self, run: Callable[[Any], Any]) -> None:
@@ -81,25 +81,25 @@ class Graph:
                 "hand over a copy, or use recompute='never'"
             )
         with torch.enable_grad(), autocast.entered():
-            self._record(value, run, copy=True)
+            self._record(value, run, copy=True)  # for the graph alone: y is known
 
     def _record(self, value: Any, run: Callable[[Any], Any], copy: bool) -> Any:
         leaves, spec = pytree.tree_flatten(value)
         self.shared = overlapping(leaves) if torch.is_grad_enabled() else ()
         self._num_inputs = len(leaves)
-        entered: dict[int, Tensor] = {}
+        entered: dict[int, Tensor] = {}  # by id of the leaf: twice in x, once in the graph
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and id(leaf) not in entered:
                 wanted = leaf.requires_grad and torch.is_grad_enabled()
                 inner = move(leaf.detach(), self._memory, copy and torch.is_grad_enabled())
                 if wanted:
-                    self.inputs.append(inner.requires_grad_())
+                    self.inputs.append(inner.requires_grad_())  # the leaf that gets dx
                     self._input_positions.append(k)
-                    inner = _Alias.apply(inner)
-                entered[id(leaf)] = inner
+                    inner = _Alias.apply(inner)  # what the layers get
+                entered[id(leaf)] = inner  # on x's own memory, unless copied or moved
         leaves = [entered.get(id(leaf), leaf) for leaf in leaves]
         results, spec = pytree.tree_flatten(run(pytree.tree_unflatten(leaves, spec)))
-        left: dict[int, Tensor] = {}
+        left: dict[int, Tensor] = {}  # by id of the result, too
         for k, result in enumerate(results):
             if isinstance(result, Tensor):
                 if result.requires_grad and torch.is_grad_enabled():
@@ -120,12 +120,12 @@ class Graph:
         ``gradients`` has one entry per leaf of y, and the first result one per leaf of x: None
         for a leaf without a gradient.
         """
-        pairs = []
+        pairs = []  # (y, dy)
         for output, position in zip(self._outputs, self._output_positions, strict=True):
             gradient = gradients[position]
             if gradient is not None:
                 pairs.append((output, move(gradient, self._memory)))
-        result: list[Tensor | None] = [None] * self._num_inputs
+        result: list[Tensor | None] = [None] * self._num_inputs  # by leaf of x
         if not pairs or not (self.inputs or parameters):
             return result, {}, []
         incoming = [dy for _, dy in pairs]
@@ -135,7 +135,7 @@ class Graph:
             tuple(incoming),
             retain_graph,
             False,  # create_graph
-            (*self.inputs, *parameters),
+            (*self.inputs, *parameters),  # what to differentiate by: x first
             allow_unreachable=True,
             accumulate_grad=False,
         )

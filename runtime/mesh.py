@@ -51,11 +51,11 @@ def make_mesh(dp: int, pp: int, tp: int, timeout: float) -> Mesh:
     rank = dist.get_rank() if world_size > 1 else 0
     axes = []
     for axis, size in enumerate(sizes):
-        stride = (pp * tp, tp, 1)[axis]
+        stride = (pp * tp, tp, 1)[axis]  # from one member of a group to the next, in ranks
         own, group = rank // stride % size, None
         # Every rank must help to make every group, in the same order.
-        for first in range(world_size if world_size > 1 else 0):
-            if first // stride % size == 0:
+        for first in range(world_size if world_size > 1 else 0):  # alone: no groups
+            if first // stride % size == 0:  # coordinate 0: the first rank of a group
                 members = [first + k * stride for k in range(size)]
                 made = dist.new_group(members, timeout=timedelta(seconds=timeout))
                 group = made if rank in members else group

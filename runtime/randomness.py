@@ -69,7 +69,7 @@ class StepSeed:
         with self._lock:
             if self._value is None:
                 default = torch.default_generator
-                source = default.clone_state() if self._peek else default
+                source = default.clone_state() if self._peek else default  # the clone advances
                 self._value = int(torch.randint(2**62, (), generator=source, device="cpu"))
             return self._value
 
@@ -83,12 +83,12 @@ class StageRandomness(TorchFunctionMode):
         self._generator = torch.Generator()
         self._step = StepSeed()
         self._layer = self._microbatch = 0
-        self._seeded = False
-        self._cuda_state: Tensor | None = None
+        self._seeded = False  # for this (layer, micro-batch)
+        self._cuda_state: Tensor | None = None  # of the device, from before its first draw
 
     def of(self, step: StepSeed, layer: int, microbatch: int) -> StageRandomness:
         self._step, self._layer, self._microbatch = step, layer, microbatch
-        self._seeded = False
+        self._seeded = False  # only a first draw seeds: an action without one pays nothing
         return self
 
     def __exit__(
@@ -109,7 +109,7 @@ class StageRandomness(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _may_draw(func):
             return func(*args, **kwargs)
-        if func is F.dropout:
+        if func is F.dropout:  # inside, the mode is off: F.dropout there is torch's own
             return self._dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
@@ -135,11 +135,11 @@ class StageRandomness(TorchFunctionMode):
         """`F.dropout` with the arithmetic of torch's CPU kernel, without a `TorchDispatchMode`."""
         if not training or not 0.0 < p < 1.0:
             return F.dropout(input, p, training, inplace)
-        generator = self.generator()
+        generator = self.generator()  # on a GPU this seeds the device's, too
         if input.device.type != "cpu":
-            return F.dropout(input, p, training, inplace)
+            return F.dropout(input, p, training, inplace)  # from the device's generator
         mask = torch.empty_like(input).bernoulli_(1 - p, generator=generator).div_(1 - p)
-        return input.mul_(mask) if inplace else input * mask
+        return input.mul_(mask) if inplace else input * mask  # mask: 0 or 1 / (1 - p)
 
     def _attention(
         self,
@@ -160,10 +160,10 @@ class StageRandomness(TorchFunctionMode):
                     query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **others
                 )
         factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        scores = (query * factor) @ key.transpose(-2, -1)
+        scores = (query * factor) @ key.transpose(-2, -1)  # [B, H, T, S] for S keys
         # As torch: a fully masked row gives 0. A causal mask has no such row.
         softmax = torch.softmax if attn_mask is None else torch._safe_softmax
-        if is_causal:
+        if is_causal:  # True: a query may look there
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, -math.inf)
@@ -199,13 +199,13 @@ class _Kernels(TorchDispatchMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if not _draws(func) or kwargs.get("generator") is not None:
+        if not _draws(func) or kwargs.get("generator") is not None:  # or the caller's own
             return func(*args, **kwargs)
         generator = self._randomness.generator()
         tensor = next((value for value in args if isinstance(value, Tensor)), None)
         device = kwargs.get("device") or (torch.device("cpu") if tensor is None else tensor.device)
         if device.type != "cpu":
-            return func(*args, **kwargs)
+            return func(*args, **kwargs)  # from the device's default generator, seeded above
         if not _takes_generator(func.overloadpacket):
             raise RuntimeError(
                 f"{func} draws from the generator that all stages share, and takes no other: the "
@@ -219,7 +219,7 @@ class _Kernels(TorchDispatchMode):
 def _may_draw(func: Any) -> bool:
     """Whether a function called from Python may draw, by the tags of its operators, if any."""
     if isinstance(func, FunctionType):
-        return func not in _DRAW_NOTHING
+        return func not in _DRAW_NOTHING  # what it calls inside is unknown
     name = getattr(func, "__name__", "").split(".")[0]  # an overload's name ends in .overload
     packet = getattr(torch.ops.aten, name, None)
     return isinstance(packet, OpOverloadPacket) and any(map(_is_tagged, _overloads(packet)))

@@ -65,21 +65,21 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self._share = share_memory and self.size > 1
         self._memory: SharedBuffers | None = None
-        self._slot_bytes = 0
-        self._turn = 0
-        self._under_way = False
+        self._slot_bytes = 0  # room in each slot
+        self._turn = 0  # collectives through memory so far; odd and even ones have a slot each
+        self._under_way = False  # announced, not yet waited for
 
     def start_all_reduce(self, x: Tensor) -> Finish:
         """Begins the sum of all ranks' `x`."""
         if self.size == 1:
             return lambda: x
         if not self._through_memory(x):
-            total = x.to(wide(x), copy=True, memory_format=torch.contiguous_format)
+            total = x.to(wide(x), copy=True, memory_format=torch.contiguous_format)  # x is kept
             work = dist.all_reduce(total, group=self.group, async_op=True)
             return self._finish("all_reduce", work, lambda: total.to(x.dtype))
         wait = self._publish(x, _ALL_REDUCE)
 
-        def result() -> Tensor:
+        def result() -> Tensor:  # after the wait: all ranks' slots are written
             total = torch.empty_like(x, memory_format=torch.contiguous_format)
             parts = [self._view(r, x.shape, x.dtype).flatten() for r in range(self.size)]
             sum_into(parts, [total.view(-1)])
@@ -97,15 +97,15 @@ class Ranks:
         if self.size == 1:
             return lambda: x
         if not self._through_memory(x):
-            whole = torch.cat(x.chunk(self.size, dim)).to(wide(x))
+            whole = torch.cat(x.chunk(self.size, dim)).to(wide(x))  # parts by rank, along dim 0
             shape = self.part_of(x, dim).shape
-            mine = torch.empty(shape, dtype=whole.dtype, device=x.device)
+            mine = torch.empty(shape, dtype=whole.dtype, device=x.device)  # rounded at the end
             work = reduce_scatter(mine, whole, group=self.group, async_op=True)
             return self._finish("reduce_scatter", work, lambda: mine.to(x.dtype))
         wait = self._publish(x, _REDUCE_SCATTER)
 
         def result() -> Tensor:
-            views = [self._view(r, x.shape, x.dtype) for r in range(self.size)]
+            views = [self._view(r, x.shape, x.dtype) for r in range(self.size)]  # by rank
             return add_up([self.part_of(view, dim) for view in views])
 
         return self._finish("reduce_scatter", wait, result)
@@ -119,7 +119,7 @@ class Ranks:
         if self.size == 1:
             return x
         if not self._through_memory(x):
-            whole = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
+            whole = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)  # by rank
             work = all_gather(whole.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
             return self._finish("all_gather", work, lambda: torch.cat(whole.unbind(), dim))()
         wait = self._publish(x, _ALL_GATHER)
@@ -149,7 +149,7 @@ class Ranks:
 
     def _open(self, nbytes: int) -> None:
         """Makes room for tensors of `nbytes`. Pages that are never touched take no memory."""
-        self._slot_bytes = aligned(max(2 * nbytes, 1 << 24))
+        self._slot_bytes = aligned(max(2 * nbytes, 1 << 24))  # 16 MiB or more
         self._memory = SharedBuffers.open(_SLOTS * self._slot_bytes, self.group)
         self._share = self._memory is not None
 
@@ -158,11 +158,11 @@ class Ranks:
         if self._under_way:
             raise RuntimeError("a collective is to be finished before the next one is started")
         if x.nbytes > self._slot_bytes:
-            self._open(x.nbytes)
-        self._turn += 1
-        self._view(self.rank, x.shape, x.dtype).copy_(x)
+            self._open(x.nbytes)  # all ranks do: their tensors have one size
+        self._turn += 1  # the other slot, which all have read
+        self._view(self.rank, x.shape, x.dtype).copy_(x)  # before it is announced
         # A rank that announces another number makes another call: its tensor must not be used.
-        mine = what + 4 * self._turn + (x.numel() % 2**16 << 40)
+        mine = what + 4 * self._turn + (x.numel() % 2**16 << 40)  # call, turn, size
         said = torch.tensor([mine])
         work = dist.all_reduce(said, group=self.group, async_op=True)
         self._under_way = True
@@ -170,7 +170,7 @@ class Ranks:
         def wait() -> None:
             work.wait()
             self._under_way = False
-            if int(said) != self.size * mine:
+            if int(said) != self.size * mine:  # the sum of all ranks' numbers
                 raise RuntimeError("the ranks diverged: they make different calls")
 
         return wait
@@ -179,7 +179,7 @@ class Ranks:
         """The tensor in a rank's slot of this turn."""
         assert self._memory is not None
         shape = torch.Size(shape)
-        start = self._turn % _SLOTS * self._slot_bytes
+        start = self._turn % _SLOTS * self._slot_bytes  # bytes
         return self._memory.view(rank, start, shape.numel(), dtype).view(shape)
 
     def _finish(self, kind: str, work: Any, result: Finish) -> Finish:

@@ -54,7 +54,7 @@ def segments(layers: Sequence[T], mode: str) -> list[list[T]]:
     """The layers, cut where inputs are kept. ValueError for an unknown mode."""
     if mode not in MODES:
         raise ValueError(f"recompute={mode!r}: one of {', '.join(MODES)}")
-    number = {SQRT: round(math.sqrt(len(layers))), LAYERS: len(layers)}.get(mode, 1)
+    number = {SQRT: round(math.sqrt(len(layers))), LAYERS: len(layers)}.get(mode, 1)  # segments
     edges = [len(layers) * k // number for k in range(number + 1)]
     return [list(layers[a:b]) for a, b in pairwise(edges)]
 
@@ -72,7 +72,7 @@ class Autocast:
     def entered(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self._before:
-                if enabled or torch.is_autocast_enabled(kind):
+                if enabled or torch.is_autocast_enabled(kind):  # on then, or off then and on now
                     stack.enter_context(torch.autocast(kind, dtype, enabled))
             yield
 
@@ -89,9 +89,9 @@ class SameDraws:
     def __enter__(self) -> None:
         now = self._states()
         if self._first is None:
-            self._first = now
+            self._first = now  # the first forward draws as usual
         else:
-            self._before = now
+            self._before = now  # a repeated forward: this state comes back afterwards
             self._set(self._first)
 
     def __exit__(self, *_: object) -> None:

@@ -34,7 +34,7 @@ def add_up(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     returned as it is. `out`: memory for the sum of wider numbers."""
     if len(parts) == 1:
         return parts[0]
-    total = torch.add(parts[0].to(wide(parts[0])), parts[1], out=out)
+    total = torch.add(parts[0].to(wide(parts[0])), parts[1], out=out)  # in the wide type
     for part in parts[2:]:
         total += part
     return total.to(parts[0].dtype)
@@ -59,7 +59,7 @@ def sum_into(
         total = add_up([part[here] for part in parts], first[here] if direct else None)
         if divisor > 1:
             total = torch.div(total, divisor, out=total if direct else None)
-        for target in targets[direct:]:
+        for target in targets[direct:]:  # not the first, if the sum was built up there
             target[here] = target[here] + total if accumulate else total
 
 
@@ -78,7 +78,7 @@ class SharedBuffers:
     def __init__(self, maps: list[mmap.mmap], files: list[int], rank: int) -> None:
         self.ranks = [torch.frombuffer(m, dtype=torch.uint8, offset=ALIGNMENT) for m in maps]
         self.rank = rank
-        self._files = files
+        self._files = files  # by rank; none without `readable`
         weakref.finalize(self, _close, files)
 
     @classmethod
@@ -97,15 +97,15 @@ class SharedBuffers:
         mine, descriptor = _create(secret, nbytes)
         places: list[tuple[str, bytes]] = [("", b"")] * world_size
         dist.all_gather_object(places, (f"/proc/{os.getpid()}/fd/{descriptor}", secret), group)
-        found = [
+        found = [  # by rank; all memory exists by now, and stays open until all have attached
             (mine, descriptor) if r == rank else _attach(*places[r], nbytes)
             for r in range(world_size)
         ]
         maps = [m for m, _ in found if m is not None]
-        everywhere = torch.tensor([int(len(maps) == world_size)])
+        everywhere = torch.tensor([int(len(maps) == world_size)])  # so far, on this rank
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
         files = [file for _, file in found]
-        if not (readable and everywhere.item()):
+        if not (readable and everywhere.item()):  # after the all-reduce nobody opens mine any more
             _close(files)  # the maps keep the memory
             files = []
         return cls(maps, files, rank) if everywhere.item() else None
@@ -130,7 +130,7 @@ class SharedBuffers:
         Parts are disjoint, so nobody waits. A rank reads G bytes and writes G, for any W.
         """
         world_size = len(self.ranks)
-        begin, end = (numel * r // world_size for r in (self.rank, self.rank + 1))
+        begin, end = (numel * r // world_size for r in (self.rank, self.rank + 1))  # elements
         parts = [self.view(r, offset, numel, dtype)[begin:end] for r in range(world_size)]
         sum_into(parts, parts, divisor=world_size)
 
@@ -139,7 +139,7 @@ class SharedBuffers:
         from the map, this does not make the other rank's pages resident in this process."""
         target = memoryview(into.view(torch.uint8).numpy().data)
         done = 0
-        while done < len(target):
+        while done < len(target):  # a read may stop early; the secret comes before the buffer
             done += os.preadv(self._files[rank], [target[done:]], ALIGNMENT + offset + done)
 
 
@@ -151,7 +151,7 @@ def _create(secret: bytes, nbytes: int) -> tuple[mmap.mmap | None, int]:
     descriptor = -1
     try:
         descriptor = os.memfd_create("ranks")
-        os.ftruncate(descriptor, ALIGNMENT + nbytes)
+        os.ftruncate(descriptor, ALIGNMENT + nbytes)  # the secret, padded, and the buffer
         os.pwrite(descriptor, secret, 0)
         return mmap.mmap(descriptor, ALIGNMENT + nbytes), descriptor
     except OSError:  # a sandbox forbids it, or descriptors or memory ran out
@@ -165,7 +165,7 @@ def _attach(path: str, secret: bytes, nbytes: int) -> tuple[mmap.mmap | None, in
     try:
         with Path(path).open("r+b") as file:
             if file.read(len(secret)) != secret:
-                return None, -1
+                return None, -1  # another host or container has another file there
             return mmap.mmap(file.fileno(), ALIGNMENT + nbytes), os.dup(file.fileno())
     except (OSError, ValueError):
         return None, -1

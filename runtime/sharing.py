@@ -27,9 +27,9 @@ def overlapping(leaves: Sequence[Any]) -> tuple[int, ...]:
     places: dict[int, tuple[Any, Any, Any]] = {}  # storage, begin, end
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel():
-            begin = leaf.storage_offset() * leaf.itemsize
+            begin = leaf.storage_offset() * leaf.itemsize  # bytes from the start of the storage
             steps = zip(leaf.shape, leaf.stride(), strict=True)
-            last = sum((size - 1) * stride for size, stride in steps)
+            last = sum((size - 1) * stride for size, stride in steps)  # in elements
             end = begin + (last + 1) * leaf.itemsize
             places[id(leaf)] = (leaf.untyped_storage()._cdata, begin, end)
     shared = set[int]()
@@ -44,7 +44,7 @@ class Watch:
     """Notices writes to tensors that share memory."""
 
     def __init__(self) -> None:
-        self._versions: list[tuple[Tensor, int]] = []
+        self._versions: list[tuple[Tensor, int]] = []  # tensor, writes until `add`
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Watch these tensors too, from now on."""

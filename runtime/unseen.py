@@ -61,7 +61,7 @@ class Strangers:
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         self._known = {id(t) for t in known}
-        self._seen: set[Node] = set()
+        self._seen: set[Node] = set()  # over all calls: a value's graph contains those before it
 
     def refuse(self, value: Any, who: str, given: Any = None) -> None:
         """RuntimeError if ``value``, which ``who`` computed from ``given``, depends on an unknown
@@ -70,12 +70,12 @@ class Strangers:
         A leaf that the layer itself creates counts too: it looks the same as the caller's.
         """
         nodes = [get_gradient_edge(t).node for t in tensors_in(value) if t.requires_grad]
-        while nodes:
+        while nodes:  # from the value towards the leaves
             node = nodes.pop()
             if node in self._seen:
                 continue
             self._seen.add(node)
-            leaf = getattr(node, "variable", None)
+            leaf = getattr(node, "variable", None)  # only the nodes of leaves have one
             if leaf is not None and id(leaf) not in self._known:
                 kind = hidden_type(given)
                 inside = f" inside {kind}" if kind else ""

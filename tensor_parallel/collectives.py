@@ -49,11 +49,11 @@ class _Replicate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return x.view_as(x)
+        return x.view_as(x)  # nothing is sent
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return ctx.ranks.all_reduce(dy), None
+        return ctx.ranks.all_reduce(dy), None  # each rank has one addend of it
 
 
 class _AddUp(torch.autograd.Function):
@@ -63,7 +63,7 @@ class _AddUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # noqa: ARG004
-        return dy, None
+        return dy, None  # the same on all ranks
 
 
 class _Gather(torch.autograd.Function):
@@ -74,7 +74,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return ctx.ranks.reduce_scatter(dy, ctx.dim), None, None
+        return ctx.ranks.reduce_scatter(dy, ctx.dim), None, None  # each rank has used the whole
 
 
 class _Scatter(torch.autograd.Function):

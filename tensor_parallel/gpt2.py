@@ -65,7 +65,7 @@ class Part:
     def ranges(self) -> list[tuple[int, int]]:
         """Per block, the begin of the part in the whole parameter, and its length."""
         block = self.shape[self.dim] // self.blocks
-        length = -(-block // self.size)
+        length = -(-block // self.size)  # rounded up: the last rank may have fewer
         start = self.rank * length
         return [(k * block + start, min(length, block - start)) for k in range(self.blocks)]
 
@@ -78,14 +78,14 @@ class Part:
     def of(self, whole: Tensor) -> Tensor:
         """The rank's part of the whole parameter."""
         sizes = list(whole.shape)
-        sizes[self.dim] = self.padding
+        sizes[self.dim] = self.padding  # the zeros
         ranges = [whole.narrow(self.dim, *at) for at in self.ranges]
         return torch.cat([*ranges, whole.new_zeros(sizes)], self.dim)
 
     def join(self, every: Sequence[Tensor]) -> Tensor:
         """The whole parameter, from the parts of all ranks."""
         whole = every[0].new_empty(self.shape)
-        for rank, tensor in enumerate(every):
+        for rank, tensor in enumerate(every):  # padding lies in no range and is dropped
             for at, part in replace(self, rank=rank).rectangles((0,) * tensor.dim(), tensor):
                 sizes = zip(at, part.shape, strict=True)
                 whole[tuple(slice(o, o + n) for o, n in sizes)] = part
@@ -100,7 +100,7 @@ class Part:
         begin, end = offsets[self.dim], offsets[self.dim] + tensor.size(self.dim)
         here = 0  # the begin of the range in the rank's part
         for start, length in self.ranges:
-            first, last = max(begin, here), min(end, here + length)
+            first, last = max(begin, here), min(end, here + length)  # overlap, in the part
             if first < last:
                 at = list(offsets)
                 at[self.dim] = start + first - here
@@ -146,23 +146,23 @@ def cut(model: Any, ranks: Ranks, sequence_parallel: bool = False) -> dict[str, 
         return nn.Parameter(parts[name].of(p.detach()), p.requires_grad)
 
     def columns(name: str, layer: Any, blocks: int = 1) -> ColumnParallelLinear:
-        weight = part(f"{name}.weight", layer.weight, 1, blocks)
-        bias = part(f"{name}.bias", layer.bias, 0, blocks)
+        weight = part(f"{name}.weight", layer.weight, 1, blocks)  # [K, N/t]
+        bias = part(f"{name}.bias", layer.bias, 0, blocks)  # [N/t]
         return ColumnParallelLinear(weight, bias, ranks, sequence_parallel)
 
     def rows(name: str, layer: Any) -> RowParallelLinear:
-        weight = part(f"{name}.weight", layer.weight, 0)
-        return RowParallelLinear(weight, layer.bias, ranks, sequence_parallel)
+        weight = part(f"{name}.weight", layer.weight, 0)  # [K/t, N]
+        return RowParallelLinear(weight, layer.bias, ranks, sequence_parallel)  # whole bias
 
     body = model.transformer
     for k, block in enumerate(body.h):
         at = f"transformer.h.{k}"
-        block.attn.c_attn = columns(f"{at}.attn.c_attn", block.attn.c_attn, 3)
+        block.attn.c_attn = columns(f"{at}.attn.c_attn", block.attn.c_attn, 3)  # q, k, v
         block.attn.c_proj = rows(f"{at}.attn.c_proj", block.attn.c_proj)
         block.mlp.c_fc = columns(f"{at}.mlp.c_fc", block.mlp.c_fc)
         block.mlp.c_proj = rows(f"{at}.mlp.c_proj", block.mlp.c_proj)
-    tied = model.lm_head.weight is body.wte.weight
-    wte = part("transformer.wte.weight", body.wte.weight, 0)
+    tied = model.lm_head.weight is body.wte.weight  # asked before wte changes
+    wte = part("transformer.wte.weight", body.wte.weight, 0)  # [rows, C]
     head = wte if tied else part("lm_head.weight", model.lm_head.weight, 0)
     body.wte = VocabularyParallelEmbedding(wte, ranks, sequence_parallel)
     model.lm_head = VocabularyParallelHead(head, config.vocab_size, ranks)
@@ -203,17 +203,17 @@ class HeadAndLoss(nn.Module):
         self.ln_f, self.lm_head, self.sequence_parallel = ln_f, lm_head, sequence_parallel
 
     def forward(self, value: tuple[Any, ...]) -> Tensor:
-        hidden, weights, *more = value
+        hidden, weights, *more = value  # more: keys and labels; or a prefix; or none
         hidden, head = self.ln_f(hidden), self.lm_head
         scattered = self.sequence_parallel and self.training
         if scattered:
-            hidden = gather(hidden, head.ranks, SEQUENCE)
-        chosen = weights != 0
-        hidden = hidden[chosen]
+            hidden = gather(hidden, head.ranks, SEQUENCE)  # [B, T/t, C] to [B, T, C]
+        chosen = weights != 0  # [B, T]
+        hidden = hidden[chosen]  # [N, C]
         if not scattered:  # else `gather` sums its gradients in backward
             hidden = replicate(hidden, head.ranks)
         if len(more) < 2:
             return F.linear(hidden, head.weight)
-        labels = more[1][chosen]
+        labels = more[1][chosen]  # [N]
         compute = head_loss if torch.is_grad_enabled() else measure
         return compute(hidden, head.known, labels, weights[chosen], head.ranks, head.first)

@@ -71,6 +71,7 @@ class ColumnParallelLinear(_CutLayer):
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
         bias: Tensor = self.bias
+        # before `_Columns`, so that what it saves, and its backward, have this type too
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
@@ -86,18 +87,18 @@ class _Columns(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.ranks, ctx.scattered = ranks, scattered
         if scattered:
-            x = ranks.all_gather(x, SEQUENCE)
-        y = torch.addmm(bias, x.reshape(-1, x.size(-1)), weight)
+            x = ranks.all_gather(x, SEQUENCE)  # [B, T, K]
+        y = torch.addmm(bias, x.reshape(-1, x.size(-1)), weight)  # [B*T, N/t]
         return y.view(*x.shape[:-1], y.size(-1))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         ranks, scattered = ctx.ranks, ctx.scattered
-        rows = dy.reshape(-1, dy.size(-1))
+        rows = dy.reshape(-1, dy.size(-1))  # [B*T, N/t]
         if scattered:  # forward kept only this rank's part, 1/t of the memory
             x = ranks.all_gather(x, SEQUENCE)
-        dx = (rows @ weight.t()).view(x.shape)
+        dx = (rows @ weight.t()).view(x.shape)  # [B, T, K], one addend: that of this rank's columns
         finish = (
             ranks.start_reduce_scatter(dx, SEQUENCE) if scattered else ranks.start_all_reduce(dx)
         )
@@ -142,7 +143,7 @@ class VocabularyParallelEmbedding(_CutLayer):
         self.first = ranks.rank * self.rows
 
     def forward(self, ids: Tensor) -> Tensor:
-        local = ids - self.first
+        local = ids - self.first  # [B, T]: rows here, or outside
         elsewhere = (local < 0) | (local >= self.rows)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.summed(rows.masked_fill(elsewhere[..., None], 0))
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)  # row 0 as a stand-in
+        return self.summed(rows.masked_fill(elsewhere[..., None], 0))  # zeros, but on one rank

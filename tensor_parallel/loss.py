@@ -59,24 +59,24 @@ class _HeadLoss(torch.autograd.Function):
         first: int,
     ) -> Tensor:  # fmt: skip
         wide = _at_least_fp32(hidden.dtype)
-        d_hidden = torch.empty_like(hidden)
+        d_hidden = torch.empty_like(hidden)  # [N, C], from this rank's tokens only
         d_weight = torch.zeros_like(weight, dtype=wide)  # a sum over the chunks
         total = hidden.new_zeros((), dtype=wide)
         for at in _chunks(len(hidden), weight, ranks, first):
             chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
-            count = weights[at].to(total.dtype)
+            count = weights[at].to(total.dtype)  # [n], the positions' weights
             total += (chunk.losses * count).sum()
             # softmax, minus 1 at the label, times the position's weight
             d_logits = chunk.exps.mul_((count * torch.exp(chunk.largest - chunk.log_sum))[:, None])
-            rows = chunk.here.nonzero()[:, 0]
+            rows = chunk.here.nonzero()[:, 0]  # of the labels that this rank has
             d_logits[rows, (labels[at] - first)[rows]] -= count[rows]
-            d_logits = d_logits.to(weight.dtype)
+            d_logits = d_logits.to(weight.dtype)  # the type of the products
             torch.mm(d_logits, weight, out=d_hidden[at])
             if weight.dtype == wide:
                 d_weight.addmm_(d_logits.t(), hidden[at])
-            else:
+            else:  # addmm_ adds only to its own type
                 d_weight += d_logits.t() @ hidden[at]
-        ctx.gradients, ctx.dtype = (d_hidden, d_weight), weight.dtype
+        ctx.gradients, ctx.dtype = (d_hidden, d_weight), weight.dtype  # until backward
         return total
 
     @staticmethod
@@ -98,7 +98,7 @@ def measure(
     total = torch.zeros(3, dtype=torch.float64)
     for at in _chunks(len(hidden), weight, ranks, first):
         chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
-        largest = ranks.all_gather(chunk.largest[None], 0).amax(0)
+        largest = ranks.all_gather(chunk.largest[None], 0).amax(0)  # [n], over all tokens
         loss = (chunk.losses * weights[at]).sum()
         right = (chunk.at_label == largest).sum()
         total += torch.stack([loss.double(), right.double(), right.new_tensor(len(largest))]).cpu()
@@ -108,13 +108,13 @@ def measure(
 def likeliest(logits: Tensor, num_tokens: int, ranks: Ranks, first: int) -> Tensor:
     """[N], on every rank: the token below `num_tokens` with the largest logit on any rank.
     `logits`: [N, rows], this rank's, for the tokens from `first` on."""
-    known = logits[:, : max(0, num_tokens - first)]
+    known = logits[:, : max(0, num_tokens - first)]  # may be empty: [N, 0]
     if known.size(1):
         value, token = known.max(-1)
-        both = torch.stack([value.double(), token.double() + first])
+        both = torch.stack([value.double(), token.double() + first])  # [2, N]; both are exact
     else:
-        both = logits.new_full((2, len(logits)), -torch.inf, dtype=torch.float64)
-    values, tokens = ranks.all_gather(both[None], 0).unbind(1)
+        both = logits.new_full((2, len(logits)), -torch.inf, dtype=torch.float64)  # never largest
+    values, tokens = ranks.all_gather(both[None], 0).unbind(1)  # each [t, N]
     return tokens.gather(0, values.argmax(0, keepdim=True))[0].long()
 
 
@@ -130,23 +130,23 @@ class _Chunk(NamedTuple):
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int) -> _Chunk:
-        logits = hidden @ weight.t()
+        logits = hidden @ weight.t()  # [n, rows]
         logits = logits.to(_at_least_fp32(logits.dtype))
         local = labels - first
         here = (local >= 0) & (local < len(weight))
-        column = local.clamp(0, len(weight) - 1)[:, None]
+        column = local.clamp(0, len(weight) - 1)[:, None]  # [n, 1]; any row if it is elsewhere
         mine = logits.gather(1, column)[:, 0].masked_fill(~here, 0)
         largest = logits.amax(-1)
-        exps = logits.sub_(largest[:, None]).exp_()
-        two = torch.stack([largest + exps.sum(-1).log(), mine])
-        log_sums, labelled = ranks.all_gather(two[None], 0).unbind(1)
+        exps = logits.sub_(largest[:, None]).exp_()  # overwrites logits, not read any more
+        two = torch.stack([largest + exps.sum(-1).log(), mine])  # [2, n]
+        log_sums, labelled = ranks.all_gather(two[None], 0).unbind(1)  # each [t, n]
         log_sum, at_label = log_sums.logsumexp(0), labelled.sum(0)
         return cls(exps, largest, log_sum, at_label, here, log_sum - at_label)
 
 
 def _chunks(positions: int, weight: Tensor, ranks: Ranks, first: int) -> list[slice]:
     """The same chunks on all ranks, though the last rank may have fewer rows."""
-    rows = first // ranks.rank if ranks.rank else len(weight)
+    rows = first // ranks.rank if ranks.rank else len(weight)  # of rank 0: a full part
     size = max(1, CHUNK // rows)
     return [slice(begin, begin + size) for begin in range(0, positions, size)]
 
