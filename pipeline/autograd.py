@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def pipelined(pipe: Pipe, stages: Sequence[Stage], x: Any, sizes: Sequence[int]) -> Any:
     """Run ``x``, in micro-batches of ``sizes``, forward through the stages."""
     inputs = pytree.tree_leaves(x)
-    wanted = _differentiable(inputs)
+    wanted = _differentiable(inputs)  # positions of leaves that require grad
     parameters = trained_parameters(stages, pipe.replicas)
     if not torch.is_grad_enabled() or not (wanted or parameters):
         batches = microbatch.split(x, sizes)
@@ -40,19 +40,20 @@ def pipelined(pipe: Pipe, stages: Sequence[Stage], x: Any, sizes: Sequence[int])
         pieces = pytree.tree_leaves(batch)
         for k in wanted:
             pieces[k].requires_grad_()  # tells the first stage
-    pipe.forward_all(batches)
+    pipe.forward_all(batches)  # outputs replace the inputs
     with torch.no_grad():
-        outputs, spec = pytree.tree_flatten(microbatch.join(batches))
-    leaves = [pytree.tree_leaves(batch) for batch in batches]
-    carried = _differentiable(leaves[0])
+        outputs, spec = pytree.tree_flatten(microbatch.join(batches))  # of the whole batch
+    leaves = [pytree.tree_leaves(batch) for batch in batches]  # by micro-batch
+    carried = _differentiable(leaves[0])  # positions of outputs with gradients
     lengths = {k: [len(row[k]) if row[k].dim() else 0 for row in leaves] for k in carried}
     results = [outputs[k].detach() for k in carried]
     call = _Call(pipe, stages, parameters, wanted, list(sizes), len(outputs), lengths, results)
     if carried:
         tensors = [inputs[k] for k in wanted]
+        # the parameters are arguments, so that autograd asks for their gradients, too
         results = _Pipelined.apply(call, *tensors, *parameters)
         for k, result in zip(carried, results, strict=True):
-            outputs[k] = result
+            outputs[k] = result  # now with a grad_fn
     return pytree.tree_unflatten(outputs, spec)
 
 
@@ -78,22 +79,22 @@ class _Call:
             if gradient is None:
                 continue
             parts = gradient.split(lengths) if gradient.dim() else [gradient]
-            for piece, part in zip(pieces, parts, strict=True):
+            for piece, part in zip(pieces, parts, strict=True):  # part: its rows
                 piece[k] = part
-        return pieces
+        return pieces  # [micro-batch][leaf]
 
     def join(self, gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
         """The gradients of the input's leaves in ``wanted``."""
         joined: list[Tensor | None] = []
         for k in self.wanted:
             like = next((row[k] for row in gradients if row[k] is not None), None)
-            if like is None:
+            if like is None:  # no micro-batch has a gradient for it
                 joined.append(None)
                 continue
             parts = [row[k] for row in gradients]
             shapes = [(size, *like.shape[1:]) if like.dim() else () for size in self.sizes]
             full = [
-                like.new_zeros(shape) if part is None else part
+                like.new_zeros(shape) if part is None else part  # this micro-batch has none
                 for part, shape in zip(parts, shapes, strict=True)
             ]
             joined.append(torch.cat(full) if like.dim() else torch.stack(full).sum())
@@ -106,8 +107,8 @@ class _Pipelined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        ctx.set_materialize_grads(False)
-        results, call.results = call.results, []
+        ctx.set_materialize_grads(False)  # None instead of zeros
+        results, call.results = call.results, []  # else a cycle: call, results, this node
         return tuple(results)
 
     @staticmethod
@@ -121,12 +122,12 @@ class _Pipelined(torch.autograd.Function):
                 stage.take_gradients()  # drop what a failed backward left
             with hooks_held(call.parameters):
                 pieces = call.split(gradients)
-                call.pipe.backward_all(call.stages, pieces, retain_graph)
+                call.pipe.backward_all(call.stages, pieces, retain_graph)  # pieces: now the inputs'
             own, sums = gradients_by_stage(call.stages, call.pipe.replicas)
-            for gradients_of_stage in own:
+            for gradients_of_stage in own:  # no parameter is in two of them
                 sums.update(gradients_of_stage)
             of_inputs = call.join(pieces)
-        return None, *of_inputs, *(sums.get(p) for p in call.parameters)
+        return None, *of_inputs, *(sums.get(p) for p in call.parameters)  # None: for `call`
 
 
 def _differentiable(leaves: Sequence[Any]) -> list[int]:

@@ -82,7 +82,7 @@ def plan(
 
     ``ranks[s]`` has stage s. Results for names are cached.
     """
-    make = _known if isinstance(schedule, str) else _plan
+    make = _known if isinstance(schedule, str) else _plan  # a function is called each time
     return make(schedule, tuple(ranks), num_microbatches)
 
 
@@ -92,14 +92,14 @@ def _plan(
     num_ranks = len(set(ranks))
     build = schedule
     if isinstance(build, str):
-        build = find(build, len(ranks) // num_ranks)
+        build = find(build, len(ranks) // num_ranks)  # stages per rank
     lists = build(num_ranks, num_microbatches)
     if len(lists) != num_ranks:
         raise ValueError(
             f"the schedule has {len(lists)} lists and the pipeline {num_ranks} ranks: a list of "
             "actions for each rank is needed, of the number the schedule is called with"
         )
-    validate(lists, num_microbatches)
+    validate(lists, num_microbatches)  # it can run; its stages may still be on other ranks
     if (found := ranks_of(lists)) != list(ranks):
         raise ValueError(
             f"the schedule has the {len(found)} stages on the ranks {found}, and the pipeline its "
@@ -108,4 +108,4 @@ def _plan(
     return lists, in_order(lists)
 
 
-_known = lru_cache(maxsize=256)(_plan)
+_known = lru_cache(maxsize=256)(_plan)  # all callers get the same lists, and only read them

@@ -81,11 +81,11 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> 
     if chunks < 1:
         raise ValueError(f"{chunks} chunks per rank: at least 1, e.g. 2")
     n, m = num_ranks, num_microbatches
-    count = max(1, m // n)
-    edges = [m * k // count for k in range(count + 1)]
+    count = max(1, m // n)  # groups
+    edges = [m * k // count for k in range(count + 1)]  # group k: from edges[k] to edges[k + 1]
     groups = [range(a, b) for a, b in pairwise(edges)]
-    largest = max(map(len, groups))
-    ups = [(c, i) for group in groups for c in range(chunks) for i in group]
+    largest = max(map(len, groups))  # micro-batches
+    ups = [(c, i) for group in groups for c in range(chunks) for i in group]  # (chunk, micro-batch)
     downs = [(c, i) for group in groups for c in reversed(range(chunks)) for i in group]
     schedule = []
     for r in range(n):
@@ -95,9 +95,9 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> 
         warm_up = min(m * chunks, (chunks - 1) * largest + ahead)
         forwards = [Action(FORWARD, c * n + r, i) for c, i in ups]
         backwards = [Action(BACKWARD, c * n + r, i) for c, i in downs]
-        steady = zip(forwards[warm_up:], backwards, strict=False)
+        steady = zip(forwards[warm_up:], backwards, strict=False)  # ends with the forwards
         pairs = [action for pair in steady for action in pair]
-        schedule.append(forwards[:warm_up] + pairs + backwards[len(ups) - warm_up :])
+        schedule.append(forwards[:warm_up] + pairs + backwards[len(ups) - warm_up :])  # F, pairs, B
     return schedule
 
 
@@ -120,21 +120,21 @@ def _v_shaped(num_ranks: int, num_microbatches: int, steps: tuple[int, int, int,
     """The pattern that holds least, repeated, sorted by clock, and closed up."""
     check_sizes(num_ranks, num_microbatches)
     found = []
-    for waits in product(range(_PERIOD), repeat=3):
+    for waits in product(range(_PERIOD), repeat=3):  # 216 ways to wait
         patterns = list(_patterns(num_ranks, steps, waits))
-        if len(patterns) == num_ranks:
-            held = max(map(_held, patterns))
+        if len(patterns) == num_ranks:  # on no rank do two actions fall on one clock
+            held = max(map(_held, patterns))  # on the fullest rank
             found.append((held, sum(waits), patterns))
-    held, _, patterns = min(found, key=lambda entry: entry[:2])
+    held, _, patterns = min(found, key=lambda entry: entry[:2])  # a tie: the one that waits least
     lists = []
     for pattern in patterns:
-        clocks = [
+        clocks = [  # micro-batch i: _PERIOD clocks after i - 1
             (clock + _PERIOD * i, action._replace(microbatch=i))
             for i in range(num_microbatches)
             for clock, action in pattern
         ]
         lists.append([action for _, action in sorted(clocks)])
-    return _close_up(lists, 2 * num_ranks, held)
+    return _close_up(lists, 2 * num_ranks, held)  # held: the limit of every rank
 
 
 def _patterns(
@@ -144,24 +144,24 @@ def _patterns(
     the same clock of the period. ``steps``: clocks from rank to rank; ``waits``: extra clocks
     before the last rank's second F, rank 0's first I, and the last rank's second I."""
     n, (up, down, back_up, back_down) = num_ranks, steps
-    turn = (n - 1) * up + 1 + waits[0]
-    loss = turn + (n - 1) * down + 1 + waits[1]
-    end = loss + (n - 1) * back_up + 1 + waits[2]
+    turn = (n - 1) * up + 1 + waits[0]  # clock of the last rank's second F
+    loss = turn + (n - 1) * down + 1 + waits[1]  # of rank 0's first I: it has the last stage
+    end = loss + (n - 1) * back_up + 1 + waits[2]  # of the last rank's second I
     for r in range(n):
-        first, second = r, 2 * n - 1 - r
+        first, second = r, 2 * n - 1 - r  # stages: on the way up, on the way down
         pattern = [
             (up * r, Action(FORWARD, first, 0)),
             (turn + down * (n - 1 - r), Action(FORWARD, second, 0)),
             (loss + back_up * r, Action(BACKWARD_INPUT, second, 0)),
             (end + back_down * (n - 1 - r), Action(BACKWARD_INPUT, first, 0)),
         ]
-        free = {*range(_PERIOD)} - {clock % _PERIOD for clock, _ in pattern}
-        if len(free) > 2:
+        free = {*range(_PERIOD)} - {clock % _PERIOD for clock, _ in pattern}  # for the two W
+        if len(free) > 2:  # two of the four actions fall on one clock
             return
         # The weights' halves take the two remaining clocks, as early as possible.
         later = []
-        for places in (sorted(free), sorted(free, reverse=True)):
-            halves = pattern[2:]
+        for places in (sorted(free), sorted(free, reverse=True)):  # which W takes which clock
+            halves = pattern[2:]  # the two I, which W must follow
             ends = [c + 1 + (p - c - 1) % _PERIOD for p, (c, _) in zip(places, halves, strict=True)]
             later.append(ends)
         ends = min(later, key=sum)
@@ -175,8 +175,9 @@ def _patterns(
 def _held(pattern: Pattern) -> int:
     """The most chunks of micro-batches that a rank holds while the pattern repeats."""
     at = {(action.kind, action.stage): clock for clock, action in pattern}
+    # a stage holds a micro-batch from F to W
     lives = [(at[FORWARD, s], at[BACKWARD_WEIGHT, s]) for s in {a.stage for _, a in pattern}]
-    return max(
+    return max(  # at clock t: those born, less those that have ended
         sum((t - born) // _PERIOD - (t - dies) // _PERIOD for born, dies in lives)
         for t in range(_PERIOD)
     )
@@ -191,15 +192,15 @@ def _close_up(lists: Schedule, num_stages: int, most: int) -> Schedule:
     list if the rank, doing them later, never holds more than ``most``. So the rest of the list
     always stays feasible.
     """
-    rest = [list(actions) for actions in lists]
+    rest = [list(actions) for actions in lists]  # by rank; so are the next two
     closed: Schedule = [[] for _ in lists]
-    alive = [0] * len(lists)
+    alive = [0] * len(lists)  # chunks of micro-batches held
     done: set[Action] = set()
     while any(rest):
-        started = []
+        started = []  # in this clock: `done` changes only after it
         for r, actions in enumerate(rest):
-            near = actions[: 2 * _PERIOD * len(lists)]
-            late = all(action.kind is not FORWARD for action in actions)
+            near = actions[: 2 * _PERIOD * len(lists)]  # two periods per rank: bounds the search
+            late = all(action.kind is not FORWARD for action in actions)  # no forward is left
             k = _next(near, num_stages, done, alive[r], most, late)
             if k is not None:
                 started.append((r, actions.pop(k)))
@@ -219,13 +220,13 @@ def _next(
     weights_last: bool,
 ) -> int | None:
     """The index of the action to do now; None: wait."""
-    peak, weight = alive, None
+    peak, weight = alive, None  # peak: the most held if the list is followed up to k
     for k, action in enumerate(actions):
         born = _BORN[action.kind]
         if all(needed in done for needed in dependencies(action, num_stages)):
-            if action.kind is BACKWARD_WEIGHT and weights_last:
+            if action.kind is BACKWARD_WEIGHT and weights_last:  # only if nothing after it is ready
                 weight = k if weight is None else weight
-            elif peak + born <= most:
+            elif peak + born <= most:  # done before the others, it adds to what they hold
                 return k
         alive += born
         peak = max(peak, alive)

@@ -39,7 +39,7 @@ class Channel:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
-        self._early: dict[int, Any] = {}
+        self._early: dict[int, Any] = {}  # arrived, not yet asked for
 
     def put(self, i: int, value: Any) -> None:
         self._queue.put((i, value))
@@ -49,7 +49,7 @@ class Channel:
         while i not in self._early:
             entry = self._queue.get()  # no timeout: whoever ends the call calls stop()
             if entry is None:
-                self.stop()
+                self.stop()  # for the next who waits
                 raise Stopped
             self._early[entry[0]] = entry[1]
         return self._early.pop(i)
@@ -76,10 +76,11 @@ class Losses:
     ) -> None:
         self._loss_fn, self._targets = loss_fn, targets
         self._scale, self._memory = scale, memory
-        self.values: list[Tensor | None] = [None] * len(targets)
+        self.values: list[Tensor | None] = [None] * len(targets)  # by micro-batch
 
     def of(self, i: int, output: Any) -> Tensor:
         """Runs on the last stage, at the end of its forward."""
+        # the target is the caller's, perhaps on another device than the output
         target = pytree.tree_map_only(Tensor, lambda t: t.to(self._memory), self._targets[i])
         loss = self._loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.dim() > 0:
@@ -99,7 +100,7 @@ class Losses:
         """The gradient with which the last stage's backward starts."""
         loss = self.values[i]
         assert loss is not None  # its forward came before, see schedule.validate
-        return [torch.ones_like(loss) * self._scale]
+        return [torch.ones_like(loss) * self._scale]  # of scale times the loss
 
     def total(self) -> Tensor:
         """``scale`` times the losses, added in the order of the micro-batches."""
@@ -130,7 +131,7 @@ class Dataflow:
         self._losses = losses
         self._recorder = recorder
         self._retain_graph = retain_graph
-        self._stopped = False
+        self._stopped = False  # set by any thread
 
     def run(self, actions: Sequence[Action]) -> int:
         """The work of one worker; returns the most micro-batches it held at once, counted once for
@@ -143,31 +144,31 @@ class Dataflow:
                     raise Stopped
                 if action.kind is FORWARD:
                     self._forward(action)
-                    peak = max(peak, sum(stage.alive for stage in mine))
+                    peak = max(peak, sum(stage.alive for stage in mine))  # only forwards add to it
                 elif action.kind is BACKWARD_WEIGHT:
                     self._backward_weight(action)
                 else:
                     self._backward(action)
         except BaseException:
-            self.stop()
+            self.stop()  # wakes those that wait for this worker
             raise
         return peak
 
     def stop(self) -> None:
-        self._stopped = True
+        self._stopped = True  # for workers that compute now
         for channel in (*self.up.values(), *self.down.values()):
             channel.stop()
 
     def _forward(self, action: Action) -> None:
         _, s, i = action
         stage, losses = self._stages[s], self._losses
-        value = self.up[s].get(i)
+        value = self.up[s].get(i)  # waits outside `_noted`: not recorded
         if s + 1 in self.up:
             with self._noted(action):
                 output = stage.forward(i, value)
-            self.up[s + 1].put(i, output)
+            self.up[s + 1].put(i, output)  # detached; the next stage may start
         else:
-            assert losses is not None
+            assert losses is not None  # the last stage: its forward ends with the loss
             with self._noted(action):
                 losses.values[i] = stage.forward(i, value, lambda output: losses.of(i, output))
 
@@ -178,7 +179,7 @@ class Dataflow:
             with self._noted(action, RECOMPUTE):
                 stage.recompute(i)
         if s + 1 in self.down:
-            gradients = self.down[s + 1].get(i)
+            gradients = self.down[s + 1].get(i)  # waits
         else:
             assert self._losses is not None
             gradients = self._losses.gradient(i)
@@ -187,8 +188,8 @@ class Dataflow:
                 result = stage.backward(i, gradients, self._retain_graph)
             else:
                 result = stage.backward_input(i, gradients)
-        if s in self.down:
-            self.down[s].put(i, result)
+        if s in self.down:  # else nobody needs the input's gradient
+            self.down[s].put(i, result)  # the stage below may start; W, if any, comes later
 
     def _backward_weight(self, action: Action) -> None:
         with self._noted(action), _no_autocast():

@@ -30,6 +30,7 @@ Replicas = Mapping[nn.Parameter, nn.Parameter]  # copy -> original
 
 def trained_parameters(stages: Sequence[Stage], replicas: Replicas) -> list[nn.Parameter]:
     """All trained parameters, each once, in the order of the stages."""
+    # a copy counts as its original
     every = (replicas.get(p, p) for stage in stages for p in stage.parameters)
     return list(dict.fromkeys(every))
 
@@ -42,18 +43,18 @@ def gradients_by_stage(
         [(replicas.get(p, p), gradient) for p, gradient in stage.take_gradients()]
         for stage in stages
     ]
-    stages_of = Counter(p for pairs in taken for p, _ in pairs)
+    stages_of = Counter(p for pairs in taken for p, _ in pairs)  # per original, its stages
     own: list[Gradients] = [{} for _ in stages]
     tied: Gradients = {}
     for s, pairs in enumerate(taken):
         for p, gradient in pairs:
             if gradient is None:
                 continue
-            gradient = gradient.to(p.device)
+            gradient = gradient.to(p.device)  # from a copy's GPU
             if stages_of[p] == 1:
                 own[s][p] = gradient
             else:
-                tied[p] = tied[p] + gradient if p in tied else gradient
+                tied[p] = tied[p] + gradient if p in tied else gradient  # in order of the stages
     return own, tied
 
 
@@ -62,11 +63,11 @@ def deliver(gradients: Gradients) -> None:
     if gradients:
         parameters = list(gradients)
         values = list(gradients.values())
-        gradients.clear()
+        gradients.clear()  # else autograd would copy them
         with torch.enable_grad():
             token = _Deliver.apply(values, *parameters)
         del parameters
-        token.backward()
+        token.backward()  # runs hooks, adds to .grad
 
 
 def has_hooks(p: nn.Parameter) -> bool:
@@ -81,7 +82,7 @@ def hooks_held(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     `torch.autograd.grad` runs the hooks of its inputs, here once per micro-batch and stage. They
     are meant for the sum, and run when it is delivered.
     """
-    hooked = [p._backward_hooks for p in parameters if p._backward_hooks]
+    hooked = [p._backward_hooks for p in parameters if p._backward_hooks]  # the live dictionaries
     saved = [dict(hooks) for hooks in hooked]
     try:
         for hooks in hooked:

@@ -54,50 +54,50 @@ class GroupLink:
         self._bodies: Sequence[dist.ProcessGroup] = bodies
         self._peer, self._device = peer, device
         self._together = device.type == "cpu"  # head and body
-        self._room_there = self._room_here = _FIRST_ROOM
-        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
-        self._posted: deque[tuple[dist.Work, Tensor]] = deque()
+        self._room_there = self._room_here = _FIRST_ROOM  # bytes of the posted receives
+        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()  # sends
+        self._posted: deque[tuple[dist.Work, Tensor]] = deque()  # receives: at most one
         self._lost = ""
         self._post()
 
     def send(self, message: Message) -> None:
         """Does not wait until it is received."""
-        begin = aligned(_LENGTHS.size + len(message.head))
+        begin = aligned(_LENGTHS.size + len(message.head))  # bytes before the body
         envelope = torch.empty(begin + self._together * message.nbytes, dtype=torch.uint8)
         start = _LENGTHS.pack(len(message.head), message.nbytes) + message.head
         envelope[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
-        if envelope.numel() > self._room_there:
-            self._room_there = envelope.numel() * 5 // 4
-            larger = bytearray(_LENGTHS.pack(-1, self._room_there))
+        if envelope.numel() > self._room_there:  # the receive posted there is too short
+            self._room_there = envelope.numel() * 5 // 4  # with room to grow
+            larger = bytearray(_LENGTHS.pack(-1, self._room_there))  # fits: 16 bytes
             self._start(torch.frombuffer(larger, dtype=torch.uint8), self._heads)
         body = envelope[begin:]
         if not self._together:
             body = torch.empty(message.nbytes, dtype=torch.uint8, device=self._device)
-        message.write(body)
+        message.write(body)  # before its transfer starts
         self._start(envelope, self._heads)
         if message.nbytes and not self._together:
-            self._start(body, self._bodies[0])
+            self._start(body, self._bodies[0])  # bodies[0]: this rank's way
 
     def receive(self) -> tuple[bytes, Tensor]:
         """Wait for the next message: its head and its body."""
         length = -1
-        while length < 0:
+        while length < 0:  # -1 announces the size of the next
             if not self._posted:
                 raise PeerError(self._lost)
             envelope = _wait(self._posted)
             length, nbytes = _LENGTHS.unpack(envelope[: _LENGTHS.size].numpy().tobytes())
             if length < 0:
                 self._room_here = nbytes
-            self._post()
+            self._post()  # the next travels while this one is read
         begin = aligned(_LENGTHS.size + length)
         head = envelope[_LENGTHS.size : _LENGTHS.size + length].numpy().tobytes()
         if self._together:
-            return head, envelope[begin : begin + nbytes]
+            return head, envelope[begin : begin + nbytes]  # a view: the envelope lives with it
         body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         if nbytes:
-            work = dist.irecv(body, self._peer, self._bodies[1])
+            work = dist.irecv(body, self._peer, self._bodies[1])  # only now is its size known
             assert work is not None
-            work.wait()
+            work.wait()  # NCCL: the stream waits, not the CPU
         return head, body
 
     def flush(self) -> None:
@@ -111,7 +111,7 @@ class GroupLink:
     def close(self) -> None:
         self._under_way.clear()
         self._posted.clear()
-        self._heads = None
+        self._heads = None  # a connection closes with its last reference
         self._bodies = ()
 
     def _start(self, memory: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -120,7 +120,7 @@ class GroupLink:
         except RuntimeError as error:
             raise PeerError(_in_words(error)) from None
         assert work is not None
-        self._under_way.append((work, memory))
+        self._under_way.append((work, memory))  # memory: kept until it is sent
 
     def _post(self) -> None:
         """Post the next receive. If the other end has hung up, only the next `receive` raises: the
@@ -148,16 +148,17 @@ class GroupLinks(dict[int, GroupLink]):
     ) -> None:
         super().__init__()
         rank = dist.get_rank(group)
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)  # global ranks
         on_gpu = device.type != "cpu"
         self._groups = _new_groups(members, group, device, timeout, ("up", "down") * on_gpu)
-        heads, *bodies = self._groups
-        for low, high in pairs:
+        heads, *bodies = self._groups  # bodies: up, down; none on a CPU
+        for low, high in pairs:  # in the same order on all ranks: no cycle of waits
             for begin, end in ((low, high), (high, low)):
                 if rank not in (begin, end):
                     continue
                 peer = end if rank == begin else begin
                 if peer not in self:
+                    # to send on, to receive on: the lower rank sends on `up`
                     ways = (bodies if rank < peer else bodies[::-1]) or [heads, heads]
                     self[peer] = GroupLink(heads, (ways[0], ways[1]), members[peer], device)
                 if rank == begin:  # the first message connects, before anybody computes
@@ -191,7 +192,7 @@ def _new_groups(
     this uses two private functions of torch.
     """
     name: list[Any] = [os.urandom(8).hex()]
-    dist.broadcast_object_list(name, members[0], group, device)
+    dist.broadcast_object_list(name, members[0], group, device)  # from the first to all
     world = c10d._get_default_group()
     backend, store = c10d._world.pg_map[world]
     groups = []
@@ -202,6 +203,7 @@ def _new_groups(
             c10d.GroupName(f"pipeline {name[0]} {way}"), timeout=timedelta(seconds=timeout),
             device_id=None if way == "heads" else world.bound_device_id,
         )  # fmt: skip
+        # isend and irecv look their peer up here
         c10d._world.pg_group_ranks[new] = {member: k for k, member in enumerate(members)}
         groups.append(new)
     return groups

@@ -58,9 +58,11 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Tensor):
             return None
         if id(value) not in self.tensors:
-            base = _unexpanded(value.detach())
+            base = _unexpanded(value.detach())  # what is sent: one copy of repeated values
+            # offset in the body, and layout there: see `_at`
             place = (self.nbytes, tuple(base.shape), _strides(base), base.dtype)
             self.tensors[id(value)] = base, place, value  # kept alive, so its id stays unique
+            # an empty tensor takes bytes too: its place is its key on the other side
             self.nbytes += max(ALIGNMENT, aligned(base.numel() * base.itemsize))
         return self.tensors[id(value)][1], tuple(value.shape), value.requires_grad
 
@@ -73,7 +75,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, entry: Any) -> Tensor:
         place, shape, requires_grad = entry
-        if place not in self._tensors:
+        if place not in self._tensors:  # else it came before: the same tensor
             tensor = _at(self._body, *place).expand(shape)
             # They share one body, but a write to one must not count for all: hence `data`.
             self._tensors[place] = tensor.data.requires_grad_(requires_grad)
@@ -92,8 +94,8 @@ def _at(
     strides: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    end = begin + math.prod(shape) * dtype.itemsize
-    return body[begin:end].view(dtype).as_strided(shape, strides)
+    end = begin + math.prod(shape) * dtype.itemsize  # bytes; no gaps, see below
+    return body[begin:end].view(dtype).as_strided(shape, strides)  # a view
 
 
 # A kernel may give other bits for another memory order, so the order is kept; gaps are dropped.
@@ -105,6 +107,6 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 def _unexpanded(tensor: Tensor) -> Tensor:
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
+        if stride == 0 and size > 1:  # repeated along dim by expand
             tensor = tensor.narrow(dim, 0, 1)
     return tensor

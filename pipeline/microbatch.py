@@ -47,7 +47,7 @@ def sizes_by_split(batch: int, split_size: int) -> list[int]:
     if split_size < 1:
         raise ValueError(f"split_size={split_size}: at least 1 example, e.g. {max(batch // 4, 1)}")
     whole, rest = divmod(batch, split_size)
-    return [split_size] * whole + [rest] * (rest > 0) or [0]
+    return [split_size] * whole + [rest] * (rest > 0) or [0]  # [0]: one empty micro-batch
 
 
 def sizes_by_number(batch: int, num_microbatches: int) -> list[int]:
@@ -55,13 +55,13 @@ def sizes_by_number(batch: int, num_microbatches: int) -> list[int]:
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: at least 1, e.g. 4")
     m = max(1, min(num_microbatches, batch))
-    return [batch // m + (i < batch % m) for i in range(m)]
+    return [batch // m + (i < batch % m) for i in range(m)]  # the first ones are larger
 
 
 def split(value: Any, sizes: Sequence[int]) -> list[Any]:
     """One value per micro-batch; its tensors are views of the given ones."""
     leaves, spec = pytree.tree_flatten(value)
-    columns = [
+    columns = [  # by leaf, then by micro-batch
         leaf.split(list(sizes)) if _is_batched(leaf) else [leaf] * len(sizes) for leaf in leaves
     ]
     return [pytree.tree_unflatten([column[i] for column in columns], spec)
@@ -80,7 +80,7 @@ def cut(x: Any, target: Any, sizes: Callable[[int], Sequence[int]]) -> tuple[lis
                 "it as MicroBatches too, as many"
             )
         return x, target
-    found = sizes(batch_size((x, target)))
+    found = sizes(batch_size((x, target)))  # x and target must agree
     return split(x, found), split(target, found)
 
 
@@ -91,7 +91,7 @@ def join(values: Sequence[Any]) -> Any:
     """
     if len(values) == 1:
         return values[0]
-    flat = [pytree.tree_flatten(value) for value in values]
+    flat = [pytree.tree_flatten(value) for value in values]  # by micro-batch: leaves, nesting
     first, spec = flat[0]
     for i, (leaves, other) in enumerate(flat):
         if other != spec:
@@ -101,20 +101,20 @@ def join(values: Sequence[Any]) -> Any:
                 "be the same in every micro-batch, for each is put together along the batch; let "
                 "the last layer return a tensor, or a list of a fixed length"
             )
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)  # by leaf, then by micro-batch
     return pytree.tree_unflatten([_joined(column) for column in columns], spec)
 
 
 def _joined(column: Sequence[Any]) -> Any:
     """Join one leaf of all micro-batches."""
     if all(_is_batched(leaf) for leaf in column):
-        return torch.cat(list(column))
+        return torch.cat(list(column))  # [b_0, ...], [b_1, ...] -> [B, ...]
     if any(_is_number(leaf) for leaf in column):
         raise ValueError(
             "a number per micro-batch cannot be put together to one of the batch: let the "
             "pipeline end before the loss, or use train_step with a loss_fn that sums"
         )
-    first = column[0]
+    first = column[0]  # flags and None are single objects; equal texts may be two
     if any(leaf is not first and not (isinstance(leaf, str) and leaf == first) for leaf in column):
         found = ", ".join(type(leaf).__name__ for leaf in column)
         raise ValueError(

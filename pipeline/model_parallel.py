@@ -41,6 +41,7 @@ class Block(nn.Module):
         self.block: Any = block
 
     def forward(self, value: Value) -> Value:
+        # hidden B T C; mask B 1 T T, if there is padding
         hidden, mask = value if isinstance(value, tuple) else (value, None)
         attention_mask = mask
         if mask is None and self.block.attn.config._attn_implementation == "eager":
@@ -55,9 +56,9 @@ def causal_mask(hidden: Tensor, keep: Tensor | None = None) -> Tensor:
     T = hidden.size(1)
     allowed = torch.ones(T, T, dtype=torch.bool, device=hidden.device).tril()[None, None]
     if keep is not None:
-        allowed = allowed & keep.to(hidden.device, torch.bool)[:, None, None, :]
+        allowed = allowed & keep.to(hidden.device, torch.bool)[:, None, None, :]  # B 1 T T
     mask = torch.zeros(allowed.shape, dtype=hidden.dtype, device=hidden.device)
-    return mask.masked_fill(~allowed, torch.finfo(hidden.dtype).min)
+    return mask.masked_fill(~allowed, torch.finfo(hidden.dtype).min)  # -inf: NaN in masked rows
 
 
 class GPT2ModelParallel(GPT2Model):
@@ -80,8 +81,9 @@ class GPT2ModelParallel(GPT2Model):
         layers = []
         for device, numbers in self.device_map.items():
             for number in numbers:
-                self.h[number].to(_physical(device))
+                self.h[number].to(_physical(device))  # the block stays in `h`, too
                 layers.append(WithDevice(Block(self.h[number]), device))
+        # twice, so that a single device is both
         first, *_, last = [_physical(device) for device in self.device_map] * 2
         for module in (self.wte, self.wpe, self.drop):
             module.to(first)
@@ -97,7 +99,7 @@ class GPT2ModelParallel(GPT2Model):
         self._set_pipe(None)
         self.pipeline_parallel = False
         self.output_device = None
-        self.to(_physical(next(iter(self.device_map))))
+        self.to(_physical(next(iter(self.device_map))))  # before the map is gone
         self.device_map = None
 
     def _prepare_pipeline_parallel(self, split_size: int = 1) -> None:
@@ -146,12 +148,12 @@ class GPT2ModelParallel(GPT2Model):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self._embed(input_ids, inputs_embeds, position_ids, token_type_ids)
         value: Value = hidden
-        if attention_mask is not None and not bool(attention_mask.all()):
+        if attention_mask is not None and not bool(attention_mask.all()):  # there is padding
             value = (hidden, causal_mask(hidden, attention_mask))
         if not self.pipeline_parallel:
             self.h_pp.split_size = max(1, hidden.size(0))  # one micro-batch: one device at a time
         output = self.h_pp(value)
-        hidden = self.ln_f(output[0] if isinstance(output, tuple) else output)
+        hidden = self.ln_f(output[0] if isinstance(output, tuple) else output)  # on the last device
         hidden = hidden if self.output_device is None else hidden.to(self.output_device)
         if kwargs.get("return_dict") is False:
             return (hidden,)
@@ -167,10 +169,10 @@ class GPT2ModelParallel(GPT2Model):
         device = self.wte.weight.device
         if embeds is None:
             assert ids is not None
-            embeds = self.wte(ids.view(-1, ids.size(-1)).to(device))
+            embeds = self.wte(ids.view(-1, ids.size(-1)).to(device))  # B T C
         if position_ids is None:
-            position_ids = torch.arange(embeds.size(1), device=device)
-        hidden = embeds.to(device) + self.wpe(position_ids.to(device))
+            position_ids = torch.arange(embeds.size(1), device=device)  # T
+        hidden = embeds.to(device) + self.wpe(position_ids.to(device))  # B T C
         if token_type_ids is not None:
             hidden = hidden + self.wte(token_type_ids.to(device))
         return self.drop(hidden)
@@ -186,7 +188,7 @@ class GPT2LMHeadModelParallel(GPT2LMHeadModel):
 
     def parallelize(self, device_map: DeviceMap | None = None) -> None:
         self.transformer.parallelize(device_map)
-        self.transformer.output_device = self.transformer.wte.weight.device
+        self.transformer.output_device = self.transformer.wte.weight.device  # where the head goes
         self.lm_head.to(self.transformer.output_device)
 
     def deparallelize(self) -> None:
@@ -206,7 +208,7 @@ def _read_map(device_map: DeviceMap | None, num_blocks: int) -> dict[torch.devic
     if device_map is None:
         gpus = [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
         devices = gpus or [torch.device("cpu", k) for k in range(2)]
-        devices = devices[:num_blocks]
+        devices = devices[:num_blocks]  # none without a block
         numbers = iter(range(num_blocks))
         sizes = balance([1.0] * num_blocks, len(devices))
         return {

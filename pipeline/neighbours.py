@@ -58,6 +58,7 @@ class Neighbour:
         self.link, self._acting = link, acting
         self._own, self._peer = own, peer
         self._name = peer if group is None else dist.get_global_rank(group, peer)
+        # arrived before it was asked for; by kind, receiving stage or rank, micro-batch
         self._early: dict[tuple[str, int, int], Any] = {}
 
     def put(self, what: str, i: int, value: Any, stages: tuple[int, int] | None = None) -> None:
@@ -67,7 +68,7 @@ class Neighbour:
         place = "rank" if stages is None else "stage"
         try:
             with self._acting("send", begin, i, self._name):
-                self.link.send(Message((what, end, i, value)))
+                self.link.send(Message((what, end, i, value)))  # the first three say for whom
         except PeerError as error:
             way = f"handing {what} from {place} {begin} to {place} {end}"
             raise PeerError(f"{way}{_of(i)}: {error}") from None
@@ -80,7 +81,7 @@ class Neighbour:
             with self._acting("receive", end, i, self._name):
                 while (what, end, i) not in self._early:
                     sent, to, number, value = read(*self.link.receive())
-                    self._early[sent, to, number] = value
+                    self._early[sent, to, number] = value  # perhaps of another stage
         except PeerError as error:
             way = f"{place} {end} waited for {what} of {place} {begin}"
             raise PeerError(f"{way}{_of(i)}: {error}") from None
@@ -98,10 +99,11 @@ class Channel:
 
     def put(self, i: int, value: Any) -> None:
         shared = overlapping(pytree.tree_leaves(value)) if torch.is_grad_enabled() else ()
+        # every tensor arrives as a copy, which does not show what it shared
         self._neighbour.put(self._what, i, (value, shared), self._stages)
 
     def get(self, i: int) -> Any:
-        value, self.shared[i] = self._neighbour.get(self._what, i, self._stages)
+        value, self.shared[i] = self._neighbour.get(self._what, i, self._stages)  # for the stage
         return value
 
     def stop(self) -> None:
@@ -130,21 +132,22 @@ class Neighbours:
         self.rank, self._last = rank, ranks[-1]
         self._acting = acting
         self._tied = {name: users for name, users in sorted(tied.items()) if rank in users}
+        # the lower rank first
         pairs = {(min(ends), max(ends)) for ends in pairwise(ranks) if ends[0] != ends[1]}
         pairs |= {(r, r + 1) for r in range(max(ranks))}  # for `from_last`
         pairs |= {(a, b) for users in tied.values() for a in users for b in users if a < b}
-        links: Mapping[int, Link] | None = None if pairs else {}
+        links: Mapping[int, Link] | None = None if pairs else {}  # one rank alone: no links
         self._groups: GroupLinks | None = None
         if links is None and share_memory and device.type == "cpu":
-            links = open_shared_links(sorted(pairs), group, timeout)
-        if links is None:
+            links = open_shared_links(sorted(pairs), group, timeout)  # None: on several machines
+        if links is None:  # all ranks agree on this
             links = self._groups = GroupLinks(sorted(pairs), group, device, timeout)
         self._all = {r: Neighbour(link, rank, r, acting, group) for r, link in links.items()}
         # For `Dataflow`: activations into stage s, and gradients out of it.
         self.up: dict[int, Channel] = {}
         self.down: dict[int, Channel] = {}
         for s, ends in enumerate(pairwise(ranks), 1):  # the boundary below stage s
-            if rank in ends and ends[0] != ends[1]:
+            if rank in ends and ends[0] != ends[1]:  # one of the two stages is here
                 neighbour = self._all[ends[1] if rank == ends[0] else ends[0]]
                 self.up[s] = Channel(neighbour, UP, (s - 1, s))
                 self.down[s] = Channel(neighbour, DOWN, (s, s - 1))
@@ -153,9 +156,9 @@ class Neighbours:
         """A tensor from the rank with the last stage, passed on from rank to rank."""
         away = (self.rank > self._last) - (self.rank < self._last)  # 0: this rank has it
         if away:
-            value = self._all[self.rank - away].get(FROM_LAST, _NONE)
+            value = self._all[self.rank - away].get(FROM_LAST, _NONE)  # from one rank nearer to it
         assert value is not None
-        for way in (away,) if away else (-1, 1):
+        for way in (away,) if away else (-1, 1):  # away from it; if it is here, both ways
             if (neighbour := self._all.get(self.rank + way)) is not None:
                 neighbour.put(FROM_LAST, _NONE, value)
         return value
@@ -170,15 +173,16 @@ class Neighbours:
         if not self._tied:
             return {}
         with self._acting("all_reduce"):
+            # ranks that share any parameter with this one
             peers = sorted({r for users in self._tied.values() for r in users} - {self.rank})
             for peer in peers:
                 both = {name: parts[name] for name, users in self._tied.items() if peer in users}
-                self._all[peer].put(TIED, _NONE, both)
+                self._all[peer].put(TIED, _NONE, both)  # does not wait: all send, then all receive
             of = {peer: self._all[peer].get(TIED, _NONE) for peer in peers} | {self.rank: parts}
             sums: Gradients = {}
             for name, users in self._tied.items():
                 p = parameters[name]
-                every = {s: part for r in users for s, part in of[r][name].items()}
+                every = {s: part for r in users for s, part in of[r][name].items()}  # by stage
                 for _, part in sorted(every.items()):
                     if part is not None:
                         sums[p] = sums[p] + part if p in sums else part
@@ -195,7 +199,7 @@ class Neighbours:
 
     def fail(self, reason: str) -> None:
         """Tell all neighbours why nothing more will come, and hang up."""
-        for neighbour in self._all.values():
+        for neighbour in self._all.values():  # all are told before any link closes
             neighbour.link.fail(reason)
         self.close()
 

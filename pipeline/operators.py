@@ -38,24 +38,25 @@ class Program:
 
     def __init__(self, module: nn.Module, example: Any, device: torch.device) -> None:
         self.device, self.exported = device, _export(module, example)
-        specs = self.exported.graph_signature.input_specs
+        specs = self.exported.graph_signature.input_specs  # one per placeholder
         nodes = list(self.exported.graph.nodes)
-        *self.nodes, self.output = nodes[len(specs) :]
+        *self.nodes, self.output = nodes[len(specs) :]  # placeholders come first
         names = {t: n for n, t in [*module.named_parameters(), *module.named_buffers()]}
         self.inputs: list[fx.Node] = []
         self.tensors: dict[fx.Node, tuple[str, Tensor]] = {}
         for spec, node in zip(specs, nodes[: len(specs)], strict=True):
-            if spec.target is None:
+            if spec.target is None:  # an input of forward
                 self.inputs.append(node)
             else:
-                name = spec.target.removeprefix("module.")
+                name = spec.target.removeprefix("module.")  # added by _AnyInput
                 tensor = _attribute(module, name)
                 if tensor is None:  # a constant made by forward, different in the other mode
                     name = f"{name}_{'training' if module.training else 'evaluation'}"
                     tensor = self.exported.constants[spec.target]
-                self.tensors[node] = names.get(tensor, name), tensor
+                self.tensors[node] = names.get(tensor, name), tensor  # one name, even if tied
         self.starts: dict[str, int] = {}
         for k, node in enumerate(self.nodes):
+            # the modules around this operator, the outermost first
             for name, _ in node.meta.get("nn_module_stack", {}).values():
                 self.starts.setdefault(name.removeprefix("module."), k)
         self.order = {node: k for k, node in enumerate([*self.nodes, self.output])}
@@ -75,6 +76,7 @@ class Program:
         found = {node for node, (_, tensor) in self.tensors.items() if tensor.requires_grad}
         for node in self.nodes:
             leaves = pytree.tree_leaves(node.meta.get("val"))
+            # integers get no gradients
             real = any(isinstance(t, Tensor) and t.is_floating_point() for t in leaves)
             if real and not found.isdisjoint(node.all_input_nodes):
                 found.add(node)
@@ -84,7 +86,7 @@ class Program:
         """The buffers that operators write to, with the operators that use them."""
         found = set[fx.Node]()
         for node in self.nodes:
-            if isinstance(node.target, torch._ops.OpOverload):
+            if isinstance(node.target, torch._ops.OpOverload):  # not Python's own, as getitem
                 arguments = node.target._schema.arguments
                 for given, argument in zip(node.args, arguments, strict=False):
                     # Statistics of a batch norm are written without being declared so.
@@ -106,14 +108,15 @@ class _Inputs:
 
     def __call__(self, value: Any) -> list[Any]:
         if isinstance(value, dict) and self._keys is not None and value.keys() == set(self._keys):
-            value = {key: value[key] for key in self._keys}
+            value = {key: value[key] for key in self._keys}  # the order of keys is part of spec
         leaves, spec = pytree.tree_flatten(value)
         if spec != self._spec:
             found = _types(value)
             raise ValueError(f"the stages were traced for {self._types}, and are given {found}")
         for fixed, leaf in zip(self._fixed, leaves, strict=True):
-            if not isinstance(leaf, Tensor) and leaf != fixed:
+            if not isinstance(leaf, Tensor) and leaf != fixed:  # fixed by the trace
                 raise ValueError(f"the stages were traced for {fixed}, and are given {leaf}")
+        # conditions speak of L['value'], and the trace saw at least two examples
         given = {"value": pytree.tree_map_only(Tensor, at_least_two, value)}
         for text, code in self._conditions:
             if not eval(code, {"L": given}):
@@ -139,7 +142,7 @@ class _AnyInput(nn.Module):
         self.module = module
 
     def forward(self, value: Any) -> Any:
-        before = list(self.module.named_buffers())
+        before = list(self.module.named_buffers())  # forward may write to them, not replace them
         if isinstance(value, dict):
             output = self.module(**value)
         else:
@@ -152,7 +155,7 @@ class _AnyInput(nn.Module):
 
 def _export(module: nn.Module, example: Any) -> ExportedProgram:
     """A trace for any sizes; ValueError names the line of user code that prevents it."""
-    sizes = pytree.tree_map(
+    sizes = pytree.tree_map(  # symbols, unless forward fixes them
         lambda t: dict.fromkeys(range(t.dim()), Dim.AUTO) if isinstance(t, Tensor) else None,
         example,
     )
@@ -176,7 +179,7 @@ def _why(error: Exception, module: nn.Module) -> str:
         and frame.filename != __file__
     ]
     where, line = type(module).__name__, ""
-    if outside:
+    if outside:  # [-1]: the innermost
         where, line = f"{outside[-1].filename}:{outside[-1].lineno}", f"`{outside[-1].line}` "
     if isinstance(error, GuardOnDataDependentSymNode):
         return (

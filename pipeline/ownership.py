@@ -28,6 +28,7 @@ class Ownership:
     def __init__(self, partitions: Sequence[nn.Sequential], own: int, model: nn.Module) -> None:
         self._own = own
         self._module = partitions[own]
+        # by tensor: the parts have other names for it
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._names.update((b, name) for name, b in model.named_buffers())
         self.ranks: dict[str, list[int]] = {}
@@ -38,11 +39,11 @@ class Ownership:
                         f"parameter {name} of rank {r} is not one of the model's: give the model "
                         "whose layers these are"
                     )
-                self.ranks.setdefault(self._names[p], []).append(r)
+                self.ranks.setdefault(self._names[p], []).append(r)  # in ascending order
 
     def materialize(self, device: torch.device, initialize: Initialize | None) -> None:
         """Allocate and fill tensors on the meta device; move the others to ``device``."""
-        made: dict[Tensor, Tensor] = {}
+        made: dict[Tensor, Tensor] = {}  # meta -> real: tied tensors stay one
         for module in self._module.modules():
             for table in (module._parameters, module._buffers):
                 for key, tensor in table.items():
@@ -50,7 +51,7 @@ class Ownership:
                         if tensor not in made:
                             made[tensor] = self._make(tensor, device, initialize)
                         table[key] = made[tensor]  # type: ignore[assignment]
-        self._module.to(device)
+        self._module.to(device)  # those that had values
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank."""
@@ -75,5 +76,5 @@ class Ownership:
         with torch.no_grad():
             initialize(name, new)
         made = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-        self._names[made] = name
+        self._names[made] = name  # `parameters` looks it up
         return made

@@ -66,7 +66,7 @@ def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.dev
     partitions: list[list[nn.Module]] = [[]]
     devices = [current]
     for layer, device in layers:
-        if device is not None and device != devices[-1]:
+        if device is not None and device != devices[-1]:  # a new partition
             partitions.append([])
             devices.append(device)
         partitions[-1].append(layer)
@@ -93,6 +93,7 @@ def split_by_sizes(
     partitions, devices, first = nn.ModuleList(), [], 0
     layers = list(modules)
     for part, n in zip(split_into(modules, sizes), sizes, strict=True):
+        # for the devices; it also moves layers that `WithDevice` puts on a GPU
         _, found = _split_module(nn.Sequential(*layers[first : first + n]))
         if len(found) > 1:
             raise ValueError(
@@ -120,7 +121,7 @@ def flatten(
     for layer in modules:  # not named_children(), which skips a repeated layer
         device = inherited
         while isinstance(layer, WithDevice):
-            device = device or layer.device
+            device = device or layer.device  # the outermost wins
             layer = layer.module
         if _is_nested(layer):
             yield from flatten(layer, device)
@@ -164,18 +165,18 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
         )
     before = [0.0, *accumulate(costs)]  # before[k]: cost of the first k layers
     worst = before[:]  # worst[k]: costliest stage of the best cut of the first k layers
-    cuts: list[list[int]] = []
+    cuts: list[list[int]] = []  # per number of stages, by k: the layers before the last stage
     for n in range(2, num_stages + 1):
         previous, worst, cut = worst, [float("inf")] * (L + 1), [0] * (L + 1)
-        for k in range(n, L + 1):
+        for k in range(n, L + 1):  # a layer per stage at least
             cut[k] = min(range(n - 1, k), key=lambda c: max(previous[c], before[k] - before[c]))
             worst[k] = max(previous[cut[k]], before[k] - before[cut[k]])
         cuts.append(cut)
     sizes, end = [], L
-    for cut in reversed(cuts):
+    for cut in reversed(cuts):  # from the last stage to the second
         sizes.append(end - cut[end])
         end = cut[end]
-    return [end, *reversed(sizes)]
+    return [end, *reversed(sizes)]  # end: what is left for the first
 
 
 def measure_costs(
@@ -197,7 +198,7 @@ def measure_costs(
             value = _forward_backward(layer, value, loss_fn if k + 1 == len(layers) else None)
             times.append(time.perf_counter() - start)
         rounds.append(times)
-    return [min(times) for times in zip(*rounds[1:], strict=True)]
+    return [min(times) for times in zip(*rounds[1:], strict=True)]  # without the warm-up
 
 
 def _forward_backward(layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any] | None) -> Any:
@@ -207,7 +208,7 @@ def _forward_backward(layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any
 
     def enter(t: Tensor) -> Tensor:
         moved = t.detach() if device is None else t.detach().to(device)
-        return moved.requires_grad_(t.requires_grad)
+        return moved.requires_grad_(t.requires_grad)  # a leaf: this layer's graph begins here
 
     with torch.enable_grad():
         value = pytree.tree_map_only(Tensor, enter, value)
@@ -238,14 +239,14 @@ def place(
             f"sizes {list(sizes)} on {len(devices)} devices: one number per device, their sum the "
             f"{len(layers)} layers"
         )
-    home: dict[nn.Parameter, torch.device] = {}
+    home: dict[nn.Parameter, torch.device] = {}  # of each parameter, its first stage's
     replicas: dict[nn.Parameter, nn.Parameter] = {}
     placed: list[nn.Module] = []
     rest = iter(layers)
     for size, name in zip(sizes, devices, strict=True):
-        device = torch.device(name)
+        device = torch.device(name)  # may be logical: cpu:1
         physical = torch.device("cpu") if device.type == "cpu" else device
-        copies: dict[nn.Parameter, nn.Parameter] = {}
+        copies: dict[nn.Parameter, nn.Parameter] = {}  # original -> copy, for this stage
         for _ in range(size):
             layer = next(rest)
             for module in layer.modules():
@@ -254,6 +255,7 @@ def place(
                         if parameter not in copies:
                             copies[parameter] = _copy(parameter, physical)
                         module._parameters[key] = copies[parameter]
+            # after the swap: `to` would move the original, too
             placed.append(WithDevice(layer.to(physical), device))
         replicas.update((copy, original) for original, copy in copies.items())
     return nn.Sequential(*placed), replicas

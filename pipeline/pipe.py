@@ -97,7 +97,7 @@ class Pipe(nn.Module):
         self._workers = [self.in_queues.index(queue) for queue in self.in_queues]
         workers = sorted(set(self._workers))
         self._ranks = [workers.index(k) for k in self._workers]  # as schedules count them
-        if sizes is None:
+        if sizes is None:  # a rank per stage, even where a device has several
             self._ranks = [*range(len(self.devices))]
         self._stages: list[Stage] = []  # of the forward in progress
 
@@ -137,13 +137,13 @@ class Pipe(nn.Module):
         """The same clocks, last stage first; the inputs' ``gradients`` replace the outputs'."""
         n = len(stages)
         actions = [Action(BACKWARD, n - 1 - j, i) for i, j in self._all_clocks(len(gradients))]
-        flow = Dataflow(
+        flow = Dataflow(  # down: n + 1 channels, from the output's gradient to the input's
             stages, {}, channels(range(n + 1)), recorder=self.recorder, retain_graph=retain_graph
         )
-        for i, gradient in enumerate(gradients):
+        for i, gradient in enumerate(gradients):  # one entry per leaf of the output
             flow.down[n].put(i, gradient)
         self._run_flow(flow, actions)
-        gradients[:] = [flow.down[0].get(i) for i in range(len(gradients))]
+        gradients[:] = [flow.down[0].get(i) for i in range(len(gradients))]  # all workers are done
 
     def compute(self, batches: list[Any], schedule: Sequence[tuple[int, int]]) -> None:
         """Run each (i, j) of ``schedule``, partition j on ``batches[i]``, in place.
@@ -152,13 +152,13 @@ class Pipe(nn.Module):
         in sequence. A partition starts on a micro-batch as soon as the previous partition is done
         with it: nobody waits for the end of a clock.
         """
-        stages = self._stages or self._new_stages()
+        stages = self._stages or self._new_stages()  # not within `forward`: stages of their own
         flow = Dataflow(stages, channels(range(len(stages) + 1)), {}, recorder=self.recorder)
         reached: dict[int, int] = {}  # by micro-batch, the last partition that it has passed
         for i, j in schedule:
             if i not in reached:
                 flow.up[j].put(i, batches[i])
-                batches[i] = None
+                batches[i] = None  # this list does not keep the input alive
             elif j != reached[i] + 1:
                 raise ValueError(
                     f"partition {j} for micro-batch {i} comes after partition {reached[i]}: "
@@ -167,7 +167,7 @@ class Pipe(nn.Module):
             reached[i] = j
         self._run_flow(flow, [Action(FORWARD, j, i) for i, j in schedule])
         for i, j in reached.items():
-            batches[i] = flow.up[j + 1].get(i)
+            batches[i] = flow.up[j + 1].get(i)  # here already: _run_flow has waited
 
     def _all_clocks(self, num_batches: int) -> list[tuple[int, int]]:
         """The pairs of all clocks, in order. ValueError unless each appears once."""
@@ -183,14 +183,14 @@ class Pipe(nn.Module):
     def _run_flow(self, flow: Dataflow, actions: Sequence[Action]) -> list[int]:
         """Each worker does the actions of its stages, in this order; returns, by worker, the most
         micro-batches it held."""
-        by_worker: dict[int, list[Action]] = {}
+        by_worker: dict[int, list[Action]] = {}  # by the first stage of the worker
         for action in actions:
             by_worker.setdefault(self._workers[action.stage], []).append(action)
-        context = Context()
+        context = Context()  # the caller's, for every worker
         jobs = [
             (s, Task(partial(flow.run, mine), context)) for s, mine in sorted(by_worker.items())
         ]
-        return self._crew.run(jobs, stop=flow.stop)
+        return self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
 
     def train_step(
         self,
@@ -216,13 +216,13 @@ class Pipe(nn.Module):
             stages = self._new_stages()
             with hooks_held(trained_parameters(stages, self.replicas)), torch.enable_grad():
                 loss = self._run(stages, x, target, loss_fn, schedule, num_microbatches, scale)
-            own, tied = gradients_by_stage(stages, self.replicas)
+            own, tied = gradients_by_stage(stages, self.replicas)  # all workers are done
             if any(has_hooks(p) for gradients in own for p in gradients):
                 for gradients in own:
                     deliver(gradients)
             else:
-                self.run_on_stages(lambda s: deliver(own[s]))
-            deliver(tied)
+                self.run_on_stages(lambda s: deliver(own[s]))  # in parallel, on their workers
+            deliver(tied)  # each a sum over several stages
             return loss
 
     def run_on_stages(self, function: Callable[[int], T]) -> list[T]:
@@ -234,7 +234,7 @@ class Pipe(nn.Module):
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:
         """Per stage, the parameters it owns; a tied parameter belongs to its first stage."""
-        seen: set[nn.Parameter] = set(self.replicas)
+        seen: set[nn.Parameter] = set(self.replicas)  # a copy has no owner
         owned: list[list[nn.Parameter]] = []
         for partition in self.partitions:
             owned.append([p for p in partition.parameters() if p not in seen])
@@ -255,22 +255,23 @@ class Pipe(nn.Module):
             sizes = partial(microbatch.sizes_by_split, split_size=self.split_size)
         else:
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
-        inputs, targets = microbatch.cut(x, target, sizes)
+        inputs, targets = microbatch.cut(x, target, sizes)  # one each per micro-batch
         refuse_hooks([*self._uncalled, ("the Pipe", self)])
         losses = Losses(loss_fn, targets, scale, stages[-1].memory)
         n = len(stages)
         for stage in stages:
             stage.num_microbatches = len(inputs)
+        # up: into every stage, none for the loss; down: into every stage but the last
         flow = Dataflow(stages, channels(range(n)), channels(range(1, n)), losses, self.recorder)
         for i, value in enumerate(inputs):
-            flow.up[0].put(i, value)
-        _, actions = plan(schedule, self._ranks, len(targets))
+            flow.up[0].put(i, value)  # all at once: the channel holds them
+        _, actions = plan(schedule, self._ranks, len(targets))  # of all ranks, by clock
         self.peak_alive = self._run_flow(flow, actions)
         return losses.total()
 
     def _new_stages(self, num_microbatches: int = 0) -> list[Stage]:
-        seed = StepSeed()
-        stages, layers = [], 0
+        seed = StepSeed()  # one for all stages
+        stages, layers = [], 0  # layers: those of the stages before
         for j, device in enumerate(self.devices):
             partition = cast(nn.Sequential, self.partitions[j])
             stages.append(Stage(j, partition, device, seed, layers, recompute=self.recompute))

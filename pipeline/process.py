@@ -126,17 +126,20 @@ class ProcessPipe:
         self.device = torch.device(device)
         self.layers = layers
         self.peak_alive = 0
-        self._parts = split_into(layers, sizes)
+        self._parts = split_into(layers, sizes)  # by stage, other ranks' too
         self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
-        by_rank = [nn.Sequential() for _ in range(world_size)]
+        by_rank = [nn.Sequential() for _ in range(world_size)]  # by rank, the layers of its stages
         for part, r in zip(self._parts, self.ranks, strict=True):
             by_rank[r].extend(part)
         self.module = by_rank[self.rank]
         self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
         self._by_layer, self._early, self._recompute = by_layer, early_gradients, recompute
+        # names first: `materialize` replaces this rank's meta tensors
         self._ownership = Ownership(by_rank, self.rank, layers if model is None else model)
-        self._ownership.materialize(self.device, initialize)
+        self._ownership.materialize(self.device, initialize)  # this rank's only
+        # name -> the ranks that share it
         tied = {name: users for name, users in self._ownership.ranks.items() if len(users) > 1}
+        # connects: all ranks are here together
         self._neighbours = Neighbours(
             self.ranks, self.rank, tied, group, self.device, share_memory, timeout, self._acting,
         )  # fmt: skip
@@ -176,21 +179,23 @@ class ProcessPipe:
             stages = self._stages(seed)
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
             inputs, targets = microbatch.cut(x, target, sizes)
-            lists, _ = plan(schedule, self.ranks, len(inputs))
+            lists, _ = plan(schedule, self.ranks, len(inputs))  # by rank
             tied = self._ownership.tied()
             self._deliver_early(stages, tied.values())
+            # inside, the last backward delivers what is complete
             with hooks_held(list(self.module.parameters())):
                 loss = self._run(stages, inputs, targets, loss_fn, lists, scale)
+            # per stage, what is left: read before `gradients_by_stage` takes it
             found = [(k.index, dict(zip(k.parameters, k.gradients, strict=True))) for k in stages]
-            parts = {
+            parts = {  # by name, then by stage: this rank's
                 name: {s: gradients[p] for s, gradients in found if p in gradients}
                 for name, p in tied.items()
             }
-            own, both = gradients_by_stage(stages, {})
-            for p in tied.values():
+            own, both = gradients_by_stage(stages, {})  # both: of several stages of this rank
+            for p in tied.values():  # their sums are over all ranks, and come next
                 for gradients in (*own, both):
                     gradients.pop(p, None)
-            sums = self._neighbours.sum_tied(tied, parts)
+            sums = self._neighbours.sum_tied(tied, parts)  # waits for the ranks that share them
             for gradients in (*own, both, sums):
                 deliver(gradients)
             return loss
@@ -211,20 +216,20 @@ class ProcessPipe:
         cache) belongs to this rank: its layers get it as the last element of their input tuple, and
         it is not sent on.
         """
-        outputs: dict[int, Any] = {}
+        outputs: dict[int, Any] = {}  # by micro-batch; empty without the last stage
 
         def loss_of(output: Any, numbered: tuple[int, Any]) -> Tensor:
             i, part = numbered
             outputs[i] = output
             return torch.zeros(()) if loss_fn is None else loss_fn(output, part)
 
-        target = x if loss_fn is None else target
+        target = x if loss_fn is None else target  # not looked at, only cut
         sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         with self._step(), torch.no_grad(), _evaluating(self.layers):
             inputs, targets = microbatch.cut(x, target, sizes)
-            numbered = list(enumerate(targets))
+            numbered = list(enumerate(targets))  # `loss_of` needs i
             stages = self._stages(StepSeed(peek=True), beside)
-            lists = forwards(self.ranks, len(inputs))
+            lists = forwards(self.ranks, len(inputs))  # by rank
             loss = self._run(stages, inputs, numbered, loss_of, lists, scale)
             joined = microbatch.join([outputs[i] for i in sorted(outputs)]) if outputs else None
         return (None if loss_fn is None else loss), joined
@@ -261,10 +266,10 @@ class ProcessPipe:
             raise RuntimeError(f"the pipe cannot be used any more: {self._broken}; make a new one")
         try:
             yield
-            self._neighbours.flush()
+            self._neighbours.flush()  # sends may still be under way
         except BaseException as error:
             self._broken = _in_one_line(error)
-            self._neighbours.fail(self._broken)
+            self._neighbours.fail(self._broken)  # before the sleep: others may be waiting
             if isinstance(error, PeerError):
                 time.sleep(_GRACE)
             raise
@@ -279,16 +284,16 @@ class ProcessPipe:
                     s, module, self.device, seed, first_layer, self._by_layer, self._recompute
                 )
                 if s in self._neighbours.up:
-                    stage.shared_before = self._neighbours.up[s].shared
+                    stage.shared_before = self._neighbours.up[s].shared  # filled as messages arrive
                 stages.append(stage)
-            first_layer += len(part)
+            first_layer += len(part)  # other ranks' layers count, too
         return stages
 
     def _deliver_early(self, stages: Sequence[Stage], tied: Collection[nn.Parameter]) -> None:
         """Delivers a layer's gradients to ``.grad`` during the last backward, so that data-parallel
         buckets can leave before it ends. Held back: parameters with parts on other stages, and
         those with hooks, which `hooks_held` silences."""
-        uses = Counter(p for stage in stages for p in {*stage.parameters})
+        uses = Counter(p for stage in stages for p in {*stage.parameters})  # stages of this rank
         several = {p for p, n in uses.items() if n > 1}
         hooked = {p for p in uses if p._backward_hooks}
         for stage in stages:
@@ -306,15 +311,16 @@ class ProcessPipe:
         refuse_hooks(self._uncalled)
         for stage in stages:
             stage.num_microbatches = len(inputs)
-        losses = Losses(loss_fn, targets, scale, stages[-1].memory)
+        losses = Losses(loss_fn, targets, scale, stages[-1].memory)  # used by the last stage only
         here = [s for s in self._own if s > 0 and s - 1 in self._own]  # fed by a stage of this rank
         up: dict[int, Any] = {**channels([0, *here]), **self._neighbours.up}
-        down = {**channels(here), **self._neighbours.down}
+        down = {**channels(here), **self._neighbours.down}  # within this rank; to others
         flow = Dataflow(stages, up, down, losses, self.recorder)
         for i, value in enumerate(inputs):
             up[0].put(i, value)  # without stage 0 on this rank, nobody takes it
-        self.peak_alive = flow.run(self._halved(lists[self.rank]))
+        self.peak_alive = flow.run(self._halved(lists[self.rank]))  # on the calling thread
         last = self.rank == self.ranks[-1]
+        # every rank waits here until the last stage has the loss
         return self._neighbours.from_last(losses.total().double() if last else None)
 
     def _halved(self, actions: Sequence[Action]) -> list[Action]:
@@ -341,8 +347,8 @@ class _With(nn.Module):
         self.layers, self.beside = layers, beside
 
     def forward(self, value: tuple[Any, ...]) -> Any:
-        output = self.layers((*value, self.beside))
-        return output[:-1] if isinstance(output, tuple) else output
+        output = self.layers((*value, self.beside))  # to the first of the layers
+        return output[:-1] if isinstance(output, tuple) else output  # `beside` stays here
 
 
 @contextmanager
@@ -352,7 +358,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for m in training:
+        for m in training:  # the others were in evaluation before
             m.training = True
 
 

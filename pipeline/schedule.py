@@ -89,11 +89,12 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     clocks down."""
     check_sizes(num_stages, num_microbatches)
     schedule: Schedule = [[] for _ in range(num_stages)]
-    clocks = list(clock_cycles(num_microbatches, num_stages))
+    clocks = list(clock_cycles(num_microbatches, num_stages))  # per clock, its (i, s)
     for clock in clocks:
         for i, s in clock:
             schedule[s].append(Action(FORWARD, s, i))
     for clock in clocks:
+        # mirrored: here s counts from the last stage
         for i, s in clock:
             schedule[-1 - s].append(Action(BACKWARD, num_stages - 1 - s, i))
     return schedule
@@ -104,11 +105,11 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     check_sizes(num_stages, num_microbatches)
     schedule = []
     for s in range(num_stages):
-        warm_up = min(num_microbatches, num_stages - s - 1)
+        warm_up = min(num_microbatches, num_stages - s - 1)  # forwards ahead of the pairs F, B
         actions = [Action(FORWARD, s, i) for i in range(warm_up)]
         for i in range(warm_up, num_microbatches):  # steady state
             actions += [Action(FORWARD, s, i), Action(BACKWARD, s, i - warm_up)]
-        cool_down = range(num_microbatches - warm_up, num_microbatches)
+        cool_down = range(num_microbatches - warm_up, num_microbatches)  # their forwards are done
         schedule.append(actions + [Action(BACKWARD, s, i) for i in cool_down])
     return schedule
 
@@ -119,7 +120,7 @@ def sequential(num_stages: int, num_microbatches: int) -> Schedule:
     This is naive model parallelism, the baseline for a pipeline.
     """
     check_sizes(num_stages, num_microbatches)
-    return [
+    return [  # the same list for every stage: F0 B0 F1 B1 ...
         [Action(kind, s, i) for i in range(num_microbatches) for kind in (FORWARD, BACKWARD)]
         for s in range(num_stages)
     ]
@@ -132,9 +133,9 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
         halves: list[Action] = []
         for kind, _, i in actions:
             halves.append(Action(BACKWARD_INPUT if kind is BACKWARD else kind, s, i))
-            if kind is BACKWARD and i >= s:
+            if kind is BACKWARD and i >= s:  # W: s micro-batches late
                 halves.append(Action(BACKWARD_WEIGHT, s, i - s))
-        rest = range(max(num_microbatches - s, 0), num_microbatches)
+        rest = range(max(num_microbatches - s, 0), num_microbatches)  # the last s, or all if m < s
         schedule.append(halves + [Action(BACKWARD_WEIGHT, s, i) for i in rest])
     return schedule
 
@@ -149,7 +150,7 @@ def forwards(ranks: Sequence[int], num_microbatches: int) -> Schedule:
 
 def ranks_of(schedule: Schedule) -> list[int]:
     """The rank of each stage. ValueError unless each stage is on exactly one rank."""
-    ranks: dict[int, int] = {}
+    ranks: dict[int, int] = {}  # by stage
     for r, actions in enumerate(schedule):
         for action in actions:
             if ranks.setdefault(action.stage, r) != r:
@@ -178,7 +179,7 @@ def clock_cycles(num_batches: int, num_partitions: int) -> Iterator[list[tuple[i
         4             (2,2)
     """
     for k in range(num_batches + num_partitions - 1):
-        first = max(0, k - num_batches + 1)
+        first = max(0, k - num_batches + 1)  # partitions before it have had all batches
         yield [(k - j, j) for j in range(first, min(k + 1, num_partitions))]
 
 
@@ -188,8 +189,8 @@ def clock_table(schedule: Schedule) -> list[list[Action | None]]:
     Raises ValueError, naming a waiting action, if the schedule deadlocks.
     """
     num_stages = len(ranks_of(schedule))
-    position = [0] * len(schedule)
-    done: set[Action] = set()
+    position = [0] * len(schedule)  # by rank: the index of its next action
+    done: set[Action] = set()  # ended before this clock
     rows: list[list[Action | None]] = []
     while any(p < len(actions) for p, actions in zip(position, schedule, strict=True)):
         row: list[Action | None] = []
@@ -198,9 +199,9 @@ def clock_table(schedule: Schedule) -> list[list[Action | None]]:
                 needed in done for needed in dependencies(actions[p], num_stages)
             )
             row.append(actions[p] if ready else None)
-        if not any(row):
+        if not any(row):  # nobody can start, now or ever
             raise ValueError(_deadlock(schedule, position, done))
-        for r, action in enumerate(row):
+        for r, action in enumerate(row):  # after the row: its actions start at the same time
             if action is not None:
                 position[r] += 1
                 done.add(action)
@@ -216,7 +217,7 @@ def dependencies(action: Action, num_stages: int) -> list[Action]:
     if kind is BACKWARD_WEIGHT:
         return [Action(BACKWARD_INPUT, s, i)]
     own = Action(FORWARD, s, i)
-    return [own, Action(kind, s + 1, i)] if s + 1 < num_stages else [own]
+    return [own, Action(kind, s + 1, i)] if s + 1 < num_stages else [own]  # B waits for B, I for I
 
 
 def validate(schedule: Schedule, num_microbatches: int) -> None:
@@ -228,8 +229,8 @@ def validate(schedule: Schedule, num_microbatches: int) -> None:
     """
     ranks = ranks_of(schedule)
     for r, actions in enumerate(schedule):
-        halved = {(s, i) for kind, s, i in actions if kind in _HALVES}
-        expected = {
+        halved = {(s, i) for kind, s, i in actions if kind in _HALVES}  # backward is in two halves
+        expected = {  # what rank r must do, each once
             Action(kind, s, i)
             for s in range(len(ranks))
             if ranks[s] == r
@@ -243,9 +244,9 @@ def validate(schedule: Schedule, num_microbatches: int) -> None:
             if action in seen:
                 raise ValueError(f"stage {action.stage}: {action} is there twice")
             seen.add(action)
-        for action in sorted(expected - seen):
+        for action in sorted(expected - seen):  # the first one raises
             raise ValueError(f"stage {action.stage}: {action} is missing")
-    clock_table(schedule)
+    clock_table(schedule)  # raises if the lists deadlock
 
 
 def peak_alive(schedule: Schedule) -> list[int]:
@@ -255,7 +256,7 @@ def peak_alive(schedule: Schedule) -> list[int]:
     for actions in schedule:
         alive = peak = 0
         for action in actions:
-            alive += _BORN.get(action.kind, 0)
+            alive += _BORN.get(action.kind, 0)  # I frees nothing: W still needs its operands
             peak = max(peak, alive)
         peaks.append(peak)
     return peaks
@@ -263,7 +264,7 @@ def peak_alive(schedule: Schedule) -> list[int]:
 
 def bubble(schedule: Schedule) -> Fraction:
     """The idle share of all ranks' clocks, with one clock per action, be it B or I."""
-    slots = [action for row in clock_table(schedule) for action in row]
+    slots = [action for row in clock_table(schedule) for action in row]  # ranks x clocks
     return Fraction(slots.count(None), len(slots))
 
 
@@ -273,7 +274,7 @@ def draw(schedule: Schedule) -> str:
     ranks = ranks_of(schedule)
     word = "stage" if len(ranks) == len(schedule) else "rank"
     lines = []
-    for r, column in enumerate(zip(*clock_table(schedule), strict=True)):
+    for r, column in enumerate(zip(*clock_table(schedule), strict=True)):  # the clocks of rank r
         cells = ["." if action is None else name_of(action, ranks) for action in column]
         width = max(len(name_of(action, ranks)) for action in schedule[r])
         lines.append(f"{word} {r}: " + " ".join(f"{cell:{width}}" for cell in cells).rstrip())
@@ -282,7 +283,7 @@ def draw(schedule: Schedule) -> str:
 
 def name_of(action: Action, ranks: Sequence[int]) -> str:
     """F0; if its rank, from `ranks_of`, has several stages: F0a, F0b, ..."""
-    mine = [s for s, r in enumerate(ranks) if r == ranks[action.stage]]
+    mine = [s for s, r in enumerate(ranks) if r == ranks[action.stage]]  # its rank's: a, b, ...
     return str(action) + (chr(ord("a") + mine.index(action.stage)) if len(mine) > 1 else "")
 
 

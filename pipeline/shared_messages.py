@@ -54,14 +54,14 @@ class SharedLink:
         self._socket, self._timeout = connection, timeout
         connection.setblocking(False)
         self._buffers: list[Tensor] = []  # for what this rank sends
-        self._free: list[int] = []
-        self._theirs: dict[int, Tensor] = {}
+        self._free: list[int] = []  # numbers of those that the other end has copied out
+        self._theirs: dict[int, Tensor] = {}  # the other end's buffers, by number
         self._arrived: deque[tuple[bytes, int, int]] = deque()  # head, buffer, bytes of body
         self._lost: str | None = None
 
     def send(self, message: Message) -> None:
         """Does not wait until it is received."""
-        self._look()
+        self._look()  # above all, which buffers are free again
         if self._lost is not None:
             raise PeerError(self._lost)
         if len(message.head) > _PACKET - _PLACE.size:
@@ -72,11 +72,11 @@ class SharedLink:
             )
         k, descriptors = self._buffer(message.nbytes)
         try:
-            message.write(self._buffers[k])
+            message.write(self._buffers[k])  # before the packet: it may be read at once
             self._send(_PLACE.pack(_MESSAGE, k, message.nbytes) + message.head, descriptors)
         finally:
             for descriptor in descriptors:
-                os.close(descriptor)
+                os.close(descriptor)  # mapped here, and sent: the receiver has its own
 
     def receive(self) -> tuple[bytes, Tensor]:
         """Wait for the next message: its head and its body."""
@@ -86,7 +86,7 @@ class SharedLink:
             self._wait(select.POLLIN)
             self._look()
         head, k, nbytes = self._arrived.popleft()
-        body = self._theirs[k][:nbytes].clone()
+        body = self._theirs[k][:nbytes].clone()  # a copy: the buffer is about to be overwritten
         with contextlib.suppress(PeerError):  # the sender may have ended since
             self._send(_PLACE.pack(_FREE, k, 0), [])
         return head, body
@@ -118,7 +118,7 @@ class SharedLink:
         else:
             k = len(self._buffers)
             self._buffers.append(torch.empty(0))
-        descriptor = os.memfd_create("pipeline")
+        descriptor = os.memfd_create("pipeline")  # closed by `send`
         os.ftruncate(descriptor, nbytes)
         self._buffers[k] = _mapped(descriptor)
         return k, [descriptor]
@@ -126,38 +126,38 @@ class SharedLink:
     def _send(self, packet: bytes, descriptors: Sequence[int]) -> None:
         while True:
             try:
-                socket.send_fds(self._socket, [packet], descriptors)
+                socket.send_fds(self._socket, [packet], descriptors)  # all of it or nothing
                 return
             except BlockingIOError:  # the other end has left hundreds of messages unread
-                self._wait(select.POLLIN | select.POLLOUT)
+                self._wait(select.POLLIN | select.POLLOUT)  # read, too: both ends may be full
                 self._look()
             except ConnectionError:
-                self._look()
+                self._look()  # it may have said why
                 raise PeerError(self._lost or "it has ended") from None
 
     def _wait(self, event: int) -> None:
         poll = select.poll()
         poll.register(self._socket, event)
-        if not poll.poll(self._timeout * 1000):
+        if not poll.poll(self._timeout * 1000):  # milliseconds
             raise PeerError(f"it has been silent for {self._timeout:g} s")
 
     def _look(self) -> None:
         """Read all packets that have arrived."""
         with contextlib.suppress(BlockingIOError):
-            while self._lost is None:
+            while self._lost is None:  # until BlockingIOError: all are read
                 packet, descriptors = _read(self._socket)
                 if packet[:1] in (_MESSAGE, _FREE):
                     kind, k, nbytes = _PLACE.unpack_from(packet)
                     if kind == _FREE:
-                        self._free.append(k)
+                        self._free.append(k)  # one of our own buffers
                         continue
-                    for descriptor in descriptors:
+                    for descriptor in descriptors:  # new, or larger than the one before
                         self._theirs[k] = _mapped(descriptor)
                         os.close(descriptor)
                     self._arrived.append((packet[_PLACE.size :], k, nbytes))
                 elif packet:
                     self._lost = f"it has failed: {packet[1:].decode(errors='replace')}"
-                else:
+                else:  # end of file
                     self._lost = "it has ended"
 
 
@@ -171,24 +171,24 @@ def open_shared_links(
     """
     rank = dist.get_rank(group)
     listener = _listen(len(pairs))
-    secret = os.urandom(16)
+    secret = os.urandom(16)  # this rank's; only the ranks of the group learn it
     own = (listener.getsockname(), secret) if listener else None
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group)
+    dist.all_gather_object(everyone, own, group)  # now all are listening
     connections: dict[int, socket.socket] = {}
     works = all(everyone)
     with contextlib.suppress(OSError):
         for low, high in pairs if works else ():
             if low == rank:
-                connections[high] = _connect(everyone[high], rank)
+                connections[high] = _connect(everyone[high], rank)  # accepted later, from a backlog
     works = works and len(connections) == sum(low == rank for low, _ in pairs)
-    dist.all_gather_object(everyone, works, group)
+    dist.all_gather_object(everyone, works, group)  # now: who has connected
     try:
         if listener is None or not all(everyone):
             for connection in connections.values():
                 connection.close()
             return None
-        for _ in [low for low, high in pairs if high == rank]:
+        for _ in [low for low, high in pairs if high == rank]:  # one for each lower peer; any order
             peer, connection = _accept(listener, secret)
             connections[peer] = connection
         return {peer: SharedLink(c, timeout) for peer, c in sorted(connections.items())}
@@ -235,13 +235,13 @@ def _accept(listener: socket.socket, secret: bytes) -> tuple[int, socket.socket]
         with contextlib.suppress(OSError):
             hello = connection.recv(64)
             if hello[: len(secret)] == secret:
-                return int(hello[len(secret) :]), connection
+                return int(hello[len(secret) :]), connection  # the peer's rank
         connection.close()
 
 
 def _mapped(descriptor: int) -> Tensor:
     size = os.fstat(descriptor).st_size
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)  # keeps the mapping
 
 
 def _read(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -116,10 +116,10 @@ class Stage:
         self._looked = False  # whether the first micro-batch was checked for hidden inputs
         self._recompute = recompute
         by_layer = by_layer and recompute == NEVER
-        cut = segments(list(module), LAYERS if by_layer else recompute)
-        firsts = accumulate(map(len, cut), initial=first_layer)
+        cut = segments(list(module), LAYERS if by_layer else recompute)  # per part, its layers
+        firsts = accumulate(map(len, cut), initial=first_layer)  # counted in the whole model
         self._parts = [_Part(*part) for part in zip(cut, firsts, strict=False)]
-        uses = Counter(p for part in self._parts for p in part.parameters)
+        uses = Counter(p for part in self._parts for p in part.parameters)  # parts that use it
         self._shared = {p for p, n in uses.items() if n > 1}  # each has one sum per micro-batch
 
     @property
@@ -137,21 +137,21 @@ class Stage:
         ``tail`` (on the last stage: the loss) runs after the layers, in the last layer's graph.
         Without grad mode nothing is kept.
         """
-        kept, watch = _Kept(tail=tail), Watch()
+        kept, watch = _Kept(tail=tail), Watch()  # one watch for all parts
         for part in self._parts:
             graph = _Graph(self.memory)
-            is_first = self.index == 0 and not kept.graphs
+            is_first = self.index == 0 and not kept.graphs  # the batch is the caller's
             run = partial(self._layers, i, part, graph, watch, tail)
             value = graph.record(value, run, is_first, self._forgets(i, part, tail))
-            kept.graphs.append(graph)
-        self._looked = True
+            kept.graphs.append(graph)  # value: detached, the next part's input
+        self._looked = True  # every layer has run once
         if torch.is_grad_enabled():
             self._kept[i] = kept
         return value
 
     def forgot(self, i: int) -> bool:
         """Whether the backward of micro-batch i starts with a forward: `recompute`."""
-        return self._with_graph(i).graphs[-1].forgotten
+        return self._with_graph(i).graphs[-1].forgotten  # where backward starts
 
     def recompute(self, i: int) -> None:
         """Run the forward of micro-batch i, or of its last segment, again. Backward would do it
@@ -167,16 +167,16 @@ class Stage:
         """
         kept = self._with_graph(i)
         if not retain_graph:
-            del self._kept[i]
-        graphs = list(kept.graphs) if retain_graph else kept.graphs
-        sums: Gradients = {}
-        for k, part in reversed(list(enumerate(self._parts))):
+            del self._kept[i]  # no longer alive, even if what follows raises
+        graphs = list(kept.graphs) if retain_graph else kept.graphs  # popped: freed part by part
+        sums: Gradients = {}  # of parameters that get more from this micro-batch
+        for k, part in reversed(list(enumerate(self._parts))):  # dx is the next part's dy
             self._run_again(i, kept, k)
             graph = graphs.pop()
             gradients = self._differentiate(graph, part, gradients, sums, retain_graph)
-            add_products(graph.products, self._totals, sums, self._shared)
+            add_products(graph.products, self._totals, sums, self._shared)  # the weights' half
             self._hand_over(part, sums)
-        add_in_place(self._totals, sums, gradients)
+        add_in_place(self._totals, sums, gradients)  # not in the memory of the input's gradients
         self._ended += 1
         return list(gradients)
 
@@ -187,7 +187,7 @@ class Stage:
             self._run_again(i, kept, k)
             graph = kept.graphs[k]
             gradients = self._differentiate(graph, part, gradients, kept.sums)
-            graph.release()
+            graph.release()  # x and y; products keep what the second half needs
         kept.halved = True
         return list(gradients)
 
@@ -199,7 +199,7 @@ class Stage:
                 "call backward_input first, and this once"
             )
         kept = self._kept.pop(i)
-        for part in reversed(self._parts):
+        for part in reversed(self._parts):  # in the order of the first half
             products = kept.graphs.pop().products
             add_products(products, self._totals, kept.sums, self._shared)
             self._hand_over(part, kept.sums)
@@ -217,13 +217,13 @@ class Stage:
         complete, and stay."""
         if self.deliver is None or self._ended + 1 != self.num_microbatches:
             return
-        kept = {*sums, *self._shared, *self.held_back}
+        kept = {*sums, *self._shared, *self.held_back}  # incomplete, or held back by the pipe
         whole = [p for p in part.parameters if p in self._totals and p not in kept]
-        self.deliver({p: self._totals.pop(p) for p in whole})
+        self.deliver({p: self._totals.pop(p) for p in whole})  # popped: `deliver` owns them now
 
     def _forgets(self, i: int, part: _Part, tail: Callable[[Any], Any] | None) -> bool:
         if self._recompute == EXCEPT_LAST:
-            return i + 1 != self.num_microbatches
+            return i + 1 != self.num_microbatches  # unknown number (0): all forget
         if self._recompute == LAYERS and part is self._parts[-1]:
             return tail is None  # after the loss, its backward is next
         return self._recompute != NEVER
@@ -242,6 +242,7 @@ class Stage:
         tail: Callable[[Any], Any] | None,
         value: Any,
     ) -> Any:
+        # training: gradients are wanted, in whatever mode the layers are
         leaves, training = pytree.tree_leaves(value), torch.is_grad_enabled()
         shared = self.shared_before.get(i, ()) if part is self._parts[0] else ()
         watch.add(leaves[k] for k in (*graph.shared, *shared))
@@ -250,7 +251,7 @@ class Stage:
         if tail and part is self._parts[-1]:
             layers.append(tail)
         name = ""
-        for k, layer in enumerate(layers, part.first_layer):
+        for k, layer in enumerate(layers, part.first_layer):  # k: in the whole model; seeds draws
             name = layer_name(k, layer)
             with ExitStack() as around:
                 if training:
@@ -259,7 +260,7 @@ class Stage:
                     around.enter_context(unchanged(layer, name))
                 around.enter_context(self._randomness.of(self._seed, k, i))
                 value = layer(value)
-            watch.check(name)
+            watch.check(name)  # after each, to name the culprit
             if not self._looked and training:
                 strangers.refuse(value, name)
         refuse_hidden(value, name)
@@ -289,8 +290,10 @@ class Stage:
             NoDraws(),
         ):
             result, found, others = graph.differentiate(part.parameters, gradients, retain_graph)
+        # these get more when the products are computed: so they are not complete
         late = {p for product in graph.products for p in (product.weight, product.bias)}
-        add_to(sums, found, {*late, *self._shared}, others)
+        add_to(sums, found, {*late, *self._shared}, others)  # moves them out of `found`
+        # memory that is still read: no total may lie there
         held = [*others, *sums.values(), *(product.dy for product in graph.products)]
         add_in_place(self._totals, found, held)
         return result

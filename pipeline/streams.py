@@ -21,7 +21,7 @@ class Streams:
     """The current stream of every device, in the thread that makes this."""
 
     def __init__(self) -> None:
-        devices = range(cuda.device_count() if cuda.is_initialized() else 0)
+        devices = range(cuda.device_count() if cuda.is_initialized() else 0)  # not in use: none
         self._streams = [cuda.current_stream(device) for device in devices]
 
     @contextmanager
@@ -39,13 +39,14 @@ class Streams:
     @contextmanager
     def resume(self) -> Iterator[None]:
         """Like `enter`, but after the work of the current streams and before their next work."""
-        here = Streams()
-        self._wait_for(here)
+        here = Streams()  # of the thread that runs backward
+        self._wait_for(here)  # its kernels so far come before ours
         with self.enter():
             yield
-        here._wait_for(self)
+        here._wait_for(self)  # ours come before its next ones
 
     def _wait_for(self, others: Streams) -> None:
+        # one of the two may be empty: made before CUDA was used
         for own, other in zip(self._streams, others._streams, strict=False):
             if own != other:
-                own.wait_stream(other)
+                own.wait_stream(other)  # the GPU waits, not this thread

@@ -90,14 +90,14 @@ def split(
     if (at is None) == (stages is None):
         raise ValueError(f"at={at}, stages={stages}: give one of the two, as stages=2")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    example = pytree.tree_map_only(
+    example = pytree.tree_map_only(  # of tensors, only shapes and types count
         Tensor, lambda t: at_least_two(t.detach().to(device)), example_inputs
     )
     modes = [(m, m.training) for m in module.modules()]
     try:
         programs = {mode: Program(module.train(mode), example, device) for mode in (True, False)}
     finally:
-        for m, mode in modes:
+        for m, mode in modes:  # one by one: submodules may be in other modes
             m.training = mode
     names = at if stages is None else _balanced(programs, example, stages)
     return _cut(programs, names or ()).train(module.training)
@@ -112,6 +112,7 @@ class Traced(nn.Module):
 
     def __init__(self, programs: dict[bool, Program], begin: Place, end: Place) -> None:
         super().__init__()
+        # both by mode; a tensor is its (owner, key), in the order of code.tensors
         self._code = {mode: _Code(p, begin[mode], end[mode]) for mode, p in programs.items()}
         self._tensors = {
             mode: [self._adopt(*programs[mode].tensors[node]) for node in code.tensors]
@@ -120,10 +121,10 @@ class Traced(nn.Module):
 
     def forward(self, value: Any) -> Any:
         code = self._code[self.training]
-        values = code.enter(value)
+        values = code.enter(value)  # a list, one per node of `takes`
         tensors = [getattr(owner, key) for owner, key in self._tensors[self.training]]
         device = next((t.device for t in (*values, *tensors) if isinstance(t, Tensor)), None)
-        return code.leave(code.run(device, *tensors, *values))
+        return code.leave(code.run(device, *tensors, *values))  # in the order of the placeholders
 
     def _adopt(self, name: str, tensor: Tensor) -> tuple[nn.Module, str]:
         """Registers a tensor under its dotted name. Returns its owner and its key there, since the
@@ -146,16 +147,17 @@ class _Code:
 
     def __init__(self, program: Program, begin: int, end: int) -> None:
         nodes = program.nodes[begin:end]
-        first, last = begin == 0, end == len(program.nodes)
-        takes = program.inputs if first else program.crossing(begin)
+        first, last = begin == 0, end == len(program.nodes)  # of all stages
+        takes = program.inputs if first else program.crossing(begin)  # what the stage before gives
         gives = program.output.args[0] if last else tuple(program.crossing(end))
         used = {node for n in (*nodes, *[program.output] * last) for node in n.all_input_nodes}
         self.tensors = [node for node in program.tensors if node in used]
         self.enter: Callable[[Any], list[Any]] = program.check_inputs if first else list
-        spec = program.exported.call_spec.out_spec
+        spec = program.exported.call_spec.out_spec  # of forward's return value
         self.leave: Callable[[Any], Any] = spec.unflatten if last else tuple
         graph = fx.Graph()
         device = graph.placeholder("stage_device")  # generated code calls torch.device "device"
+        # from the program's nodes to this graph's
         copies = {node: graph.placeholder(node.name) for node in (*self.tensors, *takes)}
 
         def copied(leaf: Any) -> Any:
@@ -163,7 +165,7 @@ class _Code:
             on_device = isinstance(leaf, torch.device) and leaf == program.device
             return device if on_device else copies.get(leaf) if isinstance(leaf, fx.Node) else leaf
 
-        for node in nodes:
+        for node in nodes:  # in order: arguments are copied before their users
             args, kwargs = map_aggregate((node.args, node.kwargs), copied)
             target = _CALLED.get(node.target, node.target)
             copies[node] = graph.create_node(node.op, target, args, kwargs, node.name)
@@ -176,13 +178,15 @@ class _Code:
 
 def _cut(programs: dict[bool, Program], names: Sequence[str]) -> nn.Sequential:
     """The stages that begin at the first calls of these submodules."""
-    places: list[Place] = [dict.fromkeys(programs, 0)]
+    places: list[Place] = [dict.fromkeys(programs, 0)]  # the first stage begins at 0
     for name in names:
         for program in programs.values():
             if name not in program.starts:
+                # [2:]: after the wrapper and the whole module
                 known = ", ".join(list(program.starts)[2:10])
                 raise ValueError(f"at={name}: forward calls no such submodule, but {known}, ...")
         place = {mode: program.starts[name] for mode, program in programs.items()}
+        # in one of the modes, no operator lies between the two names
         if any(place[mode] <= places[-1][mode] for mode in programs):
             raise ValueError(
                 f"at={list(names)}: nothing is left to compute before {name}; name the submodules "
@@ -190,9 +194,9 @@ def _cut(programs: dict[bool, Program], names: Sequence[str]) -> nn.Sequential:
             )
         places.append(place)
     for mode, program in programs.items():
-        begins = [place[mode] for place in places]
+        begins = [place[mode] for place in places]  # operators before each stage
         for buffer, uses in program.written().items():
-            if len({bisect(begins, k) for k in uses}) > 1:
+            if len({bisect(begins, k) for k in uses}) > 1:  # by operator: its stage, from 1
                 raise ValueError(
                     f"at={list(names)}: the buffer {buffer} is written to and used on several "
                     "stages, which would have different values of it; cut elsewhere"
@@ -203,21 +207,21 @@ def _cut(programs: dict[bool, Program], names: Sequence[str]) -> nn.Sequential:
 
 def _balanced(programs: dict[bool, Program], example: Any, num_stages: int) -> list[str]:
     """The submodules at which the stages after the first begin."""
-    program = programs[True]
+    program = programs[True]  # the mode in which gradients cross
     differentiable = program.differentiable()
-    narrow: dict[int, str] = {}
+    narrow: dict[int, str] = {}  # place -> name, where one differentiable value crosses
     anywhere: dict[int, str] = {}
     for name, place in sorted(program.starts.items(), key=lambda item: item[1]):
         if place > 0 and name in programs[False].starts:
-            anywhere.setdefault(place, name)
+            anywhere.setdefault(place, name)  # of several at a place: the outermost
             if len(differentiable.intersection(program.crossing(place))) == 1:
                 narrow.setdefault(place, name)
     names = list((narrow if len(narrow) + 1 >= num_stages else anywhere).values())
     costs, value = [], example
     with torch.no_grad():
-        for layer in _cut(programs, names).eval():
+        for layer in _cut(programs, names).eval():  # the pieces between all these places, in order
             with FlopCounterMode(display=False) as counter:
                 value = layer(value)
-            costs.append(1.0 + counter.get_total_flops())
-    ends = accumulate(balance(costs, num_stages)[:-1])
-    return [names[end - 1] for end in ends]
+            costs.append(1.0 + counter.get_total_flops())  # 1: no piece is free
+    ends = accumulate(balance(costs, num_stages)[:-1])  # pieces before each stage but the first
+    return [names[end - 1] for end in ends]  # piece k > 0 begins at names[k - 1]

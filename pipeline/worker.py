@@ -63,7 +63,7 @@ class Context:
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self.inference:
+            if self.inference:  # first, because it changes grad mode
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for kind, dtype in self.autocast.items():
@@ -85,10 +85,10 @@ class Task:
 
     def compute(self) -> Any:
         try:
-            with self._context.enter():
+            with self._context.enter():  # on the worker's thread
                 return self._compute()
         except BaseException:
-            self.on_failure()
+            self.on_failure()  # before the answer: others may wait for this task's output
             raise
 
 
@@ -126,22 +126,22 @@ def start_workers(
     devices: Sequence[torch.device],
 ) -> tuple[list[Queue], list[Queue], list[threading.Thread]]:
     """Like `create_workers`, with the thread of each device."""
-    names = [_with_index(device) for device in devices]
-    cpus = [device for device in dict.fromkeys(names) if device.type == "cpu"]
+    names = [_with_index(device) for device in devices]  # cuda is cuda:k, the same worker
+    cpus = [device for device in dict.fromkeys(names) if device.type == "cpu"]  # share the cores
     callers_threads = torch.get_num_threads()
     crew: dict[torch.device, tuple[Queue, Queue, threading.Thread]] = {}
     for device in dict.fromkeys(names):
         in_queue, out_queue = SimpleQueue[Any](), SimpleQueue[Any]()
         up = threading.Event()
-        share = (cpus.index(device), len(cpus)) if device in cpus else None
+        share = (cpus.index(device), len(cpus)) if device in cpus else None  # (k, n)
         arguments = (in_queue, out_queue, device, share, up)
         thread = threading.Thread(target=_run, args=arguments, name=f"pipe-{device}", daemon=True)
         thread.start()
-        if not up.wait(_START_TIMEOUT):
+        if not up.wait(_START_TIMEOUT):  # one at a time: each sets the default
             raise RuntimeError(f"the worker of {device} did not start in {_START_TIMEOUT} s")
         crew[device] = (in_queue, out_queue, thread)
-    torch.set_num_threads(callers_threads)
-    members = [crew[name] for name in names]
+    torch.set_num_threads(callers_threads)  # the last worker's count is the default now
+    members = [crew[name] for name in names]  # one per entry of `devices`; repeats are the same
     return [m[0] for m in members], [m[1] for m in members], [m[2] for m in members]
 
 
@@ -152,7 +152,7 @@ def wait_for(out_queue: Queue, threads: Sequence[threading.Thread]) -> Any:
         with contextlib.suppress(Empty):
             return out_queue.get(timeout=_POLL)
         for thread in threads:
-            if not thread.is_alive() and out_queue.empty():
+            if not thread.is_alive() and out_queue.empty():  # it may have answered before it ended
                 raise RuntimeError(f"the worker thread {thread.name} has ended without an answer")
 
 
@@ -204,8 +204,10 @@ class Crew:
         self._start()
 
     def _start(self) -> None:
+        # in place: the Pipe has the same lists
         self.in_queues[:], self.out_queues[:], self.threads[:] = start_workers(self.devices)
-        queues = list({id(q): q for q in self.in_queues}.values())
+        queues = list({id(q): q for q in self.in_queues}.values())  # each queue once
+        # its arguments must not refer to self, which would never be collected
         self._end = weakref.finalize(self, _end_all, queues, list(dict.fromkeys(self.threads)))
 
     def close(self) -> None:
@@ -246,23 +248,23 @@ class Crew:
         if self.closed:
             raise RuntimeError("the Pipe is closed: make a new one")
         if not self._end.alive or not all(thread.is_alive() for thread in self.threads):
-            self._end()
+            self._end()  # ends those that are left
             self._start()
         answers: list[tuple[bool, Any]] = []
         try:
-            for s, task in jobs:
+            for s, task in jobs:  # all start before the first answer is awaited
                 task.on_failure = stop
                 self.in_queues[s].put(task)
-            for s, _ in jobs:
+            for s, _ in jobs:  # of two jobs of one worker, the first is answered first
                 answers.append(wait_for(self.out_queues[s], self.threads))
                 if answers[-1] == (False, None):
                     raise RuntimeError(f"the worker of stage {s} ({self.devices[s]}) has ended")
         except BaseException:  # Ctrl-C here, or a worker that is gone
-            stop()
+            stop()  # wakes workers that wait for each other
             self._end()  # uncollected answers may still come: the next call starts new workers
             raise
         failures = [payload[1] for ok, payload in answers if not ok]
-        failures.sort(key=lambda error: isinstance(error, Stopped))
+        failures.sort(key=lambda error: isinstance(error, Stopped))  # causes first, in job order
         if failures:
             del answers
             try:
@@ -275,8 +277,8 @@ class Crew:
 def _end_all(in_queues: list[Queue], threads: list[threading.Thread]) -> None:
     """Also run by the garbage collector, in any thread, and at exit: so waits are short."""
     for queue in in_queues:
-        queue.put(None)
+        queue.put(None)  # ends the worker after its current task
     for thread in threads:
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread():  # the collector may run in a worker
             with contextlib.suppress(RuntimeError):
                 thread.join(timeout=1.0)

@@ -51,18 +51,19 @@ class Product:
     def gradient(self, p: nn.Parameter) -> Tensor:
         """dw, or db where p is the bias."""
         if p is self.weight:
-            a, b = self._factors()
+            a, b = self._factors()  # dw = a b
             return a.mm(b).to(p.dtype)  # under autocast x and dy are narrower
         return self.dy.sum(0).to(p.dtype)
 
     def add_gradient(self, p: nn.Parameter, total: Tensor) -> None:
         """Add `gradient` of p to ``total``."""
         if p is self.weight and self.x.dtype == self.dy.dtype == total.dtype:
-            total.addmm_(*self._factors())
+            total.addmm_(*self._factors())  # one kernel, and no dw in memory
         else:
             total.add_(self.gradient(p))
 
     def _factors(self) -> tuple[Tensor, Tensor]:
+        # [N, R] x [R, K], or [K, R] x [R, N]: the shape of the weight
         return (self.dy.t(), self.x) if self.transposed else (self.x.t(), self.dy)
 
 
@@ -77,19 +78,19 @@ def add_products(
     the backward, whenever the halves run.
     """
     uses = Counter(p for product in products for p in (product.weight, product.bias))
-    products.reverse()
+    products.reverse()  # pop takes the last: this keeps backward's order
     while products:
         product = products.pop()
         for p in (product.weight, product.bias):
             if p is None:
                 continue
-            if uses[p] > 1 or p in sums or p in apart:
+            if uses[p] > 1 or p in sums or p in apart:  # this micro-batch has more for p
                 gradient = product.gradient(p)
                 sums[p] = sums[p] + gradient if p in sums else gradient
             elif p in totals:
-                product.add_gradient(p, totals[p])
+                product.add_gradient(p, totals[p])  # in place
             else:
-                totals[p] = product.gradient(p)
+                totals[p] = product.gradient(p)  # new memory, not a view: may be written to
 
 
 def add_to(
@@ -118,8 +119,8 @@ def add_in_place(
     gradient or one of ``others``, because totals are written to. (Autograd hands the same tensor to
     both terms of a sum.)
     """
-    seen = {_storage(t) for t in others if t is not None}
-    sums, terms = [], []
+    seen = {_storage(t) for t in others if t is not None}  # memory already in use
+    sums, terms = [], []  # totals, and what each gets
     for p, gradient in new.items():
         if p in totals:
             sums.append(totals[p])
@@ -154,7 +155,7 @@ class WeightsLater(TorchFunctionMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
-        if func is torch.addmm and len(args) == 3 and not kwargs:
+        if func is torch.addmm and len(args) == 3 and not kwargs:  # transformers' Conv1D
             bias, x, weight = args
             if self._is_ours(x, weight, bias) and bias is not None and bias.dim() == 1:
                 return self._product(x, weight, bias, transposed=False)
@@ -163,7 +164,7 @@ class WeightsLater(TorchFunctionMode):
                 return self._product(*args, None, transposed=False)
         elif func is F.linear:
             x, weight, bias = _linear_arguments(*args, **kwargs)
-            if self._is_ours(x, weight, bias) and x.dim() > 1:
+            if self._is_ours(x, weight, bias) and x.dim() > 1:  # a vector has no rows
                 return self._product(x, weight, bias, transposed=True)
         return func(*args, **kwargs)
 
@@ -176,7 +177,7 @@ class WeightsLater(TorchFunctionMode):
         )
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Any:
-        w, b = weight, bias
+        w, b = weight, bias  # w, b: perhaps cast below; weight, bias: the parameters themselves
         if torch.is_autocast_enabled(x.device.type):
             # Cast here: backward needs the cast operands too, and inside the autograd function
             # (no_grad) autocast would cast every weight anew for every micro-batch.
@@ -185,7 +186,7 @@ class WeightsLater(TorchFunctionMode):
             w = self._cast(weight, dtype)
             b = None if bias is None else self._cast(bias, dtype)
         if bias is not None and not bias.requires_grad:
-            bias = None
+            bias = None  # frozen: no db
         return _Multiply.apply(x, weight, w, b, bias, transposed, self._products)
 
     def _cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -229,12 +230,12 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         weight, bias, transposed, products = ctx.notes
-        rows = dy.reshape(-1, dy.size(-1))
+        rows = dy.reshape(-1, dy.size(-1))  # R N
         inputs = x.detach().reshape(-1, x.size(-1))  # not x itself, which would keep the graph
         products.append(Product(weight, bias, transposed, inputs, rows))
-        if not ctx.needs_input_grad[0]:
+        if not ctx.needs_input_grad[0]:  # e.g. x is the batch: no dx
             return (None,) * 7
-        dx = rows.mm(w if transposed else w.t()).view(x.shape)
+        dx = rows.mm(w if transposed else w.t()).view(x.shape)  # R K, then as x
         return dx, *(None,) * 6
 
 

@@ -89,7 +89,7 @@ def padded(numel: int, workers: int, alignment: int = 16) -> int:
         alignment: a shard holds a multiple of this many elements. In data_parallel/sharding.py they
             fill a cache line of 64 bytes: 16 in fp32, 32 if 16-bit numbers are gathered.
     """
-    return -(-numel // (workers * alignment)) * alignment
+    return -(-numel // (workers * alignment)) * alignment  # rounded up
 
 
 def pipeline_state(parameters: float, stages: int, state: State = MIXED) -> State:
@@ -120,7 +120,7 @@ def held_chunks(schedule: str, ranks: int, chunks: int = 2) -> int:
     """
     n = ranks
     held = {
-        "interleaved": (chunks - 1) * n + 2 * (n - 1) + 1,
+        "interleaved": (chunks - 1) * n + 2 * (n - 1) + 1,  # the first rank's warm-up, and one more
         "zbv": 2 * n, "vhalf": 2 * math.ceil((n + 1) / 2), "vmin": 2 * math.ceil((n + 2) / 3),
     }  # fmt: skip
     if schedule not in held:
@@ -134,7 +134,7 @@ def held_activations(
     """Peak bytes of activations on a stage, if the whole batch needs `activations` in the whole
     model, and layers and micro-batches are cut evenly."""
     held = held_microbatches(schedule, stages, microbatches, stage)
-    return activations / (stages * microbatches) * held
+    return activations / (stages * microbatches) * held  # one stage, one micro-batch; times held
 
 
 def recomputed_activations(
@@ -148,11 +148,13 @@ def recomputed_activations(
             the whole batch.
         held: micro-batches between forward and backward, see `held_microbatches`.
     """
+    # inputs of all segments that are held, and one segment computed again
     return held / microbatches * segments * inputs + activations / (microbatches * segments)
 
 
 def gpt2_parameters(layers: int, width: int, vocabulary: int, positions: int) -> int:
     """Parameters of GPT-2 with tied embeddings: per block 12 H^2 + 13 H."""
+    # blocks; both embeddings, and the final norm: 2 H
     return layers * (12 * width**2 + 13 * width) + (vocabulary + positions + 2) * width
 
 
@@ -162,7 +164,7 @@ def gpt2_parameters(layers: int, width: int, vocabulary: int, positions: int) ->
 def reduce_scatter_bytes(size: float, workers: int) -> float:
     """Bytes that each worker sends in a ring reduce-scatter of `size` bytes; an all-gather of the
     parts sends as many."""
-    return size * (workers - 1) / workers
+    return size * (workers - 1) / workers  # W - 1 messages of size / W
 
 
 def all_reduce_bytes(size: float, workers: int) -> float:
@@ -177,7 +179,7 @@ def all_reduce_seconds(size: float, workers: int, link: Link) -> float:
 
 def server_seconds(size: float, workers: int, link: Link) -> float:
     """The same through one worker (parameter server), which receives from all and sends to all."""
-    return 2 * link.seconds(size * (workers - 1), workers - 1)
+    return 2 * link.seconds(size * (workers - 1), workers - 1)  # in, then out
 
 
 def zero_traffic(
@@ -190,8 +192,8 @@ def zero_traffic(
     zero(stage, parameters, workers, state)  # raises for an unknown stage
     if stage == 0:
         return all_reduce_bytes(parameters * state.gradients, workers)
-    reductions = microbatches if stage >= 2 else 1
-    gathers = 2 * microbatches if stage == 3 else 1
+    reductions = microbatches if stage >= 2 else 1  # reduce-scatters of the gradients
+    gathers = 2 * microbatches if stage == 3 else 1  # all-gathers of the parameters
     return reductions * reduce_scatter_bytes(parameters * state.gradients, workers) + gathers * (
         reduce_scatter_bytes(parameters * state.parameters, workers)
     )
@@ -240,5 +242,5 @@ def pipeline_speedup(stages: int, microbatches: int) -> float:
 
 def microbatches_for(stages: int, bubble: float) -> int:
     """The fewest micro-batches with which the bubble of GPipe or 1F1B is at most `bubble`."""
-    limit = Fraction(str(bubble))
-    return max(1, math.ceil((stages - 1) * (1 - limit) / limit))
+    limit = Fraction(str(bubble))  # 0.1 is 1/10
+    return max(1, math.ceil((stages - 1) * (1 - limit) / limit))  # from (n-1)/(m+n-1) <= limit

@@ -27,7 +27,7 @@ def simulate(schedule: Schedule, seconds: Callable[[Action], float]) -> list[lis
     Raises:
         ValueError: the schedule deadlocks.
     """
-    ended: dict[Action, float] = {}
+    ended: dict[Action, float] = {}  # seconds
     num_stages = len(ranks_of(schedule))
     rows: list[list[Timed]] = [[] for _ in schedule]
     for clock in clock_table(schedule):  # in this order dependencies come first
@@ -35,6 +35,7 @@ def simulate(schedule: Schedule, seconds: Callable[[Action], float]) -> list[lis
             if action is None:
                 continue
             ready = [ended[needed] for needed in dependencies(action, num_stages)]
+            # when this rank is free and all inputs are there
             start = max([*ready, row[-1].end if row else 0.0], default=0.0)
             ended[action] = start + seconds(action)
             row.append(Timed(action, start, ended[action]))
