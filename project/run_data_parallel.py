@@ -86,7 +86,7 @@ def parse_data_parallel(description: str | None, argv: Sequence[str] | None = No
     """The options, each with its value. Raises UserError if they do not fit together."""
     args: Any = parse(DataParallelOptions, description, argv)
     args.strategy = "ddp"
-    settle_ranks(args)
+    settle_ranks(args)  # first: the checks below need world_size
     if args.gradient_sync != "overlap":
         for name, given in (("bucket_mb", args.bucket_mb), ("comm_dtype", args.comm_dtype)):
             if given not in (None, "fp32"):
@@ -100,13 +100,13 @@ def parse_data_parallel(description: str | None, argv: Sequence[str] | None = No
     check_recompute(args, one_at_a_time=True)
     settle_training(args)
     check_model(args)
-    claim_folders(args)
+    claim_folders(args)  # last: mistaken options leave no folders behind
     return args
 
 
 def run_dp(world: World, args: Any, texts: Texts, resume: Resume = NO_RESUME) -> None:
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
-    resume = resume.of_main(world)
+    resume = resume.of_main(world)  # collective
     task = text_task(args, world, texts, resume)
     plan = plan_of(args, world)
     model = Replicated(
@@ -119,7 +119,7 @@ def run_dp(world: World, args: Any, texts: Texts, resume: Resume = NO_RESUME) ->
         return
     announce(world, args, model)
     results = run(world, args, task, model, plan, model.average_gradients, resume)
-    finish(world, results, args, task, model)
+    finish(world, results, args, task, model)  # collective: rank 0 draws, the others wait
     model.close()
 
 
@@ -128,7 +128,7 @@ def write_gradients(world: World, args: Any, task: SequenceTask, model: Replicat
     first one the options."""
     optimizer = Optimizers(model.optimizers, recipe_of(args, task), world, counted=model.counted)
     steps = task.steps(0, model.part, model.parts, model.num_microbatches)
-    steps = islice(steps, args.num_batches or task.steps_per_epoch)
+    steps = islice(steps, args.num_batches or task.steps_per_epoch)  # at most an epoch
     train(model, optimizer, steps, "Epoch 1", world.rank, model.average_gradients)
     print(f"rank {world.rank} wrote {save_grad_weights(model.module, world.rank)}", flush=True)
     if world.is_main:
@@ -139,9 +139,9 @@ def main() -> None:
     """The program."""
     args = parse_data_parallel(__doc__)
     with alone_in_workdir(args):
-        texts = read_texts(args)
+        texts = read_texts(args)  # once, before ranks start; under torchrun by every rank
         resume = find_resume(args, texts.fingerprints()["train"])
-        launch(run_dp, Settings.of(args), args, texts, resume)
+        launch(run_dp, Settings.of(args), args, texts, resume)  # returns when all ranks have
 
 
 if __name__ == "__main__":

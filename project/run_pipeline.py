@@ -78,10 +78,10 @@ def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -
     _settle_stages(args)
     check_microbatches(args, 1)
     check_recompute(args, args.schedule == "sequential" or args.num_devices == 1)
-    settle_training(args)
+    settle_training(args)  # the model and the learning rate
     check_model(args)
     _check_stages(args)
-    claim_folders(args)
+    claim_folders(args)  # last: mistaken options leave no folders behind
     return args
 
 
@@ -94,13 +94,14 @@ def _settle_stages(args: Any) -> None:
     if mode == "none":
         fixed |= {"num_devices": (1, flow), "balance": ("uniform", flow)}
     if mode != "pipeline_parallel":
+        # One device computes at a time.
         fixed["schedule"] = "sequential", f"{flow} {whole}" if blocks else flow
     elif blocks:
         fixed["schedule"] = "gpipe", whole
     if "schedule" in fixed:
         fixed["chunks"] = 1, fixed["schedule"][1]
     if blocks and mode != "pipeline_parallel":
-        fixed["num_microbatches"] = 1, whole
+        fixed["num_microbatches"] = 1, whole  # the blocks get the whole batch
     on_gpu = choose_device(args.device, 0, 1).type == "cuda"
     defaults = {
         "num_devices": torch.cuda.device_count() if on_gpu else 2,
@@ -108,8 +109,8 @@ def _settle_stages(args: Any) -> None:
     }  # fmt: skip
     for name, default in defaults.items():
         given = getattr(args, name)
-        value, instead = fixed.get(name, (given or default, ""))
-        if given not in (None, value):
+        value, instead = fixed.get(name, (given or default, ""))  # if not fixed: as given
+        if given not in (None, value):  # given, and the mode has another
             form = f"{where} --pipeline blocks" if blocks else where
             raise UserError(
                 f"--{name} {given} {form}: it is {value} there; leave it out, or use {instead}"
@@ -126,7 +127,7 @@ def _check_stages(args: Any) -> None:
     n, blocks = args.num_devices, number_of_blocks(args)
     stages, each = n * args.chunks, f" --chunks {args.chunks}" if args.chunks > 1 else ""
     halves = args.pipeline == "whole" and args.balance == "auto"
-    cuts = 2 * blocks + 2 if halves else blocks
+    cuts = 2 * blocks + 2 if halves else blocks  # the most stages there can be
     if stages > cuts:
         fewer = fewer_stages("num_devices", n, args.chunks, cuts)
         what = f"{cuts} layers (embedding, halves of blocks, head)" if halves else f"{cuts} blocks"
@@ -150,11 +151,12 @@ def choose_devices(args: Any) -> list[torch.device]:
             f"--num_devices {n} --device {kind}: {gpus} GPU{'s are' if gpus > 1 else ' is'} "
             f"visible; --num_devices {gpus}, or --device cpu, works"
         )
-    return [torch.device(kind, index) for index in range(n)]
+    return [torch.device(kind, index) for index in range(n)]  # cpu:1 is a slice of the cores
 
 
 def run_pp(args: Any, devices: list[torch.device]) -> None:
     """Trains, evaluates after each epoch, writes the results."""
+    # The devices cpu:0, cpu:1 are slices of the cores: tensors are on cpu, the first stage's.
     world = World(device=torch.device("cpu") if devices[0].type == "cpu" else devices[0])
     texts = read_texts(args)
     resume = find_resume(args, texts.fingerprints()["train"])
@@ -162,7 +164,7 @@ def run_pp(args: Any, devices: list[torch.device]) -> None:
     plan = plan_of(args, world, workers="stage", schedule=args.schedule)
     model: BlocksInThreads | StagesInThreads
     if args.pipeline == "blocks":
-        micro_batch = -(-args.batch_size // args.num_microbatches)
+        micro_batch = -(-args.batch_size // args.num_microbatches)  # examples, rounded up
         model = BlocksInThreads(
             task, world, plan, devices, args.balance,
             micro_batch if args.model_parallel_mode == "pipeline_parallel" else None,

@@ -141,7 +141,7 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> A
     if args.model == "auto":
         raise UserError(f"--model auto: train.py needs one of {VGG}, {', '.join(PRESETS)}")
     _check_uses(args)
-    _settle_mesh(args)
+    _settle_mesh(args)  # dp, pp, tp and world_size, which all further checks need
     if args.strategy == "single" and args.world_size > 1:
         raise UserError(
             f"single --world_size {args.world_size}: single is one process; ddp takes several"
@@ -152,7 +152,7 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> A
     settle_training(args)
     if args.model != VGG:
         check_model(args)
-    _settle_strategy(args)
+    _settle_strategy(args)  # schedule, chunks, balance and zero
     check_recompute(args, args.pp == 1 or args.strategy == "model")
     if args.trace:
         _check_trace(args)
@@ -175,7 +175,7 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> A
         _check_gpus(args)
     name = f"{args.dp}x{args.pp}x{args.tp}" if args.strategy == "3d" else str(args.world_size)
     args.workdir = args.workdir or Path("workdir") / f"{args.strategy}{name}"
-    claim_folders(args)
+    claim_folders(args)  # last: mistaken options leave no folders behind
     return args
 
 
@@ -187,7 +187,7 @@ def _check_uses(args: Any) -> None:
         users = f"models of sentences, as {next(iter(PRESETS))}"
         unused = [(name, "model", users) for name in SENTENCES_ONLY]
     else:
-        unused = [("vgg_width", "model", f"--model {VGG}")]
+        unused = [("vgg_width", "model", f"--model {VGG}")]  # option, what decides, who has it
     if args.optimizer != "sgd":
         unused.append(("momentum", "optimizer", "--optimizer sgd"))
     for name, chosen, users in unused:
@@ -204,7 +204,7 @@ def _settle_mesh(args: Any) -> None:
     if args.strategy == "3d":
         sizes = {name: given.get(name, 1) for name in axes}
         product = math.prod(sizes.values())
-        started = args.world_size or torchrun("WORLD_SIZE", product)
+        started = args.world_size or torchrun("WORLD_SIZE", product)  # given, or as torchrun did
         if started != product:
             raise UserError(
                 f"--world_size {started} --dp {sizes['dp']} --pp {sizes['pp']} --tp {sizes['tp']}: "
@@ -220,6 +220,7 @@ def _settle_mesh(args: Any) -> None:
                 f"number of ranks of {args.strategy}"
             )
         settle_ranks(args)
+        # All ranks are on one axis, the others have length 1.
         axis = {"pipeline": "pp", "model": "pp", "tensor": "tp"}.get(args.strategy, "dp")
         sizes = dict.fromkeys(axes, 1) | {axis: args.world_size}
     args.dp, args.pp, args.tp = sizes.values()
@@ -252,6 +253,7 @@ def _check_tensor(args: Any) -> None:
             f"--{option} {args.tp} --model {args.model}: its {number_of_heads(args)} heads are "
             f"dealt out evenly; --{option} {numbers} works"
         )
+    # more: the positions that a full sequence lacks for equal parts.
     length, more = args.model_max_length, -args.model_max_length % args.tp
     if args.sequence_parallel and more:
         raise UserError(
@@ -277,7 +279,7 @@ def _settle_strategy(args: Any) -> None:
             others = f"{', '.join(users[:-1])} and {users[-1]}"
             others = "fsdp" if (name, given) == ("zero", 2) else others
             raise UserError(f"{args.strategy} --{name} {given}: it is an option of {others}")
-        setattr(args, name, given or default)
+        setattr(args, name, given or default)  # options.json has every value
     try:
         args.chunks = chunks_of(args.schedule, args.chunks)
     except ValueError as error:
@@ -299,7 +301,7 @@ def _settle_strategy(args: Any) -> None:
         return
     stages, each = n * args.chunks, f" --chunks {args.chunks}" if args.chunks > 1 else ""
     blocks = 0 if vgg else number_of_blocks(args)
-    layers = 16 if vgg else 2 * blocks + 2
+    layers = 16 if vgg else 2 * blocks + 2  # embedding, two halves per block, head
     if stages > layers:
         fewer = fewer_stages(option, n, args.chunks, layers)
         raise UserError(
@@ -329,7 +331,7 @@ def _check_trace(args: Any) -> None:
 def _check_gpus(args: Any) -> None:
     """Raises UserError if ranks that send each other tensors would share a GPU. NCCL needs a GPU
     per rank; gloo can sum tensors on a GPU, but neither send nor gather them."""
-    here = torchrun("LOCAL_WORLD_SIZE", args.world_size)
+    here = torchrun("LOCAL_WORLD_SIZE", args.world_size)  # ranks of this machine
     device = choose_device(args.device, 0, here)
     if device.type != "cuda" or choose_backend(args.device, here) == "nccl":
         return
@@ -347,15 +349,15 @@ def run_rank(
 ) -> None:
     """One rank of the program. Raises RunError if a check finds a difference from one process."""
     task: Task
-    resume = resume.of_main(world)
+    resume = resume.of_main(world)  # collective
     if isinstance(data, PictureSets):
         task = PictureTask(args, world, data)
     else:
         task = text_task(args, world, data, resume)
         if args.trace:
-            task.layers_of = traced_layers
+            task.layers_of = traced_layers  # before lay_out cuts them
     plan = plan_of(args, world)
-    model = lay_out(args, task, world, plan, resume.cut)
+    model = lay_out(args, task, world, plan, resume.cut)  # all ranks together
     plan.timeline.about |= {
         "schedule": model.schedule, "num_microbatches": model.num_microbatches,
         "ranks": model.ranks,
@@ -364,8 +366,9 @@ def run_rank(
     average = model.average_gradients if isinstance(model, Replicated) else None
     try:
         results = run(world, args, task, model, plan, average, resume)
+        # Both are collective, while the pipe is open; rank 0 keeps what it gets.
         outputs = outputs_on_main(world, task, model) if args.check_output else []
-        weights = dict(model.weights()) if args.check_weights else {}
+        weights = dict(model.weights()) if args.check_weights else {}  # on rank 0; others send
         finish(world, results, args, task, model)
     finally:
         model.close()
@@ -382,7 +385,7 @@ def run_rank(
         if wrong:
             raise RunError(f"{args.strategy}: {'; '.join(wrong)}")
 
-    on_main(world, conclude)
+    on_main(world, conclude)  # to check, rank 0 trains twice; the others wait
 
 
 def read_data(args: Any) -> Texts | PictureSets:
@@ -406,9 +409,9 @@ def main() -> None:
     """The program."""
     args = parse_train(__doc__)
     with alone_in_workdir(args):
-        data = read_data(args)
+        data = read_data(args)  # once, before ranks start; under torchrun by every rank
         resume = find_resume(args, data.fingerprints()["train"])
-        launch(run_rank, Settings.of(args), args, data, resume)
+        launch(run_rank, Settings.of(args), args, data, resume)  # returns when all ranks have
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ def plan_of(args: Any, world: World, workers: str = "rank", **about: Any) -> Pla
         about={"strategy": args.strategy, **about}, last=world.last,
     )  # fmt: skip
     return Plan(
+        # Each rank makes its optimizer, of the parameters or shards that it holds.
         partial(make_optimizer, args), args.precision, args.num_microbatches, timeline,
         args.recompute,
     )  # fmt: skip
@@ -125,7 +126,7 @@ def announce(world: World, args: Any, model: LaidOutModel) -> None:
 
 def make_optimizer(args: Any, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW, or the optimizer that --optimizer names."""
-    ps = list(parameters)
+    ps = list(parameters)  # an iterator would be used up
     if getattr(args, "optimizer", "adamw") == "sgd":
         return torch.optim.SGD(ps, args.learning_rate, momentum=args.momentum)
     return torch.optim.AdamW(ps, args.learning_rate, fused=ps[0].device.type != "mps")
@@ -133,8 +134,8 @@ def make_optimizer(args: Any, parameters: Iterable[nn.Parameter]) -> torch.optim
 
 def finish(world: World, results: Results, args: Any, task: Task, model: LaidOutModel) -> None:
     """Prints outputs, draws the curves, names the output files, exports; all ranks call it."""
-    on_main(world, lambda: _show(results, args))
-    if args.export is not None:
+    on_main(world, lambda: _show(results, args))  # the others wait, however long drawing takes
+    if args.export is not None:  # all ranks come here: they send their weights
         results.say(task.export(world, args.export, model.weights(), results.summary))
 
 

@@ -56,7 +56,7 @@ def check_same(world: World, things: Mapping[str, bytes]) -> None:
         return
     every = gather_over_ranks({name: _digest(value) for name, value in things.items()}, world)
     names = list(dict.fromkeys(name for found in every for name in found))
-    apart = {
+    apart = {  # by name, the ranks that differ
         name: [r for r, found in enumerate(every) if found.get(name) != every[0].get(name)]
         for name in names
     }
@@ -80,9 +80,10 @@ def check_replicas(world: World, parameters: Mapping[str, Tensor], when: str) ->
     """
     if world.world_size == 1:
         return
-    holders = Counter(
+    holders = Counter(  # by name, how many ranks have it
         name for names in gather_over_ranks(list(parameters), world) for name in names
     )
+    # What only one rank holds needs no hash.
     mine = {n: _digest(_bytes(p)) for n, p in parameters.items() if holders[n] > 1}
     first: dict[str, tuple[int, bytes]] = {}  # a name's first holder
     apart: dict[str, list[int]] = {}

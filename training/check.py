@@ -121,15 +121,15 @@ def compare(
         exact: one process' tensors, trained in float64.
         dtype: the type of the strategy's weights.
     """
-    finer = torch.finfo(dtype).eps / EPS32
+    finer = torch.finfo(dtype).eps / EPS32  # float64: 2^-29
     pairs = [(plain[name].double(), exact[name]) for name in plain]
     squares = sum((p - e).square().sum().item() for p, e in pairs)
-    average = math.sqrt(squares / max(1, sum(p.numel() for p, _ in pairs)))
+    average = math.sqrt(squares / max(1, sum(p.numel() for p, _ in pairs)))  # of an element
     differences = []
     for name in plain.keys() & got.keys():
         reference = exact[name] if dtype == torch.float64 else plain[name].double()
         delta = got[name].double().to(reference.device) - reference
-        own = (plain[name].double() - exact[name]).norm().item()
+        own = (plain[name].double() - exact[name]).norm().item()  # 0: training does not move it
         noise = finer * max(own, average * math.sqrt(reference.numel())) if own else 0.0
         least = torch.finfo(dtype).eps * reference.norm().item() if own else 0.0
         largest = delta.abs().max().item() if delta.numel() else 0.0
@@ -152,9 +152,9 @@ class Plain:
         self.autocast = None if exact or self.compute_dtype else plan
         self.model = materialize(task, self.device, dtype)
         optimizer, recipe = plan.make_optimizer(self.model.parameters()), recipe_of(args, task)
-        steps = chain.from_iterable(task.steps(epoch, 0, 1, 1) for epoch in count())
+        steps = chain.from_iterable(task.steps(epoch, 0, 1, 1) for epoch in count())  # whole, uncut
         for k, step in enumerate(islice(steps, num_steps(args, task))):
-            if step.count == 0:
+            if step.count == 0:  # no update, but the schedule goes on
                 continue
             optimizer.zero_grad()
             with self.context():
@@ -180,7 +180,7 @@ class Plain:
             # transformers' own dropout draws; the layers' dropout hashes the keys in x.
             ids, _, keys = x
             layers = nn.Sequential(*self.task.layers(self.model))
-            return layers((ids, torch.ones_like(ids), keys)).unflatten(0, ids.shape)
+            return layers((ids, torch.ones_like(ids), keys)).unflatten(0, ids.shape)  # [B, T, V]
         if isinstance(x, tuple):  # (ids, weights): the weights only say which logits are wanted
             inputs = {"input_ids": x[0], "use_cache": False}
             return functional_call(self.model, weights, (), inputs).logits
@@ -207,7 +207,7 @@ def plain_loss(output: Tensor, target: Any) -> Tensor:
     if not isinstance(target, tuple):
         return F.cross_entropy(output, target, reduction="sum")
     ids, weights = target
-    losses = F.cross_entropy(output.flatten(0, 1), ids.flatten(), reduction="none")
+    losses = F.cross_entropy(output.flatten(0, 1), ids.flatten(), reduction="none")  # [B T]
     return (losses * weights.flatten()).sum()
 
 
@@ -215,7 +215,7 @@ def outputs_on_main(world: World, task: Task, model: LaidOutModel) -> list[Tenso
     """On rank 0, every part's outputs for one validation batch; elsewhere nothing."""
     batches = task.validation_batches(model.part, model.parts)
     output = model.outputs(batches[0][0] if batches else None)
-    mine = None if output is None else (model.part, output.cpu())
+    mine = None if output is None else (model.part, output.cpu())  # one rank of each part sees it
     found = sorted((f for f in gather_over_ranks(mine, world) if f), key=lambda f: f[0])
     return [output for _, output in found] if world.is_main else []
 

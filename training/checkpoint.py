@@ -98,7 +98,7 @@ def training_pieces(model: LaidOutModel) -> list[Piece]:
     """The weights and the optimizer state that this rank holds."""
     pieces = _weights(model)
     for optimizer in model.optimizers:
-        for p, slots in optimizer.state.items():
+        for p, slots in optimizer.state.items():  # p: a parameter, or a flat shard
             pieces += _state(model, p, slots)
     return pieces
 
@@ -114,7 +114,7 @@ def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> 
     for optimizer in model.optimizers:
         state = {}
         for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            values = {
+            values = {  # memory to load into: one number, or of p's shape
                 slot: torch.zeros_like(p) if t.size else torch.zeros((), dtype=t.properties.dtype)
                 for slot, t in slots.items()
             }
@@ -124,7 +124,7 @@ def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> 
                 state[i] = values
                 pieces += saved
         states.append(state)
-    saver.load(checkpoint, pieces)
+    saver.load(checkpoint, pieces)  # writes into weights and values
     for optimizer, state in zip(model.optimizers, states, strict=True):
         # The optimizer moves each tensor to its device: `step` of a fused one is on the GPU.
         groups = optimizer.state_dict()["param_groups"]
@@ -243,8 +243,9 @@ class Saver:
             SaveError: on every rank, if any rank failed to write this checkpoint, or the one before
                 it in the background. Earlier checkpoints stay intact.
         """
-        self.wait()
-        name = self._together(partial(self._begin, label), self._cannot_write)
+        self.wait()  # at most one is being written
+        name = self._together(partial(self._begin, label), self._cannot_write)  # rank 0's, on all
+        # Rank 0 has just made that folder: whoever does not see it is on a host with other folders.
         self._one_folder = all(self._gather(aside_of(self.folder / name).exists()))
         texts = {STATE: _json(state), **(files or {})}
         if not self.background:
@@ -252,6 +253,7 @@ class Saver:
             return name
         # The library's async_save also saves in a thread, but cannot copy a `Held`.
         copies = [replace(p, tensor=p.tensor.detach().to("cpu", copy=True)) for p in pieces]
+        # Its collectives use a group of their own: this thread goes on with the run's.
         self._writing = self._thread.submit(self._write, name, copies, texts)
         return name
 
@@ -272,9 +274,9 @@ class Saver:
         aside = aside_of(self.folder / name)
 
         def work() -> None:
-            if self._who:
+            if self._who:  # else rank 0 has this rank's pieces
                 save(held_by_name(pieces), storage_writer=FileSystemWriter(aside), **self._who)
-            if self.world.is_main:
+            if self.world.is_main:  # in `save` rank 0 has waited for all ranks' files
                 for file, content in texts.items():
                     (aside / file).write_bytes(content)
                 files = {path.name: file_entry(path) for path in sorted(aside.iterdir())}
@@ -284,6 +286,7 @@ class Saver:
         try:
             if not self._one_folder:
                 pieces = self._sent_to_main(pieces)
+            # Ends on all ranks only when rank 0 has renamed the folder.
             self._together(work, self._cannot_write)
         except BaseException:
             if self.world.is_main:
@@ -298,7 +301,7 @@ class Saver:
 
     def _sent_to_main(self, pieces: list[Piece]) -> list[Piece]:
         """All ranks' pieces, on rank 0. If several ranks have a piece, the first sends it."""
-        first: dict[tuple[str, tuple[int, ...]], int] = {}
+        first: dict[tuple[str, tuple[int, ...]], int] = {}  # the lowest rank that has it
         for rank, keys in enumerate(self._gather([(p.name, p.offsets) for p in pieces])):
             first |= {key: rank for key in keys if key not in first}
         mine = [p for p in pieces if first[p.name, p.offsets] == self.world.rank]
@@ -325,10 +328,10 @@ class Saver:
         from torch.distributed.checkpoint.state_dict_loader import load
 
         pieces, tensors = list(pieces), checkpoint.tensors
-        folder = self.folder / checkpoint.folder.name
+        folder = self.folder / checkpoint.folder.name  # on this host
         manifest = folder / MANIFEST
         found = self._gather(manifest.read_bytes() if manifest.exists() else b"")
-        self._one_folder = len(set(found)) == 1
+        self._one_folder = len(set(found)) == 1  # all read the same manifest
         held = held_by_name(pieces)
         if not self._one_folder:  # rank 0 reads all tensors, whole, and sends them one by one
             names_here = tensors if self.world.is_main else ()
@@ -346,11 +349,12 @@ class Saver:
         def failure(why: str) -> CheckpointError:
             return CheckpointError(f"--resume: {checkpoint.folder} cannot be loaded: {why}")
 
-        self._together(check, failure)
+        self._together(check, failure)  # before any rank reads
         self._together(read, failure)
         if self._one_folder:
             return
         for name, known in tensors.items():
+            # One tensor at a time; rank 0 frees each after sending it.
             tensor = held.pop(name) if self.world.is_main else _empty(known)
             dist.broadcast(tensor, 0, self._group)
             for p in pieces:
@@ -380,7 +384,7 @@ class Saver:
             why = str(error)
         except CheckpointException as error:  # the library's, on all ranks that use it
             why = str(next(iter(error.failures.values()))[0])
-        outcomes = self._gather((result, why))
+        outcomes = self._gather((result, why))  # reached by all ranks, also by one that failed
         if reasons := [why for _, why in outcomes if why]:
             raise failure(reasons[0])
         return outcomes[0][0]  # type: ignore[return-value]
@@ -491,13 +495,13 @@ def aside_of(folder: Path) -> Path:
 
 def put_in_place(aside: Path, folder: Path) -> None:
     """Flushes the folder `aside` to disk and renames it to `folder`, replacing what was there."""
-    for path in (*sorted(aside.iterdir()), aside):
+    for path in (*sorted(aside.iterdir()), aside):  # contents are on disk before the name is
         _sync(path)
     old = folder.with_name(f".{folder.name}.old")
     if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    _sync(folder.parent)
+        folder.rename(old)  # a rename replaces no folder that has files
+    aside.rename(folder)  # atomic
+    _sync(folder.parent)  # the name, too
     shutil.rmtree(old, ignore_errors=True)
 
 

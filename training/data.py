@@ -47,7 +47,7 @@ def train_tokenizer(
             text may give fewer merges.
     """
     texts = (pair[key] for pair in pairs for key in (src, tgt))
-    tokenizer = train_bpe(texts, vocab_size, [PAD, eos(src), eos(tgt)])
+    tokenizer = train_bpe(texts, vocab_size, [PAD, eos(src), eos(tgt)])  # their ids: 0, 1, 2
     ends = {"eos_token": eos(tgt), "extra_special_tokens": [eos(src)]}
     tokenizer.add_special_tokens({"pad_token": PAD, **ends})
     return tokenizer
@@ -114,7 +114,7 @@ def encode(
     """Token ids of all pairs, each cut to max_length + 1: max_length inputs and their labels."""
     if not pairs:
         return []
-    sources = tokenizer([pair[src] + eos(src) for pair in pairs])["input_ids"]
+    sources = tokenizer([pair[src] + eos(src) for pair in pairs])["input_ids"]  # ids of each pair
     targets = tokenizer([pair[tgt] + eos(tgt) for pair in pairs])["input_ids"]
     return [
         Encoded((s + t)[: max_length + 1], min(len(s), max_length + 1), number)
@@ -147,15 +147,15 @@ def collate_batch(
         for example in examples
     ]
     pad_id = tokenizer.convert_tokens_to_ids(tokenizer.pad_token)
-    longest = max((len(e.ids) - 1 for e in encoded), default=0)
+    longest = max((len(e.ids) - 1 for e in encoded), default=0)  # inputs; ids have one more
     T = model_max_length if padding == "max_length" else longest
     # [B, T + 1]: the inputs are all columns but the last, the labels all but the first.
     ids = torch.full((len(encoded), T + 1), pad_id)
     weights = torch.zeros(len(encoded), T + 1, dtype=torch.long)
     for row, example in enumerate(encoded):
-        ids[row, : len(example.ids)] = torch.tensor(example.ids)
-        weights[row, example.num_source : len(example.ids)] = 1
-    batch = {
+        ids[row, : len(example.ids)] = torch.tensor(example.ids)  # padding is on the right
+        weights[row, example.num_source : len(example.ids)] = 1  # target tokens, with their end
+    batch = {  # each [B, T]
         "input_ids": ids[:, :-1].contiguous(),
         "labels": ids[:, 1:].contiguous(),
         "label_token_weights": weights[:, 1:].contiguous(),

@@ -65,17 +65,17 @@ def _render(labels: Array, randoms: Array, noise: Array) -> Array:
 
     foreground = np.zeros((len(labels), SIZE, SIZE), bool)
     for label, (name, inside) in enumerate({**SHAPES, **TEXTURES}.items()):
-        at = labels == label
+        at = labels == label  # [n], the pictures of this class
         dx, dy = across - 0.6 * (x[at] - 0.5), down - 0.6 * (y[at] - 0.5)
         angle = 0.6 * (turn[at] - 0.5)
         unit = 0.5 + 0.2 * scale[at] if name in SHAPES else 0.17 + 0.12 * scale[at]
-        u = (dx * np.cos(angle) + dy * np.sin(angle)) / unit
+        u = (dx * np.cos(angle) + dy * np.sin(angle)) / unit  # [of the class, 32, 32]
         v = (dy * np.cos(angle) - dx * np.sin(angle)) / unit
         foreground[at] = inside(u, v)
 
     colours = np.stack([next(r) for _ in range(6)], 1).reshape(len(labels), 2, 3, 1, 1)
     below, above = 0.5 * colours[:, 0], 0.5 + 0.5 * colours[:, 1]
-    picture = np.where(foreground[:, None], above, below)
+    picture = np.where(foreground[:, None], above, below)  # [n, 3, 32, 32], from 0 to 1
     light = (next(r) - 0.5) * across + (next(r) - 0.5) * down
     picture = picture + 0.3 * light[:, None]
     spot = (across - 2 * next(r) + 1) ** 2 + (down - 2 * next(r) + 1) ** 2 < 0.05 * next(r)

@@ -67,18 +67,18 @@ def export(
         SaveError: on rank 0, if it cannot be written. An earlier export stays.
     """
     if not world.is_main:
-        deque(weights, maxlen=0)
+        deque(weights, maxlen=0)  # joins and sends what this rank has, in rank 0's order
         return
     folder = folder.resolve()
     aside = aside_of(folder)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed
     try:
         aside.mkdir()
         write_rest(aside)
         _write_weights(aside, weights)
         for path in aside.iterdir():  # safetensors lets only the owner read
             path.chmod((aside / "config.json").stat().st_mode)
-        put_in_place(aside, folder)
+        put_in_place(aside, folder)  # renames it: all files, or none
     except (OSError, SafetensorError) as error:
         raise SaveError(f"--export {folder}: cannot be written ({error})") from error
     finally:
@@ -153,7 +153,7 @@ def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         file = f"model-{len(set(where.values())) + 1:05d}.safetensors"
         save_file(batch, folder / file, {"format": "pt"})
         where.update(dict.fromkeys(batch, file))
-        batch.clear()
+        batch.clear()  # frees the weights: rank 0 holds one file's worth
 
     total = 0
     for name, p in weights:

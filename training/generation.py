@@ -61,10 +61,10 @@ def drawn(
     """
     logits = logits[:, :num_tokens].double() / temperature
     if top_k is not None and top_k < num_tokens:
-        least = logits.topk(top_k).values[:, -1:]
+        least = logits.topk(top_k).values[:, -1:]  # [B, 1], the smallest that stays
         logits = logits.masked_fill(logits < least, -math.inf)
-    ends = logits.softmax(-1).cumsum(-1)
-    wanted = chances.to(ends.device)[:, None] * ends[:, -1:]
+    ends = logits.softmax(-1).cumsum(-1)  # [B, V], rising to about 1
+    wanted = chances.to(ends.device)[:, None] * ends[:, -1:]  # [B, 1], scaled to the last end
     return torch.searchsorted(ends, wanted, right=True)[:, 0].clamp(max=ends.size(1) - 1)
 
 
@@ -93,7 +93,7 @@ def translate(
     """
     prompts = [tokenizer(source + eos(src_key))["input_ids"] for source in sources]
     stop = tokenizer.convert_tokens_to_ids(eos(tgt_key))
-    most = [max_length - len(prompt) for prompt in prompts]
+    most = [max_length - len(prompt) for prompt in prompts]  # new tokens; a long source leaves none
     rows = continue_all(decoder, prompts, most, stop, len(tokenizer), device, batch_size, bar)
     return [tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
 
@@ -119,24 +119,24 @@ def continue_all(
         bar: the text of a progress bar; None shows none.
         seeds: one per prompt, for a decoder that samples; draws do not depend on the batches.
     """
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # by length: little padding
     chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     rows: list[list[int]] = [[] for _ in prompts]
     for chunk in tqdm(chunks, bar, disable=True if bar is None else None, leave=False):
-        live = [i for i in chunk if most[i] > 0]
+        live = [i for i in chunk if most[i] > 0]  # others get an empty row
         chances = None
         if seeds is not None and live:
             n = max(most[i] for i in live)
             rows_of = [torch.Generator().manual_seed(seeds[i]) for i in live]
             drawn = [torch.rand(n, dtype=torch.float64, generator=g) for g in rows_of]
-            chances = torch.stack(drawn).to(device)
+            chances = torch.stack(drawn).to(device)  # [B, n], used from left to right
         found = continue_together(
             decoder, [prompts[i] for i in live], [most[i] for i in live], stop, num_tokens, device,
             chances,
         )  # fmt: skip
         for i, row in zip(live, found, strict=True):
             rows[i] = row
-    decoder.end()
+    decoder.end()  # other ranks may have sentences left
     return rows
 
 
@@ -155,7 +155,7 @@ def continue_together(
     if not prompts:
         return rows
     prefix = Prefix([len(prompt) for prompt in prompts], device, chances)
-    tokens = torch.cat(
+    tokens = torch.cat(  # [B]: the first new token of each sentence
         [decoder.next_tokens(_padded(prompts[at], device), prefix, num_tokens)
          for at in prefix.in_parts(CPU_READ if torch.device(device).type == "cpu" else None)]
     )  # fmt: skip
@@ -169,7 +169,7 @@ def continue_together(
                     going.append(row)
         if not going:
             return rows
-        if len(going) < len(live):
+        if len(going) < len(live):  # the last rows move to the places of finished ones
             B = len(going)
             sources = [row for row in going if row >= B]
             places = sorted(set(range(B)).difference(going))
@@ -178,8 +178,8 @@ def continue_together(
                 live[place] = live[source]
             tokens[places] = tokens[sources]
             live, tokens = live[:B], tokens[:B]
-        prefix.extend()
-        tokens = decoder.next_tokens(tokens[:, None], prefix, num_tokens)
+        prefix.extend()  # a column for the tokens just found
+        tokens = decoder.next_tokens(tokens[:, None], prefix, num_tokens)  # T is 1
 
 
 def _padded(prompts: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:

@@ -63,8 +63,9 @@ class LanguageTask(SequenceTask):
         length = args.model_max_length
         for split, documents in self.texts.splits.items():
             texts = self.tokenizer(documents, verbose=False)["input_ids"]
+            # [tokens of the split], with an end token at the beginning and after every document.
             stream = np.array([end, *(t for text in texts for t in (*text, end))], np.int32)
-            starts = range(0, len(stream) - 1, length)
+            starts = range(0, len(stream) - 1, length)  # the last token is only predicted
             most = getattr(args, f"n_{split}")
             # A sequence ends with the token that the next one begins with.
             examples[split] = [
@@ -87,7 +88,7 @@ class LanguageTask(SequenceTask):
     def score(self, world: World, model: LaidOutModel, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """The perplexity of the validation text, and sample continuations."""
         prompts = self._prompts()
-        mine = prompts[model.part :: model.parts]
+        mine = prompts[model.part :: model.parts]  # this part's, for all its ranks
         most = [min(CONTINUED, self.args.model_max_length - len(prompt)) for prompt in mine]
         stop, num_tokens = self.tokenizer.eos_token_id, len(self.tokenizer)
         rows = continue_all(model, mine, most, stop, num_tokens, self.device)

@@ -76,7 +76,7 @@ def listen(port: int | None = None) -> socket.socket:
     is taken, on a free port. Raises UserError if the given port is taken."""
     for candidate in (port,) if port is not None else (DEFAULT_PORT, 0):
         sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port just left works, too
         try:
             sock.bind((LOOPBACK, candidate))
             sock.listen(128)
@@ -111,7 +111,7 @@ def setup(
     limit, socket_number = timedelta(seconds=timeout), None
     if rank == 0:
         listener = listener or listen(port)
-        port, socket_number = listener.getsockname()[1], listener.detach()
+        port, socket_number = listener.getsockname()[1], listener.detach()  # the store's now
     store = dist.TCPStore(  # type: ignore[attr-defined]
         LOOPBACK, port, world_size, rank == 0, limit, False, master_listen_fd=socket_number
     )
@@ -173,7 +173,7 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
         return
     quiet_libraries()  # here, since ranks import libraries before they run our code
     backend = choose_backend(settings.device, settings.world_size)
-    listener = listen(settings.master_port)
+    listener = listen(settings.master_port)  # before any process starts: nobody else can take it
     port = listener.getsockname()[1]
     if settings.master_port is None and port != DEFAULT_PORT:
         say(f"Port {DEFAULT_PORT} is taken; the ranks meet on {port}.\n")
@@ -183,19 +183,19 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
     try:
         with terminal_ignored():
             starter.start()
-        listener.close()
-        theirs.close()
+        listener.close()  # the starter has a duplicate
+        theirs.close()  # only the children hold it: it ends when they have ended
         with suppress(OSError):  # the starter has died: `_received` reports it
             ours.send((main, args))
-        failure = _received(ours, starter, None)
+        failure = _received(ours, starter, None)  # waits for the end of the run
     finally:
         listener.close()
         if starter.pid is not None:  # it was started
-            starter.kill()
+            starter.kill()  # on Linux its ranks end with it
             starter.join()
         with suppress(OSError, EOFError):  # waits for the ranks, which share the pipe's other end
             ours.poll(GRACE)
-    if failure is not None and failure.kind is not None:
+    if failure is not None and failure.kind is not None:  # the program reports it, in one line
         raise failure.kind(failure.text)
     if failure is not None:
         who = (
@@ -210,7 +210,7 @@ def _start_ranks(settings: Settings, backend: str, listener: socket.socket, repo
     _end_with_parent()
     try:
         main, args = report.recv()
-        for library in settings.libraries:
+        for library in settings.libraries:  # once for all ranks, which are forked from here
             importlib.import_module(library)
         failure = _fork_and_watch(settings, backend, listener, main, args)
     except BaseException as error:
@@ -224,6 +224,7 @@ def _fork_and_watch(
     """Forks the ranks and returns as `watch` does."""
     gc.freeze()  # no rank's garbage collector scans, and so copies, the libraries' objects
     context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
+    # Memory that the starter shares with the ranks, an entry for each.
     last = context.RawArray(LastAction, settings.world_size)
     processes, pipes = [], []
     for rank in range(settings.world_size):
@@ -232,14 +233,14 @@ def _fork_and_watch(
             target=_rank_main, args=(rank, settings, backend, listener, theirs, last, main, args)
         )
         process.start()
-        theirs.close()
+        theirs.close()  # else the starter and later ranks would keep the pipe open
         processes.append(process)
         pipes.append(ours)
     listener.close()
     failure = watch(processes, pipes, settings.timeout, last)
     if failure is None:
         for process in processes:
-            process.join(GRACE)
+            process.join(GRACE)  # they end after the barrier
     return failure
 
 
@@ -285,17 +286,17 @@ def watch(
     consequences: list[Failure] = []
     deadline = float("inf")
     while silent and (left := deadline - time.monotonic()) > 0:
-        ready: list[Any] = wait([*silent], min(left, 3600))
+        ready: list[Any] = wait([*silent], min(left, 3600))  # a report, or the end of a pipe
         for pipe in ready:
-            rank = silent.pop(pipe)
+            rank = silent.pop(pipe)  # it has reported, or its pipe has ended
             failure = _received(pipe, processes[rank], rank)
-            if failure is not None and not failure.is_consequence:
+            if failure is not None and not failure.is_consequence:  # nobody can explain it better
                 return failure
             if failure is not None:
                 consequences.append(failure)
             # One rank is done only after all have met at the final barrier.
             deadline = min(deadline, time.monotonic() + (GRACE if consequences else timeout))
-    if silent:
+    if silent:  # the deadline has passed
         seen = consequences[0].text if consequences else table(last)
         return Failure(min(silent.values()), f"It does not answer.\n{seen}")
     return consequences[0] if consequences else None
@@ -307,7 +308,7 @@ def _received(pipe: Any, process: Any, rank: int | None) -> Failure | None:
         failure: Failure | None = pipe.recv()
         return failure
     except (EOFError, OSError):  # the latter: in the middle of its report
-        process.join(GRACE)
+        process.join(GRACE)  # for its exit code
     code = process.exitcode or 0
     if code < 0:
         return Failure(rank, f"It was killed by {signal.Signals(-code).name}.\n")
@@ -327,7 +328,7 @@ def _rank_main(
     """A rank's main. Sends None when it is done, else its `Failure`."""
     _end_with_parent()
     world_size, port = settings.world_size, listener.getsockname()[1]
-    if rank > 0:
+    if rank > 0:  # only rank 0's store listens
         listener.close()
     last[rank].note("start")
     try:
@@ -335,15 +336,15 @@ def _rank_main(
         setup(rank, world_size, backend, port=port, listener=listener, timeout=settings.timeout)
         main(World(rank, world_size, rank, device, last[rank]), *args)
         last[rank].note("end")
-        _finish(device)
+        _finish(device)  # all ranks meet, see `watch`
     except BaseException as error:
         kind = next((k for k in (UserError, RunError) if isinstance(error, k)), None)
         text = str(error) if kind else format_error(error)
         if waited := is_consequence(error):
             text += table(last)
-        pipe.send(Failure(rank, text, kind, waited))
+        pipe.send(Failure(rank, text, kind, waited))  # the parent prints it
         leave("", 1)
-    pipe.send(None)
+    pipe.send(None)  # after the barrier: all ranks are done
 
 
 def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence[Any]) -> None:
@@ -353,7 +354,7 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
     local_size, world_size = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     limit, store = timedelta(seconds=settings.timeout), None
-    last = _last_actions(local_size)
+    last = _last_actions(local_size)  # of this machine's ranks
     last[local_rank].note("start")
     try:
         device = _claim(settings, local_rank, local_size)
@@ -372,7 +373,7 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
         main(World(rank, world_size, local_rank, device, last[local_rank]), *args)
         last[local_rank].note("end")
         _finish(device)
-    except (UserError, RunError):
+    except (UserError, RunError):  # the program reports it, in one line
         raise
     except BaseException as error:
         text = f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}"

@@ -52,7 +52,7 @@ class Plan:
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         if self.precision != "bf16":
-            return nullcontext()
+            return nullcontext()  # fp32 and fp64 compute in the type of the weights
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
     def notes(self, device: torch.device) -> list[str]:
@@ -61,7 +61,7 @@ class Plan:
             return []
         cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
         if cpu.get("architecture") != "x86_64" or cpu.get("avx512_bf16") or cpu.get("amx_bf16"):
-            return []
+            return []  # fast, or unknown
         return [
             "--precision bf16: this CPU has no instructions for it (avx512_bf16 or amx_bf16) and "
             "computes it several times slower than fp32"
@@ -121,12 +121,12 @@ class LaidOutModel(ABC):
 
     def measure(self, x: Any, target: Any) -> Tensor | None:
         """The task's `measure` of the outputs; None on ranks that do not see them."""
-        output = self.outputs(x)
+        output = self.outputs(x)  # [N, V] at N targets, or [B, classes]
         return None if output is None else self.task.measure(output, target)
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
         """The next token of each sentence; see `training.generation.Decoder`."""
-        logits = self.outputs((ids, newest_alone(ids), prefix))
+        logits = self.outputs((ids, newest_alone(ids), prefix))  # [B, V], of the newest position
         assert logits is not None
         return likeliest(logits, num_tokens)
 
@@ -136,7 +136,7 @@ class LaidOutModel(ABC):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """On rank 0 every parameter and its name, on the CPU, one at a time; on other ranks
         nothing. All ranks must iterate to the end together."""
-        if self.part == 0:
+        if self.part == 0:  # other parts have the same
             for name, p in self.whole_parameters().items():
                 yield name, p.detach().cpu()
 

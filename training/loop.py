@@ -69,19 +69,20 @@ def train(
         RunError: a loss or gradient is not finite; see `Optimizers.step`.
     """
     totals = before
-    bar = tqdm(
+    bar = tqdm(  # rank 0 draws it, and only on a terminal
         steps, desc, n_steps, initial=before.steps, leave=False, disable=None if rank == 0 else True
     )
-    start = time.perf_counter()
+    start = time.perf_counter()  # waiting for the next batch counts, too
     for step in bar:
-        optimizer.zero_grad()
-        loss = model.backward(step)
-        if average_gradients_fn is not None:
+        optimizer.zero_grad()  # backward adds to what it finds
+        loss = model.backward(step)  # a scalar, this rank's part of the sum
+        if average_gradients_fn is not None:  # other layouts combine theirs in backward
             average_gradients_fn(cast(nn.Module, model.module))
+        # All ranks meet here: they decide alike whether to update, from the same numbers.
         remark = optimizer.step(loss.cpu(), step.count, (step.positions, step.tokens))
         if remark is not None and rank == 0:
             bar.write(remark)
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start  # a GPU may still compute the update
         totals = _add(totals, step, optimizer.loss_sum, seconds, math.isnan(optimizer.loss))
         bar.set_postfix(
             loss=f"{optimizer.loss_sum / max(1, step.count):.3f}",
@@ -112,7 +113,7 @@ def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float,
     """The mean loss over all targets of the validation data, and the accuracy from 0 to 1; the same
     on all ranks."""
     totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, answers
-    batches: list[Any] = task.validation_batches(model.part, model.parts)
+    batches: list[Any] = task.validation_batches(model.part, model.parts)  # this part's
     most = torch.tensor(len(batches), device=world.device)
     if world.world_size > 1:  # a rank that has no batch left still takes part in collectives
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -121,11 +122,11 @@ def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float,
         batches, "Validating", leave=False, disable=None if world.is_main else True
     ):
         found = model.measure(x, target)
-        if found is not None:
+        if found is not None:  # None: no batch left, or another rank sees the outputs
             totals += found
     if world.world_size > 1:
         total = totals.to(world.device, torch.float32 if world.device.type == "mps" else None)
-        dist.all_reduce(total)
+        dist.all_reduce(total)  # each batch was measured on one rank
         totals = total.cpu()
     loss, right, answers = totals.tolist()
     return loss / max(1.0, answers), right / max(1.0, answers)
@@ -161,35 +162,35 @@ def run(
     """Trains from scratch or from a checkpoint; evaluates after every epoch."""
     # For dropout that draws (fused attention's on a GPU): other masks on every part and shard.
     torch.manual_seed(stream(args.seed, "dropout", model.part, model.shard))
-    check_same(world, run_things(vars(args), task.fingerprints()))
+    check_same(world, run_things(vars(args), task.fingerprints()))  # all ranks go on, or none
     optimizer = Optimizers(
         model.optimizers, recipe_of(args, task), world, counted=model.counted, run=model.run
     )
     results = Results(world, args, task, model)
     saving = Saving(world, args, task, model, optimizer, results)
-    before = saving.restore(resume) or NOTHING_YET
-    check_replicas(world, model.whole_parameters(), "at the start")
+    before = saving.restore(resume) or NOTHING_YET  # totals of the epoch it was saved in
+    check_replicas(world, model.whole_parameters(), "at the start")  # after weights were loaded
     notes = [*plan.notes(world.device), *model.notes, *core_notes(world), *resume.notes]
     total, per_epoch = num_steps(args, task), task.steps_per_epoch
     # A checkpoint at the end of an epoch precedes its evaluation, which is repeated.
     first = max(0, saving.steps_done - 1) // per_epoch
     results.begin(first, notes, resumed=saving.steps_done > 0)
     note = plan.timeline.last.note
-    metrics = Metrics(world, args, task, model, saving.steps_done)
+    metrics = Metrics(world, args, task, model, saving.steps_done)  # begin has moved old files away
     whole_epochs = args.num_batches is None
     if whole_epochs and saving.steps_done == 0:
         note("evaluation")
         results.say_start(*_evaluate(world, task, model))
     profile = Profile(plan.timeline, args.profile, args.workdir)
-    for epoch in range(first, -(-total // per_epoch)):
-        length = min(per_epoch, total - epoch * per_epoch)
+    for epoch in range(first, -(-total // per_epoch)):  # the last one may be cut short
+        length = min(per_epoch, total - epoch * per_epoch)  # steps of this epoch
         steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
-        steps = plan.timeline.over(islice(steps, length - before.steps))
+        steps = plan.timeline.over(islice(steps, length - before.steps))  # none if all are done
 
         def after_step(totals: Totals, seconds: float, epoch: int = epoch) -> None:
             results.add_step(optimizer.loss, seconds)
             metrics.add_step(epoch, optimizer, seconds)
-            saving.after_step(epoch, totals)
+            saving.after_step(epoch, totals)  # after add_step: the checkpoint has this step's loss
             profile.step()
             note("next batch")
 
@@ -198,15 +199,15 @@ def run(
             before, after_step,
         )  # fmt: skip
         note("checkpoint")
-        saving.save(epoch, totals)
+        saving.save(epoch, totals)  # before the evaluation, which can be repeated
         note("comparison of replicas")
         check_replicas(world, model.whole_parameters(), f"in epoch {epoch + 1}")
         note("evaluation")
         few = not whole_epochs and total < per_epoch  # too few steps to learn to translate
         result = results.end_epoch(epoch, totals, *_evaluate(world, task, model, score=not few))
         metrics.add_evaluation(optimizer.steps, epoch, result)
-        before = NOTHING_YET
-    saving.close()
+        before = NOTHING_YET  # only the first epoch was begun by an earlier run
+    saving.close()  # waits for what is written in the background
     profile.close()
     metrics.close()
     if args.timeline:

@@ -54,10 +54,10 @@ class Metrics:
     ) -> None:
         self.copies = world.world_size / model.parts  # ranks that have the same part of a batch
         self.device = world.device
-        self.flops = flops_of_forward(task) if world.is_main else (0.0, 0.0)
+        self.flops = flops_of_forward(task) if world.is_main else (0.0, 0.0)  # body and head
         weights = next(iter(model.held()))
         dtype = torch.bfloat16 if args.precision == "bf16" else weights.dtype
-        self.peak = sum(gather_over_ranks(peak_flops(world.device, dtype), world))
+        self.peak = sum(gather_over_ranks(peak_flops(world.device, dtype), world))  # collective
         self.sinks = list(_sinks(args, steps_done)) if world.is_main else []
         self.wandb = args.wandb and world.is_main
 
@@ -65,8 +65,9 @@ class Metrics:
         """Writes a step, done or skipped."""
         if not self.sinks:
             return
-        positions, tokens = (count / self.copies for count in optimizer.counts)
+        positions, tokens = (count / self.copies for count in optimizer.counts)  # each part once
         body, head = self.flops
+        # Operations per second of all ranks; the head computes only at targets.
         speed = 3 * (body * positions + head * optimizer.target_tokens) / seconds
         self._write(
             optimizer.steps, epoch=epoch, loss=optimizer.loss, learning_rate=optimizer.rate,
@@ -97,14 +98,15 @@ def flops_of_forward(task: Task) -> tuple[float, float]:
     """Floating-point operations of a forward per position (or picture): of all layers but the head,
     and of the head, which computes only at targets. They are counted on the meta device, for a
     validation batch."""
+    # [B, T] token ids, or [B, 3, 32, 32] pictures, without memory.
     x = tree_leaves(task.validation_batches(0, 1)[0])[0].to("meta")
     x = x.float() if x.is_floating_point() else x  # as the skeleton is
     *body, head = [layer.eval() for layer in task.layers(task.skeleton())]
     positions = len(x) if x.is_floating_point() else x.numel()
     with torch.no_grad(), FlopCounterMode(display=False) as of_body:
-        hidden = torch.nn.Sequential(*body)(x)
+        hidden = torch.nn.Sequential(*body)(x)  # [B, T, C], or features
     with torch.no_grad(), FlopCounterMode(display=False) as of_head:
-        head(hidden)
+        head(hidden)  # without weights: all positions
     return of_body.get_total_flops() / positions, of_head.get_total_flops() / positions
 
 
@@ -116,7 +118,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for a GPU
         best = min(best, time.perf_counter() - start)
-    return 2 * _SIDE**3 / best
+    return 2 * _SIDE**3 / best  # a product and a sum each
 
 
 def _sinks(args: Any, steps_done: int) -> Iterable[Sink]:

@@ -109,7 +109,7 @@ def gpt2_config(
     return GPT2Config(
         **gpt2_size(name, n_layer, n_embd, n_head),
         vocab_size=vocab_size,
-        n_positions=max(max_length, 1024 if name != "gpt2-mini" else 0),
+        n_positions=max(max_length, 1024 if name != "gpt2-mini" else 0),  # published: 1024
         activation_function="gelu_pytorch_tanh",
         resid_pdrop=dropout,
         embd_pdrop=dropout,
@@ -126,7 +126,7 @@ def build_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
 
     with torch.device("meta"):
         model = GPT2LMHeadModel(config)
-    model.to_empty(device="cpu")
+    model.to_empty(device="cpu")  # memory without values
     model.tie_weights()
     initialize(model, seed)
     return model
@@ -153,7 +153,7 @@ def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
         else:
             generator = generator_for(seed, name)
             std = 0.02 / math.sqrt(2 * layers) if name.endswith("c_proj.weight") else 0.02
-            p.copy_(torch.empty(p.shape).normal_(0, std, generator=generator))
+            p.copy_(torch.empty(p.shape).normal_(0, std, generator=generator))  # drawn on the CPU
 
     return fill
 
@@ -183,8 +183,8 @@ class Layer(nn.Module):
     def positions(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
         """The positions of the hidden states B T C in their sequences."""
         T = hidden.size(1)
-        some = bool(more) and more[0].size(1) > T
-        return torch.arange(T, device=hidden.device) + (self.shard * T if some else 0)
+        some = bool(more) and more[0].size(1) > T  # weights B T have more: these are a part of them
+        return torch.arange(T, device=hidden.device) + (self.shard * T if some else 0)  # [T]
 
     def drop(self, hidden: Tensor, p: float, more: Sequence[Any]) -> Tensor:
         """Dropout of hidden states B T C, in training."""
@@ -202,10 +202,10 @@ class Embedding(Layer):
 
     def forward(self, value: Value) -> Value:
         ids, *more = value if isinstance(value, tuple) else (value,)
-        hidden, prefix = self.wte(ids), _prefix(more)
-        positions = self.positions(hidden, more)
+        hidden, prefix = self.wte(ids), _prefix(more)  # B T C, or this rank's part of T
+        positions = self.positions(hidden, more)  # [T], of the hidden states
         if prefix is not None:
-            positions = prefix.positions(ids.size(-1)).to(ids.device)
+            positions = prefix.positions(ids.size(-1)).to(ids.device)  # [B, T]
         hidden = self.drop(hidden + self.wpe(positions), self.p, more)
         return (hidden, *more) if more else hidden
 
@@ -233,18 +233,18 @@ class Attention(HiddenLayer):
 
     def transform(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
         attn, prefix, mask = self.attn, _prefix(more), None
-        qkv = attn.c_attn(self.ln_1(hidden))
+        qkv = attn.c_attn(self.ln_1(hidden))  # all T, even of hidden states that are a part
         B, T, width = qkv.shape  # of this rank's heads H, 3 H E
-        qkv = qkv.view(B, T, 3, width // (3 * attn.head_dim), attn.head_dim)
+        qkv = qkv.view(B, T, 3, width // (3 * attn.head_dim), attn.head_dim)  # B T 3 H E
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H T E
         if prefix is not None:
-            mask = prefix.mask(hidden)
-            k, v = prefix.update(attn.layer_idx, k, v)
+            mask = prefix.mask(hidden)  # B 1 T S
+            k, v = prefix.update(attn.layer_idx, k, v)  # B H S E, with earlier positions
         H = q.size(1)
-        heads = torch.arange(H, device=hidden.device) + self.shard * H
+        heads = torch.arange(H, device=hidden.device) + self.shard * H  # their numbers in the model
         p = attn.attn_dropout.p if self.training else 0.0
-        y = attention(q, k, v, mask, p, _keys(more), self.weights_where, heads)
-        y = attn.c_proj(y.transpose(1, 2).reshape(B, T, -1))
+        y = attention(q, k, v, mask, p, _keys(more), self.weights_where, heads)  # B H T E
+        y = attn.c_proj(y.transpose(1, 2).reshape(B, T, -1))  # B T C, as hidden
         return self.drop(y, attn.resid_dropout.p, more)
 
 
@@ -257,7 +257,7 @@ class FeedForward(HiddenLayer):
 
     def transform(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
         mlp = self.mlp
-        y = mlp.c_proj(mlp.act(mlp.c_fc(self.ln_2(hidden))))
+        y = mlp.c_proj(mlp.act(mlp.c_fc(self.ln_2(hidden))))  # C to 4C, this rank's, and back
         return self.drop(y, mlp.dropout.p, more)
 
 
@@ -272,7 +272,7 @@ class Head(nn.Module):
     def forward(self, value: Value) -> Tensor:
         hidden, *more = value if isinstance(value, tuple) else (value,)
         if more:
-            hidden = hidden[more[0] != 0]
+            hidden = hidden[more[0] != 0]  # B T C to N C
         return F.linear(self.ln_f(hidden), self.weight)
 
 
@@ -295,7 +295,7 @@ def loss_of_targets(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     chosen = weights != 0
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    losses = F.cross_entropy(logits, ids[chosen], reduction="none")
+    losses = F.cross_entropy(logits, ids[chosen], reduction="none")  # [N], nats
     return (losses * weights[chosen]).sum()
 
 
@@ -325,7 +325,7 @@ def sizes_of_blocks(balance: str, num_blocks: int, num_stages: int) -> list[int]
 def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
     """Blocks or layers per stage, from `uniform` or numbers such as 3,5. Raises ValueError."""
     part, more = divmod(total, num_stages)
-    uniform = [part + (s < more) for s in range(num_stages)]
+    uniform = [part + (s < more) for s in range(num_stages)]  # the first stages get more, if any
     if balance == "uniform" and part:
         return uniform
     try:

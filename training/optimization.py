@@ -58,7 +58,7 @@ class Recipe:
         then constant, or linear or cosine decay to 0 at the step after the last."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
-        rest = self.num_steps - self.warmup_steps
+        rest = self.num_steps - self.warmup_steps  # steps after the warm-up
         done = min(1.0, (step - self.warmup_steps) / rest) if rest > 0 else 1.0
         falling = {
             "constant": 1.0,
@@ -72,7 +72,7 @@ def squared_norms(gradients: Sequence[Tensor]) -> list[float]:
     """The square of the 2-norm of each gradient; over gradients or parts of them these add up."""
     if not gradients:
         return []
-    norms = torch.stack(torch._foreach_norm(list(gradients)))
+    norms = torch.stack(torch._foreach_norm(list(gradients)))  # [gradients]; no wait for a GPU yet
     return (norms if norms.device.type == "mps" else norms.double()).square().tolist()
 
 
@@ -145,19 +145,19 @@ class Optimizers:
         self.norm, losses, self.counts = self._facts(loss, counts)
         self.target_tokens = target_tokens
         self.loss_sum = sum(losses)
-        wrong = self._wrong(self.norm, losses)
+        wrong = self._wrong(self.norm, losses)  # so all ranks take the same way from here
         if wrong and self.recipe.on_nan == "stop":
             raise RunError(f"{self._where()}: {wrong}; {self._advice()}")
-        self.rate = self.recipe.learning_rate_at(self.steps)
+        self.rate = self.recipe.learning_rate_at(self.steps)  # skipped steps have one, too
         reason = wrong or (None if target_tokens else "the batch has no target token")
         if reason is None:
             factor = clip_factor(self.norm, self.recipe.max_grad_norm)
-            self._run(partial(self._update, factor=factor))
+            self._run(partial(self._update, factor=factor))  # stages in threads: each on its worker
         else:
             reason = f"{self._where()}: {reason}; the step was skipped"
         self.loss = self.loss_sum / target_tokens if reason is None else math.nan
         self._first = self.loss if math.isnan(self._first) else self._first
-        self.in_a_row = self.in_a_row + 1 if wrong else 0
+        self.in_a_row = self.in_a_row + 1 if wrong else 0  # a batch without targets ends the row
         if self.in_a_row == MOST_IN_A_ROW:
             raise RunError(f"{reason}, as were {MOST_IN_A_ROW - 1} before it; {self._advice()}")
         if not self._risen and self.loss > RISEN * self._first:
@@ -179,30 +179,31 @@ class Optimizers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores it. `state` may have more keys."""
         self.steps, self.in_a_row = state["steps"], state["in_a_row"]
-        first = state.get("first_loss")
+        first = state.get("first_loss")  # None: no finite step was done
         self._first, self._risen = math.nan if first is None else first, state.get("risen", False)
 
     def _facts(self, loss: Tensor, counts: Sequence[int]) -> tuple[float, list[float], list[float]]:
         """The norm of the gradient, the loss of each rank, and the summed counts: the same on all
         ranks."""
         device = self._world.device
-        wide = torch.float32 if device.type == "mps" else torch.float64
+        wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
         total, world_size = 0.0, self._world.world_size
+        # [squared norm | a loss per rank | counts]; each rank fills in its own, the sum has all.
         facts = torch.zeros(1 + world_size + len(counts), dtype=wide, device=device)
         # Summed parameter by parameter: the sum does not depend on where stages are cut.
         for squares in self._run(lambda i: squared_norms(_gradients(self._counted[i]))):
             total = sum(squares, start=total)
         facts[0] = total
-        facts[1 + self._world.rank] = loss
+        facts[1 + self._world.rank] = loss  # apart: an error names the rank
         facts[1 + world_size :] = torch.tensor(counts)
         if world_size > 1:
             dist.all_reduce(facts)
-        square, *others = facts.tolist()
+        square, *others = facts.tolist()  # waits for a GPU
         return math.sqrt(square), others[:world_size], others[world_size:]
 
     def _update(self, i: int, factor: float) -> None:
         optimizer = self.optimizers[i]
-        gradients = _gradients(self._owned[i])
+        gradients = _gradients(self._owned[i])  # also of those that other ranks count
         if factor < 1 and gradients:
             torch._foreach_mul_(gradients, factor)
         for group in optimizer.param_groups:

@@ -51,7 +51,7 @@ def lay_out(
     """
     if args.strategy in ("single", "ddp"):
         return Replicated(task, world, plan)
-    mesh = make_mesh(args.dp, args.pp, args.tp, args.timeout)
+    mesh = make_mesh(args.dp, args.pp, args.tp, args.timeout)  # all ranks make all groups
     if args.zero is not None and (args.strategy == "fsdp" or args.zero == 3):
         return Sharded(task, world, plan, args.zero, mesh, args.sequence_parallel)
     num_microbatches = {"model": 1}.get(args.strategy, plan.num_microbatches)
@@ -61,7 +61,7 @@ def lay_out(
         num_microbatches = num_microbatches or 1
     return Staged(
         task, world, plan, args.schedule, num_microbatches, args.balance, args.timeout,
-        cut, mesh, args.sequence_parallel, bool(args.zero), chunks=args.chunks,
+        cut, mesh, args.sequence_parallel, bool(args.zero), chunks=args.chunks,  # --zero 1 or none
     )  # fmt: skip
 
 
@@ -71,11 +71,11 @@ def flat_pieces(name: str, shape: Sequence[int], start: int, values: Tensor) -> 
     pieces, done, sizes = [], 0, (1, *shape)  # the tensor is a row of its own
     rows = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements in a row of each level
     while done < values.numel():
-        at, left = start + done, values.numel() - done
+        at, left = start + done, values.numel() - done  # place in the tensor; elements left
         d = next(d for d, row in enumerate(rows) if at % row == 0 and row <= left)  # the longest
         offsets = [at // row % size for row, size in zip(rows, sizes, strict=True)]
-        n = min(left // rows[d], sizes[d] - offsets[d])
-        box = [*(1 for _ in range(d)), n, *sizes[d + 1 :]]
+        n = min(left // rows[d], sizes[d] - offsets[d])  # how many rows of that level
+        box = [*(1 for _ in range(d)), n, *sizes[d + 1 :]]  # its shape, in all levels
         part = values[done : done + n * rows[d]].view(box[1:])
         pieces.append(Piece(name, part, tuple(offsets[1:]), tuple(shape)))
         done += n * rows[d]
@@ -102,33 +102,33 @@ class Sharded(LaidOutModel):
         self.num_microbatches = plan.num_microbatches
         # Autocast would keep a whole copy of every matrix until its backward.
         self.compute_dtype = torch.bfloat16 if plan.precision == "bf16" else None
-        self.shared = shared = Shared(
+        self.shared = shared = Shared(  # on the meta device: no memory yet
             task, mesh.tensor, plan.dtype, sequence_parallel, share_memory, plan.timeline
         )
         model = shared.model
-        self.layers = nn.Sequential(*shared.layers)
-        self.fsdp = FullyShardedDataParallel(
+        self.layers = nn.Sequential(*shared.layers)  # only to switch modes
+        self.fsdp = FullyShardedDataParallel(  # allocates and fills this rank's shards
             shared.layers, plan.make_optimizer,
             names={t: name for name, t in [*model.named_parameters(), *model.named_buffers()]},
             init=shared.initialize, zero=zero, compute_dtype=self.compute_dtype,
             device=world.device, group=mesh.data.group, share_memory=share_memory,
             recorder=plan.timeline, recompute=plan.recompute != NEVER,
-            kind=lambda name: name in shared.parts,
+            kind=lambda name: name in shared.parts,  # cut parameters and whole ones apart
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]
         # A unit has either cut parameters or whole ones.
         first_names = [(unit.unit.entries[0].name, unit.shard) for unit in self.fsdp.units]
         self.counted = [p for name, p in first_names if shared.counted(name)]
-        self.on_all = [p for name, p in first_names if name not in shared.parts]
+        self.on_all = [p for name, p in first_names if name not in shared.parts]  # flat shards
 
     def backward(self, step: Step) -> Tensor:
         """Gradients are summed over the ranks, so the loss is divided by the global count."""
         count = max(1, step.count)
-        inputs = [*map(self.shared.input, step.inputs, step.targets)]
+        inputs = [*map(self.shared.input, step.inputs, step.targets)]  # none: it still gathers
         loss = self.fsdp.train_step(inputs, step.targets, self.shared.loss, 1 / count)
-        self.fsdp.expose_gradients()
-        self.shared.sum_gradients(self.on_all)
-        return loss * (count if self.mesh.tensor.rank == 0 else 0)
+        self.fsdp.expose_gradients()  # waits for the last layers' sums over the data axis
+        self.shared.sum_gradients(self.on_all)  # then over the tensor axis
+        return loss * (count if self.mesh.tensor.rank == 0 else 0)  # tensor ranks have the same
 
     def outputs(self, x: Any) -> Tensor | None:
         """The outputs for this rank's batch."""
@@ -151,15 +151,15 @@ class Sharded(LaidOutModel):
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
         """All ranks gather layers together, even if only one needs them."""
-        self._some_rank_goes_on(True)
-        output = self._forward((ids, newest_alone(ids), prefix))
+        self._some_rank_goes_on(True)  # meets the call in `end` of ranks that have finished
+        output = self._forward((ids, newest_alone(ids), prefix))  # [B, rows], of this rank's tokens
         assert output is not None
         return self.shared.likeliest(output, num_tokens)
 
     def end(self) -> None:
         """Takes part in gathering until no rank has sentences left."""
         while self._some_rank_goes_on(False):
-            self._forward(None)
+            self._forward(None)  # helps to gather every layer for the others
 
     def _some_rank_goes_on(self, this_one: bool) -> bool:
         going = torch.tensor(int(this_one), device=self.world.device)
@@ -169,6 +169,7 @@ class Sharded(LaidOutModel):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered parameter by parameter, on the ranks with the first shards."""
+        # p is None but on the data axis' first rank; those of a tensor group join their parts.
         gathered = ((name, p) for name, p in self.fsdp.gather() if p is not None)
         for name, p in self.shared.joined(gathered):
             if self.world.is_main:
@@ -181,7 +182,7 @@ class Sharded(LaidOutModel):
     def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
         """A flat shard holds ranges of flattened parameters."""
         (unit,) = (u.unit for u in self.fsdp.units if u.shard is p)
-        found = unit.pieces(self.mesh.data.rank, t)
+        found = unit.pieces(self.mesh.data.rank, t)  # ranges of parameters, views of t
         return self.shared.pieces(
             x for f in found for x in flat_pieces(f.name, f.shape, f.offset, f.tensor)
         )
@@ -244,16 +245,16 @@ class Staged(LaidOutModel):
         self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
         self.devices, self.num_microbatches = [world.device], num_microbatches
         self.schedule = schedule
-        ranks = places(schedule, mesh.pipeline.size, chunks)
+        ranks = places(schedule, mesh.pipeline.size, chunks)  # each stage's pipeline rank
         stages = len(ranks)
-        self.ranks = ranks if stages > mesh.pipeline.size else None
+        self.ranks = ranks if stages > mesh.pipeline.size else None  # only with chunks
         if balance != "auto" or cut is None or len(cut) != stages:
-            cut = task.sizes(balance, stages)
-        self.cut = cut or measured_sizes(task, world, plan, stages)
+            cut = task.sizes(balance, stages)  # None: to be measured
+        self.cut = cut or measured_sizes(task, world, plan, stages)  # all ranks wait for rank 0
         self.shared = Shared(
             task, mesh.tensor, plan.dtype, sequence_parallel, share_memory, plan.timeline
         )
-        self.pipe = ProcessPipe(
+        self.pipe = ProcessPipe(  # allocates and fills this rank's stages alone
             nn.Sequential(*self.shared.layers), self.cut, world.device, mesh.pipeline.group,
             ranks=ranks, model=self.shared.model, initialize=self.shared.initialize,
             recorder=plan.timeline, share_memory=share_memory, timeout=timeout,
@@ -263,7 +264,7 @@ class Staged(LaidOutModel):
             self.description = f"layers per stage: {' | '.join(map(str, self.cut))}"
         if self.ranks:
             self.description += f", on the ranks {', '.join(map(str, ranks))}"
-        mine = self.pipe.named_parameters()
+        mine = self.pipe.named_parameters()  # of this rank's stages; the parts of cut ones
         self.on_all = [p for name, p in mine.items() if name not in self.shared.parts]
         self.sharded: ShardedOptimizer | None = None
         self.buckets: GradientBuckets | None = None
@@ -271,6 +272,7 @@ class Staged(LaidOutModel):
             self._shard_optimizer(mine, Ranks(mesh.data.group, share_memory, plan.timeline))
         else:
             if self.parts > 1:
+                # In buckets of their own, since the rank of the other stage must get the same bits.
                 tied = [p for name, p in mine.items() if len(self.pipe.users(name)) > 1]
                 self.buckets = GradientBuckets(
                     mine.values(), mesh.data.group, share_memory=share_memory,
@@ -295,7 +297,7 @@ class Staged(LaidOutModel):
         owned = self.pipe.owned_parameters().keys()
         self.sharded = ShardedOptimizer(mine, self.plan.make_optimizer, replicas, kind)
         self.optimizers = [cast(torch.optim.Optimizer, self.sharded)]
-        self.counted = [
+        self.counted = [  # shards; of tied and of whole parameters on one rank only
             p
             for (cut, tied), p in self.sharded.shards.items()
             if (tied is None or tied in owned) and (cut or self.shard == 0)
@@ -306,8 +308,8 @@ class Staged(LaidOutModel):
         """All ranks of a replica get its loss; the first counts it."""
         # The buckets hold the mean of the replicas' gradients; see `Replicated.backward`.
         count = max(1, step.count) / (self.parts if self.buckets else 1)
-        loss = torch.zeros((), dtype=torch.float64)
-        if step.inputs:
+        loss = torch.zeros((), dtype=torch.float64)  # of a replica without examples
+        if step.inputs:  # the same on all ranks of a replica: all run the pipe, or none
             inputs = map(self.shared.input, step.inputs, step.targets)
             with self.plan.autocast(self.devices[0]):
                 loss = self.pipe.train_step(
@@ -315,16 +317,17 @@ class Staged(LaidOutModel):
                     self.schedule or "gpipe", scale=1 / count,
                 )  # fmt: skip
         if self.buckets is not None:
-            self.buckets.finish()
-        self.shared.sum_gradients(self.on_all)
+            self.buckets.finish()  # every replica, with or without examples
+        self.shared.sum_gradients(self.on_all)  # before `reduce`, which takes p.grad away
         if self.sharded is not None:
-            self.sharded.reduce()
-        first = self.mesh.pipeline.rank == self.mesh.tensor.rank == 0
+            self.sharded.reduce()  # sums over the replicas, into the shards' gradients
+        first = self.mesh.pipeline.rank == self.mesh.tensor.rank == 0  # one rank counts per replica
+        # `count` undoes the scale: the summed loss of this replica.
         return loss.detach() * (count if first else 0)
 
     def outputs(self, x: Any) -> Tensor | None:
         """The last stage sees them."""
-        output = None if x is None else self._eval(x)
+        output = None if x is None else self._eval(x)  # last stage: [N, rows]
         return None if output is None else self.shared.logits(output)
 
     def measure(self, x: Any, target: Any) -> Tensor | None:
@@ -341,9 +344,9 @@ class Staged(LaidOutModel):
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
         """The last stage has the logits; each rank keeps the cache of its own layers and heads."""
-        logits = self._eval((ids, newest_alone(ids)), beside=prefix)
+        logits = self._eval((ids, newest_alone(ids)), beside=prefix)  # last stage: [B, rows]
         tokens = None if logits is None else self.shared.likeliest(logits, num_tokens)
-        return self.pipe.from_last(tokens)
+        return self.pipe.from_last(tokens)  # [B], on every stage
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The first replica's, joined and sent to rank 0 one at a time."""
@@ -406,7 +409,7 @@ def measured_sizes(task: Task, world: World, plan: Plan, num_stages: int) -> lis
     if num_stages == 1:
         return [len(task.layers(task.skeleton()))]
     sizes: list[Any] = [None]
-    if world.is_main:
+    if world.is_main:  # the others wait in the broadcast
         step = next(task.steps(0, 0, 1, plan.num_microbatches or 4))
         x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
         filled = cast(Sequence[nn.Module], _OneAtATime(task, world.device, plan.dtype))
@@ -442,25 +445,25 @@ def gather_on_main(
 ) -> Iterator[tuple[str, Tensor]]:
     """On rank 0 the whole parameters of all stages and their names, on the CPU, sent one at a time;
     on other ranks nothing. The ranks of a replica call it together."""
-    joined = shared.joined(mine.items())
+    joined = shared.joined(mine.items())  # lazy: each step is a collective of the tensor ranks
     stages = mesh.pipeline
     if stages.size == 1:
         yield from ((name, p.cpu()) for name, p in joined if world.is_main)
         return
-    shapes: list[Any] = [None] * stages.size
+    shapes: list[Any] = [None] * stages.size  # by pipeline rank: name, whole shape and type of each
     parts = shared.parts
     own = [(n, parts[n].shape if n in parts else tuple(p.shape), p.dtype) for n, p in mine.items()]
     dist.all_gather_object(shapes, own, stages.group)
-    for stage, theirs in enumerate(shapes):
+    for stage, theirs in enumerate(shapes):  # the same order on all ranks
         for name, shape, dtype in theirs:
             p = next(joined)[1] if stage == stages.rank else None
-            if mesh.tensor.rank > 0:
+            if mesh.tensor.rank > 0:  # it has only helped to join
                 continue
             if p is not None and world.is_main:
                 yield name, p.cpu()
             elif p is not None:
-                dist.send(p.contiguous(), 0)
+                dist.send(p.contiguous(), 0)  # pairs with the recv below
             elif world.is_main:
                 received = torch.empty(shape, dtype=dtype, device=world.device)
-                dist.recv(received, stage * mesh.tensor.size)
+                dist.recv(received, stage * mesh.tensor.size)  # tensor rank 0 of that stage
                 yield name, received.cpu()

@@ -49,9 +49,9 @@ class Prefix:
         device: torch.device | str = "cpu",
         chances: Tensor | None = None,
     ) -> None:
-        self.lengths = torch.tensor(lengths, device=device)
+        self.lengths = torch.tensor(lengths, device=device)  # [B]
         self.rows, self.S = slice(0, len(lengths)), max(lengths)
-        self._chances, self._begin = chances, self.S
+        self._chances, self._begin = chances, self.S  # _begin: S of the prompts
         self._first = 0  # the first column that is used
         self._layers: dict[int, Tensor] = {}  # 2 B H room E, by number in the model
         self._masks: dict[torch.device, Tensor] = {}  # of the newest tokens, by device
@@ -66,28 +66,28 @@ class Prefix:
             while end < len(lengths) and (end - begin) * lengths[end - 1] < (positions or math.inf):
                 end += 1
             self.rows = slice(begin, end)
-            self._first = self.S - max(lengths[begin:end])
+            self._first = self.S - max(lengths[begin:end])  # up to it, these rows are padding
             self._masks.clear()
-            yield self.rows
+            yield self.rows  # their forward runs here, in the caller
             begin = end
 
     def extend(self) -> None:
         """Every sentence has one more token, for the next forward."""
         self.lengths += 1
         self.S += 1
-        self.rows, self._first = slice(0, len(self.lengths)), 0
+        self.rows, self._first = slice(0, len(self.lengths)), 0  # all rows, all columns
         self._masks.clear()
 
     def keep(self, B: int, sources: Sequence[int], places: Sequence[int]) -> None:
         """Moves the sentences at `sources` to `places`, and keeps the first B."""
         if sources:
             for kv in self._layers.values():
-                kv[:, places] = kv[:, sources]
+                kv[:, places] = kv[:, sources]  # copies the right side first
             for rows in (self.lengths, self._chances):
                 if rows is not None:
                     rows[places] = rows[sources]
         self.lengths = self.lengths[:B]
-        self._layers = {number: kv[:, :B] for number, kv in self._layers.items()}
+        self._layers = {number: kv[:, :B] for number, kv in self._layers.items()}  # views, no copy
 
     def chances(self) -> Tensor | None:
         """The numbers, [B], that sample the next tokens of the sentences `rows`."""
@@ -105,24 +105,24 @@ class Prefix:
         every = self._layers.get(number)
         if every is None or every.size(3) < self.S:
             room = self.S + max(GROWTH, self.S // 4)
-            grown = k.new_empty(2, len(self.lengths), H, room, E)
+            grown = k.new_empty(2, len(self.lengths), H, room, E)  # keys, then values
             if every is not None:
                 grown[:, :, :, : self.S - T] = every[:, :, :, : self.S - T]
             every = self._layers[number] = grown
-        mine = every[:, self.rows]
+        mine = every[:, self.rows]  # a view: writing to it fills the cache
         if self._first:  # columns never filled: a weight of 0 times NaN would be NaN
             mine[:, :, :, : self._first] = 0
         mine[0, :, :, self.S - T : self.S] = k
         mine[1, :, :, self.S - T : self.S] = v
-        keys, values = mine[:, :, :, self._first : self.S]
+        keys, values = mine[:, :, :, self._first : self.S]  # views, of the columns from _first on
         return keys, values
 
     def mask(self, hidden: Tensor) -> Tensor:
         """The mask, B 1 T S, to add to attention scores: causal, and without padding."""
         if hidden.device not in self._masks:
-            columns = torch.arange(self._first, self.S, device=hidden.device)
-            newest = columns[-hidden.size(1) :, None]
-            starts = self.S - self.lengths[self.rows].to(hidden.device)
+            columns = torch.arange(self._first, self.S, device=hidden.device)  # [columns]
+            newest = columns[-hidden.size(1) :, None]  # [T, 1]
+            starts = self.S - self.lengths[self.rows].to(hidden.device)  # [B], where each begins
             allowed = (columns <= newest) & (columns >= starts[:, None, None, None])
             # Finite: padding attends to nothing, and a softmax of -inf alone is NaN.
             lowest = torch.finfo(hidden.dtype).min

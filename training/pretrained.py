@@ -43,7 +43,7 @@ def check_pretrained(name: str, max_length: int) -> None:
             raise ValueError(f"its model_type is {config.model_type}")
         found = _stored(name)
         with torch.device("meta"):
-            wanted = dict(GPT2LMHeadModel(config).named_parameters())
+            wanted = dict(GPT2LMHeadModel(config).named_parameters())  # a tied head is not in it
         for parameter, p in wanted.items():
             *_, shape = found.get(parameter.removeprefix(PREFIX), ("missing",))
             if shape != list(p.shape):
@@ -112,7 +112,7 @@ def pretrained_initializer(name: str, seed: int) -> Callable[[str, Tensor], None
         path, key, _ = stored[parameter.removeprefix(PREFIX)]
         with safe_open(path, framework="pt") as file:
             values = file.get_tensor(key)
-        p[: len(values)] = values
+        p[: len(values)] = values  # converted to p's type
         if rows := len(p) - len(values):  # of the embedding, for new tokens
             generator = generator_for(seed, parameter)
             p[-rows:] = torch.empty(rows, *p.shape[1:]).normal_(0, 0.02, generator=generator)

@@ -65,11 +65,11 @@ class Replicated(LaidOutModel):
         self.task, self.plan, self.devices = task, plan, [world.device]
         self.part, self.parts = world.rank, world.world_size
         self.num_microbatches = plan.num_microbatches
-        self.module = materialize(task, world.device, plan.dtype)
-        layers = task.layers(self.module)
+        self.module = materialize(task, world.device, plan.dtype)  # the same on all ranks
+        layers = task.layers(self.module)  # they share the module's parameters
         self.net: nn.Module = nn.Sequential(*layers)
         if plan.recompute != "never":
-            number = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}
+            number = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}  # of segments
             self.net = Recomputed(layers, number[plan.recompute])
         parameters = list(self.module.parameters())
         self.optimizers = [plan.make_optimizer(parameters)]
@@ -79,16 +79,16 @@ class Replicated(LaidOutModel):
         self.average_gradients: Callable[[nn.Module], None] | None = None
         self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.close: Callable[[], None] = lambda: None
-        if world.world_size == 1:
+        if world.world_size == 1:  # nothing to average
             return
         if gradient_sync == "overlap":
-            ddp = DistributedDataParallel(
+            ddp = DistributedDataParallel(  # sends rank 0's weights to all, hooks each parameter
                 self.net, bucket_bytes=bucket_bytes, comm_dtype=comm_dtype,
                 share_memory=share_memory, recorder=plan.timeline,
             )  # fmt: skip
             self.net, self._no_sync, self.close = ddp, ddp.no_sync, ddp.close
-            self.average_gradients = lambda _: ddp.average_gradients()
-        else:
+            self.average_gradients = lambda _: ddp.average_gradients()  # sends the rest, then waits
+        else:  # an exchange only after backward
             by_hand = {"per_parameter": average_gradients, "flat": average_gradients_flat}
             self.average_gradients = plan.timeline.span("all_reduce")(by_hand[gradient_sync])
 
@@ -98,27 +98,27 @@ class Replicated(LaidOutModel):
         mean loss over all targets of the global batch."""
         scale = self.parts / max(1, step.count)
         last, timeline = len(step.inputs) - 1, self.plan.timeline
-        total = torch.zeros((), dtype=self.plan.dtype, device=self.devices[0])
+        total = torch.zeros((), dtype=self.plan.dtype, device=self.devices[0])  # without the scale
         for i, (x, target) in enumerate(zip(step.inputs, step.targets, strict=True)):
             # Only the backward of the last micro-batch starts the exchange.
             with nullcontext() if i == last else self._no_sync():
                 with self.plan.autocast(self.devices[0]), timeline.span("F", microbatch=i):
-                    loss = self.task.loss(self.net(x), target)
+                    loss = self.task.loss(self.net(x), target)  # summed over its targets
                 with timeline.span("B", microbatch=i):
-                    (loss * scale).backward()
+                    (loss * scale).backward()  # adds to the gradients so far
             total += loss.detach()
         return total
 
     @torch.no_grad()
     def outputs(self, x: Any) -> Tensor | None:
         """Every rank sees its own outputs."""
-        if x is None:
+        if x is None:  # no batch left; a forward needs no other rank
             return None
         training = self.net.training
-        if training:
+        if training:  # not while sentences are continued, see next_tokens
             self.net.eval()
         with self.plan.autocast(self.devices[0]):
-            output = self.net(x)
+            output = self.net(x)  # [N, V] at N targets, or [B, classes]
         if training:
             self.net.train()
         return output

@@ -121,7 +121,7 @@ class Results:
         self.validation_loss, self.score = validation_loss, score.value if score else math.nan
         self.generated = score.generated if score else []
         training_loss = totals.loss_sum / totals.count if totals.count else math.nan
-        speeds = (totals.positions / seconds, totals.tokens / seconds)
+        speeds = (totals.positions / seconds, totals.tokens / seconds)  # of this rank
         result = {
             "training_loss": training_loss,
             "validation_loss": validation_loss,
@@ -132,7 +132,7 @@ class Results:
             self.task.score_name.lower(): self.score,
         }
         self._write_epoch(epoch, result)
-        positions, tokens = self.over_ranks(*speeds)
+        positions, tokens = self.over_ranks(*speeds)  # collective: every rank comes here
         self.history.append((totals.seconds, positions))
         shown = f"{self.score:>{self.width}.1f}" if score else f"{'-':>{self.width}}"
         units = zip(self.task.units, (positions, tokens), strict=False)
@@ -147,13 +147,13 @@ class Results:
         """Sums over the data-parallel ranks; the stages of one pipeline count once."""
         from training.world import gather_over_ranks
 
-        copies = self.world.world_size / self.model.parts
+        copies = self.world.world_size / self.model.parts  # ranks with the same part of a batch
         every = gather_over_ranks(values, self.world)
         return [sum(of_ranks) / copies for of_ranks in zip(*every, strict=True)]
 
     def _write_epoch(self, epoch: int, result: dict[str, float]) -> None:
         rank, workdir = self.world.rank, self.args.workdir
-        if self.model.schedule is None:
+        if self.model.schedule is None:  # every rank has a part: a file each
             results, gen = f"rank{rank}_results", f"rank{rank}_gen"
         elif self.world.is_main:
             results, gen = "eval_results", "gen"
@@ -173,7 +173,7 @@ class Results:
 
         world, args, model = self.world, self.args, self.model
         mine = (peak_bytes(world.device), model.state_bytes())
-        memory = gather_over_ranks(mine, world)
+        memory = gather_over_ranks(mine, world)  # by rank
         later = self.seconds[1:] or self.seconds  # the first step is slower
         mean = statistics.fmean(later) if later else math.nan
         positions = statistics.fmean(speed for _, speed in self.history) if self.history else 0.0
@@ -264,9 +264,9 @@ def write_text(path: Path, text: str) -> None:
     try:
         with writing(path):
             aside.write_text(text, encoding="utf-8")
-            aside.replace(path)
+            aside.replace(path)  # atomic
     finally:
-        aside.unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)  # left only by an error
 
 
 def write_json(path: Path, content: Any) -> None:

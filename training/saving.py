@@ -171,17 +171,17 @@ class Saving:
         if world.is_main:
             self.saver.forget_after(resume.checkpoint)
         same = state["layout"] == self._layout()
-        random = state["random"][world.rank] if same else {}
+        random = state["random"][world.rank] if same else {}  # by device
         if random.keys() == random_states(model.devices).keys():
             set_random_states(random)
         else:  # other masks than the earlier run drew
             torch.manual_seed(stream(args.seed, "dropout", model.part, model.shard, state["steps"]))
         self.optimizer.load_state_dict(state)
-        self.saved = state["steps"]
+        self.saved = state["steps"]  # which `save` need not save again
         results.losses, results.seconds = list(state["losses"]), list(state["seconds"])
         results.history = [(seconds, speed) for seconds, speed in state["history"]]
-        results.resumed = len(results.history)
-        done, n = Totals(**state["totals"]), model.parts
+        results.resumed = len(results.history)  # epochs whose speed is not this run's
+        done, n = Totals(**state["totals"]), model.parts  # of all ranks: each takes on its share
         return replace(done, positions=done.positions // n, tokens=done.tokens // n)
 
     def after_step(self, epoch: int, totals: Totals) -> None:
@@ -211,12 +211,12 @@ class Saving:
         world, model, steps = self.world, self.model, self.optimizer.steps
         if not self.args.keep or steps <= self.saved or self.saver is None:
             return
-        self._prune()
+        self._prune()  # first: no step has shown yet that what is saved now is finite
         results = self.results
-        positions, tokens = results.over_ranks(totals.positions, totals.tokens)
+        positions, tokens = results.over_ranks(totals.positions, totals.tokens)  # of all ranks
         state = {
             **self.optimizer.state_dict(),
-            "random": gather_over_ranks(random_states(model.devices), world),
+            "random": gather_over_ranks(random_states(model.devices), world),  # by rank
             "totals": asdict(replace(totals, positions=round(positions), tokens=round(tokens))),
             "losses": results.losses,
             "seconds": results.seconds,

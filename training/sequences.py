@@ -72,9 +72,9 @@ class SequenceTask(Task, ABC):
     ) -> None:
         import_transformers()
         self.args, self.texts, self.device = args, texts, world.device
-        self.files = self._shared_files(world, files)
+        self.files = self._shared_files(world, files)  # rank 0 makes them, the others wait
         self.tokenizer = load_tokenizer(self.files)
-        self.examples: dict[str, list[Encoded]] = self.encoded()
+        self.examples: dict[str, list[Encoded]] = self.encoded()  # all, on every rank
         self.num_targets = [example.num_targets for example in self.examples["train"]]
         self.config, self._initialize = _config_and_weights(args, len(self.tokenizer))
         if world.world_size > 1:
@@ -126,8 +126,8 @@ class SequenceTask(Task, ABC):
         epoch alone; each batch is dealt out by length, so that all parts have equal work."""
         n, size = len(self.num_targets), self.args.batch_size
         seed = stream(self.args.seed, "data order", epoch)
-        order = shuffled_indices(n, seed)
-        counts = [
+        order = shuffled_indices(n, seed)  # as in partition_dataset below: the same seed
+        counts = [  # target tokens of each global batch
             sum(self.num_targets[i] for i in order[k : k + size])
             for k in range(start * size, n, size)
         ]
@@ -135,7 +135,7 @@ class SequenceTask(Task, ABC):
         loader = partition_dataset(
             part, parts, self.examples["train"], size,
             partial(self._collate, num_microbatches, drop), seed=seed,
-            key=None if self.length else _length, start=start,
+            key=None if self.length else _length, start=start,  # sort if lengths differ
         )  # fmt: skip
         nothing: Any = ([], [])  # for a rank that gets none of the last, smaller batch
         for count, (mine, batches) in zip_longest(counts, loader, fillvalue=nothing):
@@ -144,7 +144,7 @@ class SequenceTask(Task, ABC):
                 targets=[(b["labels"], b["label_token_weights"]) for b in batches],
                 count=count,
                 examples=len(mine),
-                positions=sum(b["input_ids"].numel() for b in batches),
+                positions=sum(b["input_ids"].numel() for b in batches),  # B T of each
                 tokens=sum(max(0, len(e.ids) - 1) for e in mine),
             )
 
@@ -174,14 +174,14 @@ class SequenceTask(Task, ABC):
         parts: list[list[Encoded]] = []
         for example in mine:  # from the shortest to the longest
             if parts and (len(parts[-1]) + 1) * (len(example.ids) - 1) <= self.cpu_positions:
-                parts[-1].append(example)
+                parts[-1].append(example)  # the longest so far: the micro-batch is padded to it
             else:
                 parts.append([example])
         return parts
 
     def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
         """Batches of similar lengths."""
-        mine = sorted(self.examples["validation"], key=_length)[part::parts]
+        mine = sorted(self.examples["validation"], key=_length)[part::parts]  # lengths dealt out
         batches = [self._batch(mine[i : i + EVAL_BATCH]) for i in range(0, len(mine), EVAL_BATCH)]
         return [
             ((b["input_ids"], b["label_token_weights"]), (b["labels"], b["label_token_weights"]))
@@ -195,7 +195,7 @@ class SequenceTask(Task, ABC):
     def measure(self, output: Tensor, target: Any) -> Tensor:
         """[summed loss, right tokens, number of tokens]; output [N, V] at the N target tokens."""
         ids, weights = target
-        labels = ids[weights != 0]
+        labels = ids[weights != 0]  # [N], in the order of the output's rows
         right = (output.argmax(-1) == labels).sum()
         count = torch.tensor(len(labels), device=output.device)
         return torch.stack([self.loss(output, target), right, count]).double().cpu()
@@ -230,12 +230,12 @@ class SequenceTask(Task, ABC):
             card = model_card(folder, title, self.describe(), prompt, summary, score)
             (aside / "README.md").write_text(card, encoding="utf-8")
 
-        export(world, folder, ((name, p.float()) for name, p in weights), write)
+        export(world, folder, ((name, p.float()) for name, p in weights), write)  # as fp32
         return f"Model and tokenizer, for transformers, are in {folder}/."
 
     def of_all_parts(self, world: World, model: LaidOutModel, mine: list[str], n: int) -> list[str]:
         """All ranks' n outputs in their order; part p has outputs p, p + parts, ..."""
-        by_part = dict(gather_over_ranks((model.part, mine), world))
+        by_part = dict(gather_over_ranks((model.part, mine), world))  # its ranks have the same
         return [by_part[i % model.parts][i // model.parts] for i in range(n)]
 
     def fingerprints(self) -> dict[str, str]:
@@ -256,9 +256,9 @@ class SequenceTask(Task, ABC):
                         (workdir / file).write_bytes(saved[file])
             found[0] = {file: (workdir / file).read_bytes() for file in FILES[1:]}
 
-        on_main(world, make)
+        on_main(world, make)  # config.json is not among them: it comes from the options
         if world.world_size > 1:
-            dist.broadcast_object_list(found, 0)
+            dist.broadcast_object_list(found, 0)  # contents: hosts share no folder
         return found[0]
 
 

@@ -42,13 +42,13 @@ class _InOneProcess(LaidOutModel):
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
         """Layer by layer, each on its own device: one position is too little to pipeline."""
         self._train(False)
-        value: Any = (ids, newest_alone(ids), prefix)
+        value: Any = (ids, newest_alone(ids), prefix)  # [B, T], [B, T], and the cache
         with self.plan.autocast(self.devices[0]):
             for layer in self.layers:
-                device = next(layer.parameters()).device
+                device = next(layer.parameters()).device  # cpu, whichever slice of the cores
                 value = layer(tuple(v.to(device) if isinstance(v, Tensor) else v for v in value))
         self._train(True)
-        return likeliest(value, num_tokens)
+        return likeliest(value, num_tokens)  # of logits [B, V]
 
     def _train(self, mode: bool) -> None:
         """Layers contain the model's modules, but the model does not contain its layers."""
@@ -86,46 +86,47 @@ class StagesInThreads(_InOneProcess):
         chunks: int | None = None,
     ) -> None:
         self.task, self.plan, self.devices = task, plan, devices
-        ranks = places(schedule, len(devices), chunks)
+        ranks = places(schedule, len(devices), chunks)  # each stage's device, as a number
         self.schedule, self.num_microbatches = schedule, num_microbatches
-        self.module = materialize(task, world.device, plan.dtype)
+        self.module = materialize(task, world.device, plan.dtype)  # still on one device
         self.layers = layers = task.layers(self.module)
         if balance != "auto" or cut is None or len(cut) != len(ranks):
-            cut = task.sizes(balance, len(ranks))
+            cut = task.sizes(balance, len(ranks))  # None: to be measured
         if cut is None:  # layers are timed one by one
-            step = next(task.steps(0, 0, 1, num_microbatches))
+            step = next(task.steps(0, 0, 1, num_microbatches))  # all of the first batch
             x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
             with plan.autocast(world.device):
                 costs = measure_costs(layers, x, lambda output: task.loss(output, target))
             cut = balanced(costs, len(ranks))
         self.cut = list(cut)
+        # Moves layers to their devices; a tied weight gets a copy on every other GPU that uses it.
         module, replicas = place(layers, self.cut, [devices[r] for r in ranks])
         one_at_a_time = schedule == "sequential" or len(ranks) == 1
         self.pipe = Pipe(
             module, recorder=plan.timeline, replicas=replicas, sizes=self.cut,
             recompute=mode_of(plan.recompute, one_at_a_time),
         )  # fmt: skip
-        self.ranks = ranks if len(ranks) > len(devices) else None
+        self.ranks = ranks if len(ranks) > len(devices) else None  # only with chunks
         where = ", ".join(str(devices[r]) for r in ranks)
         self.description = f"layers per stage: {' | '.join(map(str, self.cut))} on {where}"
-        if schedule != "sequential":
+        if schedule != "sequential":  # there stages never compute at the same time
             cores = [("", core_slice(s, len(devices))) for s in range(len(devices))]
             self.notes = sharing(cores, "stages")
         # An optimizer per stage, on the stage's worker; a tied weight is in the first one's.
         self.optimizers = [plan.make_optimizer(ps) for ps in self.pipe.stage_parameters()]
         for stage, optimizer in enumerate(self.optimizers):
             plan.timeline.watch(optimizer, stage)
-        self.run = self.pipe.run_on_stages
+        self.run = self.pipe.run_on_stages  # all stages update at the same time
 
     def backward(self, step: Step) -> Tensor:
         """All micro-batches flow through the stages and back, as the schedule says."""
         count = max(1, step.count)
         with self.plan.autocast(self.devices[0]):
-            loss = self.pipe.train_step(
+            loss = self.pipe.train_step(  # adds to .grad when all stages are done
                 MicroBatches(step.inputs), MicroBatches(step.targets), self.task.loss,
                 self.schedule or "gpipe", scale=1 / count,
             )  # fmt: skip
-        return loss.detach() * count
+        return loss.detach() * count  # the sum again
 
     @torch.no_grad()
     def outputs(self, x: Any) -> Tensor | None:
@@ -134,7 +135,7 @@ class StagesInThreads(_InOneProcess):
         self.pipe.split_size = max(1, -(-examples // (self.num_microbatches or 1)))
         self.pipe.eval()
         with self.plan.autocast(self.devices[0]):
-            output = self.pipe(x)
+            output = self.pipe(x)  # [N, V], of all micro-batches
         self.pipe.train()
         return output
 
@@ -166,17 +167,17 @@ class BlocksInThreads(_InOneProcess):
         self.task, self.plan, self.devices = task, plan, devices
         plain: Any = materialize(task, world.device, plan.dtype)
         self.module: Any = GPT2LMHeadModelParallel(plain.config).to(plan.dtype)
-        self.module.load_state_dict(plain.state_dict())
-        self.layers = task.layers(self.module)
+        self.module.load_state_dict(plain.state_dict())  # initial weights of every layout
+        self.layers = task.layers(self.module)  # only for next_tokens
         blocks = range(plain.config.n_layer)
         sizes = split_by(
             "uniform" if balance == "auto" else balance, len(blocks), len(devices), "blocks"
         )
-        edges = pairwise([0, *accumulate(sizes)])
+        edges = pairwise([0, *accumulate(sizes)])  # (first block, next stage's first) of each
         self.module.parallelize(
             {str(d): list(blocks[a:b]) for d, (a, b) in zip(devices, edges, strict=True)}
         )
-        if split_size is not None:
+        if split_size is not None:  # else the batch is one micro-batch
             self.module._prepare_pipeline_parallel(split_size)
         self.module.transformer.h_pp.recorder = plan.timeline
         self.module.transformer.h_pp.recompute = mode_of(plan.recompute, split_size is None)
@@ -192,10 +193,10 @@ class BlocksInThreads(_InOneProcess):
 
     def backward(self, step: Step) -> Tensor:
         """The batch is one piece to the embedding and the head; `h_pp` cuts it for the blocks."""
-        (x,), (target,) = step.inputs, step.targets
+        (x,), (target,) = step.inputs, step.targets  # `num_microbatches` is 1
         with self.plan.autocast(self.devices[0]):
             loss = self.task.loss(self._logits(x), target)
-        (loss / max(1, step.count)).backward()
+        (loss / max(1, step.count)).backward()  # of the blocks: on the workers
         return loss.detach()
 
     @torch.no_grad()

@@ -104,9 +104,9 @@ class Task(Protocol):
 
 def materialize(task: Task, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The whole model with its initial weights."""
-    model: Any = task.skeleton().to(dtype).to_empty(device=device)
+    model: Any = task.skeleton().to(dtype).to_empty(device=device)  # memory without values
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # to_empty has given each use of a tied parameter memory of its own
-    for name, p in model.named_parameters():
+    for name, p in model.named_parameters():  # a tied one comes once
         task.initialize(name, p)
     return model

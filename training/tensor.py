@@ -56,9 +56,9 @@ class Shared:
         if axis.size == 1:
             self.layers = task.layers(self.model)
             return
-        self.parts = cut(self.model, self.ranks, sequence_parallel)
-        self.layers = task.layers(self.model)
-        for layer in self.layers[:-1]:
+        self.parts = cut(self.model, self.ranks, sequence_parallel)  # replaces matrices; by name
+        self.layers = task.layers(self.model)  # after `cut`: they hold its new modules
+        for layer in self.layers[:-1]:  # tells them their heads and positions
             layer.shard = axis.rank  # type: ignore[assignment]
         self.head: VocabularyParallelHead = skeleton.lm_head
         norm = skeleton.transformer.ln_f
@@ -67,7 +67,7 @@ class Shared:
     def initialize(self, name: str, p: Tensor) -> None:
         """Writes the initial values of this rank's part of a parameter."""
         if name in self.parts:
-            every = p.new_empty(self.parts[name].shape)
+            every = p.new_empty(self.parts[name].shape)  # the whole parameter, for a moment
             self.task.initialize(name, every)
             p.copy_(self.parts[name].of(every))
         else:
@@ -77,8 +77,8 @@ class Shared:
         """The input of the first layer for a micro-batch whose loss is wanted."""
         if not self.parts:
             return x
-        (ids, weights, *rest), (labels, _) = x, target
-        keys = rest[0] if rest else torch.zeros_like(ids[:, 0])
+        (ids, weights, *rest), (labels, _) = x, target  # each [B, T]
+        keys = rest[0] if rest else torch.zeros_like(ids[:, 0])  # [B]; 0 in evaluation
         # Padding makes the sequence a multiple of the number of ranks.
         more = -ids.size(1) % self.ranks.size if training and self.sequence_parallel else 0
         ids, weights, labels = (F.pad(t, (0, more)) for t in (ids, weights, labels))
@@ -86,7 +86,7 @@ class Shared:
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
         """The summed loss, from the output of the last layer."""
-        return output if self.parts else self.task.loss(output, target)
+        return output if self.parts else self.task.loss(output, target)  # HeadAndLoss has it
 
     def measure(self, output: Tensor, target: Any) -> Tensor | None:
         """The task's `measure`, from the output of the last layer in evaluation; on rank 0 only."""
@@ -98,7 +98,7 @@ class Shared:
         """All logits [N, V], joined from the ranks' parts; on rank 0 only."""
         if not self.parts:
             return output
-        every = self.ranks.all_gather(output, 1)
+        every = self.ranks.all_gather(output, 1)  # [N, t rows]; the last ones may be surplus
         return every[:, : self.head.vocabulary] if self.ranks.rank == 0 else None
 
     def likeliest(self, output: Tensor, num_tokens: int) -> Tensor:
@@ -119,7 +119,7 @@ class Shared:
             if part is None:
                 found.append(piece)
                 continue
-            for at, view in part.rectangles(piece.offsets, piece.tensor):
+            for at, view in part.rectangles(piece.offsets, piece.tensor):  # c_attn: of q, k and v
                 found.append(replace(piece, tensor=view, offsets=at, shape=part.shape))
         return found
 
@@ -138,7 +138,7 @@ class Shared:
             if name not in self.parts:
                 yield name, p.detach()
                 continue
-            every = self.ranks.all_gather(p.detach()[None], 0)
+            every = self.ranks.all_gather(p.detach()[None], 0)  # [t, ...], the parts by rank
             yield name, self.parts[name].join(list(every))
 
     @torch.no_grad()
@@ -150,4 +150,4 @@ class Shared:
             return
         total = self.ranks.all_reduce(torch.cat([g.flatten() for g in gradients]))
         for g, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
-            g.copy_(part.view_as(g))
+            g.copy_(part.view_as(g))  # in place: optimizers and buckets hold this tensor

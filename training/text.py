@@ -230,9 +230,9 @@ def _pairs(dataset: str, found: Mapping[str, Any], src: str, tgt: str, sizes: Si
         ]
         for split in SPLITS
     }
-    for split in ("test", "validation"):
+    for split in ("test", "validation"):  # test is cut off first: it has the last pairs
         if split not in found:
-            count = min(sizes[split] or 1000, len(pairs["train"]) // 10)
+            count = min(sizes[split] or 1000, len(pairs["train"]) // 10)  # a tenth of train at most
             at = len(pairs["train"]) - count
             pairs[split], pairs["train"] = pairs["train"][at:], pairs["train"][:at]
             texts.notes.append(f"{split}: no such split; it is the last {count} pairs of train.")
@@ -305,7 +305,7 @@ def held_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits the text near its end: at the end of a line or document or, within the last line, of a
     word."""
     text = END.join(documents).rstrip()
-    least = (len(text) - 1) * (HELD_OUT - 1) // HELD_OUT
+    least = (len(text) - 1) * (HELD_OUT - 1) // HELD_OUT  # where the last twentieth begins
     end_of_line, end = text.find("\n", least) + 1, text.find(END, max(0, least - len(END)))
     found = [at for at in (end_of_line, end) if at > 0]
     at = min(found) if found else text.find(" ", least) + 1 or least

@@ -81,11 +81,11 @@ def clock_offset(rank: int, world_size: int) -> float:
         return 0.0
     on_gpu = "gloo" not in str(dist.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    message = torch.zeros(1, dtype=torch.float64, device=device)
+    message = torch.zeros(1, dtype=torch.float64, device=device)  # a clock, in seconds
     if rank == 0:
-        for other in range(1, world_size):
+        for other in range(1, world_size):  # one after the other; those behind wait
             for _ in range(CLOCK_ROUNDS):
-                dist.recv(message, other)
+                dist.recv(message, other)  # its question; the content does not matter
                 message.fill_(time.perf_counter())
                 dist.send(message, other)
         return 0.0
@@ -97,7 +97,7 @@ def clock_offset(rank: int, world_size: int) -> float:
         theirs = message.item()  # on a GPU this waits for the message
         end = time.perf_counter()
         trips.append((end - start, theirs - (start + end) / 2))
-    round_trip, offset = min(trips)
+    round_trip, offset = min(trips)  # of the shortest trip
     return offset if abs(offset) > round_trip / 2 else 0.0
 
 
@@ -164,7 +164,7 @@ class Timeline:
         such as evaluation, is not recorded."""
         for step in steps:
             self.step(self._marks[-1][1] + 1 if self._marks else 0)
-            yield step
+            yield step  # the caller works on it here
         self.recording = False
 
     @contextmanager
@@ -178,7 +178,7 @@ class Timeline:
         spans: list[Any] = []
 
         def before(*_: object) -> None:
-            spans.append(self.span("optimizer", stage))
+            spans.append(self.span("optimizer", stage))  # at most one is open
             spans[-1].__enter__()
 
         optimizer.register_step_pre_hook(before)
@@ -207,7 +207,7 @@ class Timeline:
         together. training/perfetto.py reads them back."""
         texts = [self._text()] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(texts, texts[0])
+            dist.all_gather_object(texts, texts[0])  # by rank
         if self.rank == 0:
             for rank, text in enumerate(texts):
                 write_text(workdir / f"timeline_rank{rank}.json", text)

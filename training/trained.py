@@ -63,8 +63,8 @@ class Whole:
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
         """The next token of each sentence."""
-        logits = self.layers((ids, newest_alone(ids), prefix))
-        chances = prefix.chances()
+        logits = self.layers((ids, newest_alone(ids), prefix))  # [B, V]
+        chances = prefix.chances()  # [B]; None: greedy
         if chances is None or not self.temperature:
             return likeliest(logits, num_tokens)
         return drawn(logits, num_tokens, chances, self.temperature, self.top_k)
@@ -111,7 +111,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Trained:
     model.to(stored["transformer.wte.weight"].properties.dtype).to_empty(device="cpu")
     model.tie_weights()
     pieces = [whole(f"model.{name}", p.detach()) for name, p in model.named_parameters()]
-    Saver(checkpoint.folder.parent, keep=1).load(checkpoint, pieces)
+    Saver(checkpoint.folder.parent, keep=1).load(checkpoint, pieces)  # fills the model
     tokenizer = load_tokenizer({file: checkpoint.read(file) for file in TOKENIZER_FILES})
     return Trained(model, tokenizer, checkpoint.state["options"]["model_max_length"])
 

@@ -63,7 +63,7 @@ def vgg16(num_classes: int = 10, width: int = WIDTH) -> nn.Sequential:
             modules[f"conv{stage}_{i}"] = nn.Conv2d(channels, factor * width, 3, padding=1)
             modules[f"relu{stage}_{i}"] = nn.ReLU()
             channels = factor * width
-        modules[f"pool{stage}"] = nn.MaxPool2d(2)
+        modules[f"pool{stage}"] = nn.MaxPool2d(2)  # half the pixels each way
     modules["flatten"] = nn.Flatten()
     for i in (6, 7):
         modules[f"fc{i}"], modules[f"relu{i}"] = nn.Linear(channels, channels), nn.ReLU()
@@ -89,12 +89,12 @@ def initialize_vgg_parameter(name: str, p: Tensor, seed: int) -> None:
         p.zero_()
         return
     last = name.startswith("fc8")
-    std = LAST if last else math.sqrt(2 / p[0].numel())
-    identity = p.shape[0] == p.shape[1] and not last
+    std = LAST if last else math.sqrt(2 / p[0].numel())  # He: 2 / inputs of a neuron
+    identity = p.shape[0] == p.shape[1] and not last  # as many channels out as in
     p.copy_(torch.empty(p.shape).normal_(generator=generator_for(seed, name)))
     p.mul_(NOISE * std if identity else std)
     if identity:
-        centre = p if p.dim() == 2 else p[:, :, 1, 1]
+        centre = p if p.dim() == 2 else p[:, :, 1, 1]  # of the 3 x 3 kernel
         centre.diagonal().add_(1)
 
 
@@ -138,7 +138,7 @@ class PictureTask:
     ) -> Iterator[Step]:
         """The steps of an epoch."""
         n, size = len(self.sets.train), self.args.batch_size
-        counts = [min(size, n - a) for a in range(start * size, n, size)]
+        counts = [min(size, n - a) for a in range(start * size, n, size)]  # of the global batches
         loader = partition_dataset(
             part, parts, range(n), size, list, start=start,
             seed=stream(self.args.seed, "data order", epoch),
@@ -153,12 +153,12 @@ class PictureTask:
             yield Step(inputs, targets, count, len(mine), len(mine), len(mine))
 
     def _to_device(self, pictures: Pictures, index: Any) -> tuple[Tensor, Tensor]:
-        images, labels = pictures.images[index], pictures.labels[index]
+        images, labels = pictures.images[index], pictures.labels[index]  # bytes [n, 3, 32, 32], [n]
         return to_inputs(images.to(self.device), self.dtype), labels.to(self.device)
 
     def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
         """The test pictures."""
-        mine = range(part, len(self.sets.test), parts)
+        mine = range(part, len(self.sets.test), parts)  # dealt out like cards
         starts = range(0, len(mine), EVAL_BATCH)
         return [self._to_device(self.sets.test, list(mine[i : i + EVAL_BATCH])) for i in starts]
 

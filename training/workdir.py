@@ -62,7 +62,7 @@ def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
     Raises:
         UserError: another run writes there.
     """
-    lock = _lock(args.workdir) if torchrun("RANK", 0) == 0 else None
+    lock = _lock(args.workdir) if torchrun("RANK", 0) == 0 else None  # under torchrun rank 0 alone
     try:
         yield
     except Interrupted:
@@ -79,7 +79,7 @@ def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
             if args.export is not None:
                 shutil.rmtree(aside_of(args.export.resolve()), ignore_errors=True)
         if lock is not None:
-            os.close(lock)
+            os.close(lock)  # unlocks the folder
 
 
 def _lock(folder: Path) -> int | None:

@@ -65,19 +65,19 @@ def on_main(world: World, work: Callable[[], None]) -> None:
     if world.world_size == 1:
         work()
         return
-    done = torch.zeros((), device=world.device)
+    done = torch.zeros((), device=world.device)  # broadcast again and again, until it is 1
     if not world.is_main:
         while not done.item():
-            dist.broadcast(done, 0)
+            dist.broadcast(done, 0)  # meets one of `tell`
         return
     finished = threading.Event()
 
     def tell() -> None:
-        if world.device.type == "cuda":
+        if world.device.type == "cuda":  # a new thread begins on GPU 0
             torch.cuda.set_device(world.device)
         with suppress(RuntimeError):  # another rank is gone: the launcher notices
             while not done.item():
-                done.fill_(finished.wait(_BEAT))
+                done.fill_(finished.wait(_BEAT))  # 1 when the work has ended
                 dist.broadcast(done, 0)
 
     teller = threading.Thread(target=tell, name="tell the others", daemon=True)
@@ -86,7 +86,7 @@ def on_main(world: World, work: Callable[[], None]) -> None:
         work()
     finally:
         finished.set()
-        teller.join()
+        teller.join()  # from here on other collectives may follow
 
 
 def gather_over_ranks(value: T, world: World, group: Any = None) -> list[T]:
