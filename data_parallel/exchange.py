@@ -83,6 +83,8 @@ class Pool:
         self._lent_bytes -= memory.nbytes
         if self._keep:
             self._idle.setdefault(memory.nbytes, []).append(memory)
+        else:
+            memory.untyped_storage().resize_(0)  # frees it: graphs still have views of it
 
 
 class Reduction(NamedTuple):

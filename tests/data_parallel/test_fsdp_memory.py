@@ -235,6 +235,30 @@ def test_recorder(ranks: Ranks, share: bool) -> None:
     assert ranks.run(_recorded, share) == [[("all_reduce", -1, -1), *want, *update]] * 2
 
 
+def _gathered(_: int, _world: int) -> tuple[int, int, bool]:
+    plain, fsdp = _make(share_memory=False), _make(share_memory=False)
+    _step(plain)
+    made: list[Tensor] = []
+
+    def allocate(nbytes: int) -> Tensor:
+        made.append(torch.empty(nbytes, dtype=torch.uint8))
+        return made[-1]
+
+    fsdp.exchange.parameters = fsdp.exchange.gradients = Pool(allocate, keep=False)
+    output = fsdp.forward(torch.ones(1, WIDTH))
+    held = sum(memory.untyped_storage().nbytes() for memory in made)
+    fsdp.backward(output.sum())
+    fsdp.optimizer_step()
+    shards = [[u.shard for u in each.units] for each in (plain, fsdp)]
+    return held, len(made), all(map(torch.equal, *shards))
+
+
+def test_on_a_gpu_a_graph_keeps_no_gathered_layer(ranks: Ranks) -> None:
+    """Memory is not pooled there. The last layer stays, since its backward comes next; the others
+    are gathered twice, and each has a gradient."""
+    assert ranks.run(_gathered) == [(LAYER, 3 * LAYERS - 1, True)] * 2
+
+
 def test_the_pool_lends_what_was_given_back() -> None:
     pool = Pool(lambda n: torch.empty(n, dtype=torch.uint8))
     large, small = pool.take(1 << 20), pool.take(3 << 10)
