@@ -45,8 +45,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.n_epochs < 2:
         parser.error("--n_epochs 1: the first epoch is left out of all times, so take 2 or more")
-    if args.workdir.exists() and not args.workdir.is_dir():
-        parser.error(f"--workdir {args.workdir}: it is a file; name a folder, e.g. workdir_report")
+    for option, folder in (("workdir", args.workdir), ("output", args.output or args.workdir)):
+        for path in (folder, *folder.parents):
+            if path.exists() and not path.is_dir():
+                parser.error(
+                    f"--{option} {folder}: {path} is a file; name a folder, e.g. my_report"
+                )
     return args
 
 
@@ -73,7 +77,7 @@ from project.plot import (
 )
 from project.plot_timeline import bubbles, draw_step, in_step, plot_schedule, steps_of
 from training.curves import Epochs, read_epochs, readable
-from training.errors import RunError
+from training.errors import RunError, say
 from training.results import SUMMARY, writing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,6 +148,7 @@ def make(run: Run) -> None:
     except BaseException:  # e.g. Ctrl-C; the run ends its own ranks
         process.terminate()
         process.wait()
+        say("Runs that have finished are kept: the same command makes the others.\n")
         raise
     if status:
         raise RunError(

@@ -143,7 +143,7 @@ class Ranks:
     def _through_memory(self, x: Tensor) -> bool:
         if not self._share or x.device.type != "cpu":
             return False
-        if self._memory is None:
+        if self._memory is None or x.nbytes > self._slot_bytes:
             self._open(x.nbytes)  # also finds out whether memory can be shared
         return self._share
 
@@ -157,12 +157,10 @@ class Ranks:
         """Writes `x` where the others can read it, and announces it."""
         if self._under_way:
             raise RuntimeError("a collective is to be finished before the next one is started")
-        if x.nbytes > self._slot_bytes:
-            self._open(x.nbytes)  # all ranks do: their tensors have one size
         self._turn += 1  # the other slot, which all have read
         self._view(self.rank, x.shape, x.dtype).copy_(x)  # before it is announced
         # A rank that announces another number makes another call: its tensor must not be used.
-        mine = what + 4 * self._turn + (x.numel() % 2**16 << 40)  # call, turn, size
+        mine = what + 4 * self._turn + (x.numel() % 2**12 << 40)  # call, turn, size
         said = torch.tensor([mine])
         work = dist.all_reduce(said, group=self.group, async_op=True)
         self._under_way = True

@@ -39,6 +39,7 @@ def run_things(options: Mapping[str, Any], data: Mapping[str, str]) -> dict[str,
     """A run's options and data fingerprints, for `check_same`. (All ranks resume rank 0's
     checkpoint, so it is not compared.)"""
     compared = {f"--{name}": repr(v) for name, v in options.items() if name not in OF_A_HOST}
+    compared["--export"] = repr(options.get("export") is not None)  # all ranks help with it
     splits = {f"the {split} data": value for split, value in data.items()}
     return {name: value.encode() for name, value in (compared | splits).items()}
 

@@ -108,7 +108,8 @@ class LanguageTask(SequenceTask):
 
     def card(self) -> tuple[str, str]:
         """A title, and the beginning of a text."""
-        text = self.tokenizer.decode(self._prompts()[0], skip_special_tokens=True)
+        prompt = (self._prompts() or [[]])[0]  # none, where sequences have one token
+        text = self.tokenizer.decode(prompt, skip_special_tokens=True)
         return "GPT-2, a language model", " ".join(text.split()).replace('"', "'") or "The"
 
     def tested(self) -> list[Any]:
