@@ -73,6 +73,7 @@ ALIKE = (  # options that must be the same in all runs of a figure
     "n_train",
 )  # fmt: skip
 NAMED = ("strategy", "precision", "recompute", "learning_rate", "schedule", "world_size", "dropout")
+FORMATS = (".png", ".pdf", ".svg")
 LINES = (GREY, ORANGE, SKY, BLUE, GREEN, PURPLE, VERMILION, INK)  # wide ones first
 TIMES = ("forward", "recompute", "backward", "optimizer", "other", "communication", "idle")
 
@@ -247,7 +248,9 @@ def compare(
             bars.append(Bar("ideal", {"ideal": base * ideal**sign}, inside=f"{ideal:.3g}x"))
         verb = "as fast as" if metric == TIME else "the tokens/s of"
         gain = (after[0] / base) ** sign
-        about = [describe(folders[1]), "mean and standard deviation of all epochs but the first"]
+        counts = {x: len(run[0]) - 1 for x, run in zip(labels, runs, strict=False)}
+        of = "mean and standard deviation of all epochs but the first"
+        about = [describe(folders[1]), _of_several(of, "epoch", counts)]
         about += _why(runs, labels[1], options)
         if equal and gain > 1.01 * ideal:
             about.append(_above_ideal(folders[0], options))
@@ -258,6 +261,15 @@ def compare(
             + (f" (ideal {ideal:.3g}x)" if equal else ""),
         )  # fmt: skip
     return paths
+
+
+def _of_several(meaning: str, what: str, counts: Mapping[str, int]) -> str:
+    """What bars mean, given how many epochs or steps each is of: one value has no deviation."""
+    single = [name for name, n in counts.items() if n == 1]
+    found = "; ".join(f"{name}: of one {what}, without a deviation" for name in single)
+    if len(single) == len(counts):
+        return f"of one {what} each, so without a standard deviation"
+    return f"{meaning}; {found}" if single else meaning
 
 
 def _size(options: Mapping[str, Any]) -> list[str]:
@@ -363,12 +375,23 @@ class Run:
 def run_names(text: str) -> list[tuple[str, int]]:
     """The type of an option: `ddp=1,ddp=2`."""
     found = [part.strip().partition("=") for part in text.split(",")]
-    if not all(name in STRATEGIES and number.isdecimal() for name, _, number in found):
+    if not all(name in STRATEGIES and n.isdecimal() and int(n) for name, _, n in found):
         raise argparse.ArgumentTypeError(
             f"{text}: they must be strategies ({', '.join(STRATEGIES)}) with their number of "
-            "processes, e.g. ddp=1,ddp=2"
+            "processes, 1 or more, e.g. ddp=1,ddp=2"
         )
     return [(name, int(number)) for name, _, number in found]
+
+
+def picture_or_folder(text: str) -> Path:
+    """The type of an option: where pictures go. A folder that is not there yet has no suffix."""
+    path = Path(text)
+    if path.suffix.lower() not in ("", *FORMATS) and not path.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text}: it must be a folder, or a picture that ends in {', '.join(FORMATS[:-1])} or "
+            f"{FORMATS[-1]}; {path.with_suffix('.png')} works"
+        )
+    return path
 
 
 def run_folder(text: str) -> Path:
@@ -384,9 +407,10 @@ def load_runs(names: Sequence[tuple[str, int]], root: Path) -> list[Run]:
         folder = root / f"{strategy}{workers}"
         runs.append(Run(strategy, workers, folder, read_options(folder)))
         if not runs[-1].summary.get("step_seconds"):
+            model = " --model gpt2-mini" if strategy == "tensor" else ""  # vgg16 cannot be cut
             raise UserError(
                 f"no finished run in {folder}; make it with: python project/train.py {strategy} "
-                f"--world_size {workers} --num_batches 10 --workdir {folder}"
+                f"--world_size {workers}{model} --num_batches 10 --workdir {folder}"
             )
     check_alike([run.folder for run in runs])
     return runs
@@ -470,9 +494,11 @@ def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
     """Draws the examples per second of each run. The ideal scales the run of the same strategy with
     the fewest workers by the number of workers."""
     rates, bars, title = {}, [], ""
+    counted = {run.label: (s := run.summary["step_seconds"])[1:] or s for run in runs}
     for run in runs:
-        seconds, size = run.summary["step_seconds"], run.summary["batch_size"]
-        rates[run.label] = mean_and_std([size / s for s in seconds[1:] or seconds])
+        seconds, size = counted[run.label], run.summary["batch_size"]
+        _, std = mean_and_std([size / s for s in seconds])
+        rates[run.label] = size * len(seconds) / sum(seconds), std
     for run in runs:
         mean, std = rates[run.label]
         alike = [other for other in runs if other.strategy == run.strategy]
@@ -486,11 +512,12 @@ def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
         bars.append(Bar("ideal", {"ideal": mean / times * ideal}, inside=f"{ideal:.3g}x"))
         one = "one" if base.workers == 1 else base.workers
         title = f"{run.label}: {times:.2f}x the examples/s of {one} (ideal {ideal:.3g}x)"
+    of = "all examples by all seconds of the steps but the first; ±: standard deviation of a step"
+    of = _of_several(of, "step", {label: len(seconds) for label, seconds in counted.items()})
     return draw_bars(
         path, bars, ylabel="examples per second, all workers together",
         title=title or f"{runs[0].label}: {readable(bars[0].total)} examples per second",
-        foot=f"{describe(*(run.folder for run in runs))}; mean and standard deviation of the "
-        "steps, without the first",
+        foot=f"{describe(*(run.folder for run in runs))}; {of}",
     )  # fmt: skip
 
 
@@ -519,15 +546,20 @@ def plot_losses(workdirs: Sequence[Path], path: Path, names: Sequence[str] | Non
     """Draws the losses of runs side by side, labelled by `names`, or by the options in which they
     differ."""
     runs = list(zip(names or _names(workdirs), map(epochs_of, workdirs), strict=True))
-    ends = ", ".join(f"{name} {run[-1]['validation_loss']:.3f}" for name, run in runs)
-    n = max(len(run) for _, run in runs)
-    title = f"validation loss after {n} epochs: {ends}"
+    after = [f" after {len(run)} epoch{'s' * (len(run) > 1)}" for _, run in runs]
+    every, each = (after[0], [""] * len(after)) if len({*after}) == 1 else ("", after)
+    ends = (
+        f"{run[-1]['validation_loss']:.3f}{own} ({name})"
+        for (name, run), own in zip(runs, each, strict=True)
+    )
+    title = f"validation loss{every}: {', '.join(ends)}"
     with picture(path, title, describe(*workdirs), (12, 5.6), ncols=2) as (_, axes):
         for ax, kind in zip(axes, ("training", "validation"), strict=True):
             for k, (name, run) in enumerate(runs):
                 values = [epoch[f"{kind}_loss"] for epoch in run]
                 # A wide line shows under the narrow ones that lie on it.
                 look: dict[str, Any] = {"lw": max(1.5, 9 - 2.3 * k), "color": LINES[k % len(LINES)]}
+                look |= {"marker": "o", "markersize": look["lw"] + 4}  # a single epoch has no line
                 ax.plot(range(1, len(run) + 1), values, label=name, **look)
             ax.set(title=f"{kind} loss (nats per target)", xlabel="epoch")
             ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
@@ -541,7 +573,7 @@ def _names(workdirs: Sequence[Path]) -> list[str]:
     options = [read_options(workdir) for workdir in workdirs]
     differ = [key for key in NAMED if len({str(given.get(key)) for given in options}) > 1]
     found = [
-        ", ".join(str(given[key]) for key in differ if given.get(key) is not None)
+        ", ".join(f"{key} {given[key]}" for key in differ if given.get(key) is not None)
         for given in options
     ]
     return found if len({*found}) == len(found) else [str(workdir) for workdir in workdirs]
@@ -592,7 +624,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("timeline", "--step", type=int, metavar="K", help="which step (a typical one)")
     option("split_time throughput memory timeline", "--workdir", type=Path, default=WORKDIR,
            metavar="DIR", help="folder of the runs' folders (%(default)s)")
-    option(" ".join(COMMANDS), "--output", type=Path, metavar="PATH",
+    option(" ".join(COMMANDS), "--output", type=picture_or_folder, metavar="PATH",
            help=f"the picture, or a folder for it ({OUTPUT}; of training: the run's)")
     # fmt: on
     return parser.parse_args(argv)
@@ -603,8 +635,14 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
     name, folder = args.figure, args.output or OUTPUT
 
     def path(stem: str) -> Path:
-        return folder if folder.suffix == ".png" else folder / f"{stem}.png"
+        return folder if is_picture else folder / f"{stem}.png"
 
+    is_picture = folder.suffix.lower() in FORMATS and not folder.is_dir()
+    if is_picture and name in ("data_parallel", "pipeline"):
+        raise UserError(
+            f"--output {folder}: it must be a folder, as {name} draws two pictures; "
+            f"{folder.with_suffix('')} works"
+        )
     if name == "data_parallel":
         return plot_data_parallel(args.single, args.multiple, folder)
     if name == "pipeline":
@@ -623,12 +661,14 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
     if name == "timeline":
         run = args.run if args.run.exists() else args.workdir / args.run
         if not run.is_dir():
+            nor = f", and no {run}" if run != args.run else ""
             raise UserError(
-                f"{args.run}: there is no such folder, and no {run}; name the --workdir of a run"
+                f"{args.run}: there is no such folder{nor}; name the --workdir of a run"
             )
         workers, about = timeline_of(run)
+        drawn = draw_step(path(f"timeline_{run.name}"), workers, about, describe(run), args.step)
         print(f"wrote {write_trace(run)}: open it in https://ui.perfetto.dev")
-        return [draw_step(path(f"timeline_{run.name}"), workers, about, describe(run), args.step)]
+        return [drawn]
     plots = {"split_time": plot_split_time, "throughput": plot_throughput, "memory": plot_memory}
     return [plots[name](load_runs(args.runs, args.workdir), path(name))]
 

@@ -64,11 +64,13 @@ def legend(fig: Figure, kinds: set[str], below: float = 3.6) -> None:
         for kind, colour in COLOURS.items()
         if kind in kinds
     ]
-    fig.axes[-1].legend(
-        handles=patches, loc="upper left", bbox_to_anchor=(0, 0), borderaxespad=below,
-        ncols=6 if len(patches) > 8 else 8,
-        handlelength=1, handleheight=1,
-    )  # fmt: skip
+    for rows in range(1, len(patches) + 1):  # as many as it takes to fit, or the axes would shrink
+        box = fig.axes[-1].legend(
+            handles=patches, loc="upper left", bbox_to_anchor=(0, 0), borderaxespad=below,
+            ncols=-(-len(patches) // rows), handlelength=1, handleheight=1,
+        )  # fmt: skip
+        if box.get_window_extent().width < 0.8 * fig.bbox.width:
+            break
 
 
 def steps_of(workers: Workers) -> list[int]:
@@ -187,7 +189,9 @@ def draw_step(
     step = steps[(len(steps) - 1) // 2] if step is None else step
     measured = in_step(workers, step)
     if not any(measured.values()):
-        raise UserError(f"--step {step}: it was not recorded; take one up to {max(steps)}")
+        recorded = {e.step for events in workers.values() for e in events if e.step >= 0}
+        works = " to ".join(map(str, sorted({min(recorded), max(recorded)})))
+        raise UserError(f"--step {step}: it was not recorded; take {works}")
     n, ranks = len(measured), about.get("ranks")
     ideal = ideal_of(measured, about.get("schedule"), ranks)
     panels: dict[str, Workers] = {"": measured}
@@ -330,7 +334,7 @@ def draw_row(
         colour = COLOURS[KINDS.get(event.kind, ("other",))[0]]
         ax.barh(
             top, width * factor, high, left, align="edge", color=colour, edgecolor="white",
-            linewidth=min(1.2, width * points / 8),
+            linewidth=min(1.2, width * points / 8, high * 40 / 8),  # a row has 40 points or more
         )  # fmt: skip
         if event.kind not in ACTIONS:
             continue

@@ -267,9 +267,14 @@ def test_losses_of_runs_are_named_by_what_differs(tmp_path: Path, drawn: dict[st
     (tmp_path / "b" / "rank0_results_epoch1.json").write_text(
         '{"training_loss": 1.0, "validation_loss": 2.0}'
     )
-    assert curves(draw(tmp_path, drawn, "training", *map(str, runs))) == [
-        {"fp32": [4.0, 3.0], "bf16": [4.0, 1.0]}, {"fp32": [4.5, 3.5], "bf16": [4.5, 2.0]}
-    ]  # fmt: skip
+    fig = draw(tmp_path, drawn, "training", *map(str, runs))
+    a, b = "precision fp32", "precision bf16"
+    assert curves(fig) == [{a: [4.0, 3.0], b: [4.0, 1.0]}, {a: [4.5, 3.5], b: [4.5, 2.0]}]
+    assert title(fig) == f"validation loss after 2 epochs: 3.500 ({a}), 2.000 ({b})"
+    (tmp_path / "b" / "rank0_results_epoch1.json").unlink()
+    fig = draw(tmp_path, drawn, "training", *map(str, runs))
+    assert title(fig) == f"validation loss: 3.500 after 2 epochs ({a}), 4.500 after 1 epoch ({b})"
+    assert {line.get_marker() for ax in fig.axes for line in ax.lines} == {"o"}
 
 
 def test_a_schedule_is_printed_and_drawn_from_the_same_table(
@@ -324,21 +329,23 @@ def test_split_time(tmp_path: Path, drawn: dict[str, Figure]) -> None:
 
 
 def test_throughput(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    """12 examples in 2 and 4 s are 6 and 3 per second; the ideal is relative to the fewest workers
-    of a strategy."""
+    """24 examples in 2 + 4 s are 4 per second, with steps of 6 and 3; the ideal is relative to the
+    fewest workers of a strategy."""
     write_run(tmp_path, "ddp1")
     write_run(tmp_path, "ddp4", step_seconds=[9.0, 1.0, 1.0])
     write_run(tmp_path, "fsdp2", step_seconds=[3.0], cores=2)  # one step is all there is
     fig = draw(tmp_path, drawn, "throughput", "ddp=4,ddp=1,fsdp=2")
     (ax,) = fig.axes
     assert labels(ax) == ["ddp 4 workers", "ideal", "ddp 1 worker", "fsdp 2 workers"]
-    assert heights(ax) == [12.0, 18.0, 4.5, 4.0]
-    assert error_bars(ax) == [pytest.approx((4.5 - 4.5**0.5, 4.5 + 4.5**0.5))]
-    assert title(fig) == "ddp, 4 workers: 2.67x the examples/s of one (ideal 4x)"
-    assert foot(fig).startswith("vgg16; batches of 12; mean and")  # what all have in common
+    assert heights(ax) == [12.0, 16.0, 4.0, 4.0]
+    assert error_bars(ax) == [pytest.approx((4 - 4.5**0.5, 4 + 4.5**0.5))]
+    assert title(fig) == "ddp, 4 workers: 3.00x the examples/s of one (ideal 4x)"
+    assert foot(fig).startswith("vgg16; batches of 12; all examples")  # what all have in common
+    assert foot(fig).endswith("; fsdp, 2 workers: of one step, without a deviation")
     assert len({bar.get_facecolor() for bar in boxes(ax)}) == 3  # baseline, measured, ideal
     alone = draw(tmp_path, drawn, "throughput", "fsdp=2")
     assert title(alone) == "fsdp, 2 workers: 4.00 examples per second"
+    assert foot(alone).endswith("; of one step each, so without a standard deviation")
 
 
 def test_memory(tmp_path: Path, drawn: dict[str, Figure]) -> None:
@@ -390,6 +397,43 @@ def test_a_timeline_without_a_schedule_has_no_ideal(
     assert title(fig) == "ddp, 2 workers: optimizer 10%, communication 15%, idle 5%"
     work = [b for b in boxes(fig.axes[0]) if b.get_y() > 0.55 and b.get_height() < 0.2]
     assert len({b.get_y() for b in work}) == 2  # all-reduces that overlap
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("pipeline2", "F B I W optimizer send receive"),
+        ("fsdp2", "F B optimizer all_reduce all_gather reduce_scatter barrier"),
+        ("pipeline2", "F B I W R optimizer send receive all_reduce barrier"),
+        ("fsdp2", "F R B optimizer all_reduce all_gather reduce_scatter barrier other"),
+    ],
+)
+def test_a_legend_of_all_kinds_fits(
+    name: str, kinds: str, tmp_path: Path, drawn: dict[str, Figure]
+) -> None:
+    """Of all that a run records, or could: inside the figure, and the axes keep their width."""
+    rows = [[(kind, s, 0, k, k + 1) for k, kind in enumerate(kinds.split())] for s in range(2)]
+    write_run(tmp_path, name, rows, schedule="1f1b" if name == "pipeline2" else None)
+    fig = draw(tmp_path, drawn, "timeline", name.replace("2", "=2"))
+    assert len(legend(fig)) == len(kinds.split()) + 1  # and idle
+    fig.draw_without_rendering()
+    box = fig.axes[-1].get_legend()
+    assert box is not None
+    extent, page = box.get_window_extent(), fig.get_window_extent()
+    assert page.x0 <= extent.x0 and extent.x1 <= page.x1
+    assert page.y0 <= extent.y0 and extent.y1 <= page.y1
+    assert all(ax.get_position().x1 > 0.95 for ax in fig.axes)
+
+
+def test_thin_bars_have_narrower_edges(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    """Of 20 all-reduces at once each is half a point high."""
+    events = [("all_reduce", k, -1, k, 30 + k) for k in range(20)]
+    write_run(tmp_path, "ddp1", [[("F", -1, 0, 0, 60), *events]])
+    fig = draw(tmp_path, drawn, "timeline", "ddp=1")
+    fig.draw_without_rendering()
+    for bar in boxes(fig.axes[0])[1:]:
+        height = bar.get_window_extent().height * 72 / fig.dpi
+        assert 0 < bar.get_linewidth() < height / 3
 
 
 def row(*events: tuple[str, float, float], step: int = 0, stage: int = 0) -> list[Event]:
@@ -490,14 +534,20 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
         f"--world_size 4 --num_batches 10 --workdir {tmp_path}/ddp4",
         "throughput", "ddp=2,ddp=4",
     )  # fmt: skip
+    check("tensor --world_size 2 --model gpt2-mini --num_batches 10 ", "memory", "tensor=2")
     differ = f"these differ: {tmp_path}/ddp1 bf16, {tmp_path}/ddp2 fp32"
     check(f"only runs of the same precision compare, and {differ}", "memory", "ddp=1,ddp=2")
     timeline = ("timeline", "ddp=2", "--step", "7")
-    check("--step 7: it was not recorded; take one up to 1", *timeline)
+    check("--step 7: it was not recorded; take 0 to 1", *timeline)
+    assert not (folder / "trace.json").exists()
     (folder / "timeline_rank1.json").unlink()
     missing = f"{folder}/timeline_rank1.json is missing; make the run again, with --timeline 10"
     check(missing, "split_time", "ddp=2")
     check(f"ddp3: there is no such folder, and no {tmp_path}/ddp3; name", "timeline", "ddp=3")
+    check("/no/such: there is no such folder; name the --workdir", "timeline", "/no/such")
+    with pytest.raises(UserError, match="it must be a folder, as pipeline draws two pictures; x w"):
+        line = "pipeline --model_parallel a --pipeline_parallel b --output x.png"
+        plot.draw_figure(plot.parse(line.split()))
     (folder / "timeline_rank0.json").write_text("{}")
     check("timeline_rank0.json is not a timeline", "timeline", str(folder))
     (folder / "summary.json").write_text("{")
@@ -514,7 +564,11 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
         ("schedule --schedule fast", "--schedule fast: it must be one of gpipe, 1f1b, "),
         ("schedule --n_chunk 0", "--num_microbatches 0: it must be a whole number, 1 or more;"),
         ("training run --color red", "--color red: there is no such option;"),
-        *((f"throughput {name}", "e.g. ddp=1,ddp=2") for name in ("dp=2", "ddp=2,", "ddp=-1")),
+        ("schedule --output x.txt", "--output x.txt: it must be a folder, or a picture that ends "),
+        *(
+            (f"throughput {name}", "processes, 1 or more, e.g. ddp=1,ddp=2")
+            for name in ("dp=2", "ddp=2,", "ddp=-1", "ddp=2,ddp=0")
+        ),
     ],
 )
 def test_a_mistyped_line_is_answered_by_one_sentence(
