@@ -229,8 +229,9 @@ def _settle_mesh(args: Any) -> None:
 def _refuse_text(args: Any) -> None:
     """Raises UserError if a model of pictures is given text."""
     path = Path(args.dataset)
-    found = path.is_file() or path.suffix == ".txt"
+    found = path.suffix == ".txt"
     with suppress(OSError):  # reading the data will report it
+        found = found or path.is_file()
         found = found or any(path.glob("*.txt")) or any(path.glob("train.??"))
     if found:
         raise UserError(
