@@ -12,6 +12,7 @@ beginning of a new text.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--num_samples", type=count, default=1, metavar="N", help="lines out per line in [1]")
     add("--temperature", type=float, metavar="T",
         help="draw tokens, from logits divided by this; 0 takes the likeliest; default: 0, or 1 "
-        "with --num_samples or --top_k")  # fmt: skip
+        "with --top_k or several samples")  # fmt: skip
     add("--top_k", type=count, metavar="K", help="draw from the K likeliest tokens")
     add("--seed", type=int, default=0, help="of the draws [0]")
     add("--max_new_tokens", type=count, default=128, metavar="N", help="per line out [128]")
@@ -120,6 +121,8 @@ def generate(trained: Trained, lines: Sequence[str], args: argparse.Namespace) -
 def main() -> None:
     """The program."""
     args = parse()
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends with its reader, such as `head`
     lines = read_lines(args)
     device = choose_device(args.device, 0, 1)
     for texts in generate(load_trained(args.trained, device), lines, args):

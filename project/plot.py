@@ -225,6 +225,12 @@ def compare(
         ideal: the ideal speed-up, if processes have equally many cores in both.
     """
     check_alike(folders)
+    for folder, ranks in zip(folders, runs, strict=True):
+        if len({tuple(epoch["epoch"] for epoch in rank) for rank in ranks}) > 1:
+            raise UserError(
+                f"{folder}: its ranks have results of different epochs, as it was resumed with "
+                "another number of them; make the run again"
+            )
     if min(len(rank) for run in runs for rank in run) < 2:
         raise UserError(
             f"{folders[0]} and {folders[1]}: both need 2 epochs or more, as the first is left out"
@@ -248,7 +254,7 @@ def compare(
             bars.append(Bar("ideal", {"ideal": base * ideal**sign}, inside=f"{ideal:.3g}x"))
         verb = "as fast as" if metric == TIME else "the tokens/s of"
         gain = (after[0] / base) ** sign
-        counts = {x: len(run[0]) - 1 for x, run in zip(labels, runs, strict=False)}
+        counts = {x: len(run[0]) - 1 for x, run in zip(labels[:2], runs, strict=True)}
         of = "mean and standard deviation of all epochs but the first"
         about = [describe(folders[1]), _of_several(of, "epoch", counts)]
         about += _why(runs, labels[1], options)
@@ -332,7 +338,7 @@ def _above_ideal(baseline: Path, options: Sequence[Mapping[str, Any]]) -> str:
                 "more than ideal, since the baseline also loses time between its actions: in "
                 f"{still:.1%} of a step no stage works"
             )
-    return "more than ideal: why was not measured"
+    return "more than ideal, for a reason that was not measured"
 
 
 def over_epochs(ranks: list[Epochs], metric: str) -> tuple[float, float]:
@@ -546,7 +552,8 @@ def plot_losses(workdirs: Sequence[Path], path: Path, names: Sequence[str] | Non
     """Draws the losses of runs side by side, labelled by `names`, or by the options in which they
     differ."""
     runs = list(zip(names or _names(workdirs), map(epochs_of, workdirs), strict=True))
-    after = [f" after {len(run)} epoch{'s' * (len(run) > 1)}" for _, run in runs]
+    ends_at = [run[-1]["epoch"] for _, run in runs]
+    after = [f" after {n} epoch{'s' * (n > 1)}" for n in ends_at]
     every, each = (after[0], [""] * len(after)) if len({*after}) == 1 else ("", after)
     ends = (
         f"{run[-1]['validation_loss']:.3f}{own} ({name})"
@@ -560,7 +567,7 @@ def plot_losses(workdirs: Sequence[Path], path: Path, names: Sequence[str] | Non
                 # A wide line shows under the narrow ones that lie on it.
                 look: dict[str, Any] = {"lw": max(1.5, 9 - 2.3 * k), "color": LINES[k % len(LINES)]}
                 look |= {"marker": "o", "markersize": look["lw"] + 4}  # a single epoch has no line
-                ax.plot(range(1, len(run) + 1), values, label=name, **look)
+                ax.plot([epoch["epoch"] for epoch in run], values, label=name, **look)
             ax.set(title=f"{kind} loss (nats per target)", xlabel="epoch")
             ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
             ax.set_ylim(0, 1.1 * ax.get_ylim()[1])

@@ -231,8 +231,7 @@ def _refuse_text(args: Any) -> None:
     path = Path(args.dataset)
     found = path.suffix == ".txt"
     with suppress(OSError):  # reading the data will report it
-        found = found or path.is_file()
-        found = found or any(path.glob("*.txt")) or any(path.glob("train.??"))
+        found = found or path.is_file() or any(path.glob("*.txt")) or any(path.glob("train.??"))
     if found:
         raise UserError(
             f"--dataset {args.dataset} --model {VGG}: this is text, and {VGG} learns pictures; "

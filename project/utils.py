@@ -113,7 +113,7 @@ def announce(world: World, args: Any, model: LaidOutModel) -> None:
         facts.append("sequence parallel")
     if getattr(args, "zero", None):
         facts.append(f"ZeRO stage {args.zero}")
-    if model.schedule is not None and getattr(args, "pp", n) > 1:
+    if model.schedule is not None and getattr(args, "pp", n) > 1:  # several stages
         chunks = f" with {args.chunks} chunks per rank" if model.ranks else ""
         facts.append(f"schedule {model.schedule}{chunks}")
     facts.append(f"micro-batches: {args.num_microbatches or model.num_microbatches or 'automatic'}")

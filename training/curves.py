@@ -67,20 +67,22 @@ def readable(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
-def read_epochs(workdir: Path, prefix: str) -> Epochs:
-    """The results of all epochs, in order; `prefix` is `rank0_results` or `eval_results`. Raises
-    UserError if there are none, or one cannot be read."""
-    paths = workdir.glob(f"{prefix}_epoch*.json")
+def read_epochs(workdir: Path, *prefixes: str) -> Epochs:
+    """The results of all epochs, in order, each with its number, from 1, as `epoch`. A prefix is
+    `rank0_results` or `eval_results`. Raises UserError if there are none, or one cannot be read."""
+    paths = [path for prefix in prefixes for path in workdir.glob(f"{prefix}_epoch*.json")]
+    numbers = {int(path.stem.rpartition("epoch")[2]) + 1: path for path in paths}
     results = []
-    for path in sorted(paths, key=lambda path: int(path.stem.rpartition("epoch")[2])):
+    for number, path in sorted(numbers.items()):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            results.append({key: math.nan if x is None else x for key, x in content.items()})
+            values = {key: math.nan if x is None else x for key, x in content.items()}
         except (ValueError, OSError, AttributeError) as error:
             raise UserError(f"{path}: a result file cannot be read ({error})") from error
+        results.append({**values, "epoch": number})
     if not results:
         raise UserError(
-            f"{workdir} has no {prefix}_epoch0.json; name the --workdir of a finished run"
+            f"{workdir} has no {prefixes[0]}_epoch0.json; name the --workdir of a finished run"
         )
     for name in ("training_loss", "validation_loss"):
         if any(name not in epoch for epoch in results):
@@ -89,9 +91,9 @@ def read_epochs(workdir: Path, prefix: str) -> Epochs:
 
 
 def epochs_of(workdir: Path) -> Epochs:
-    """A run's results: rank 0's, or the pipeline's. Raises UserError as `read_epochs` does."""
-    pipeline = any(workdir.glob("eval_results_epoch*.json"))
-    return read_epochs(workdir, "eval_results" if pipeline else "rank0_results")
+    """A run's results: rank 0's, or the pipeline's; of a run that was resumed under another layout,
+    both. Raises UserError as `read_epochs` does."""
+    return read_epochs(workdir, "rank0_results", "eval_results")
 
 
 def plot_training(
@@ -111,7 +113,8 @@ def plot_training(
         if any(math.isfinite(epoch.get(key, math.nan)) for epoch in epochs):
             panels.append((f"{name} on the {split} split", {key: GREEN}))
             found = f"{name} {epochs[-1][key]:.1f}, {found}"
-    n, unit = (steps, "step") if steps else (len(epochs), "epoch")
+    done = [epoch["epoch"] for epoch in epochs]
+    n, unit = (steps, "step") if steps else (done[-1], "epoch")
     title = f"{found} after {n} {unit}{'s' * (n > 1)}"
     path = output or workdir / PICTURE
     with picture(path, title, foot, ncols=len(panels)) as (_, axes):
@@ -120,7 +123,6 @@ def plot_training(
                 values = [epoch[name] for epoch in epochs]
                 label = f"{name.removesuffix('_loss').replace('bleu', 'BLEU')} "
                 label += readable(values[-1])
-                done = range(1, len(epochs) + 1)
                 ax.plot(done, values, color=colour, marker="o", label=label, clip_on=False)
             ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
             ax.set(title=heading, xlabel="epoch")

@@ -78,7 +78,8 @@ class LaidOutModel(ABC):
         notes: lines that a user should read.
         module: holds this rank's parameters; None if there is no such single module.
         num_microbatches: per rank and step; None: as suits the device.
-        schedule: the name of the pipeline's schedule; None without stages.
+        schedule: of the stages, of which there may be one; None for whole or sharded models, whose
+            ranks each write their results.
         ranks: the rank or device of each stage, if each has several stages; else None.
         compute_dtype: the type to which weights are cast for a forward; None: left to autocast.
         optimizers: of what this rank holds; each parameter is in one of them.

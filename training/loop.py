@@ -203,7 +203,8 @@ def run(
         note("comparison of replicas")
         check_replicas(world, model.whole_parameters(), f"in epoch {epoch + 1}")
         note("evaluation")
-        few = not whole_epochs and total < per_epoch  # too few steps to learn to translate
+        # After so few steps it does not translate yet.
+        few = task.score_name == "BLEU" and not whole_epochs and total < per_epoch
         result = results.end_epoch(epoch, totals, *_evaluate(world, task, model, score=not few))
         metrics.add_evaluation(optimizer.steps, epoch, result)
         before = NOTHING_YET  # only the first epoch was begun by an earlier run

@@ -13,12 +13,13 @@ from torch import Tensor
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep what this process frees. It would return much of it to the system after each
-    step and take it back in the next: 5% of a step on a core, for the same peak. Not for workers
-    that are threads, since each would keep its own."""
+    """Has glibc keep the blocks below 32 MiB that this process frees. It would return many to the
+    system after each step and take them back in the next, page by page. Larger ones go back: kept,
+    they would be cut up, and the next large block take new memory. Not for workers that are
+    threads, since each would keep its own. docs/log.md has what it saves."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        mallopt(-3, 2**31 - 1)  # M_MMAP_THRESHOLD
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD
 
 
 def peak_bytes(device: torch.device) -> int:

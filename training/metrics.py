@@ -29,6 +29,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from training.errors import RunError
 from training.layout import LaidOutModel
 from training.memory import peak_bytes
 from training.optimization import Optimizers
@@ -170,9 +171,13 @@ def _wandb(args: Any, steps_done: int) -> Sink:
     os.environ.setdefault("WANDB_SILENT", "true")
     name = args.workdir / "wandb" / "run-id"  # a resumed run continues the same run there
     known = name.read_text() if steps_done and name.exists() else None
-    run = wandb.init(
-        project="parallel-gpt2", dir=args.workdir, config=options_of(args), id=known, resume="allow"
-    )
+    settings = {"project": "parallel-gpt2", "dir": args.workdir, "config": options_of(args)}
+    try:
+        run = wandb.init(**settings, id=known, resume="allow")
+    except wandb.Error as error:  # no account, or no network
+        raise RunError(
+            f"--wandb: {error} WANDB_MODE=offline in the environment works without an account"
+        ) from error
     name.parent.mkdir(exist_ok=True)  # wandb does not make it if it is disabled
     name.write_text(run.id)
     return lambda steps, numbers: run.log(dict(numbers), step=steps)

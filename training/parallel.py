@@ -224,6 +224,8 @@ class Staged(LaidOutModel):
         chunks: stages per rank; None: the schedule's own number.
     """
 
+    schedule: str
+
     def __init__(
         self,
         task: Task,
@@ -314,7 +316,7 @@ class Staged(LaidOutModel):
             with self.plan.autocast(self.devices[0]):
                 loss = self.pipe.train_step(
                     MicroBatches(inputs), MicroBatches(step.targets), self.shared.loss,
-                    self.schedule or "gpipe", scale=1 / count,
+                    self.schedule, scale=1 / count,
                 )  # fmt: skip
         if self.buckets is not None:
             self.buckets.finish()  # every replica, with or without examples

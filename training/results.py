@@ -21,7 +21,7 @@ import os
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,8 @@ _OTHER_FILES = re.compile(
 )
 METRICS, OPTIONS = "metrics.jsonl", "options.json"
 CHECKPOINTS = "checkpoints"  # their folder
-GO_ON = (METRICS, "tensorboard", CHECKPOINTS)  # a resumed run continues them
+_GO_ON = re.compile(r"metrics\.jsonl|tensorboard|checkpoints")  # a resumed run continues them
+_RECORDS = re.compile(_GO_ON.pattern + r"|(timeline|profile)_rank\d+\.json|trace\.json")
 SUMMARY, PICTURE = "summary.json", "training.png"
 
 
@@ -88,7 +89,9 @@ class Results:
         if self.world.is_main:
             if not resumed and (aside := set_aside(args.workdir)) is not None:
                 notes = [*notes, f"Earlier results were moved to {aside}/."]
-            clear_results(args.workdir, first)
+            # What was recorded stays, unless this run records, perhaps on fewer ranks.
+            records = args.timeline or args.profile or not resumed
+            clear_results(args.workdir, first, _GO_ON if records else _RECORDS)
             write_json(args.workdir / OPTIONS, options_of(args))
             for name, content in task.files.items():
                 with writing(args.workdir / name):
@@ -222,20 +225,30 @@ def set_aside(workdir: Path) -> Path | None:
     aside = workdir / f"earlier_{n}"
     with writing(aside):
         aside.mkdir()
+        exported = _exported(workdir)
         # Results and checkpoints move last: if this is interrupted, the next run finishes it.
         for name in sorted(names, key=lambda name: name not in (SUMMARY, OPTIONS, METRICS)):
-            if _RESULT_FILE.fullmatch(name) or _OTHER_FILES.fullmatch(name):
+            if _RESULT_FILE.fullmatch(name) or _OTHER_FILES.fullmatch(name) or name == exported:
                 (workdir / name).rename(aside / name)
     return aside
 
 
-def clear_results(workdir: Path, first: int = 0) -> None:
+def _exported(workdir: Path) -> str | None:
+    """The name of the folder in `workdir` that an earlier run exported to."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        folder = Path(json.loads((workdir / OPTIONS).read_text("utf-8"))["export"]).resolve()
+        return folder.name if folder.parent == workdir.resolve() else None
+    return None
+
+
+def clear_results(workdir: Path, first: int = 0, keep: re.Pattern[str] = _GO_ON) -> None:
     """Removes an earlier run's result files, except for epochs before `first`, so that no figure
-    mixes two runs. Also removes half-written files of a killed run."""
+    mixes two runs, and for those whose names match `keep`. Also removes half-written files of a
+    killed run."""
     for path in workdir.iterdir():
         found = _RESULT_FILE.fullmatch(path.name)
         stale = int(found["epoch"]) >= first if found else path.name.endswith(".json.part")
-        other = _OTHER_FILES.fullmatch(path.name) and path.name not in GO_ON
+        other = _OTHER_FILES.fullmatch(path.name) and not keep.fullmatch(path.name)
         if stale or other:
             with writing(path):
                 path.unlink()

@@ -73,6 +73,9 @@ class StagesInThreads(_InOneProcess):
         cut: the layers per stage of a checkpoint, which then need not be measured.
     """
 
+    schedule: str
+    num_microbatches: int
+
     def __init__(
         self,
         task: Task,
@@ -124,7 +127,7 @@ class StagesInThreads(_InOneProcess):
         with self.plan.autocast(self.devices[0]):
             loss = self.pipe.train_step(  # adds to .grad when all stages are done
                 MicroBatches(step.inputs), MicroBatches(step.targets), self.task.loss,
-                self.schedule or "gpipe", scale=1 / count,
+                self.schedule, scale=1 / count,
             )  # fmt: skip
         return loss.detach() * count  # the sum again
 
@@ -132,7 +135,7 @@ class StagesInThreads(_InOneProcess):
     def outputs(self, x: Any) -> Tensor | None:
         """The outputs for the whole batch, cut into as many micro-batches as in training."""
         examples = len(x[0] if isinstance(x, tuple) else x)
-        self.pipe.split_size = max(1, -(-examples // (self.num_microbatches or 1)))
+        self.pipe.split_size = max(1, -(-examples // self.num_microbatches))
         self.pipe.eval()
         with self.plan.autocast(self.devices[0]):
             output = self.pipe(x)  # [N, V], of all micro-batches

@@ -136,10 +136,7 @@ def _parallel_lines(folder: Path, split: str, src: str, tgt: str) -> list[Pair]:
         try:
             text = path.read_text("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}: it is not UTF-8 ({error}); convert it, for example: "
-                f"iconv -f latin1 -t utf-8 {path.name}"
-            ) from None
+            raise _not_utf8(path, error) from None
         lines.append(text.removesuffix("\n").split("\n"))
     source, target = lines
     if len(source) != len(target):
@@ -163,19 +160,54 @@ def _rows_of_files(path: Path, src: str, tgt: str) -> Mapping[str, Any]:
     if reader == "csv":  # everything is text, even numbers and what pandas takes for missing
         texts = dict.fromkeys((src, tgt, "text"), str)
         options = {**options, "keep_default_na": False, "converters": texts}
-    files = _by_split(path, [file for file in every if file.suffix == ending])
-    return load_splits(str(path), reader, data_files=files, **options)
+    found: dict[str, list[Any]] = {}
+    for file in (file for file in every if file.suffix == ending):
+        split = "train"  # or the one that the file or its folder is named after
+        for part in file.relative_to(path).parts:
+            split = next((s for b, s in BEGINNINGS.items() if part.startswith(b)), split)
+        found.setdefault(split, []).extend(_rows(file, reader, options))
+    return found
 
 
-def load_splits(dataset: str, reader: str | None = None, **options: Any) -> Mapping[str, Any]:
-    """The splits of a dataset on the hub, or of files through a reader of `datasets`. Raises
+def _rows(file: Path, reader: str, options: Mapping[str, Any]) -> list[Any]:
+    """The rows of a file, through a reader of `datasets`."""
+    import datasets  # here: it takes seconds to import
+
+    if reader == "json" and not file.stat().st_size:
+        return []
+    files = {"train": glob.escape(str(file))}
+    try:  # streaming leaves no copy in a cache
+        found = datasets.load_dataset(reader, data_files=files, streaming=True, **options)
+        return list(found["train"])
+    except PermissionError:
+        raise
+    except UnicodeDecodeError as error:
+        raise _not_utf8(file, error) from None
+    except Exception as error:  # its readers raise many kinds
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        lines = file.read_bytes().splitlines() if file.suffix == ".jsonl" else []
+        for number, line in enumerate(lines, 1):  # readers count from 0, in their chunk
+            try:
+                json.loads(line.strip() or b"0")
+            except ValueError as wrong:
+                reason = f"line {number} is not JSON: {getattr(wrong, 'msg', wrong)}"
+                break
+        raise UserError(f"--dataset {file}: it cannot be read ({reason}); {NO_NETWORK}") from error
+
+
+def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
+    return UserError(
+        f"{path}: it is not UTF-8 ({error}); convert it, for example: "
+        f"iconv -f latin1 -t utf-8 {path.name}"
+    )
+
+
+def load_splits(dataset: str) -> Mapping[str, Any]:
+    """The splits of a dataset on the hub, or of a folder that `datasets` knows how to read. Raises
     UserError if nothing can be read."""
     import datasets  # here: it takes seconds to import
 
     try:
-        if reader is not None:  # streaming leaves no copy in a cache
-            found = datasets.load_dataset(reader, streaming=True, **options)
-            return {split: list(rows) for split, rows in found.items()}
         _do_not_wait_for_the_hub()
         try:
             return datasets.load_dataset(dataset)
@@ -193,17 +225,6 @@ def load_splits(dataset: str, reader: str | None = None, **options: Any) -> Mapp
         raise UserError(
             f"--dataset {dataset}: {where} ({type(error).__name__}: {reason}); {NO_NETWORK}"
         ) from error
-
-
-def _by_split(folder: Path, files: Sequence[Path]) -> dict[str, list[str]]:
-    """Files, or their folders, named after a split are that split; others are train."""
-    found: dict[str, list[str]] = {}
-    for file in files:
-        split = "train"
-        for part in file.relative_to(folder).parts:
-            split = next((s for b, s in BEGINNINGS.items() if part.startswith(b)), split)
-        found.setdefault(split, []).append(glob.escape(str(file)))
-    return found
 
 
 def _do_not_wait_for_the_hub() -> None:
@@ -232,10 +253,10 @@ def _pairs(dataset: str, found: Mapping[str, Any], src: str, tgt: str, sizes: Si
     }
     for split in ("test", "validation"):  # test is cut off first: it has the last pairs
         if split not in found:
-            count = min(sizes[split] or 1000, len(pairs["train"]) // 10)  # a tenth of train at most
+            count = min(sizes[split] or 1000, -(-len(pairs["train"]) // 10))  # a tenth at most
             at = len(pairs["train"]) - count
             pairs[split], pairs["train"] = pairs["train"][at:], pairs["train"][:at]
-            texts.notes.append(f"{split}: no such split; it is the last {count} pairs of train.")
+            texts.notes.append(f"{split}: no such split; {count} pairs are cut off train's end.")
     for split in SPLITS:
         _add(texts, split, pairs[split], sizes[split])
     return texts
@@ -273,7 +294,7 @@ def _add(texts: Texts, split: str, pairs: Iterable[Pair], limit: int | None) -> 
     if empty:
         texts.notes.append(f"{split}: skipped {empty} pairs with an empty side.")
     if limit is not None and len(usable) < limit:
-        texts.notes.append(f"{split}: {len(usable)} pairs, fewer than the {limit} asked for.")
+        texts.notes.append(f"{split}: all {len(usable)} pairs; --n_{split} {limit} would take more.")
     texts.splits[split] = usable
 
 
@@ -282,21 +303,25 @@ def _documents(dataset: str, found: Mapping[str, Any]) -> Texts:
     texts = Texts({}, plain=True)
     for split in ("train", "validation"):
         texts.splits[split] = documents = []
+        empty = 0
         for i, row in enumerate(found.get(split, []), 1):
-            text = row["text"] or ""
+            text = row.get("text") or ""
             if not isinstance(text, str):
                 raise UserError(
                     f"--dataset {dataset}: row {i} of {split}: text is {text!r:.40}, and not text "
                     "in quotes"
                 )
             documents += [t for t in text.split(END) if t.strip()]
+            empty += not text.strip()
+        if empty:
+            texts.notes.append(f"{split}: skipped {empty} without text.")
     train = texts.splits["train"]
     if not train:
         raise UserError(f"--dataset {dataset}: there is no text to train on; {NO_NETWORK}")
     if not texts.splits["validation"]:
         texts.splits["train"], texts.splits["validation"] = held_out(train)
         texts.notes.append(
-            f"validation: no such split; it is the last {100 // HELD_OUT} % of the text."
+            f"validation: no such split; {100 // HELD_OUT} % of the text are cut off its end."
         )
     return texts
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from training.curves import read_epochs
+from training.curves import epochs_of, read_epochs
 from training.errors import RunError
 from training.results import (
     Results,
@@ -82,8 +83,10 @@ def test_results_are_read_in_the_order_of_epochs(tmp_path: Path) -> None:
     for epoch in (10, 9, 2):
         write_json(tmp_path / f"rank0_results_epoch{epoch}.json", losses | {"bleu": epoch})
     write_json(tmp_path / "rank1_results_epoch0.json", losses)
-    expected = [losses | {"bleu": epoch} for epoch in (2, 9, 10)]
+    write_json(tmp_path / "eval_results_epoch11.json", losses)  # resumed under another layout
+    expected = [losses | {"bleu": epoch, "epoch": epoch + 1} for epoch in (2, 9, 10)]
     assert read_epochs(tmp_path, "rank0_results") == expected
+    assert epochs_of(tmp_path) == [*expected, losses | {"epoch": 12}]
     path = tmp_path / "gen_epoch0.json"
     write_json(path, {**losses, "training_loss": math.nan, "b": [1.5, (-math.inf, 2)], "c": None})
     stored = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(word))
@@ -122,6 +125,8 @@ def test_results_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) 
     kept = ["config.json", "my_rank0_results_epoch0.json", "notes.json", "rank0_results_epoch2"]
     for name in before + stale + kept:
         (tmp_path / name).touch()
+    clear_results(tmp_path, 2, re.compile("timeline.*"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, *before, stale[-1]])
     clear_results(tmp_path, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept + before)
     clear_results(tmp_path)
@@ -132,12 +137,14 @@ def test_results_of_the_run_before_are_set_aside(tmp_path: Path) -> None:
     """All of them, each time into a folder of their own; a run that wrote none leaves none."""
     (tmp_path / "options.json").touch()
     assert set_aside(tmp_path) is None
-    old = ["rank0_results_epoch0.json", "metrics.jsonl", "options.json", "training.png"]
+    old = ["rank0_results_epoch0.json", "metrics.jsonl", "training.png", "exported"]
     for n in (1, 2):
+        write_json(tmp_path / "options.json", {"export": str(tmp_path / "exported")})
         for name in (*old, "config.json"):
             (tmp_path / name).write_text(str(n))
         folder = set_aside(tmp_path)
         assert folder == tmp_path / f"earlier_{n}"
+        (folder / "options.json").unlink()
         assert {p.name: p.read_text() for p in folder.iterdir()} == dict.fromkeys(old, str(n))
     (tmp_path / "checkpoints").mkdir()  # as every run makes it
     assert set_aside(tmp_path) is None

@@ -78,7 +78,7 @@ def test_empty_pairs_are_skipped_and_sizes_are_upper_limits(folder: Path) -> Non
     assert [len(texts.splits[split]) for split in SPLITS] == [2, 2, 3]
     assert texts.notes == [
         "train: skipped 3 pairs with an empty side.",
-        "test: 3 pairs, fewer than the 4 asked for.",
+        "test: all 3 pairs; --n_test 4 would take more.",
     ]
 
 
@@ -116,13 +116,13 @@ def test_a_single_file_is_cut_into_splits(tmp_path: Path, ending: str) -> None:
         texts.splits
         == {
             "train": pairs(rows[:30]),
-            "validation": pairs(rows[33:36]),  # a tenth of the 36 that test has left
+            "validation": pairs(rows[32:36]),  # a tenth of the 36 that test has left
             "test": pairs(rows[36:40]),
         }
     )
     assert texts.notes == [
-        "test: no such split; it is the last 4 pairs of train.",
-        "validation: no such split; it is the last 3 pairs of train.",
+        "test: no such split; 4 pairs are cut off train's end.",
+        "validation: no such split; 4 pairs are cut off train's end.",
     ]
 
 
@@ -173,7 +173,8 @@ def test_the_built_in_text_has_no_sentence_twice_and_teaches_every_word(language
 # What cannot be used
 
 ROW = '{"de": "Satz", "en": "sentence"}\n'
-NOTHING = "--dataset {}: it holds nothing that can be read"
+NOTHING = "--dataset {}: it cannot be read"
+NOT_UTF8 = "{}: it is not UTF-8 ('utf-8' codec can't decode byte "
 OF_FOLDER = [
     ("test.en", "one\ntwo\n", "--dataset {}: test.de has 3 lines and test.en has 2: line i of one"),
     ("train.de", "eins\nzwei\nfünf\n", "{}/train.de: it is not UTF-8 ('utf-8' codec can't decode "
@@ -188,11 +189,13 @@ OF_FILE = [
     ("a.jsonl", '{"translation": 5}\n', "--dataset {}: row 1 of train has 5, and not the texts"),
     ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
     ("a.jsonl", "\n \n", "--dataset {}: train has no pair with text on both sides"),
-    ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, NOTHING + " (ArrowInvalid: JSON"),
+    ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, NOTHING + " (line 3 is not JSON: Exp"),
+    ("a.jsonl", ROW + '{"de": "ü"}', NOT_UTF8),
+    ("a.jsonl", "", "--dataset {}: train has no pair with text on both sides"),
     ("a.jsonl", '{"text": "a"}\n{"text": 5}\n', "--dataset {}: row 2 of train: text is 5, and not"),
-    ("a.csv", "de,en\n" + "ä,b\n" * 20, NOTHING + " (UnicodeDecodeError: "),
+    ("a.csv", "de,en\n" + "ä,b\n" * 20, NOT_UTF8),
     ("a.parquet", "no parquet", NOTHING + " (ArrowInvalid: Parquet"),
-    ("a.txt", "vierfünf", NOTHING + " (UnicodeDecodeError: "),
+    ("a.txt", "vierfünf", NOT_UTF8),
     ("a.txt", "\n \n", "--dataset {}: there is no text to train on; --dataset builtin needs"),
     ("a.pdf", "no text", "--dataset {}: no train.de and train.en there, nor any of .txt .jsonl "),
 ]  # fmt: skip
@@ -313,7 +316,7 @@ def test_a_file_holds_documents_and_the_last_lines_are_held_out(tmp_path: Path) 
     # 315 of 332 letters: in line 37.
     assert found.splits["train"] == ["".join(lines[:20]), "".join(lines[20:38])]
     assert found.splits["validation"] == ["".join(lines[38:])[:-1]]
-    assert found.notes == ["validation: no such split; it is the last 5 % of the text."]
+    assert found.notes == ["validation: no such split; 5 % of the text are cut off its end."]
 
 
 def test_a_cut_is_at_a_line_or_at_a_word() -> None:
@@ -331,9 +334,11 @@ def test_a_folder_or_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock])
     (tmp_path / "empty.txt").write_text(" \n")
     found = load(tmp_path)
     splits = {"train": ["This is a.", "This is b."], "validation": ["This is validation_1."]}
-    assert (found.splits, found.notes) == (splits, [])
+    assert (found.splits, found.notes) == (splits, ["train: skipped 1 without text."])
     assert len(set(found.fingerprints().values())) == 2
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
-    assert load(tmp_path / "a.jsonl").splits == {"train": ["one", "t"], "validation": ["wo"]}
+    found = load(tmp_path / "a.jsonl")
+    assert found.splits == {"train": ["one", "t"], "validation": ["wo"]}
+    assert found.notes[0] == "train: skipped 1 without text."
     hub({"train": [{"text": "one"}, {"text": ""}], "validation": [{"text": "three"}]})
     assert load("some/texts").splits == {"train": ["one"], "validation": ["three"]}
