@@ -95,7 +95,10 @@ class GroupLink:
             return head, envelope[begin : begin + nbytes]  # a view: the envelope lives with it
         body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         if nbytes:
-            work = dist.irecv(body, self._peer, self._bodies[1])  # only now is its size known
+            try:
+                work = dist.irecv(body, self._peer, self._bodies[1])  # only now is its size known
+            except RuntimeError as error:
+                raise PeerError(_in_words(error)) from None
             assert work is not None
             work.wait()  # NCCL: the stream waits, not the CPU
         return head, body

@@ -159,6 +159,7 @@ class StageRandomness(TorchFunctionMode):
                 return F.scaled_dot_product_attention(
                     query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **others
                 )
+        assert not is_causal or attn_mask is None  # which torch refuses, too
         factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
         scores = (query * factor) @ key.transpose(-2, -1)  # [B, H, T, S] for S keys
         # As torch: a fully masked row gives 0. A causal mask has no such row.

@@ -175,7 +175,7 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
     backend = choose_backend(settings.device, settings.world_size)
     listener = listen(settings.master_port)  # before any process starts: nobody else can take it
     port = listener.getsockname()[1]
-    if settings.master_port is None and port != DEFAULT_PORT:
+    if settings.master_port is None and port != DEFAULT_PORT and settings.world_size > 1:
         say(f"Port {DEFAULT_PORT} is taken; the ranks meet on {port}.\n")
     context = get_context("spawn")
     ours, theirs = context.Pipe()

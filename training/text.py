@@ -294,7 +294,7 @@ def _add(texts: Texts, split: str, pairs: Iterable[Pair], limit: int | None) -> 
     if empty:
         texts.notes.append(f"{split}: skipped {empty} pairs with an empty side.")
     if limit is not None and len(usable) < limit:
-        texts.notes.append(f"{split}: all {len(usable)} pairs; --n_{split} {limit} would take more.")
+        texts.notes.append(f"{split}: all {len(usable)} pairs; --n_{split} {limit} allows more.")
     texts.splits[split] = usable
 
 

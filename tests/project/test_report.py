@@ -61,6 +61,7 @@ def test_the_page_of_tiny_runs(
     monkeypatch.setattr(report, "make", partial(make_here, ranks, made))
     monkeypatch.setattr(report, "COMMON", report.COMMON | TINY)
     monkeypatch.setitem(STYLE, "savefig.dpi", 30)  # pictures take longer than the runs
+    monkeypatch.setattr("os.cpu_count", lambda: 1000)
     report.main(SIZES)
     assert made == NAMES
     assert {path.name for path in Path("figures").iterdir()} == FIGURES
@@ -85,6 +86,14 @@ def test_the_page_of_tiny_runs(
     assert "predicted 11.1%: (n-1)/(m+n-1) for n = 2, m = 8" in text  # 1 of 9
     assert "Do parallel runs learn the same? Yes." in text and "In none of 9 steps" in text
     assert "Do all ranks have the same gradients? Yes, to the last bit" in text
+
+    # A page says so if the machine had other work.
+    assert "do not trust the times" not in text
+    path = Path("runs/dp2/summary.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"load": 1201.0}))
+    report.main(SIZES)
+    page = Path("runs/report.html").read_text("utf-8")
+    assert "The load reached 1,201 on 1000 cores: other programs ran, so do not trust" in page
 
     # What is finished is kept; a run whose options changed, or that lost its end, is made again.
     monkeypatch.setattr(report, "write_page", lambda *_: "")

@@ -78,7 +78,7 @@ def test_empty_pairs_are_skipped_and_sizes_are_upper_limits(folder: Path) -> Non
     assert [len(texts.splits[split]) for split in SPLITS] == [2, 2, 3]
     assert texts.notes == [
         "train: skipped 3 pairs with an empty side.",
-        "test: all 3 pairs; --n_test 4 would take more.",
+        "test: all 3 pairs; --n_test 4 allows more.",
     ]
 
 
