@@ -121,8 +121,6 @@ def generate(trained: Trained, lines: Sequence[str], args: argparse.Namespace) -
 def main() -> None:
     """The program."""
     args = parse()
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends with its reader, such as `head`
     lines = read_lines(args)
     device = choose_device(args.device, 0, 1)
     for texts in generate(load_trained(args.trained, device), lines, args):
@@ -130,4 +128,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends with its reader, such as `head`
     run_program(main)

@@ -145,7 +145,7 @@ def _show(results: Results, args: Any) -> None:
     results.close()
     foot = "; ".join(results.task.describe().splitlines()[:2])
     picture = plot_training(args.workdir, foot, args.num_batches)
-    if args.timeline:
+    if any(args.workdir.glob("timeline_rank*.json")):
         results.say(
             f"The recorded steps: python project/plot.py timeline {args.workdir} draws them and "
             "writes them for https://ui.perfetto.dev."

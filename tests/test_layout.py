@@ -52,7 +52,7 @@ def lines_of(program: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("program", "most"), [("run_data_parallel", 7395), ("run_pipeline", 10145), ("train", 16195)]
+    ("program", "most"), [("run_data_parallel", 7400), ("run_pipeline", 10155), ("train", 16200)]
 )
 def test_a_program_brings_in_no_more_code_than_it_did(program: str, most: int) -> None:
     assert lines_of(f"project/{program}.py") <= most

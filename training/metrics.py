@@ -176,7 +176,8 @@ def _wandb(args: Any, steps_done: int) -> Sink:
         run = wandb.init(**settings, id=known, resume="allow")
     except wandb.Error as error:  # no account, or no network
         raise RunError(
-            f"--wandb: {error} WANDB_MODE=offline in the environment works without an account"
+            f"--wandb: {str(error).rstrip('.')}; WANDB_MODE=offline in the environment works "
+            "without an account"
         ) from error
     name.parent.mkdir(exist_ok=True)  # wandb does not make it if it is disabled
     name.write_text(run.id)

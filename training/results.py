@@ -40,8 +40,8 @@ _OTHER_FILES = re.compile(
 )
 METRICS, OPTIONS = "metrics.jsonl", "options.json"
 CHECKPOINTS = "checkpoints"  # their folder
-_GO_ON = re.compile(r"metrics\.jsonl|tensorboard|checkpoints")  # a resumed run continues them
-_RECORDS = re.compile(_GO_ON.pattern + r"|(timeline|profile)_rank\d+\.json|trace\.json")
+GO_ON = [re.escape(METRICS), "tensorboard", CHECKPOINTS]  # a resumed run continues them
+TIMELINES, PROFILES = r"timeline_rank\d+\.json|trace\.json", r"profile_rank\d+\.json"
 SUMMARY, PICTURE = "summary.json", "training.png"
 
 
@@ -82,17 +82,23 @@ class Results:
         if self.world.is_main:
             print(text, flush=True)
 
-    def begin(self, first: int, notes: Sequence[str], resumed: bool = False) -> None:
+    def begin(
+        self, first: int, notes: Sequence[str], resumed: bool = False, ends: bool = False
+    ) -> None:
         """Sets the results of an earlier run aside or, if that is resumed, removes those from epoch
-        `first` on; prints what will be trained."""
+        `first` on; prints what will be trained. `ends`: there are no steps left."""
         args, task = self.args, self.task
         if self.world.is_main:
             if not resumed and (aside := set_aside(args.workdir)) is not None:
                 notes = [*notes, f"Earlier results were moved to {aside}/."]
-            # What was recorded stays, unless this run records, perhaps on fewer ranks.
-            records = args.timeline or args.profile or not resumed
-            clear_results(args.workdir, first, _GO_ON if records else _RECORDS)
-            write_json(args.workdir / OPTIONS, options_of(args))
+            before, options, stay = _options_before(args.workdir), options_of(args), [*GO_ON]
+            if resumed:
+                options["export"] = options["export"] or before.get("export")  # it is still there
+                if all(options.get(x) == before.get(x) for x in ("strategy", "world_size")):
+                    stay += [] if args.timeline and not ends else [TIMELINES]
+                    stay += [] if args.profile and not ends else [PROFILES]
+            clear_results(args.workdir, first, "|".join(stay))
+            write_json(args.workdir / OPTIONS, options)
             for name, content in task.files.items():
                 with writing(args.workdir / name):
                     (args.workdir / name).write_bytes(content)
@@ -225,30 +231,31 @@ def set_aside(workdir: Path) -> Path | None:
     aside = workdir / f"earlier_{n}"
     with writing(aside):
         aside.mkdir()
-        exported = _exported(workdir)
+        exported = Path(_options_before(workdir).get("export") or "").resolve()
         # Results and checkpoints move last: if this is interrupted, the next run finishes it.
-        for name in sorted(names, key=lambda name: name not in (SUMMARY, OPTIONS, METRICS)):
-            if _RESULT_FILE.fullmatch(name) or _OTHER_FILES.fullmatch(name) or name == exported:
+        order = {exported.name: 0, SUMMARY: 1, OPTIONS: 1, METRICS: 1}
+        for name in sorted(names, key=lambda name: order.get(name, 2)):
+            own = _RESULT_FILE.fullmatch(name) or _OTHER_FILES.fullmatch(name)
+            if own or (workdir / name).resolve() == exported:
                 (workdir / name).rename(aside / name)
     return aside
 
 
-def _exported(workdir: Path) -> str | None:
-    """The name of the folder in `workdir` that an earlier run exported to."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        folder = Path(json.loads((workdir / OPTIONS).read_text("utf-8"))["export"]).resolve()
-        return folder.name if folder.parent == workdir.resolve() else None
-    return None
+def _options_before(workdir: Path) -> dict[str, Any]:
+    """The options of the run before; none if they cannot be read."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads((workdir / OPTIONS).read_text("utf-8")))
+    return {}
 
 
-def clear_results(workdir: Path, first: int = 0, keep: re.Pattern[str] = _GO_ON) -> None:
-    """Removes an earlier run's result files, except for epochs before `first`, so that no figure
-    mixes two runs, and for those whose names match `keep`. Also removes half-written files of a
-    killed run."""
+def clear_results(workdir: Path, first: int = 0, stay: str = "|".join(GO_ON)) -> None:
+    """Removes an earlier run's result files, except those of epochs before `first` and those whose
+    names match `stay`: no figure mixes two runs. Also removes half-written files of a killed run.
+    """
     for path in workdir.iterdir():
         found = _RESULT_FILE.fullmatch(path.name)
         stale = int(found["epoch"]) >= first if found else path.name.endswith(".json.part")
-        other = _OTHER_FILES.fullmatch(path.name) and not keep.fullmatch(path.name)
+        other = _OTHER_FILES.fullmatch(path.name) and not re.fullmatch(stay, path.name)
         if stale or other:
             with writing(path):
                 path.unlink()

@@ -133,11 +133,8 @@ def _parallel_lines(folder: Path, split: str, src: str, tgt: str) -> list[Pair]:
                 f"--dataset {folder} --src {src} --tgt {tgt}: there is no {path.name} (found: "
                 f"{there}); --src and --tgt are the endings of the files"
             )
-        try:
-            text = path.read_text("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise _not_utf8(path, error) from None
-        lines.append(text.removesuffix("\n").split("\n"))
+        check_files([path])
+        lines.append(path.read_text("utf-8-sig").removesuffix("\n").split("\n"))
     source, target = lines
     if len(source) != len(target):
         raise UserError(
@@ -160,54 +157,55 @@ def _rows_of_files(path: Path, src: str, tgt: str) -> Mapping[str, Any]:
     if reader == "csv":  # everything is text, even numbers and what pandas takes for missing
         texts = dict.fromkeys((src, tgt, "text"), str)
         options = {**options, "keep_default_na": False, "converters": texts}
-    found: dict[str, list[Any]] = {}
-    for file in (file for file in every if file.suffix == ending):
+    files: dict[str, list[Path]] = {}
+    for file in (file for file in every if file.suffix == ending and file.is_file()):
         split = "train"  # or the one that the file or its folder is named after
         for part in file.relative_to(path).parts:
             split = next((s for b, s in BEGINNINGS.items() if part.startswith(b)), split)
-        found.setdefault(split, []).extend(_rows(file, reader, options))
-    return found
-
-
-def _rows(file: Path, reader: str, options: Mapping[str, Any]) -> list[Any]:
-    """The rows of a file, through a reader of `datasets`."""
-    import datasets  # here: it takes seconds to import
-
-    if reader == "json" and not file.stat().st_size:
-        return []
-    files = {"train": glob.escape(str(file))}
-    try:  # streaming leaves no copy in a cache
-        found = datasets.load_dataset(reader, data_files=files, streaming=True, **options)
-        return list(found["train"])
-    except PermissionError:
+        if reader != "json" or file.stat().st_size:  # which the reader does not take
+            files.setdefault(split, []).append(file)
+    if not files:
+        return {}
+    names = {split: [glob.escape(str(file)) for file in found] for split, found in files.items()}
+    try:
+        return load_splits(str(path), reader, data_files=names, **options)
+    except UserError:
+        if reader != "parquet":
+            check_files(file for found in files.values() for file in found)
         raise
-    except UnicodeDecodeError as error:
-        raise _not_utf8(file, error) from None
-    except Exception as error:  # its readers raise many kinds
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        lines = file.read_bytes().splitlines() if file.suffix == ".jsonl" else []
-        for number, line in enumerate(lines, 1):  # readers count from 0, in their chunk
+
+
+def check_files(files: Iterable[Path]) -> None:
+    """Raises UserError, with the place, if one is not UTF-8, or has a line that is not JSON."""
+    for file in files:
+        content = file.read_bytes()
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            found = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
+            raise UserError(
+                f"{file}: it is not UTF-8 ({error}); convert it, for example: "
+                f"iconv -f {found} -t utf-8 {file.name}"
+            ) from None
+        for number, line in enumerate(text.split("\n") if file.suffix == ".jsonl" else [], 1):
             try:
-                json.loads(line.strip() or b"0")
-            except ValueError as wrong:
-                reason = f"line {number} is not JSON: {getattr(wrong, 'msg', wrong)}"
-                break
-        raise UserError(f"--dataset {file}: it cannot be read ({reason}); {NO_NETWORK}") from error
+                json.loads(line.strip() or "0")
+            except ValueError as error:
+                raise UserError(
+                    f"{file}: line {number} is not JSON ({getattr(error, 'msg', error)}); "
+                    "mend or remove it"
+                ) from None
 
 
-def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
-    return UserError(
-        f"{path}: it is not UTF-8 ({error}); convert it, for example: "
-        f"iconv -f latin1 -t utf-8 {path.name}"
-    )
-
-
-def load_splits(dataset: str) -> Mapping[str, Any]:
-    """The splits of a dataset on the hub, or of a folder that `datasets` knows how to read. Raises
+def load_splits(dataset: str, reader: str | None = None, **options: Any) -> Mapping[str, Any]:
+    """The splits of a dataset on the hub, or of files through a reader of `datasets`. Raises
     UserError if nothing can be read."""
     import datasets  # here: it takes seconds to import
 
     try:
+        if reader is not None:  # streaming leaves no copy in a cache
+            found = datasets.load_dataset(reader, streaming=True, **options)
+            return {split: list(rows) for split, rows in found.items()}
         _do_not_wait_for_the_hub()
         try:
             return datasets.load_dataset(dataset)
@@ -253,10 +251,11 @@ def _pairs(dataset: str, found: Mapping[str, Any], src: str, tgt: str, sizes: Si
     }
     for split in ("test", "validation"):  # test is cut off first: it has the last pairs
         if split not in found:
-            count = min(sizes[split] or 1000, -(-len(pairs["train"]) // 10))  # a tenth at most
+            tenth = -(-(len(pairs["train"]) - 1) // 10)  # rounded up, but a pair stays
+            count = min(sizes[split] or 1000, tenth)
             at = len(pairs["train"]) - count
             pairs[split], pairs["train"] = pairs["train"][at:], pairs["train"][:at]
-            texts.notes.append(f"{split}: no such split; {count} pairs are cut off train's end.")
+            texts.notes.append(f"{split}: there is none; train's last {count} pairs are used.")
     for split in SPLITS:
         _add(texts, split, pairs[split], sizes[split])
     return texts
@@ -314,14 +313,14 @@ def _documents(dataset: str, found: Mapping[str, Any]) -> Texts:
             documents += [t for t in text.split(END) if t.strip()]
             empty += not text.strip()
         if empty:
-            texts.notes.append(f"{split}: skipped {empty} without text.")
+            texts.notes.append(f"{split}: skipped {empty} row{'s' * (empty > 1)} without text.")
     train = texts.splits["train"]
     if not train:
         raise UserError(f"--dataset {dataset}: there is no text to train on; {NO_NETWORK}")
     if not texts.splits["validation"]:
         texts.splits["train"], texts.splits["validation"] = held_out(train)
         texts.notes.append(
-            f"validation: no such split; {100 // HELD_OUT} % of the text are cut off its end."
+            f"validation: there is none; {100 // HELD_OUT} % of the text is cut off its end."
         )
     return texts
 

@@ -118,17 +118,23 @@ def test_of_vgg16_too(ranks: Ranks, three_ranks: Ranks) -> None:
 
 
 def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> None:
+    """What was recorded stays, where nothing new is; an export goes with its run's results."""
     line = f"run_pipeline {TINY} "
-    run(line + "--n_epochs 1")
-    before = summary()
-    run(line + "--n_epochs 1 --resume")
+    run(line + "--n_epochs 1 --timeline 2 --export work/exported")
+    before, recorded = summary(), read_json("work/timeline_rank0.json")
+    run(line + "--n_epochs 1 --resume --timeline 2")
     assert [summary()[k] == before[k] for k in ("loss", "bleu", "validation_loss")] == [True] * 3
     assert names_in("work/checkpoints") == ["000001-epoch0-step4"]
     Path("work/eval_results_epoch7.json").write_text("{}")  # of a longer one
     run(line + "--n_epochs 2 --resume")
     run(line + "--n_epochs 2 --workdir whole")
     assert summary()["loss"] == summary("whole")["loss"]
-    assert names_in("work") == names_in("whole")
+    assert read_json("work/timeline_rank0.json") == recorded
+    kept = ["exported", "timeline_rank0.json"]
+    assert names_in("work") == sorted([*names_in("whole"), *kept])
+    run(line + "--num_batches 1")
+    assert Path("work/earlier_1/exported/model.safetensors").exists()
+    assert not Path("work/exported").exists()
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:

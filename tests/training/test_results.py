@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,7 +124,7 @@ def test_results_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) 
     kept = ["config.json", "my_rank0_results_epoch0.json", "notes.json", "rank0_results_epoch2"]
     for name in before + stale + kept:
         (tmp_path / name).touch()
-    clear_results(tmp_path, 2, re.compile("timeline.*"))
+    clear_results(tmp_path, 2, "timeline.*")
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, *before, stale[-1]])
     clear_results(tmp_path, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept + before)

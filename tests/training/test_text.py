@@ -121,8 +121,8 @@ def test_a_single_file_is_cut_into_splits(tmp_path: Path, ending: str) -> None:
         }
     )
     assert texts.notes == [
-        "test: no such split; 4 pairs are cut off train's end.",
-        "validation: no such split; 4 pairs are cut off train's end.",
+        "test: there is none; train's last 4 pairs are used.",
+        "validation: there is none; train's last 4 pairs are used.",
     ]
 
 
@@ -173,7 +173,7 @@ def test_the_built_in_text_has_no_sentence_twice_and_teaches_every_word(language
 # What cannot be used
 
 ROW = '{"de": "Satz", "en": "sentence"}\n'
-NOTHING = "--dataset {}: it cannot be read"
+NOTHING = "--dataset {}: it holds nothing that can be read"
 NOT_UTF8 = "{}: it is not UTF-8 ('utf-8' codec can't decode byte "
 OF_FOLDER = [
     ("test.en", "one\ntwo\n", "--dataset {}: test.de has 3 lines and test.en has 2: line i of one"),
@@ -189,7 +189,7 @@ OF_FILE = [
     ("a.jsonl", '{"translation": 5}\n', "--dataset {}: row 1 of train has 5, and not the texts"),
     ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
     ("a.jsonl", "\n \n", "--dataset {}: train has no pair with text on both sides"),
-    ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, NOTHING + " (line 3 is not JSON: Exp"),
+    ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, "{}: line 3 is not JSON (Exp"),
     ("a.jsonl", ROW + '{"de": "ü"}', NOT_UTF8),
     ("a.jsonl", "", "--dataset {}: train has no pair with text on both sides"),
     ("a.jsonl", '{"text": "a"}\n{"text": 5}\n', "--dataset {}: row 2 of train: text is 5, and not"),
@@ -316,7 +316,7 @@ def test_a_file_holds_documents_and_the_last_lines_are_held_out(tmp_path: Path) 
     # 315 of 332 letters: in line 37.
     assert found.splits["train"] == ["".join(lines[:20]), "".join(lines[20:38])]
     assert found.splits["validation"] == ["".join(lines[38:])[:-1]]
-    assert found.notes == ["validation: no such split; 5 % of the text are cut off its end."]
+    assert found.notes == ["validation: there is none; 5 % of the text is cut off its end."]
 
 
 def test_a_cut_is_at_a_line_or_at_a_word() -> None:
@@ -334,11 +334,11 @@ def test_a_folder_or_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock])
     (tmp_path / "empty.txt").write_text(" \n")
     found = load(tmp_path)
     splits = {"train": ["This is a.", "This is b."], "validation": ["This is validation_1."]}
-    assert (found.splits, found.notes) == (splits, ["train: skipped 1 without text."])
+    assert (found.splits, found.notes) == (splits, ["train: skipped 1 row without text."])
     assert len(set(found.fingerprints().values())) == 2
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
     found = load(tmp_path / "a.jsonl")
     assert found.splits == {"train": ["one", "t"], "validation": ["wo"]}
-    assert found.notes[0] == "train: skipped 1 without text."
+    assert found.notes[0] == "train: skipped 1 row without text."
     hub({"train": [{"text": "one"}, {"text": ""}], "validation": [{"text": "three"}]})
     assert load("some/texts").splits == {"train": ["one"], "validation": ["three"]}
