@@ -70,14 +70,18 @@ def read_lines(args: argparse.Namespace) -> list[str]:
     """The lines to translate or continue. Raises UserError if the file cannot be read."""
     if args.text:
         return [line for text in args.text for line in text.split("\n")]
-    if args.input is None:
-        return sys.stdin.read().splitlines()
+    where = "standard input" if args.input is None else f"--input {args.input}"
     try:
-        return args.input.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        content = sys.stdin.buffer.read() if args.input is None else args.input.read_bytes()
+        return content.decode("utf-8").splitlines()
+    except OSError as error:
         raise UserError(
-            f"--input {args.input}: cannot be read as UTF-8 text ({error}); name a text file, or "
-            "leave it out to read standard input"
+            f"{where}: cannot be read ({error.strerror}); name a text file, or leave it out to "
+            "read standard input"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where}: it is not UTF-8 ({error}); convert it, as with iconv -f latin1 -t utf-8"
         ) from error
 
 

@@ -185,7 +185,7 @@ def check_files(files: Iterable[Path]) -> None:
             found = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
             raise UserError(
                 f"{file}: it is not UTF-8 ({error}); convert it, for example: "
-                f"iconv -f {found} -t utf-8 {file.name}"
+                f"iconv -f {found} -t utf-8 {file} > {file.name}.utf8"
             ) from None
         for number, line in enumerate(text.split("\n") if file.suffix == ".jsonl" else [], 1):
             try:

@@ -101,7 +101,7 @@ def test_workdir_checkpoint_and_export_give_the_same(
         generate.main()
         said.append(capsys.readouterr().out)
         monkeypatch.setattr("sys.argv", argv)
-        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(LINES)))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(LINES).encode())))
         generate.main()
         assert capsys.readouterr().out == said[-1]
     assert said[0].count("\n") == 5
@@ -130,8 +130,13 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
             load_trained(folder)
     with pytest.raises(UserError, match=r"^line 2 has \d+ tokens, .* sequences of 64; 63 tokens"):
         generated(trained, ["Ei", "Buch " * 40])
-    with pytest.raises(UserError, match=r"^--input missing\.txt: cannot be read as UTF-8 text"):
-        generate.read_lines(generate.parse(["work", "--input", "missing.txt"]))
+    Path("latin1.txt").write_bytes("Käse".encode("latin1"))
+    for name, said in (
+        ("missing", r"cannot be read \(No such file"),
+        ("latin1", "it is not UTF-8"),
+    ):
+        with pytest.raises(UserError, match=rf"^--input {name}\.txt: {said}"):
+            generate.read_lines(generate.parse(["work", "--input", f"{name}.txt"]))
     for wrong, why in (
         (["--num_samples", "0"], "--num_samples 0: it must be a whole number, 1 or more"),
         (["--temperature=-1"], "--temperature -1: it must be 0 or more"),
