@@ -137,7 +137,7 @@ class Files:
     resume: bool = False
     """resume from the newest intact checkpoint in the workdir, if there is one"""
     save_every: Count | None = None
-    """steps between checkpoints; there is always one after an epoch and its evaluation"""
+    """steps between checkpoints; there is always one at the end of an epoch"""
     keep: Whole = 2
     """checkpoints to keep, the newest, and one more while it trains; 0 saves none"""
     async_save: bool = False

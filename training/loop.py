@@ -174,8 +174,8 @@ def run(
     total, per_epoch = num_steps(args, task), task.steps_per_epoch
     # A checkpoint at the end of an epoch precedes its evaluation, which is repeated.
     first = max(0, saving.steps_done - 1) // per_epoch
-    ends = saving.steps_done >= total
-    results.begin(first, notes, saving.steps_done > 0, ends)
+    done = saving.steps_done >= total
+    results.begin(first, notes, saving.steps_done > 0, done)
     note = plan.timeline.last.note
     metrics = Metrics(world, args, task, model, saving.steps_done)  # begin has moved old files away
     whole_epochs = args.num_batches is None
@@ -212,7 +212,7 @@ def run(
     saving.close()  # waits for what is written in the background
     profile.close()
     metrics.close()
-    if args.timeline and not ends:
+    if args.timeline and not done:  # else it would be empty
         plan.timeline.save(args.workdir)
     results.summarize()
     return results

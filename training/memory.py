@@ -15,8 +15,8 @@ from torch import Tensor
 def keep_freed_memory() -> None:
     """Has glibc keep the blocks below 32 MiB that this process frees. It would return many to the
     system after each step and take them back in the next, page by page. Larger ones go back: kept,
-    they would be cut up, and the next large block take new memory. Not for workers that are
-    threads, since each would keep its own. docs/log.md has what it saves."""
+    they would be cut up, and the next large block would take new memory (docs/log.md). Not for
+    workers that are threads, since each would keep its own."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD

@@ -224,7 +224,7 @@ class Staged(LaidOutModel):
         chunks: stages per rank; None: the schedule's own number.
     """
 
-    schedule: str
+    schedule: str  # never None, as there are stages
 
     def __init__(
         self,

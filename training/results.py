@@ -83,10 +83,10 @@ class Results:
             print(text, flush=True)
 
     def begin(
-        self, first: int, notes: Sequence[str], resumed: bool = False, ends: bool = False
+        self, first: int, notes: Sequence[str], resumed: bool = False, done: bool = False
     ) -> None:
         """Sets the results of an earlier run aside or, if that is resumed, removes those from epoch
-        `first` on; prints what will be trained. `ends`: there are no steps left."""
+        `first` on; prints what will be trained. `done`: no steps are left."""
         args, task = self.args, self.task
         if self.world.is_main:
             if not resumed and (aside := set_aside(args.workdir)) is not None:
@@ -94,9 +94,10 @@ class Results:
             before, options, stay = _options_before(args.workdir), options_of(args), [*GO_ON]
             if resumed:
                 options["export"] = options["export"] or before.get("export")  # it is still there
+                # What was recorded stays until the same ranks write it anew.
                 if all(options.get(x) == before.get(x) for x in ("strategy", "world_size")):
-                    stay += [] if args.timeline and not ends else [TIMELINES]
-                    stay += [] if args.profile and not ends else [PROFILES]
+                    stay += [] if args.timeline and not done else [TIMELINES]
+                    stay += [] if args.profile and not done else [PROFILES]
             clear_results(args.workdir, first, "|".join(stay))
             write_json(args.workdir / OPTIONS, options)
             for name, content in task.files.items():
@@ -231,19 +232,20 @@ def set_aside(workdir: Path) -> Path | None:
     aside = workdir / f"earlier_{n}"
     with writing(aside):
         aside.mkdir()
-        exported = Path(_options_before(workdir).get("export") or "").resolve()
+        given = _options_before(workdir).get("export")
+        exported = {x for x in names if given and (workdir / x).resolve() == Path(given).resolve()}
         # Results and checkpoints move last: if this is interrupted, the next run finishes it.
-        order = {exported.name: 0, SUMMARY: 1, OPTIONS: 1, METRICS: 1}
-        for name in sorted(names, key=lambda name: order.get(name, 2)):
+        early = {SUMMARY, OPTIONS, METRICS}
+        for name in sorted(names, key=lambda x: (x not in exported, x not in early)):
             own = _RESULT_FILE.fullmatch(name) or _OTHER_FILES.fullmatch(name)
-            if own or (workdir / name).resolve() == exported:
+            if own or name in exported:
                 (workdir / name).rename(aside / name)
     return aside
 
 
 def _options_before(workdir: Path) -> dict[str, Any]:
     """The options of the run before; none if they cannot be read."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, TypeError):
         return dict(json.loads((workdir / OPTIONS).read_text("utf-8")))
     return {}
 

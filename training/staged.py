@@ -73,7 +73,7 @@ class StagesInThreads(_InOneProcess):
         cut: the layers per stage of a checkpoint, which then need not be measured.
     """
 
-    schedule: str
+    schedule: str  # never None, as there are stages
     num_microbatches: int
 
     def __init__(

@@ -132,7 +132,9 @@ def test_results_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) 
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept)
 
 
-def test_results_of_the_run_before_are_set_aside(tmp_path: Path) -> None:
+def test_results_of_the_run_before_are_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of them, each time into a folder of their own; a run that wrote none leaves none."""
     (tmp_path / "options.json").touch()
     assert set_aside(tmp_path) is None
@@ -147,8 +149,10 @@ def test_results_of_the_run_before_are_set_aside(tmp_path: Path) -> None:
         assert {p.name: p.read_text() for p in folder.iterdir()} == dict.fromkeys(old, str(n))
     (tmp_path / "checkpoints").mkdir()  # as every run makes it
     assert set_aside(tmp_path) is None
+    (tmp_path / "mine").mkdir()  # without an export, the folder one stands in is not taken for it
+    monkeypatch.chdir(tmp_path / "mine")
     (tmp_path / "checkpoints" / "000001-epoch0-step4").mkdir()  # nothing to resume by mistake
     assert set_aside(tmp_path) == tmp_path / "earlier_3"
     assert (tmp_path / "earlier_3" / "checkpoints" / "000001-epoch0-step4").is_dir()
-    left = ["config.json", "earlier_1", "earlier_2", "earlier_3"]
+    left = ["config.json", "earlier_1", "earlier_2", "earlier_3", "mine"]
     assert sorted(p.name for p in tmp_path.iterdir()) == left
