@@ -63,7 +63,7 @@ from training.launch import Settings, launch, setup
 from training.loop import recipe_of, run, train
 from training.optimization import Optimizers
 from training.replicated import Replicated
-from training.results import OPTIONS, options_of, write_json
+from training.results import OPTIONS, options_of, show, write_json
 from training.rules import (
     check_batch,
     check_microbatches,
@@ -130,7 +130,7 @@ def write_gradients(world: World, args: Any, task: SequenceTask, model: Replicat
     steps = task.steps(0, model.part, model.parts, model.num_microbatches)
     steps = islice(steps, args.num_batches or task.steps_per_epoch)  # at most an epoch
     train(model, optimizer, steps, "Epoch 1", world.rank, model.average_gradients)
-    print(f"rank {world.rank} wrote {save_grad_weights(model.module, world.rank)}", flush=True)
+    show(f"rank {world.rank} wrote {save_grad_weights(model.module, world.rank)}")
     if world.is_main:
         write_json(args.workdir / OPTIONS, options_of(args))
 

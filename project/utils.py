@@ -22,7 +22,7 @@ from training.generation import evaluate_bleu, translate
 from training.language import LanguageTask
 from training.layout import LaidOutModel, Plan
 from training.loop import evaluate_loss, train
-from training.results import Results
+from training.results import Results, show
 from training.rules import check_plain_text, check_warmup
 from training.saving import Resume
 from training.sequences import FILES, SequenceTask
@@ -121,7 +121,7 @@ def announce(world: World, args: Any, model: LaidOutModel) -> None:
     facts.append(f"{n} {unit}{'s' * (n > 1)}")
     if world.is_main:
         strategy = "one device" if args.strategy == "none" else args.strategy
-        print(f"{strategy}: {', '.join(facts)}", flush=True)
+        show(f"{strategy}: {', '.join(facts)}")
 
 
 def make_optimizer(args: Any, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

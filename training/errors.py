@@ -82,7 +82,8 @@ def refuse(message: str, status: int = 2) -> NoReturn:
 
 def leave(message: str, status: int) -> NoReturn:
     """Ends a rank at once: destructors of process groups may wait for ranks that never come."""
-    sys.stdout.flush()
+    with suppress(OSError):  # its reader may have ended
+        sys.stdout.flush()
     say(message)
     os._exit(status)
 

@@ -193,6 +193,8 @@ def run(
             metrics.add_step(epoch, optimizer, seconds)
             saving.after_step(epoch, totals)  # after add_step: the checkpoint has this step's loss
             profile.step()
+            if plan.timeline.recording and plan.timeline.complete:
+                plan.timeline.save(args.workdir)  # at once: the run may be interrupted later
             note("next batch")
 
         totals = train(
@@ -212,7 +214,7 @@ def run(
     saving.close()  # waits for what is written in the background
     profile.close()
     metrics.close()
-    if args.timeline and not done:  # else it would be empty
+    if not plan.timeline.complete and not done:  # the run was shorter
         plan.timeline.save(args.workdir)
     results.summarize()
     return results

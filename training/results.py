@@ -80,7 +80,7 @@ class Results:
     def say(self, text: str) -> None:
         """Prints, on rank 0 alone."""
         if self.world.is_main:
-            print(text, flush=True)
+            show(text)
 
     def begin(
         self, first: int, notes: Sequence[str], resumed: bool = False, done: bool = False
@@ -264,7 +264,7 @@ def clear_results(workdir: Path, first: int = 0, stay: str = "|".join(GO_ON)) ->
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path | str) -> Iterator[None]:
     """Turns an error in writing, as of a full disk, into a RunError."""
     try:
         yield
@@ -276,8 +276,14 @@ def writing(path: Path) -> Iterator[None]:
 
         reason = getattr(error, "strerror", None) or error
         raise RunError(
-            f"{path}: cannot be written ({reason}); make room there, or name another folder"
+            f"{path}: cannot be written ({reason}); make room there, or write elsewhere"
         ) from error
+
+
+def show(text: str) -> None:
+    """Prints. Raises RunError if nobody reads it any more, as after `| head` has ended."""
+    with writing("standard output"):
+        print(text, flush=True)
 
 
 def write_text(path: Path, text: str) -> None:

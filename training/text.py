@@ -255,7 +255,7 @@ def _pairs(dataset: str, found: Mapping[str, Any], src: str, tgt: str, sizes: Si
             count = min(sizes[split] or 1000, tenth)
             at = len(pairs["train"]) - count
             pairs[split], pairs["train"] = pairs["train"][at:], pairs["train"][:at]
-            texts.notes.append(f"{split}: there is none; train's last {count} pairs are used.")
+            texts.notes.append(f"{split}: none; the last {count} pairs are taken out of train.")
     for split in SPLITS:
         _add(texts, split, pairs[split], sizes[split])
     return texts
@@ -293,7 +293,7 @@ def _add(texts: Texts, split: str, pairs: Iterable[Pair], limit: int | None) -> 
     if empty:
         texts.notes.append(f"{split}: skipped {empty} pairs with an empty side.")
     if limit is not None and len(usable) < limit:
-        texts.notes.append(f"{split}: all {len(usable)} pairs; --n_{split} {limit} allows more.")
+        texts.notes.append(f"{split}: {len(usable)} pairs; --n_{split} {limit} allows more.")
     texts.splits[split] = usable
 
 
@@ -320,7 +320,7 @@ def _documents(dataset: str, found: Mapping[str, Any]) -> Texts:
     if not texts.splits["validation"]:
         texts.splits["train"], texts.splits["validation"] = held_out(train)
         texts.notes.append(
-            f"validation: there is none; {100 // HELD_OUT} % of the text is cut off its end."
+            f"validation: none; {100 // HELD_OUT} % of the text are taken from its end."
         )
     return texts
 

@@ -153,6 +153,11 @@ class Timeline:
             yield
         self.last.note(f"after {name}", stage, microbatch, peer)
 
+    @property
+    def complete(self) -> bool:
+        """The last step to record has begun, or it has ended."""
+        return len(self._marks) == self._num_steps
+
     def step(self, k: int) -> None:
         """Step k begins, and the one before has ended."""
         self.recording = self._num_steps is None or len(self._marks) < self._num_steps

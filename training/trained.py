@@ -80,6 +80,8 @@ def load_trained(name: str, device: torch.device | str = "cpu") -> Trained:
         UserError: there is no such thing, or it is damaged.
     """
     folder = Path(name)
+    if folder.name == CHECKPOINTS and folder.is_dir():
+        folder = folder.resolve().parent  # the run's
     if (folder / MANIFEST).is_file():
         found = _of_checkpoint(open_checkpoint(folder))
     elif (folder / CHECKPOINTS).is_dir() or (folder / OPTIONS).is_file():
@@ -120,7 +122,8 @@ def _of_transformers(name: str) -> Trained:
     """Raises UserError if it is not a GPT-2 with a tokenizer."""
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
-    if not Path(name).exists() and name.count("/") != 1:  # a name on the hub has an owner
+    known = Path(name).is_dir() or name.count("/") == 1  # a name on the hub has an owner
+    if not known or Path(name).is_file():
         raise UserError(
             f"{name}: there is no such folder; the --workdir or --export of a run works"
         )

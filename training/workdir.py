@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from training.checkpoint import aside_of, clean, names
@@ -74,6 +74,8 @@ def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
     finally:
         if torchrun_world_size() is None:
             clean(args.workdir / CHECKPOINTS)
+            with suppress(OSError):  # it has checkpoints
+                (args.workdir / CHECKPOINTS).rmdir()
             for path in args.workdir.glob("*.json.part"):
                 path.unlink(missing_ok=True)
             if args.export is not None:

@@ -115,5 +115,5 @@ def test_a_disk_that_is_full_when_the_tokenizer_is_written(
         status, said = ended(f"run_pipeline {TINY} --workdir work", capfd)
     assert status == 1
     assert said.startswith("work/tokenizer.json: cannot be written (File too large")
-    assert said.endswith("); make room there, or name another folder\n")
+    assert said.endswith("); make room there, or write elsewhere\n")
     assert said.count("\n") == 1

@@ -95,7 +95,7 @@ def test_workdir_checkpoint_and_export_give_the_same(
     (checkpoint,) = Path("work/checkpoints").iterdir()
     said = []
     Path("lines.txt").write_text("\n".join(LINES), encoding="utf-8")
-    for folder in ("work", str(checkpoint), "exported"):
+    for folder in ("work", "work/checkpoints", str(checkpoint), "exported"):
         argv = ["generate.py", folder, "--max_new_tokens", "8"]
         monkeypatch.setattr("sys.argv", [*argv, "--input", "lines.txt"])
         generate.main()
@@ -105,7 +105,7 @@ def test_workdir_checkpoint_and_export_give_the_same(
         generate.main()
         assert capsys.readouterr().out == said[-1]
     assert said[0].count("\n") == 5
-    assert said == said[:1] * 3
+    assert said == said[:1] * 4
     models: list[Any] = [load_trained(folder).model.state_dict() for folder in ("work", "exported")]
     assert all(torch.equal(p, models[1][name]) for name, p in models[0].items())
     # Where a file was altered, the checkpoint before would do; there is none.
@@ -130,6 +130,8 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
             load_trained(folder)
     with pytest.raises(UserError, match=r"^line 2 has \d+ tokens, .* sequences of 64; 63 tokens"):
         generated(trained, ["Ei", "Buch " * 40])
+    with pytest.raises(UserError, match=r"^work/config\.json: there is no such folder; the --work"):
+        load_trained("work/config.json")
     Path("latin1.txt").write_bytes("Käse".encode("latin1"))
     for name, said in (
         ("missing", r"cannot be read \(No such file"),

@@ -44,9 +44,9 @@ def test_it_says_what_it_trains_and_how_well_and_nothing_else(trained: Run) -> N
     )
     assert lines[2:6] == [
         "train: skipped 1 pairs with an empty side.",
-        "train: all 40 pairs; --n_train 5000 allows more.",
-        "validation: all 9 pairs; --n_validation 1000 allows more.",
-        "test: all 7 pairs; --n_test 100 allows more.",
+        "train: 40 pairs; --n_train 5000 allows more.",
+        "validation: 9 pairs; --n_validation 1000 allows more.",
+        "test: 7 pairs; --n_test 100 allows more.",
     ]
     table = lines.index(HEADER)
     assert [row.split()[0] for row in lines[table : table + 4]] == ["epoch", "start", "1", "2"]

@@ -140,7 +140,8 @@ def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> No
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
     """It is named, and removed, as is half of one, from a killed run."""
     line = f"run_pipeline {TINY} --n_epochs 1 --keep 1 "
-    run(line + "--save_every 1 --keep 9", stop_at=3)
+    run(line + "--save_every 1 --keep 9 --timeline 1", stop_at=3)
+    assert "timeline_rank0.json" in names_in("work")  # as soon as it was whole
     folder = Path("work/checkpoints").resolve()
     _, second, third = names_in(folder)
     (folder / third / "state.json").write_text("{}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from training.results import (
     Totals,
     clear_results,
     set_aside,
+    show,
     spread,
     write_json,
 )
@@ -106,8 +108,7 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(
     with pytest.raises(RunError) as error:
         write_json(path, {"loss": 2})
     assert str(error.value) == (
-        f"{path}: cannot be written (No space left on device); make room there, or name another "
-        "folder"
+        f"{path}: cannot be written (No space left on device); make room there, or write elsewhere"
     )
     assert json.loads(path.read_text()) == {"loss": 1}
     assert list(tmp_path.iterdir()) == [path]
@@ -156,3 +157,14 @@ def test_results_of_the_run_before_are_set_aside(
     assert (tmp_path / "earlier_3" / "checkpoints" / "000001-epoch0-step4").is_dir()
     left = ["config.json", "earlier_1", "earlier_2", "earlier_3", "mine"]
     assert sorted(p.name for p in tmp_path.iterdir()) == left
+
+
+def test_output_that_nobody_reads_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `| head` has ended: one line, and no traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        with pytest.raises(RunError, match=r"^standard output: cannot be written \(Broken pipe\)"):
+            show("a row")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # for what its buffer still holds

@@ -78,7 +78,7 @@ def test_empty_pairs_are_skipped_and_sizes_are_upper_limits(folder: Path) -> Non
     assert [len(texts.splits[split]) for split in SPLITS] == [2, 2, 3]
     assert texts.notes == [
         "train: skipped 3 pairs with an empty side.",
-        "test: all 3 pairs; --n_test 4 allows more.",
+        "test: 3 pairs; --n_test 4 allows more.",
     ]
 
 
@@ -121,8 +121,8 @@ def test_a_single_file_is_cut_into_splits(tmp_path: Path, ending: str) -> None:
         }
     )
     assert texts.notes == [
-        "test: there is none; train's last 4 pairs are used.",
-        "validation: there is none; train's last 4 pairs are used.",
+        "test: none; the last 4 pairs are taken out of train.",
+        "validation: none; the last 4 pairs are taken out of train.",
     ]
 
 
@@ -316,7 +316,7 @@ def test_a_file_holds_documents_and_the_last_lines_are_held_out(tmp_path: Path) 
     # 315 of 332 letters: in line 37.
     assert found.splits["train"] == ["".join(lines[:20]), "".join(lines[20:38])]
     assert found.splits["validation"] == ["".join(lines[38:])[:-1]]
-    assert found.notes == ["validation: there is none; 5 % of the text is cut off its end."]
+    assert found.notes == ["validation: none; 5 % of the text are taken from its end."]
 
 
 def test_a_cut_is_at_a_line_or_at_a_word() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,10 @@ def test_nothing_half_written_stays_and_it_says_how_to_go_on(
     assert files() == sorted(WHOLE)
     assert capsys.readouterr().err == "\nInterrupted; --resume continues from 000001-epoch0.\n"
     assert sorted(path.name for path in Path().iterdir()) == ["exported", "work"]
+    shutil.rmtree("work/checkpoints/000001-epoch0")
+    with alone_in_workdir(args):
+        pass
+    assert not Path("work/checkpoints").exists()
 
 
 def test_torchruns_ranks_leave_what_is_half_written_to_those_that_come_next(
