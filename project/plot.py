@@ -381,10 +381,11 @@ class Run:
 def run_names(text: str) -> list[tuple[str, int]]:
     """The type of an option: `ddp=1,ddp=2`."""
     found = [part.strip().partition("=") for part in text.split(",")]
-    if not all(name in STRATEGIES and n.isdecimal() and int(n) for name, _, n in found):
+    known = (name in STRATEGIES and n.isdecimal() and int(n) for name, _, n in found)
+    if not all(known) or any(name == "single" and int(n) > 1 for name, _, n in found):
         raise argparse.ArgumentTypeError(
             f"{text}: they must be strategies ({', '.join(STRATEGIES)}) with their number of "
-            "processes, 1 or more, e.g. ddp=1,ddp=2"
+            "processes, 1 or more (of single 1), e.g. ddp=1,ddp=2"
         )
     return [(name, int(number)) for name, _, number in found]
 

@@ -248,7 +248,7 @@ def _check_tensor(args: Any) -> None:
         )
     divisors = degrees(number_of_heads(args), args.vocab_size or 256)
     if args.tp not in divisors:
-        numbers = ", ".join(map(str, divisors[1:])) or "1"
+        numbers = " or ".join(map(str, divisors[1:])) or "1"
         raise UserError(
             f"--{option} {args.tp} --model {args.model}: its {number_of_heads(args)} heads are "
             f"dealt out evenly; --{option} {numbers} works"

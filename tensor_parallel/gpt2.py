@@ -135,8 +135,8 @@ def cut(model: Any, ranks: Ranks, sequence_parallel: bool = False) -> dict[str, 
     works = degrees(config.n_head, config.vocab_size)
     if ranks.size not in works:
         raise ValueError(
-            f"{config.n_head} heads cannot be cut over {ranks.size} ranks; "
-            f"{', '.join(map(str, works))} works"
+            f"{config.n_head} heads cannot be cut over {ranks.size} ranks; these numbers work: "
+            f"{', '.join(map(str, works))}"
         )
     parts: dict[str, Part] = {}
 

@@ -568,8 +568,8 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
         ("training run --color red", "--color red: there is no such option;"),
         ("schedule --output x.txt", "--output x.txt: it must be a folder, or a picture that ends "),
         *(
-            (f"throughput {name}", "processes, 1 or more, e.g. ddp=1,ddp=2")
-            for name in ("dp=2", "ddp=2,", "ddp=-1", "ddp=2,ddp=0")
+            (f"throughput {name}", "processes, 1 or more (of single 1), e.g. ddp=1,ddp=2")
+            for name in ("dp=2", "ddp=2,", "ddp=-1", "ddp=2,ddp=0", "single=2")
         ),
     ],
 )
