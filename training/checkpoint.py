@@ -188,7 +188,7 @@ class Held(Tensor):
 
 def held_by_name(pieces: Iterable[Piece]) -> dict[str, Any]:
     """The pieces as the library takes them, the largest first: of the ranks that hold the same
-    tensor it picks the one with least to write so far, so this order balances the load."""
+    tensor it picks the one with the least to write so far, and this order keeps that balanced."""
     held: dict[str, Any] = {}
     for p in sorted((p for p in pieces if p.tensor.numel()), key=lambda p: -p.tensor.nbytes):
         if p.name not in held:
@@ -329,9 +329,8 @@ class Saver:
 
         pieces, tensors = list(pieces), checkpoint.tensors
         folder = self.folder / checkpoint.folder.name  # on this host
-        manifest = folder / MANIFEST
-        found = self._gather(manifest.read_bytes() if manifest.exists() else b"")
-        self._one_folder = len(set(found)) == 1  # all read the same manifest
+        # All ranks read if each host has the same intact files. (Rank 0 has checked its own.)
+        self._one_folder = len(set(self._gather(self._manifest(folder)))) == 1
         held = held_by_name(pieces)
         if not self._one_folder:  # rank 0 reads all tensors, whole, and sends them one by one
             names_here = tensors if self.world.is_main else ()
@@ -362,6 +361,14 @@ class Saver:
                     pairs = zip(p.offsets, p.tensor.shape, strict=True)
                     p.tensor.detach().copy_(tensor[tuple(slice(a, a + n) for a, n in pairs)])
 
+    def _manifest(self, folder: Path) -> bytes:
+        """This host's manifest of a checkpoint; empty if it has none, or its files are others."""
+        with suppress(OSError, CheckpointError):
+            if self.world.rank and not self.world.local_rank:  # the first rank of another host
+                open_checkpoint(folder)
+            return (folder / MANIFEST).read_bytes()
+        return b""
+
     @property
     def _who(self) -> dict[str, Any]:
         """Tells the library which ranks take part; empty on a rank that does not."""
@@ -380,10 +387,11 @@ class Saver:
         result, why = None, ""
         try:
             result = work()
-        except (OSError, CheckpointError) as error:
-            why = str(error)
-        except CheckpointException as error:  # the library's, on all ranks that use it
-            why = str(next(iter(error.failures.values()))[0])
+        except (Exception, CheckpointException) as raised:  # the latter is no Exception
+            error: BaseException = raised
+            if isinstance(error, CheckpointException):  # the library's, on all ranks that use it
+                error = next(iter(error.failures.values()))[0]
+            why = str(error) or repr(error)  # MemoryError() has no text
         outcomes = self._gather((result, why))  # reached by all ranks, also by one that failed
         if reasons := [why for _, why in outcomes if why]:
             raise failure(reasons[0])
@@ -391,7 +399,7 @@ class Saver:
 
     def prune(self) -> None:
         """Removes all but the newest `keep`. Call it after a finite step from the newest weights:
-        ruined weights look like any others."""
+        a checksum cannot tell NaN weights from good ones."""
         for old in names(self.folder)[: -self.keep] if self.world.is_main else ():
             shutil.rmtree(self.folder / old, ignore_errors=True)
 
@@ -476,7 +484,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     except OSError as error:
         raise CheckpointError(f"{folder}: it cannot be read ({error})") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{folder}: its {MANIFEST} cannot be read") from None
+        raise CheckpointError(f"{folder}: its {MANIFEST} or {STATE} cannot be read") from None
 
 
 def file_entry(path: Path) -> dict[str, Any]:
@@ -494,11 +502,13 @@ def aside_of(folder: Path) -> Path:
 
 
 def put_in_place(aside: Path, folder: Path) -> None:
-    """Flushes the folder `aside` to disk and renames it to `folder`, replacing what was there."""
+    """Flushes the folder `aside` to disk and renames it to `folder`, replacing what was there:
+    killed just between the two renames, it leaves that as `.NAME.old`."""
     for path in (*sorted(aside.iterdir()), aside):  # contents are on disk before the name is
         _sync(path)
     old = folder.with_name(f".{folder.name}.old")
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)  # of a process that was killed before it did this
         folder.rename(old)  # a rename replaces no folder that has files
     aside.rename(folder)  # atomic
     _sync(folder.parent)  # the name, too

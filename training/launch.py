@@ -11,7 +11,7 @@ need, forks them, and watches. Each rank reports to the starter, through a pipe,
 
     what happens to a rank         who notices it                    what is printed
     it raises                      the starter, by its report        the rank, its traceback
-    it is killed, or just leaves   the starter, by the pipe's end    the rank, how it died
+    it is killed, or just exits    the starter, by the pipe's end    the rank, how it died
     it is stopped                  the others, after `timeout`       the rank does not answer, and
                                                                      what each rank did last
     parent or starter die          the system ends it (on Linux)
@@ -22,7 +22,7 @@ imports for itself.)
 
 A rank that lost its connection to another, or timed out waiting for it, reports that as a
 consequence: it is printed only if no other cause is found. No collective waits longer than
-`timeout`, and a rank is done when all are.
+`timeout`, and no rank counts as done until all are.
 
 Rejected: `torch.distributed.elastic.multiprocessing`; see docs/log.md.
 """
@@ -73,7 +73,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 def listen(port: int | None = None) -> socket.socket:
     """A socket that listens on the loopback interface, on `port`; by default on 11868 or, if that
-    is taken, on a free port. Raises UserError if the given port is taken."""
+    is taken, on a free port. Raises UserError if it cannot."""
     for candidate in (port,) if port is not None else (DEFAULT_PORT, 0):
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port just left works, too
@@ -85,7 +85,7 @@ def listen(port: int | None = None) -> socket.socket:
             sock.close()
             reason = error
     raise UserError(
-        f"--master_port {port}: cannot listen on {LOOPBACK}:{port} ({reason}); "
+        f"--master_port {candidate}: cannot listen on {LOOPBACK}:{candidate} ({reason}); "
         "without the option a free port is chosen"
     )
 
@@ -123,8 +123,13 @@ def stay_on_interface_to(host: str) -> None:
     one that reaches torchrun's store on several, whatever their hostnames resolve to. On several
     machines the user's own choice is kept."""
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    if str(address[0]).startswith("127.") and address[0] != LOOPBACK:
+        # So Debian resolves a machine's own name. No machine has this one (RFC 5737): take the
+        # default route.
+        address = ("192.0.2.1", 1)
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing: only looks up the route
+        with suppress(OSError):  # no route: torch chooses
+            probe.connect(address)  # sends nothing: only looks up the route
         here = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if here in [address.address for address in addresses]:
@@ -164,8 +169,8 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
     here. `main` and `args` must be picklable.
 
     Raises:
-        UserError: the device or the port is not available.
-        RunError: the ranks raised it.
+        UserError: the device or the port is not available, or a rank raised it.
+        RunError: a rank raised it.
         SystemExit: a rank failed (status 1); its traceback has been printed.
     """
     if torchrun_world_size() is not None:
@@ -246,8 +251,8 @@ def _fork_and_watch(
 
 @contextmanager
 def terminal_ignored() -> Iterator[None]:
-    """Within it SIGINT and SIGHUP are ignored, and processes started within it ignore them for
-    ever: a terminal sends them to all its processes, but the parent ends the others."""
+    """Within it SIGINT and SIGHUP are ignored, and processes started within it keep ignoring them:
+    a terminal sends them to all its processes, but the parent ends the others."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in OF_TERMINAL}
     try:
         yield
@@ -309,9 +314,12 @@ def _received(pipe: Any, process: Any, rank: int | None) -> Failure | None:
         return failure
     except (EOFError, OSError):  # the latter: in the middle of its report
         process.join(GRACE)  # for its exit code
-    code = process.exitcode or 0
+    code = process.exitcode
+    if code is None:
+        return Failure(rank, "It closed its connection before it was done, and did not end.\n")
     if code < 0:
-        return Failure(rank, f"It was killed by {signal.Signals(-code).name}.\n")
+        name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
+        return Failure(rank, f"It was killed by {name}.\n")
     return Failure(rank, f"It exited with status {code} before it was done.\n")
 
 

@@ -1,7 +1,7 @@
 """The output of a run: result files, and the printed table.
 
-Per epoch e a run writes into its workdir, for every rank r of a data-parallel layout, or once for
-all ranks of a pipeline:
+Per epoch e a run writes into its workdir, for every rank r, or once for all ranks if they share
+models, as in a pipeline:
 
     rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json     see `Results.end_epoch`
     rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json              [{"example": ..., "gen": ...}]
@@ -9,7 +9,7 @@ all ranks of a pipeline:
 It writes metrics.jsonl step by step (training/metrics.py) and summary.json at the end: speed,
 memory and the loss of every step. options.json has the run's options; config.json and
 tokenizer.json describe the model. Figures are drawn from these files. File names count epochs from
-0, as in the course; the table, figures and messages count from 1, and 0 is the start.
+0, as in the course, and so do metrics.jsonl's; the table, figures and messages count from 1.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _OTHER_FILES = re.compile(
     r"|tensorboard|checkpoints"
 )
 METRICS, OPTIONS = "metrics.jsonl", "options.json"
-CHECKPOINTS = "checkpoints"  # their folder
-GO_ON = [re.escape(METRICS), "tensorboard", CHECKPOINTS]  # a resumed run continues them
+CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"  # their folders
+GO_ON = [re.escape(METRICS), TENSORBOARD, CHECKPOINTS]  # a resumed run continues them
 TIMELINES, PROFILES = r"timeline_rank\d+\.json|trace\.json", r"profile_rank\d+\.json"
 SUMMARY, PICTURE = "summary.json", "training.png"
 
@@ -70,7 +70,7 @@ class Results:
         self.world, self.args, self.task, self.model = world, args, task, model
         self.width = max(10, len(task.score_name) + 2)  # of the column
         self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
-        self.resumed = 0  # epochs of it that an earlier run has done
+        self.resumed = 0  # epochs that an earlier run has done or begun
         self.losses: list[float] = []  # of every step; NaN: skipped
         self.seconds: list[float] = []  # of every step
         self.generated: list[str] = []  # the last translations
@@ -86,7 +86,7 @@ class Results:
         self, first: int, notes: Sequence[str], resumed: bool = False, done: bool = False
     ) -> None:
         """Sets the results of an earlier run aside or, if that is resumed, removes those from epoch
-        `first` on; prints what will be trained. `done`: no steps are left."""
+        `first` on; prints what will be trained. `done`: it has no steps left to train."""
         args, task = self.args, self.task
         if self.world.is_main:
             if not resumed and (aside := set_aside(args.workdir)) is not None:
@@ -120,18 +120,21 @@ class Results:
     def end_epoch(
         self, epoch: int, totals: Totals, validation_loss: float, score: Score | None
     ) -> dict[str, float]:
-        """Writes the result files of this rank, prints a row, and returns the files' content.
+        """Writes the result files of this rank, prints a row, and returns the results.
 
         training_time is in seconds, without evaluation. tokens_per_sec counts every position of
-        this rank's batches, padding included, as the course does; real_tokens_per_sec counts only
-        the tokens. Losses are nats per target, over all ranks; training_loss excludes skipped
-        steps.
+        this rank's batches (all ranks', if they write one file), padding included, as the course
+        does; real_tokens_per_sec counts only the tokens. Losses are nats per target, over all
+        ranks; training_loss excludes skipped steps.
         """
         seconds = max(1e-9, totals.seconds)
         self.validation_loss, self.score = validation_loss, score.value if score else math.nan
         self.generated = score.generated if score else []
         training_loss = totals.loss_sum / totals.count if totals.count else math.nan
-        speeds = (totals.positions / seconds, totals.tokens / seconds)  # of this rank
+        speeds = [totals.positions / seconds, totals.tokens / seconds]  # of this rank
+        positions, tokens = self.over_ranks(*speeds)  # collective: every rank comes here
+        if self.model.schedule is not None:  # one file for all
+            speeds = [positions, tokens]
         result = {
             "training_loss": training_loss,
             "validation_loss": validation_loss,
@@ -142,7 +145,6 @@ class Results:
             self.task.score_name.lower(): self.score,
         }
         self._write_epoch(epoch, result)
-        positions, tokens = self.over_ranks(*speeds)  # collective: every rank comes here
         self.history.append((totals.seconds, positions))
         shown = f"{self.score:>{self.width}.1f}" if score else f"{'-':>{self.width}}"
         units = zip(self.task.units, (positions, tokens), strict=False)
@@ -223,10 +225,11 @@ def options_of(args: Any) -> dict[str, Any]:
 
 
 def set_aside(workdir: Path) -> Path | None:
-    """Moves an earlier run's files in `workdir`, if it has results or a checkpoint, into its folder
-    earlier_1, or earlier_2, ..., and returns that folder."""
+    """Moves an earlier run's files in `workdir`, if it has results, a checkpoint or records for
+    TensorBoard, into its folder earlier_1, or earlier_2, ..., and returns that folder."""
     names = [path.name for path in workdir.iterdir()]
-    if not any(map(_RESULT_FILE.fullmatch, names)) and not any(workdir.glob(f"{CHECKPOINTS}/*")):
+    began = (*workdir.glob(f"{CHECKPOINTS}/*"), *workdir.glob(f"{TENSORBOARD}/*"))
+    if not any(map(_RESULT_FILE.fullmatch, names)) and not began:
         return None
     n = next(n for n in itertools.count(1) if f"earlier_{n}" not in names)
     aside = workdir / f"earlier_{n}"
@@ -234,7 +237,7 @@ def set_aside(workdir: Path) -> Path | None:
         aside.mkdir()
         given = _options_before(workdir).get("export")
         exported = {x for x in names if given and (workdir / x).resolve() == Path(given).resolve()}
-        # Results and checkpoints move last: if this is interrupted, the next run finishes it.
+        # Results and checkpoints move last: if this is interrupted, the next run moves the rest.
         early = {SUMMARY, OPTIONS, METRICS}
         for name in sorted(names, key=lambda x: (x not in exported, x not in early)):
             own = _RESULT_FILE.fullmatch(name) or _OTHER_FILES.fullmatch(name)
@@ -250,7 +253,7 @@ def _options_before(workdir: Path) -> dict[str, Any]:
     return {}
 
 
-def clear_results(workdir: Path, first: int = 0, stay: str = "|".join(GO_ON)) -> None:
+def clear_results(workdir: Path, first: int, stay: str) -> None:
     """Removes an earlier run's result files, except those of epochs before `first` and those whose
     names match `stay`: no figure mixes two runs. Also removes half-written files of a killed run.
     """
@@ -281,7 +284,7 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 def show(text: str) -> None:
-    """Prints. Raises RunError if nobody reads it any more, as after `| head` has ended."""
+    """Prints. Raises RunError if its reader is gone, as when `| head` has ended."""
     with writing("standard output"):
         print(text, flush=True)
 

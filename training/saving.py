@@ -180,7 +180,7 @@ class Saving:
         self.saved = state["steps"]  # which `save` need not save again
         results.losses, results.seconds = list(state["losses"]), list(state["seconds"])
         results.history = [(seconds, speed) for seconds, speed in state["history"]]
-        results.resumed = len(results.history)  # epochs whose speed is not this run's
+        results.resumed = len(results.history) + 1  # an epoch that was begun is not this run's
         done, n = Totals(**state["totals"]), model.parts  # of all ranks: each takes on its share
         return replace(done, positions=done.positions // n, tokens=done.tokens // n)
 

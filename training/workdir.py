@@ -1,4 +1,4 @@
-"""The folders of a run: checks that it alone writes there, and removes half-written files."""
+"""The folders of a run: no other run may write there, and half-written files are removed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ ROOM = 1 << 20  # bytes
 
 
 def claim_folders(args: argparse.Namespace) -> None:
-    """Makes the folders that the run will write into. Raises UserError if it cannot."""
+    """Makes the folders that the run will write into. Raises UserError if it cannot, or if the
+    options that name them contradict each other."""
     if args.save_every is not None and not args.keep:
         raise UserError(
             f"--save_every {args.save_every} --keep 0: no checkpoint would stay; --keep 1 works"
@@ -55,9 +56,9 @@ def claim_folder(folder: Path, option: str, example: str) -> None:
 
 @contextmanager
 def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
-    """Within it no other run may write into the workdir; after it no half-written file is left,
-    however the ranks ended. (Under torchrun the ranks of the next run clean up: no rank knows
-    whether all have ended.)
+    """Within it no other run may write into the workdir. After it no half-written checkpoint,
+    export or result file is left, however the ranks ended. (Under torchrun the ranks of the next
+    run clean up: no rank knows whether all have ended.)
 
     Raises:
         UserError: another run writes there.

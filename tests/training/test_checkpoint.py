@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.project.programs import names_in
@@ -35,6 +35,7 @@ from training.checkpoint import (
     names,
     newest,
     open_checkpoint,
+    put_in_place,
     whole,
 )
 from training.parallel import flat_pieces
@@ -148,7 +149,7 @@ def test_no_flipped_bit_or_missing_end_of_the_manifest_goes_unseen(two: Path) ->
             open_checkpoint(path.parent)
             assert good[at : at + 1].isspace()  # between the words, which may as well be a tab
         path.write_bytes(good[: min(at, len(good) - 2)])  # the last byte is a line's end
-        with pytest.raises(CheckpointError, match=r"its manifest.json cannot be read$"):
+        with pytest.raises(CheckpointError, match=r"its manifest.json .*cannot be read$"):
             open_checkpoint(path.parent)
     path.write_text('{"format": "parallel-gpt2 checkpoint 2", "files": {}}')
     assert damaged(two).startswith("its format is 'parallel-gpt2 checkpoint 2', not ")
@@ -254,6 +255,28 @@ def test_a_full_disk_leaves_the_last_one_and_nothing_else(two: Path) -> None:
             "device); --resume continues from the one before, and --keep 0 saves none"
         )
         assert (contents(two), names_in(two)) == (before, ["000001-step1", "000002-step2"])
+
+
+def test_an_error_without_a_text_is_an_error(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing would be loaded, or saved, and nobody would know."""
+    checkpoint, _ = newest(two)
+    monkeypatch.setattr(FileSystemReader, "read_data", Mock(side_effect=MemoryError))
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: MemoryError\(\)"):
+        value_of(checkpoint)
+    monkeypatch.setattr(FileSystemWriter, "write_data", Mock(side_effect=MemoryError))
+    with pytest.raises(SaveError, match=r"cannot be written \(MemoryError\(\)\)"):
+        save(two, 3)
+    assert names_in(two) == ["000001-step1", "000002-step2"]
+
+
+def test_a_folder_is_replaced_also_after_one_that_was_killed(tmp_path: Path) -> None:
+    """After it had renamed the folder that was there, and before it had removed it."""
+    for name in ("exported", ".exported.old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "from").write_text(name)
+    put_in_place(tmp_path / "new", tmp_path / "exported")
+    assert names_in(tmp_path) == ["exported"]
+    assert (tmp_path / "exported" / "from").read_text() == "new"
 
 
 def save_rows(

@@ -118,11 +118,13 @@ LOST = Failure(0, "lost", is_consequence=True)
     ("code", "said"),
     [
         (-signal.SIGKILL, "It was killed by SIGKILL.\n"),
+        (-40, "It was killed by signal 40.\n"),  # it has no name
         (0, "It exited with status 0 before it was done.\n"),
+        (None, "It closed its connection before it was done, and did not end.\n"),
     ],
 )
 def test_a_death_is_the_cause_of_a_connection_that_was_lost_before_it_was_seen(
-    three: SimpleNamespace, code: int, said: str
+    three: SimpleNamespace, code: int | None, said: str
 ) -> None:
     three.theirs[0].send(LOST)
     three.theirs[2].send(replace(LOST, rank=2))
@@ -213,6 +215,14 @@ def test_ranks_of_one_machine_stay_on_loopback_and_those_of_several_where_they_a
     assert chosen == ["eth7", loopback]
     stay_on_interface_to("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
+    # On Debian a machine's own name is 127.0.1.1: the others do not reach it over loopback.
+    for library in ("GLOO", "NCCL"):
+        monkeypatch.setenv(f"{library}_SOCKET_IFNAME", "")
+        monkeypatch.delenv(f"{library}_SOCKET_IFNAME")
+    debian = (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 1))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [debian])
+    stay_on_interface_to("this-machine")
+    assert os.environ.get("GLOO_SOCKET_IFNAME") != loopback
 
 
 def test_the_default_port_is_used_where_it_is_free_and_a_given_one_or_none(

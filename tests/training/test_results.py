@@ -15,6 +15,7 @@ import pytest
 from training.curves import epochs_of, read_epochs
 from training.errors import RunError
 from training.results import (
+    GO_ON,
     Results,
     Totals,
     clear_results,
@@ -125,11 +126,12 @@ def test_results_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) 
     kept = ["config.json", "my_rank0_results_epoch0.json", "notes.json", "rank0_results_epoch2"]
     for name in before + stale + kept:
         (tmp_path / name).touch()
-    clear_results(tmp_path, 2, "timeline.*")
+    go_on = "|".join(GO_ON)
+    clear_results(tmp_path, 2, f"{go_on}|timeline.*")
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, *before, stale[-1]])
-    clear_results(tmp_path, 2)
+    clear_results(tmp_path, 2, go_on)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept + before)
-    clear_results(tmp_path)
+    clear_results(tmp_path, 0, go_on)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept)
 
 
@@ -150,12 +152,16 @@ def test_results_of_the_run_before_are_set_aside(
         assert {p.name: p.read_text() for p in folder.iterdir()} == dict.fromkeys(old, str(n))
     (tmp_path / "checkpoints").mkdir()  # as every run makes it
     assert set_aside(tmp_path) is None
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "events").touch()  # of a run that was killed before a checkpoint
+    assert set_aside(tmp_path) == tmp_path / "earlier_3"
+    (tmp_path / "checkpoints").mkdir()
     (tmp_path / "mine").mkdir()  # without an export, the folder one stands in is not taken for it
     monkeypatch.chdir(tmp_path / "mine")
     (tmp_path / "checkpoints" / "000001-epoch0-step4").mkdir()  # nothing to resume by mistake
-    assert set_aside(tmp_path) == tmp_path / "earlier_3"
-    assert (tmp_path / "earlier_3" / "checkpoints" / "000001-epoch0-step4").is_dir()
-    left = ["config.json", "earlier_1", "earlier_2", "earlier_3", "mine"]
+    assert set_aside(tmp_path) == tmp_path / "earlier_4"
+    assert (tmp_path / "earlier_4" / "checkpoints" / "000001-epoch0-step4").is_dir()
+    left = ["config.json", "earlier_1", "earlier_2", "earlier_3", "earlier_4", "mine"]
     assert sorted(p.name for p in tmp_path.iterdir()) == left
 
 
