@@ -48,6 +48,7 @@ WORDS = {  # what a value of the type must be
     "bool": "true or false",
 }
 
+TWINS = {"num_devices": "world_size", "world_size": "num_devices", "num_workers": "num_devices"}
 ALIASES = {
     "num_workers": "world_size",
     "cores_per_worker": "cores_per_rank",
@@ -147,7 +148,7 @@ class Files:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: a GPU if there is one"""
     timeline: Whole = 0
-    """record what is done in the first N steps, for plot.py timeline and ui.perfetto.dev"""
+    """record N steps after the first, for plot.py timeline and ui.perfetto.dev"""
     profile: Whole = 0
     """what every operator took in N steps after the first, per rank, for ui.perfetto.dev"""
     tensorboard: bool = False
@@ -310,6 +311,8 @@ def _in_one_line(kind: type, message: str) -> str:
     unknown = re.search(r"unrecognized arguments: --(\w+)|Option '(\w+)' is not", message)
     if unknown:
         name = unknown[1] or unknown[2]
+        if (other := TWINS.get(name)) in hints:
+            return f"--{name}: there is no such option; is it --{other}?"
         for group in (Ranks, Stages):
             if name in {field.name for field in fields(group)}:
                 return f"--{name}: an option for {group.__doc__}, which this program does not have"

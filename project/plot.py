@@ -201,6 +201,10 @@ def plot_pipeline(
     K*M. M and K default to the run's options, else to 4 and 2.
     """
     folders = (model_parallel, pipeline_parallel)
+    for folder, mode in zip(folders, ("model_parallel", "pipeline_parallel"), strict=True):
+        if (found := read_options(folder).get("model_parallel_mode", mode)) != mode:
+            raise UserError(f"--{mode} {folder}: that run has --model_parallel_mode {found}")
+    check_alike(folders, (*ALIKE, "batch_size"))
     runs = [[read_epochs(folder, "eval_results")] for folder in folders]
     options = read_options(pipeline_parallel)
     m = num_microbatches or options.get("num_microbatches") or 4
@@ -256,7 +260,9 @@ def compare(
         gain = (after[0] / base) ** sign
         counts = {x: len(run[0]) - 1 for x, run in zip(labels[:2], runs, strict=True)}
         of = "mean and standard deviation of all epochs but the first"
-        about = [describe(folders[1]), _of_several(of, "epoch", counts)]
+        facts, before = _facts(folders[1]), _facts(folders[0])  # bars name batches and cores
+        about = ["; ".join(x for x in facts if not before or x in before or " stages" in x)]
+        about += [_of_several(of, "epoch", counts)]
         about += _why(runs, labels[1], options)
         if equal and gain > 1.01 * ideal:
             about.append(_above_ideal(folders[0], options))
@@ -311,7 +317,8 @@ def _why(
         if abs(more) > 0.005:
             reason = (
                 f"with {name} an epoch has {abs(more):.0%} {'more' if more > 0 else 'fewer'} "
-                "tokens, as every part of a batch is padded to its own longest sentence"
+                "tokens, padding included: batches are cut into other parts, each padded to its "
+                "longest sentence"
             )
         elif after > 1.005 * own:
             reason = "the time is that of the slowest rank, tokens/s are added over the ranks"
@@ -349,11 +356,11 @@ def over_epochs(ranks: list[Epochs], metric: str) -> tuple[float, float]:
     return mean_and_std([combine(rank[metric] for rank in epoch) for epoch in epochs])
 
 
-def check_alike(folders: Sequence[Path]) -> None:
-    """Raises UserError if runs trained different models, in different precision, or on different
-    data."""
+def check_alike(folders: Sequence[Path], names: Sequence[str] = ALIKE) -> None:
+    """Raises UserError if runs differ in one of these options: they trained different models, in
+    different precision, or on different data."""
     every = {folder: read_options(folder) for folder in folders}
-    for name in ALIKE:
+    for name in names:
         held = {str(o[name]): folder for folder, o in every.items() if o.get(name) is not None}
         if len(held) > 1:
             found = ", ".join(f"{folder} {value}" for value, folder in held.items())
@@ -401,9 +408,14 @@ def picture_or_folder(text: str) -> Path:
     return path
 
 
-def run_folder(text: str) -> Path:
-    """The type of an option: a folder, or `pipeline=3`, which is pipeline3."""
-    return Path("".join(map(str, run_names(text)[0]))) if "=" in text else Path(text)
+def run_or_folder(text: str) -> tuple[str, int] | Path:
+    """The type of an option: a folder, or a run such as `pipeline=3`."""
+    if "=" not in text:
+        return Path(text)
+    first, *others = run_names(text)
+    if others:
+        raise argparse.ArgumentTypeError(f"{text}: a timeline is of one run; take one of them")
+    return first
 
 
 def load_runs(names: Sequence[tuple[str, int]], root: Path) -> list[Run]:
@@ -412,20 +424,27 @@ def load_runs(names: Sequence[tuple[str, int]], root: Path) -> list[Run]:
     runs = []
     for strategy, workers in names:
         folder = root / f"{strategy}{workers}"
-        runs.append(Run(strategy, workers, folder, read_options(folder)))
+        runs.append(Run(strategy, workers, folder, read_options(folder) if folder.is_dir() else {}))
         if not runs[-1].summary.get("step_seconds"):
-            model = " --model gpt2-mini" if strategy == "tensor" else ""  # vgg16 cannot be cut
-            raise UserError(
-                f"no finished run in {folder}; make it with: python project/train.py {strategy} "
-                f"--world_size {workers}{model} --num_batches 10 --workdir {folder}"
-            )
+            raise UserError(_make_it(strategy, workers, folder))
     check_alike([run.folder for run in runs])
     return runs
 
 
+def _make_it(strategy: str, workers: int, folder: Path) -> str:
+    """Says that a run is missing, with the command that makes it."""
+    model = " --model gpt2-mini" if strategy == "tensor" else ""  # vgg16 cannot be cut
+    return (
+        f"no finished run in {folder}; make it with: python project/train.py {strategy} "
+        f"--world_size {workers}{model} --num_batches 9 --timeline 8 --workdir {folder}"
+    )
+
+
 def read_options(workdir: Path) -> dict[str, Any]:
     """The options of a run: from its summary or, if it did not finish, from options.json. Raises
-    UserError if they cannot be read."""
+    UserError if there is no such folder, or they cannot be read."""
+    if not workdir.is_dir():
+        raise UserError(f"{workdir}: there is no such folder; name the --workdir of a run")
     for name in (SUMMARY, OPTIONS):
         try:
             return json.loads((workdir / name).read_text(encoding="utf-8"))
@@ -455,8 +474,8 @@ def _facts(workdir: Path) -> list[str]:
     if schedule and stages > 1:
         chunks = options.get("chunks") or 1
         each = f" with {chunks} chunks" if chunks > 1 else ""
-        micro_batches = f"{options['num_microbatches']} micro-batches"
-        parts.append(f"{stages} stages{each}, {schedule}, {micro_batches}")
+        n = options["num_microbatches"]
+        parts.append(f"{stages} stages{each}, {schedule}, {n} micro-batch{'es' * (n > 1)}")
     if cores := options.get("cores"):
         who = "" if "num_devices" in options else " per process"
         parts.append(f"{cores} core{'s' * (cores > 1)}{who}")
@@ -465,6 +484,7 @@ def _facts(workdir: Path) -> list[str]:
 
 def timeline_of(folder: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
     """The events of a run's workers, and its options. Raises UserError if nothing was recorded."""
+    options = read_options(folder)
     try:
         workers, about = read_timelines(folder)
     except (OSError, ValueError) as error:
@@ -472,7 +492,7 @@ def timeline_of(folder: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
         raise UserError(f"{reason}; make the run again, with --timeline 10") from None
     if not any(workers.values()):
         raise UserError(f"{folder}: no step was recorded; make the run again, with --timeline 10")
-    return workers, read_options(folder) | about
+    return workers, options | about
 
 
 def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
@@ -521,6 +541,10 @@ def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
         title = f"{run.label}: {times:.2f}x the examples/s of {one} (ideal {ideal:.3g}x)"
     of = "all examples by all seconds of the steps but the first; ±: standard deviation of a step"
     of = _of_several(of, "step", {label: len(seconds) for label, seconds in counted.items()})
+    for run in runs:
+        load, wanted = run.summary.get("load", 0), (run.summary.get("cores") or 1e9) * run.workers
+        if load > 1.2 * wanted:
+            of += f"; other programs ran beside {run.label} (load {load:.1f}): make it again"
     return draw_bars(
         path, bars, ylabel="examples per second, all workers together",
         title=title or f"{runs[0].label}: {readable(bars[0].total)} examples per second",
@@ -627,9 +651,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
            "interleaved (2)")
     option("training", "workdir", nargs="+", **one)
     option("split_time throughput memory", "runs", type=run_names, help="e.g. ddp=1,ddp=2")
-    option("timeline", "run", type=run_folder,
+    option("timeline", "run", type=run_or_folder,
            help="the workdir of a run with --timeline, or e.g. pipeline=3")
-    option("timeline", "--step", type=int, metavar="K", help="which step (a typical one)")
+    option("timeline", "--step", type=count, metavar="K", help="which step, from 1 (a typical one)")
     option("split_time throughput memory timeline", "--workdir", type=Path, default=WORKDIR,
            metavar="DIR", help="folder of the runs' folders (%(default)s)")
     option(" ".join(COMMANDS), "--output", type=picture_or_folder, metavar="PATH",
@@ -667,14 +691,15 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
         stem = f"schedule_{args.schedule}"
         return [plot_schedule(args.schedule, *sizes, args.chunks, path(stem))]
     if name == "timeline":
-        run = args.run if args.run.exists() else args.workdir / args.run
-        if not run.is_dir():
-            nor = f", and no {run}" if run != args.run else ""
-            raise UserError(
-                f"{args.run}: there is no such folder{nor}; name the --workdir of a run"
-            )
-        workers, about = timeline_of(run)
-        drawn = draw_step(path(f"timeline_{run.name}"), workers, about, describe(run), args.step)
+        run = args.run
+        if isinstance(run, tuple):
+            strategy, workers = run
+            run = args.workdir / f"{strategy}{workers}"
+            if not run.is_dir():
+                raise UserError(_make_it(strategy, workers, run))
+        recorded = timeline_of(run)
+        step = args.step and args.step - 1  # files count from 0
+        drawn = draw_step(path(f"timeline_{run.name}"), *recorded, describe(run), step)
         print(f"wrote {write_trace(run)}: open it in https://ui.perfetto.dev")
         return [drawn]
     plots = {"split_time": plot_split_time, "throughput": plot_throughput, "memory": plot_memory}

@@ -181,6 +181,7 @@ def draw_step(
     Args:
         workers, about: as `training.perfetto.read_timelines` returns them.
         run: describes the run, for the foot of the picture.
+        step: its number in the recording, from 0; pictures and options count from 1.
 
     Raises:
         UserError: the step was not recorded.
@@ -190,8 +191,8 @@ def draw_step(
     measured = in_step(workers, step)
     if not any(measured.values()):
         recorded = {e.step for events in workers.values() for e in events if e.step >= 0}
-        works = " to ".join(map(str, sorted({min(recorded), max(recorded)})))
-        raise UserError(f"--step {step}: it was not recorded; take {works}")
+        works = " to ".join(map(str, sorted({min(recorded) + 1, max(recorded) + 1})))
+        raise UserError(f"--step {step + 1}: it was not recorded; take {works}")
     n, ranks = len(measured), about.get("ranks")
     ideal = ideal_of(measured, about.get("schedule"), ranks)
     panels: dict[str, Workers] = {"": measured}
@@ -215,7 +216,7 @@ def draw_step(
         meaning = "communication: exchange and waiting that no computation hides"
     numbers = "layers" if any(map(by_layer, measured.values())) else "micro-batches"
     numbers = "micro-batches, letters: chunks" if ranks else numbers
-    foot = "; ".join(filter(None, [run, f"step {step}", meaning, f"numbers: {numbers}"]))
+    foot = "; ".join(filter(None, [run, f"step {step + 1}", meaning, f"numbers: {numbers}"]))
     return draw_timeline(path, panels, "time", ranks, title=title, foot=foot)
 
 

@@ -282,6 +282,7 @@ def write_page(runs: dict[str, Run], page: Path, output: Path) -> Path:
         dp=speed_up(long["dp2"], long["dp1"]),
         pp=speed_up(long["pp"], long["mp"]),
         flow=read_options(runs["pp"].folder),
+        cuts={key: read_options(runs[key].folder).get("layout", "") for key in ("mp", "pp")},
         bubbles={
             key: (measured_bubble(runs[key]), predicted_bubble(runs[key])) for key in ("mp", "pp")
         },

@@ -183,8 +183,8 @@ def test_processes_of_unequal_cores_have_no_ideal(tmp_path: Path, drawn: dict[st
     *_, cores, padding = foot(time).split("; ")
     assert cores.startswith("no ideal is drawn, since a process has 2 cores in one run and 1 in ")
     assert padding == (
-        "1.82x by time, 1.73x by tokens/s: with 2 processes an epoch has 10% fewer tokens, as "
-        "every part of a batch is padded to its own longest sentence"
+        "1.82x by time, 1.73x by tokens/s: with 2 processes an epoch has 10% fewer tokens, "
+        "padding included: batches are cut into other parts, each padded to its longest sentence"
     )
 
 
@@ -368,7 +368,7 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     fig = draw(tmp_path, drawn, "timeline", "pipeline=2")
     measured, ideal = fig.axes
     assert title(fig) == "pipeline, gpipe, 2 stages: 36.8% idle, ideal 33.3%"
-    assert "2 stages, gpipe, 2 micro-batches; 1 core per process; step 1; " in foot(fig)
+    assert "2 stages, gpipe, 2 micro-batches; 1 core per process; step 2; " in foot(fig)
     assert foot(fig).endswith("; numbers: micro-batches")
     heading = "measured: 9.50 s, 37% idle; then the optimizer: 500 ms"
     assert measured.get_title(loc="left") == heading
@@ -385,7 +385,7 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
         ]
     ]  # fmt: skip
     assert (folder / "trace.json").is_file()
-    assert "; step 0; " in foot(draw(tmp_path, drawn, "timeline", str(folder), "--step", "0"))
+    assert "; step 1; " in foot(draw(tmp_path, drawn, "timeline", str(folder), "--step", "1"))
 
 
 def test_a_timeline_without_a_schedule_has_no_ideal(
@@ -511,9 +511,26 @@ def test_files_that_do_not_compare(single: Path, multiple: Path, tmp_path: Path)
         f"only runs of the same n_train compare, and these differ: {other} 9, {multiple} 8"
     )
     nothing = tmp_path / "nothing"
+    assert (
+        said(nothing, multiple)
+        == f"{nothing}: there is no such folder; name the --workdir of a run"
+    )
+    nothing.mkdir()
     assert said(nothing, multiple) == (
         f"{nothing} has no rank0_results_epoch0.json; name the --workdir of a finished run"
     )
+    flow: dict[str, Any] = {"model_parallel_mode": "pipeline_parallel"}
+    one, two = (
+        write_epochs(tmp_path / name, "eval_results", SINGLE, batch_size=size, **flow)
+        for name, size in (("first", 32), ("second", 64))
+    )
+    with pytest.raises(
+        UserError, match=r"^--model_parallel .*: that run has --model_parallel_mode p"
+    ):
+        plot.plot_pipeline(one, two, tmp_path)
+    (one / "options.json").write_text('{"model_parallel_mode": "model_parallel", "batch_size": 32}')
+    with pytest.raises(UserError, match=r"^only runs of the same batch_size compare"):
+        plot.plot_pipeline(one, two, tmp_path)
     for broken, words in (
         ("{", "a result file cannot be read"), ("[]", "a result file cannot be read"),
         ("{}", "a result file has no training_loss; make the run again"),
@@ -533,19 +550,19 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
 
     check(
         f"no finished run in {tmp_path}/ddp4; make it with: python project/train.py ddp "
-        f"--world_size 4 --num_batches 10 --workdir {tmp_path}/ddp4",
+        f"--world_size 4 --num_batches 9 --timeline 8 --workdir {tmp_path}/ddp4",
         "throughput", "ddp=2,ddp=4",
     )  # fmt: skip
-    check("tensor --world_size 2 --model gpt2-mini --num_batches 10 ", "memory", "tensor=2")
+    check("tensor --world_size 2 --model gpt2-mini --num_batches 9 ", "memory", "tensor=2")
     differ = f"these differ: {tmp_path}/ddp1 bf16, {tmp_path}/ddp2 fp32"
     check(f"only runs of the same precision compare, and {differ}", "memory", "ddp=1,ddp=2")
     timeline = ("timeline", "ddp=2", "--step", "7")
-    check("--step 7: it was not recorded; take 0 to 1", *timeline)
+    check("--step 7: it was not recorded; take 1 to 2", *timeline)
     assert not (folder / "trace.json").exists()
     (folder / "timeline_rank1.json").unlink()
     missing = f"{folder}/timeline_rank1.json is missing; make the run again, with --timeline 10"
     check(missing, "split_time", "ddp=2")
-    check(f"ddp3: there is no such folder, and no {tmp_path}/ddp3; name", "timeline", "ddp=3")
+    check(f"no finished run in {tmp_path}/ddp3; make it with: python ", "timeline", "ddp=3")
     check("/no/such: there is no such folder; name the --workdir", "timeline", "/no/such")
     with pytest.raises(UserError, match="it must be a folder, as pipeline draws two pictures; x w"):
         line = "pipeline --model_parallel a --pipeline_parallel b --output x.png"
@@ -561,8 +578,9 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
     [
         ("", "missing: COMMAND"),
         ("graph", "error: graph: it must be one of data_parallel, pipeline, "),
-        ("timeline run --step y", "--step y: it must be a whole number;"),
+        ("timeline run --step y", "--step y: it must be a whole number, 1 or more;"),
         ("timeline run --step", "--step needs a value;"),
+        ("timeline ddp=2,fsdp=2", "a timeline is of one run; take one of them;"),
         ("schedule --schedule fast", "--schedule fast: it must be one of gpipe, 1f1b, "),
         ("schedule --n_chunk 0", "--num_microbatches 0: it must be a whole number, 1 or more;"),
         ("training run --color red", "--color red: there is no such option;"),
