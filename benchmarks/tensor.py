@@ -467,7 +467,7 @@ def _mesh_steps(world: World, out: Path) -> None:
         parts = [t.chunk(model.num_microbatches or 1) for t in mine]
         inputs = list(zip(*parts[:3], strict=True))
         targets = list(zip(parts[3], parts[1], strict=True))
-        model.backward(Step(inputs, targets, ids.numel(), len(mine[0]), ids.numel(), ids.numel()))
+        model.backward(Step(inputs, targets, ids.numel(), ids.numel(), ids.numel()))
         model.optimizers[0].step()
 
     def turn(name: str) -> None:

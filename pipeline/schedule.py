@@ -7,7 +7,8 @@ long the stages idle (the bubble) and how many activations they hold.
 Idea. A schedule is a list of actions per rank. It fixes only the order *on each rank*; the start
 of an action follows from its dependencies: F(i) on stage s needs F(i) on stage s-1, B(i) on
 stage s needs B(i) on stage s+1 (on the last stage: its own F(i)). Threads and processes run
-the same lists that are timed, drawn and checked.
+the same lists that are timed, drawn and checked. (A process may run a B in its two halves, to send
+the gradient in between: `early_gradients` in process.py.)
 
 Here rank s has stage s and no other. In chunks.py a rank has several stages; `ranks_of` reads the
 rank of each stage off the lists. All schedules by name: catalogue.py.

@@ -3,13 +3,17 @@
 Problem. A cut layer needs collectives in forward and others in backward. The forward determines
 those of the backward, and a mistake there gives a wrong gradient and no error.
 
-Idea. Two pairs of functions, each the other's backward, so that a layer only writes its forward:
+Idea. Two pairs of functions, each the other's backward, so that a layer need only write its
+forward:
 
     function        forward             backward            where
-    replicate       nothing             all-reduce          before a column-parallel matrix
-    add_up          all-reduce          nothing             after a row-parallel matrix
-    gather          all-gather          reduce-scatter      instead of these two, if each rank
-    scatter         reduce-scatter      all-gather          has a part of the sequence in between
+    replicate       nothing             all-reduce          before the head
+    add_up          all-reduce          nothing             after the embedding and row-parallel
+    gather          all-gather          reduce-scatter      the same places, if each rank has a
+    scatter         reduce-scatter      all-gather          part of the sequence in between
+
+A column-parallel matrix writes its backward, too: its collective runs beside its second product
+(`_Columns` in layers.py).
 
 Papers: Shoeybi et al., "Megatron-LM", 2019 (its f and g are `replicate` and `add_up`); Korthikanti
 et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (`gather`, `scatter`).

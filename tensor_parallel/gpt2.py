@@ -17,7 +17,7 @@ values, checkpoints and exports are the same as those of one process.
     norms, wpe, biases of c_proj         the whole parameter
 
 If t does not divide V, the last rank's surplus rows belong to no token. They are 0, get no
-gradient, and take part in no product and no checkpoint.
+gradient, are in no checkpoint, and are left out of the loss; generation ignores their logits.
 
 Cost per block and micro-batch, activations of G bytes: two all-reduces of G forward and two
 backward; with `sequence_parallel` four collectives of half the traffic forward and six backward,
@@ -47,8 +47,8 @@ from tensor_parallel.loss import head_loss, measure
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of a parameter that consists of equal `blocks` along dimension `dim`: the same
-    part of each block, one after the other.
+    """A rank's part of a parameter that consists of equal `blocks` along dimension `dim`: its share
+    of every block, concatenated.
 
     Attributes:
         shape: of the whole parameter.
@@ -63,7 +63,7 @@ class Part:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Per block, the begin of the part in the whole parameter, and its length."""
+        """Per block, the start of the part in the whole parameter, and its length."""
         block = self.shape[self.dim] // self.blocks
         length = -(-block // self.size)  # rounded up: the last rank may have fewer
         start = self.rank * length
@@ -98,7 +98,7 @@ class Part:
         offsets there, and a view of `tensor`, for each range that it overlaps."""
         found = []
         begin, end = offsets[self.dim], offsets[self.dim] + tensor.size(self.dim)
-        here = 0  # the begin of the range in the rank's part
+        here = 0  # the start of the range in the rank's part
         for start, length in self.ranges:
             first, last = max(begin, here), min(end, here + length)  # overlap, in the part
             if first < last:
@@ -129,13 +129,15 @@ def cut(model: Any, ranks: Ranks, sequence_parallel: bool = False) -> dict[str, 
         `sequence_parallel` the gradients of whole parameters must be summed over the ranks.
 
     Raises:
-        ValueError: the number of ranks does not divide the number of heads.
+        ValueError: the number of ranks does not divide the number of heads, or leaves a rank
+            without tokens.
     """
     config = model.config
     works = degrees(config.n_head, config.vocab_size)
     if ranks.size not in works:
         raise ValueError(
-            f"{config.n_head} heads cannot be cut over {ranks.size} ranks; these numbers work: "
+            f"{config.n_head} heads and {config.vocab_size} tokens cannot be cut over {ranks.size} "
+            "ranks; these numbers work: "
             f"{', '.join(map(str, works))}"
         )
     parts: dict[str, Part] = {}

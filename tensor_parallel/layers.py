@@ -47,7 +47,7 @@ class _CutLayer(nn.Module):
 
     @property
     def scattered(self) -> bool:
-        """Whether input or output is split by positions; only in training."""
+        """Whether activations between the pairs are split by positions; only in training."""
         return self.sequence_parallel and self.training
 
     def summed(self, y: Tensor) -> Tensor:

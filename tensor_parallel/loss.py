@@ -15,8 +15,8 @@ its losses, and its part of the gradients of hidden states and weights, and drop
 rank ever holds more than one chunk of its logits, forward or backward.
 
 Cost, t ranks, N positions: three products of N C V/t, as without fusion; 2 N numbers sent by each
-rank. Memory: a chunk of logits; between forward and backward the gradient of the rank's part of the
-weights, C V/t, per micro-batch.
+rank. Memory: a chunk of logits; between forward and backward, per micro-batch, the gradients of the
+rank's part of the weights, C V/t, and of the hidden states, N C.
 
 The fusion is from Hsu et al., "Liger Kernel", 2024; Shoeybi et al., 2019, send three numbers.
 """
@@ -98,7 +98,7 @@ def measure(
     total = torch.zeros(3, dtype=torch.float64)
     for at in _chunks(len(hidden), weight, ranks, first):
         chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
-        largest = ranks.all_gather(chunk.largest[None], 0).amax(0)  # [n], over all tokens
+        largest = ranks.all_gather(chunk.largest[None], 0).amax(0)  # [n], now over all tokens
         loss = (chunk.losses * weights[at]).sum()
         right = (chunk.at_label == largest).sum()
         total += torch.stack([loss.double(), right.double(), right.new_tensor(len(largest))]).cpu()

@@ -55,15 +55,13 @@ def train(
     before: Totals = NOTHING_YET,
     after_step: Callable[[Totals, float], None] | None = None,
 ) -> Totals:
-    """Trains an epoch, or the rest of one.
+    """Trains an epoch, or the rest of one. Afterwards p.grad still holds the last step's gradients.
 
     Args:
         average_gradients_fn: called after backward; averages gradients over the ranks.
         before: totals of this epoch's steps that an earlier run has done; `steps` are the rest.
         after_step: called with the totals so far and the step's seconds, e.g. to save; its own time
             is not counted.
-
-    The gradients of the last step are left in place.
 
     Raises:
         RunError: a loss or gradient is not finite; see `Optimizers.step`.
@@ -172,7 +170,7 @@ def run(
     check_replicas(world, model.whole_parameters(), "at the start")  # after weights were loaded
     notes = [*plan.notes(world.device), *model.notes, *core_notes(world), *resume.notes]
     total, per_epoch = num_steps(args, task), task.steps_per_epoch
-    # A checkpoint at the end of an epoch precedes its evaluation, which is repeated.
+    # An epoch's last checkpoint precedes its evaluation, so a resumed run evaluates it again.
     first = max(0, saving.steps_done - 1) // per_epoch
     done = saving.steps_done >= total
     results.begin(first, notes, saving.steps_done > 0, done)

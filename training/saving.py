@@ -161,7 +161,8 @@ class Saving:
         """Restores weights, optimizer, random states and results; returns the totals of the saved
         epoch, or None without a checkpoint."""
         world, args, model, results = self.world, self.args, self.model, self.results
-        folder, timeout = args.workdir / CHECKPOINTS, getattr(args, "timeout", 300.0)
+        folder = args.workdir / CHECKPOINTS
+        timeout = getattr(args, "timeout", 300.0)  # run_pipeline.py has no ranks, and none
         clean(folder)  # removes what a killed run left half written
         self.saver = Saver(folder, args.keep, world, timeout, args.async_save)
         if resume.checkpoint is None:

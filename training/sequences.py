@@ -143,7 +143,6 @@ class SequenceTask(Task, ABC):
                 inputs=[(b["input_ids"], b["label_token_weights"], b["keys"]) for b in batches],
                 targets=[(b["labels"], b["label_token_weights"]) for b in batches],
                 count=count,
-                examples=len(mine),
                 positions=sum(b["input_ids"].numel() for b in batches),  # B T of each
                 tokens=sum(max(0, len(e.ids) - 1) for e in mine),
             )

@@ -27,7 +27,6 @@ class Step:
     inputs: list[Any]  # one per micro-batch; empty if the global batch has too few examples
     targets: list[Any]
     count: int  # what the loss is the mean over: target tokens, or images, of the *global* batch
-    examples: int  # of this part
     positions: int  # of this part, padding included
     tokens: int  # of this part, padding not included
 

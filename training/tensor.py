@@ -95,7 +95,7 @@ class Shared:
         return output if self.ranks.rank == 0 else None
 
     def logits(self, output: Tensor) -> Tensor | None:
-        """All logits [N, V], joined from the ranks' parts; on rank 0 only."""
+        """All logits [N, V], joined from the ranks' parts, for a comparison; None but on rank 0."""
         if not self.parts:
             return output
         every = self.ranks.all_gather(output, 1)  # [N, t rows]; the last ones may be surplus

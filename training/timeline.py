@@ -13,8 +13,9 @@ such a recorder; a call takes about 0.3 microseconds, an action milliseconds.
             loss = model(batch)
     timeline.save(workdir)                            # timeline_rank{r}.json
 
-Time without an event is idle time. On a GPU kernels run later than they are launched, so a caller
-synchronizes before it reads the clock, but only while the timeline is `recording`.
+Time without an event is idle time, or work that has no event, such as clipping. On a GPU kernels
+run later than they are launched, so a caller synchronizes before it reads the clock, but only while
+the timeline is `recording`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Event(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """`compute`, also for an unknown kind, or `communication`."""
+        """`communication` or `compute`; unknown kinds count as compute."""
         return KINDS.get(self.kind, ("", COMPUTE))[1]
 
 
@@ -74,8 +75,9 @@ def clock_offset(rank: int, world_size: int) -> float:
     """Seconds to add to this rank's `time.perf_counter` to get rank 0's. All ranks call it.
 
     Cristian, "Probabilistic clock synchronization" (1989): rank r asks rank 0 for its time, and
-    assumes that it was read in the middle of the round trip; the error is at most half of that. The
-    shortest of 20 counts. An offset smaller than its error is taken to be 0, as on one machine.
+    assumes that it was read in the middle of the round trip; the error is at most half of that. Of
+    20 round trips the shortest is used. An offset smaller than its error is taken to be 0, as on
+    one machine.
     """
     if world_size == 1:
         return 0.0
@@ -145,7 +147,7 @@ class Timeline:
 
     @contextmanager
     def around(self, kind: str, stage: int, microbatch: int, peer: int) -> Iterator[None]:
-        """Notes the begin and the end of an action, and makes it a range of the profile."""
+        """Notes the start and the end of an action, and makes it a range of the profile."""
         name = KINDS.get(kind, (kind,))[0]
         self.last.note(name, stage, microbatch, peer)
         label = f"{name}, micro-batch {microbatch}" if microbatch >= 0 else name
@@ -155,7 +157,7 @@ class Timeline:
 
     @property
     def complete(self) -> bool:
-        """The last step to record has begun, or it has ended."""
+        """Whether the last step to record has at least begun."""
         return len(self._marks) == self._num_steps
 
     def step(self, k: int) -> None:

@@ -150,7 +150,7 @@ class PictureTask:
                 for at in even_slices(len(mine), num_microbatches or 1)
             ]
             inputs, targets = [x for x, _ in cut], [y for _, y in cut]
-            yield Step(inputs, targets, count, len(mine), len(mine), len(mine))
+            yield Step(inputs, targets, count, len(mine), len(mine))
 
     def _to_device(self, pictures: Pictures, index: Any) -> tuple[Tensor, Tensor]:
         images, labels = pictures.images[index], pictures.labels[index]  # bytes [n, 3, 32, 32], [n]

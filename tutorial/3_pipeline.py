@@ -63,7 +63,7 @@ def run_step(
     """Adds this stage's gradients to its parameters; returns the loss, on the last stage.
     `before` and `after`: the ranks of the neighbouring stages."""
     first, last, rows = stage == 0, stage == W - 1, len(inputs) // M
-    graphs = {}  # per micro-batch, from F to B: the begin and the end of its graph
+    graphs = {}  # per micro-batch, from F to B: the start and the end of its graph
     sent = []  # isend, not send: two stages sending to each other would deadlock
     total = torch.zeros((), dtype=torch.float64)
     for kind, i in schedule[stage]:

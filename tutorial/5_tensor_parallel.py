@@ -1,4 +1,4 @@
-"""Chapter 5: tensor parallelism. Two processes, each with all layers and half of every matrix.
+"""Chapter 5: tensor parallelism. Two processes, each with half of every block's matrices.
 
     python tutorial/5_tensor_parallel.py
 

@@ -3,14 +3,14 @@
     python tutorial/6_all_three.py
 
 Only the groups differ from chapters 2, 3 and 5. A rank has three coordinates, and each of its three
-groups holds the ranks that differ in one of them:
+groups holds the ranks that share the other two:
 
     rank = 4 d + 2 p + t         replica d = 0          replica d = 1
                     stage 0      t = 0, 1: ranks 0 1    ranks 4 5
                     stage 1                ranks 2 3    ranks 6 7
 
     tensor   0-1, 2-3, 4-5, 6-7   sums inside every layer: neighbours, as on one machine's GPUs
-    stages   0-2, 1-3, 4-6, 5-7   activations between stages; the tied embedding's gradient
+    stages   0-2, 1-3, 4-6, 5-7   the tied embedding's gradient; activations go from rank to rank
     data     0-4, 1-5, 2-6, 3-7   gradients, once per step: these may be furthest apart
 
 They are ordered by frequency: several times per layer, once per micro-batch, once per step.

@@ -41,7 +41,7 @@ def test_an_epoch_averages_after_backward_and_adds_to_what_was_done() -> None:
 
     optimizer = Optimizers([torch.optim.SGD(module.parameters(), lr=1)], Recipe(1.0, 9, 9))
     model: Any = SimpleNamespace(module=module, backward=backward)
-    steps = [Step([], [], count, 2, 7, 5) for count in (1, 2)]
+    steps = [Step([], [], count, 7, 5) for count in (1, 2)]
     start = time.perf_counter()
     totals = train(
         model, optimizer, steps, "", 1, average, None, Totals(1.0, 2, 4, 5, 6.0, 7, 8), after

@@ -118,7 +118,7 @@ def test_it_computes_what_one_process_does(
 
 def test_the_degrees_that_work() -> None:
     assert degrees(6, 100) == [1, 2, 3, 6]
-    with pytest.raises(ValueError, match=r"6 heads cannot be cut over 4 ranks; .*: 1, 2, 3, 6$"):
+    with pytest.raises(ValueError, match=r"6 heads .* cannot be cut over 4 ranks; .*: 1, 2, 3, 6$"):
         ranks = Ranks()
         ranks.size = 4
         cut(build_model(config(), 0), ranks)
