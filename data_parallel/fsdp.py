@@ -50,7 +50,7 @@ from torch.utils import _pytree as pytree
 from data_parallel.exchange import Exchange, GroupExchange, SharedExchange
 from data_parallel.materialize import materialize, require_init
 from data_parallel.sharded_layer import LayerGraph, ShardedLayer
-from data_parallel.sharding import Piece, names_of, plan
+from data_parallel.sharding import FlatPiece, make_units, names_of
 from data_parallel.shards import Gradients, Parameters, ShardedUnit
 from runtime.graph import Initialize
 from runtime.recorder import Recorder, acting
@@ -142,7 +142,7 @@ class FullyShardedDataParallel:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         modules = list(layers)
         names = names_of(modules) if names is None else names
-        planned, places = plan(modules, names, self.world_size, compute_dtype, kind)
+        planned, places = make_units(modules, names, self.world_size, compute_dtype, kind)
         if not any(unit.trainable for unit in planned):
             raise ValueError("the layers have no parameter that requires a gradient")
         require_init(modules, names, init)
@@ -299,12 +299,12 @@ class FullyShardedDataParallel:
 
     # What this rank holds
 
-    def get_local_info(self, layer: int) -> list[Piece]:
+    def get_local_info(self, layer: int) -> list[FlatPiece]:
         """This rank's part of each of the layer's parameters, with its values."""
         units = self.layers[layer].units
         return [piece for u in units for piece in u.unit.pieces(self.rank, u.shard.data)]
 
-    def get_local_grad_shard(self, layer: int) -> list[Piece]:
+    def get_local_grad_shard(self, layer: int) -> list[FlatPiece]:
         """Their gradients, summed over all ranks and all backwards since the last step."""
         self._gradients.settle()
         found = [(u, u.gradient) for u in self.layers[layer].units if u.has_gradient]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_parallel.sharding import Piece, Unit
+from data_parallel.sharding import FlatPiece, Unit
 from runtime.ranks import Ranks
 
 
@@ -92,7 +92,7 @@ class ShardedOptimizer:
         for p in (p for group in self._parameters for p in group):
             p.grad = None
 
-    def pieces(self, shard: Tensor, values: Tensor) -> list[Piece]:
+    def pieces(self, shard: Tensor, values: Tensor) -> list[FlatPiece]:
         """The parts of parameters in `values`, a tensor laid out like `shard`."""
         (unit,) = (u for u, s in zip(self._units, self.shards.values(), strict=True) if s is shard)
         return unit.pieces(self.ranks.rank, values)

@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     numel: int
 
 
-class Piece(NamedTuple):
+class FlatPiece(NamedTuple):
     """A rank's part of one parameter: elements offset ... offset + len(tensor) of the flattened
     parameter. The tensor is a view, so writing to it changes the shard."""
 
@@ -108,14 +108,14 @@ class Unit:
         begin = min(max(part.start - entry.start, 0), entry.numel)
         return begin, min(max(part.stop - entry.start, begin), entry.numel)
 
-    def pieces(self, rank: int, shard: Tensor) -> list[Piece]:
+    def pieces(self, rank: int, shard: Tensor) -> list[FlatPiece]:
         """The parts of parameters in a rank's shard; parameters outside it are left out."""
         pieces = []
         for e in self.entries:
             begin, end = self.held(e, rank)
             if begin < end:
                 first = e.start + begin - self.part(rank).start  # its place in the shard
-                pieces.append(Piece(e.name, e.shape, begin, shard[first : first + end - begin]))
+                pieces.append(FlatPiece(e.name, e.shape, begin, shard[first : first + end - begin]))
         return pieces
 
 
@@ -134,7 +134,7 @@ def names_of(layers: Sequence[nn.Module]) -> dict[Tensor, str]:
     return {t: name for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def plan(
+def make_units(
     layers: Sequence[nn.Module],
     names: Mapping[Tensor, str],
     world_size: int,

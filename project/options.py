@@ -158,7 +158,7 @@ class Files:
 
 
 @dataclass
-class Ranks:
+class Processes:
     """processes"""
 
     world_size: Count | None = None
@@ -313,7 +313,7 @@ def _in_one_line(kind: type, message: str) -> str:
         name = unknown[1] or unknown[2]
         if (other := TWINS.get(name)) in hints:
             return f"--{name}: there is no such option; is it --{other}?"
-        for group in (Ranks, Stages):
+        for group in (Processes, Stages):
             if name in {field.name for field in fields(group)}:
                 return f"--{name}: an option for {group.__doc__}, which this program does not have"
         known = [*hints, *(alias for alias, option in ALIASES.items() if option in hints)]

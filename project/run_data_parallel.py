@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.options import Data, Files, Model, Positive, Ranks, Training, begin, parse
+from project.options import Data, Files, Model, Positive, Processes, Training, begin, parse
 
 
 @dataclass
@@ -36,7 +36,7 @@ class DataParallel:
 
 
 @dataclass
-class DataParallelOptions(Training, Data, Model, Files, Ranks, DataParallel):
+class DataParallelOptions(Training, Data, Model, Files, Processes, DataParallel):
     """Of run_data_parallel.py."""
 
 

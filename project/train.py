@@ -29,7 +29,7 @@ from project.options import (
     Files,
     Fraction,
     Model,
-    Ranks,
+    Processes,
     Stages,
     Training,
     Whole,
@@ -67,7 +67,7 @@ class Strategy:
 
 
 @dataclass
-class TrainOptions(Training, Data, Model, Files, Ranks, Strategy, Stages):
+class TrainOptions(Training, Data, Model, Files, Processes, Strategy, Stages):
     """Of train.py."""
 
     strategy: Literal["single", "ddp", "fsdp", "pipeline", "model", "tensor", "3d"] = "ddp"

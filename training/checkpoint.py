@@ -24,8 +24,9 @@ SHA-256 of each, and renames the folder, which is atomic.
 Hosts need no shared folder. Without one, rank 0 writes and reads for all and must hold everything;
 the other ranks receive one tensor at a time.
 
-Cost: each rank writes its part; rank 0 reads all files back for the checksums. When saving in the
-background the run waits only until its tensors are copied.
+Cost: each rank writes its part; rank 0 reads all files back for the checksums, as the first rank of
+each host does before a resume. When saving in the background the run waits only until its tensors
+are copied.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from data_parallel.sharding import Unit, names_of, plan
+from data_parallel.sharding import Unit, make_units, names_of
 from tests.data_parallel.sharded_models import batch, loss_of, one_process, sharded, tied
 from tests.ranks import Ranks
 
@@ -18,7 +18,7 @@ def test_layout() -> None:
     second.weight = first.weight
     second.bias.requires_grad_(False)
     layers = [first, second]
-    units, places = plan(layers, names_of(layers), world_size=3)
+    units, places = make_units(layers, names_of(layers), world_size=3)
     assert [
         (u.layers, [tuple(e) for e in u.entries], u.numel, u.shard_numel, u.trainable)
         for u in units
