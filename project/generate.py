@@ -36,7 +36,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "with --top_k or several samples")  # fmt: skip
     add("--top_k", type=count, metavar="K", help="draw from the K likeliest tokens")
     add("--seed", type=int, default=0, help="of the draws [0]")
-    add("--max_new_tokens", type=count, default=128, metavar="N", help="per line out [128]")
+    add("--max_new_tokens", type=count, default=128, metavar="N",
+        help="per line out, as far as the model's length allows [128]")  # fmt: skip
     add("--batch_size", type=count, default=128, metavar="N", help="lines at a time [128]")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
         help="auto: a GPU if there is one")  # fmt: skip

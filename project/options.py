@@ -198,6 +198,9 @@ def parse(kind: type[T], description: str | None, argv: Sequence[str] | None = N
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     files.add_argument("--config", action="append", nargs="?", default=[])
     first, others = files.parse_known_args(given)  # files first: the command line wins
+    for path in first.config:
+        if path is not None and not Path(path).is_file():
+            parser.error(f"--config {path}: there is no such file; --print_config writes one")
     found = parser.parse_args([f"--config={_read_config(p)}" for p in first.config] + others)
     options = {field.name: getattr(found, field.name) for field in fields(kind)}  # type: ignore[arg-type]
     for split in ("n_train", "n_validation", "n_test"):

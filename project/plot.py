@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -542,9 +543,9 @@ def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
     of = "all examples by all seconds of the steps but the first; ±: standard deviation of a step"
     of = _of_several(of, "step", {label: len(seconds) for label, seconds in counted.items()})
     for run in runs:
-        load, wanted = run.summary.get("load", 0), (run.summary.get("cores") or 1e9) * run.workers
-        if load > 1.2 * wanted:
-            of += f"; other programs ran beside {run.label} (load {load:.1f}): make it again"
+        load, cores = run.summary.get("load", 0), os.cpu_count() or 1  # of the whole machine
+        if load > 1.2 * cores:
+            of += f"; load {load:.1f} on {cores} cores in {run.label}: its times may be off"
     return draw_bars(
         path, bars, ylabel="examples per second, all workers together",
         title=title or f"{runs[0].label}: {readable(bars[0].total)} examples per second",

@@ -208,7 +208,7 @@ def _settle_mesh(args: Any) -> None:
         if started != product:
             raise UserError(
                 f"--world_size {started} --dp {sizes['dp']} --pp {sizes['pp']} --tp {sizes['tp']}: "
-                f"their product is {product}; leave --world_size out, or start {product} ranks"
+                f"dp x pp x tp is {product}; leave --world_size out, or start {product} ranks"
             )
         args.world_size = product
         settle_ranks(args)
@@ -287,7 +287,8 @@ def _settle_strategy(args: Any) -> None:
     if args.strategy == "3d" and args.zero is not None:
         mesh = f"--zero {args.zero} --dp {args.dp} --pp {args.pp}"
         if args.zero == 2:
-            raise UserError(f"3d {mesh}: 3d has --zero 1 and, without stages, --zero 3")
+            works_here = "--zero 1 --dp 2 or, without stages, --zero 3 --dp 2 works"
+            raise UserError(f"3d {mesh}: 3d has no stage 2; {works_here}")
         if args.zero == 3 and args.pp > 1:
             raise UserError(f"3d {mesh}: stages keep their parameters; --zero 1, or --pp 1, works")
         if args.dp == 1:
@@ -305,7 +306,8 @@ def _settle_strategy(args: Any) -> None:
     if stages > layers:
         fewer = fewer_stages(option, n, args.chunks, layers)
         raise UserError(
-            f"{args.strategy} --{option} {n}{each}: {args.model} has {layers} layers and every "
+            f"{args.strategy} --{option} {n}{each}: {args.model} has {layers} layers"
+            f"{'' if vgg else ' (two per block, embedding, head)'} and every "
             f"{'chunk' if each else 'rank'} needs one; {fewer}"
         )
     try:

@@ -276,7 +276,7 @@ class Saver:
 
         def work() -> None:
             if self._who:  # else rank 0 has this rank's pieces
-                save(held_by_name(pieces), storage_writer=FileSystemWriter(aside), **self._who)
+                save(held, storage_writer=FileSystemWriter(aside), **self._who)
             if self.world.is_main:  # in `save` rank 0 has waited for all ranks' files
                 for file, content in texts.items():
                     (aside / file).write_bytes(content)
@@ -287,6 +287,7 @@ class Saver:
         try:
             if not self._one_folder:
                 pieces = self._sent_to_main(pieces)
+            held = held_by_name(pieces)
             # Ends on all ranks only when rank 0 has renamed the folder.
             self._together(work, self._cannot_write)
         except BaseException:
@@ -382,7 +383,8 @@ class Saver:
 
     def _together(self, work: Callable[[], T], failure: Callable[[str], Exception]) -> T:
         """Runs `work` on every rank and returns rank 0's result. If it fails on any rank, all raise
-        `failure(reason)`."""
+        `failure(reason)`. On one rank alone it may fail only in the library, or after its last
+        collective; else the others would wait."""
         from torch.distributed.checkpoint.api import CheckpointException
 
         result, why = None, ""
@@ -392,6 +394,8 @@ class Saver:
             error: BaseException = raised
             if isinstance(error, CheckpointException):  # the library's, on all ranks that use it
                 error = next(iter(error.failures.values()))[0]
+                if not isinstance(error, Exception):  # a signal, which ends the program
+                    raise error from None
             why = str(error) or repr(error)  # MemoryError() has no text
         outcomes = self._gather((result, why))  # reached by all ranks, also by one that failed
         if reasons := [why for _, why in outcomes if why]:

@@ -76,7 +76,7 @@ class LanguageTask(SequenceTask):
                 raise UserError(
                     f"--dataset {args.dataset} --model_max_length {length}: the text has "
                     f"{len(stream) - 1} tokens, fewer than one sequence; --model_max_length "
-                    f"{max(1, (len(stream) - 1) // 4)} works, or more text"
+                    f"{max(2, (len(stream) - 1) // 4)} works, or more text"
                 )
             if most is not None and most < len(starts):
                 self.texts.notes.append(

@@ -333,7 +333,10 @@ def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
     except ValueError:
         sizes = []
     if not part:
-        raise ValueError(f"balance {balance}: {num_stages} stages and {total} {unit}; auto works")
+        raise ValueError(
+            f"balance {balance}: {num_stages} stages need as many {unit}, and there "
+            f"{'is' if total == 1 else 'are'} {total}; auto works"
+        )
     if len(sizes) != num_stages or sum(sizes) != total or min(sizes) < 1:
         example = ",".join(map(str, uniform))
         raise ValueError(

@@ -94,8 +94,8 @@ class Results:
             before, options, stay = _options_before(args.workdir), options_of(args), [*GO_ON]
             if resumed:
                 options["export"] = options["export"] or before.get("export")  # it is still there
-                # What was recorded stays until the same ranks write it anew.
-                if all(options.get(x) == before.get(x) for x in ("strategy", "world_size")):
+                # What was recorded stays until it is written anew, or other ranks train on.
+                if done or all(options.get(x) == before.get(x) for x in ("strategy", "world_size")):
                     stay += [] if args.timeline and not done else [TIMELINES]
                     stay += [] if args.profile and not done else [PROFILES]
             clear_results(args.workdir, first, "|".join(stay))
@@ -225,11 +225,13 @@ def options_of(args: Any) -> dict[str, Any]:
 
 
 def set_aside(workdir: Path) -> Path | None:
-    """Moves an earlier run's files in `workdir`, if it has results, a checkpoint or records for
-    TensorBoard, into its folder earlier_1, or earlier_2, ..., and returns that folder."""
+    """Moves an earlier run's files in `workdir`, if it left more than options, into its folder
+    earlier_1, or earlier_2, ..., and returns that folder."""
     names = [path.name for path in workdir.iterdir()]
-    began = (*workdir.glob(f"{CHECKPOINTS}/*"), *workdir.glob(f"{TENSORBOARD}/*"))
-    if not any(map(_RESULT_FILE.fullmatch, names)) and not began:
+    shows = rf"{_RESULT_FILE.pattern}|{TIMELINES}|{PROFILES}"  # that there was a run
+    found = {x for x in names if re.fullmatch(shows, x)}
+    found |= {x for x in (CHECKPOINTS, TENSORBOARD) if any(workdir.glob(f"{x}/*"))}
+    if not found:
         return None
     n = next(n for n in itertools.count(1) if f"earlier_{n}" not in names)
     aside = workdir / f"earlier_{n}"
@@ -237,11 +239,9 @@ def set_aside(workdir: Path) -> Path | None:
         aside.mkdir()
         given = _options_before(workdir).get("export")
         exported = {x for x in names if given and (workdir / x).resolve() == Path(given).resolve()}
-        # Results and checkpoints move last: if this is interrupted, the next run moves the rest.
-        early = {SUMMARY, OPTIONS, METRICS}
-        for name in sorted(names, key=lambda x: (x not in exported, x not in early)):
-            own = _RESULT_FILE.fullmatch(name) or _OTHER_FILES.fullmatch(name)
-            if own or name in exported:
+        # These move last: if this is interrupted, the next run moves the rest.
+        for name in sorted(names, key=lambda x: (x not in exported, x in found)):
+            if name in exported or name in found or _OTHER_FILES.fullmatch(name):
                 (workdir / name).rename(aside / name)
     return aside
 

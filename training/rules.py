@@ -125,7 +125,12 @@ def check_warmup(args: Any, num_examples: int) -> None:
 
 
 def check_plain_text(args: Any) -> None:
-    """Raises UserError for an option that a language model ignores."""
+    """Raises UserError for an option that a language model ignores, or a length without a task."""
+    if args.model_max_length < 2:
+        raise UserError(
+            f"--model_max_length {args.model_max_length}: the model would know no token before "
+            "the one it predicts; 2 or more works"
+        )
     for name, default in (("src", "de"), ("tgt", "en"), ("n_test", 100)):
         given = getattr(args, name)
         if given != default:

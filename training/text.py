@@ -99,10 +99,14 @@ def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
     texts = _pairs(dataset, found, src, tgt, sizes)
     for split in SPLITS:
         have = len(texts.splits[split])
+        if have == 0 and split not in found and texts.splits["train"]:
+            raise UserError(f"--dataset {dataset}: no pair is left for {split}; 3 pairs work")
         if have == 0:
+            values = first.get("translation") or first if isinstance(first, Mapping) else {}
             raise UserError(
-                f"--dataset {dataset}: {split} has no pair with text on both sides; "
-                f"at least one is needed, or --dataset {BUILTIN}"
+                f"--dataset {dataset}: {split} has no pair with text on both sides, {src} and "
+                f"{tgt}; its columns are {', '.join(map(str, values)) or 'none'}; --src and --tgt "
+                f"name them, or --dataset {BUILTIN} works"
             )
         if have < world_size:
             raise UserError(
@@ -185,7 +189,7 @@ def check_files(files: Iterable[Path]) -> None:
             found = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
             raise UserError(
                 f"{file}: it is not UTF-8 ({error}); convert it, for example: "
-                f"iconv -f {found} -t utf-8 {file} > {file.name}.utf8"
+                f"iconv -f {found} -t utf-8 {file} > utf8_{file.name}"
             ) from None
         for number, line in enumerate(text.split("\n") if file.suffix == ".jsonl" else [], 1):
             try:
@@ -255,7 +259,7 @@ def _pairs(dataset: str, found: Mapping[str, Any], src: str, tgt: str, sizes: Si
             count = min(sizes[split] or 1000, tenth)
             at = len(pairs["train"]) - count
             pairs[split], pairs["train"] = pairs["train"][at:], pairs["train"][:at]
-            texts.notes.append(f"{split}: none; the last {count} pairs are taken out of train.")
+            texts.notes.append(f"no {split} split: the last {count} pairs are taken out of train.")
     for split in SPLITS:
         _add(texts, split, pairs[split], sizes[split])
     return texts
@@ -319,8 +323,11 @@ def _documents(dataset: str, found: Mapping[str, Any]) -> Texts:
         raise UserError(f"--dataset {dataset}: there is no text to train on; {NO_NETWORK}")
     if not texts.splits["validation"]:
         texts.splits["train"], texts.splits["validation"] = held_out(train)
+        if not all(texts.splits.values()):
+            raise UserError(f"--dataset {dataset}: it is one word, and two parts are needed; more "
+                            "text works")  # fmt: skip
         texts.notes.append(
-            f"validation: none; {100 // HELD_OUT} % of the text are taken from its end."
+            f"no validation split: {100 // HELD_OUT} % of the text are taken from its end."
         )
     return texts
 

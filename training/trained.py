@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from training.checkpoint import MANIFEST, Checkpoint, Saver, newest, open_checkpoint, whole
+from training.checkpoint import MANIFEST, Checkpoint, Saver, names, newest, open_checkpoint, whole
 from training.data import load_tokenizer
 from training.errors import UserError
 from training.generation import drawn, likeliest, newest_alone
@@ -80,12 +80,10 @@ def load_trained(name: str, device: torch.device | str = "cpu") -> Trained:
         UserError: there is no such thing, or it is damaged.
     """
     folder = Path(name)
-    if folder.name == CHECKPOINTS and folder.is_dir():
-        folder = folder.resolve().parent  # the run's
     if (folder / MANIFEST).is_file():
         found = _of_checkpoint(open_checkpoint(folder))
-    elif (folder / CHECKPOINTS).is_dir() or (folder / OPTIONS).is_file():
-        checkpoint, refused = newest(folder / CHECKPOINTS)
+    elif names(folder) or (folder / CHECKPOINTS).is_dir() or (folder / OPTIONS).is_file():
+        checkpoint, refused = newest(folder if names(folder) else folder / CHECKPOINTS)
         if checkpoint is None:
             why = "this run has no checkpoint yet"
             if refused:
@@ -122,12 +120,14 @@ def _of_transformers(name: str) -> Trained:
     """Raises UserError if it is not a GPT-2 with a tokenizer."""
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
-    known = Path(name).is_dir() or name.count("/") == 1  # a name on the hub has an owner
-    if not known or Path(name).is_file():
+    local = Path(name).is_dir()
+    of_hub = name.count("/") == 1 and not name.startswith((".", "/", "~"))  # OWNER/NAME
+    if not (local or of_hub) or Path(name).is_file():
         raise UserError(
             f"{name}: there is no such folder; the --workdir or --export of a run works"
         )
-    local = Path(name).exists() or name.startswith((".", "/", "~"))
+    if local and not any(Path(name).iterdir()):
+        raise UserError(f"{name}: the folder is empty; the --workdir or --export of a run works")
     more = {"local_files_only": True} if local else {}
     try:
         config = AutoConfig.from_pretrained(name, **more)

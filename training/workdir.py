@@ -75,8 +75,9 @@ def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
     finally:
         if torchrun_world_size() is None:
             clean(args.workdir / CHECKPOINTS)
-            with suppress(OSError):  # it has checkpoints
+            with suppress(OSError):  # they are not empty
                 (args.workdir / CHECKPOINTS).rmdir()
+                args.workdir.rmdir()
             for path in args.workdir.glob("*.json.part"):
                 path.unlink(missing_ok=True)
             if args.export is not None:

@@ -65,7 +65,7 @@ dp --n_chunk 0 => it must be a whole number, 1 or more;
 dp --n_test none => it must be a whole number, 1 or more, or all;
 pp --schedule zero => it must be one of gpipe, 1f1b, zb, interleaved, zbv, vhalf, vmin;
 train ddpp => it must be one of single, ddp, fsdp, pipeline, model, tensor, 3d;
-dp --config none.yaml => File does not exist: '{here}/none.yaml'
+dp --config none.yaml => there is no such file; --print_config writes one
 dp --n_epochs 2 --num_batches=3 => leave one out;
 # what is computed again
 dp --recompute except_last => computed again; always, or a pipeline with more micro-batches, works
@@ -110,13 +110,13 @@ train pipeline --trace --model gpt2-mini --dropout 0.1 => --trace has others; --
 train ddp --balance uniform => it is an option of pipeline, model and 3d
 train pipeline --zero 2 => it is an option of fsdp
 train ddp --tp 2 => it is an option of 3d; --world_size is the number of ranks of ddp
-train 3d --dp 2 --pp 2 --world_size 2 => product is 4; leave --world_size out, or start 4 ranks
+train 3d --dp 2 --pp 2 --world_size 2 => dp x pp x tp is 4; leave --world_size out, or start 4 ranks
 train ddp --dataset mine.txt => this is text, and vgg16 learns pictures; --model gpt2-mini works
 train tensor => only GPT-2's matrices are cut; --model gpt2-mini works
 train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --num_workers 2 or 4 works
 train 3d --tp 4 --model gpt2-mini --sequence_parallel --model_max_length 127 => 128 works
 train 3d --pp 2 --sequence_parallel => the ranks that share a matrix; tensor, or 3d --tp 2, works
-train 3d --dp 2 --zero 2 => 3d has --zero 1 and, without stages, --zero 3
+train 3d --dp 2 --zero 2 => --zero 1 --dp 2 or, without stages, --zero 3 --dp 2 works
 train 3d --dp 2 --pp 2 --zero 3 => stages keep their parameters; --zero 1, or --pp 1, works
 train 3d --pp 2 --zero 1 => it shards over replicas; --dp 2 works
 train 3d --dp 4 --batch_size 3 => each rank needs an example; --dp 1 to 3 works

@@ -122,9 +122,15 @@ def test_workdir_checkpoint_and_export_give_the_same(
 
 def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     run(f"train single {VGG} --num_batches 1")
+    Path("empty").mkdir()
+    Path("other").mkdir()
+    Path("other/config.json").write_text("{}")
     for folder, said in (
         ("work", "it is of a model of pictures, and not of text"),
-        ("./nowhere", r"^\./nowhere: neither the workdir of a run, nor"),
+        ("./nowhere", r"^\./nowhere: there is no such folder; the --workdir"),
+        ("empty", r"^empty: the folder is empty; the --workdir"),
+        ("other", r"^other: neither the workdir of a run, nor"),
+        ("/no/such", r"^/no/such: there is no such folder; the --workdir"),
     ):
         with pytest.raises(UserError, match=said):
             load_trained(folder)

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
-from project.options import ALIASES
+from project.options import ALIASES, Processes
 from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
 from project.train import TrainOptions
@@ -171,7 +171,7 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
         assert max(map(len, page.splitlines())) <= 118
         named = {field.name for field in fields(kind)} - {"strategy"}
         assert [name for name in named if f"--{name}" not in page] == []
-        assert ("--num_workers N" in page) == ("Ranks" in {base.__name__ for base in kind.__mro__})
+        assert ("--num_workers N" in page) == issubclass(kind, Processes)
 
 
 def test_what_is_not_given_is_chosen() -> None:
@@ -277,5 +277,5 @@ def test_a_folder_with_weights_is_a_model(tmp_path: Path) -> None:
         check_model(options(n_head=4))
     line = f"train pipeline --model {tmp_path}/weights --model_max_length 32 --num_workers"
     assert parse(f"{line} 6").world_size == 6
-    with pytest.raises(UserError, match=r"has 6 layers and every rank needs one"):
+    with pytest.raises(UserError, match=r"has 6 layers .* and every rank needs one"):
         parse(f"{line} 7")

@@ -333,7 +333,7 @@ def test_throughput(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     fewest workers of a strategy."""
     write_run(tmp_path, "ddp1")
     write_run(tmp_path, "ddp4", step_seconds=[9.0, 1.0, 1.0])
-    write_run(tmp_path, "fsdp2", step_seconds=[3.0], cores=2)  # one step is all there is
+    write_run(tmp_path, "fsdp2", step_seconds=[3.0], cores=2, load=1e3)  # one step is all there is
     fig = draw(tmp_path, drawn, "throughput", "ddp=4,ddp=1,fsdp=2")
     (ax,) = fig.axes
     assert labels(ax) == ["ddp 4 workers", "ideal", "ddp 1 worker", "fsdp 2 workers"]
@@ -341,11 +341,12 @@ def test_throughput(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     assert error_bars(ax) == [pytest.approx((4 - 4.5**0.5, 4 + 4.5**0.5))]
     assert title(fig) == "ddp, 4 workers: 3.00x the examples/s of one (ideal 4x)"
     assert foot(fig).startswith("vgg16; batches of 12; all examples")  # what all have in common
-    assert foot(fig).endswith("; fsdp, 2 workers: of one step, without a deviation")
+    assert "; fsdp, 2 workers: of one step, without a deviation; load 1000.0 on" in foot(fig)
+    assert foot(fig).endswith(" cores in fsdp, 2 workers: its times may be off")
     assert len({bar.get_facecolor() for bar in boxes(ax)}) == 3  # baseline, measured, ideal
     alone = draw(tmp_path, drawn, "throughput", "fsdp=2")
     assert title(alone) == "fsdp, 2 workers: 4.00 examples per second"
-    assert foot(alone).endswith("; of one step each, so without a standard deviation")
+    assert "; of one step each, so without a standard deviation; load" in foot(alone)
 
 
 def test_memory(tmp_path: Path, drawn: dict[str, Figure]) -> None:

@@ -38,7 +38,7 @@ def test_it_says_what_it_trains_and_how_well_and_nothing_else(trained: Run) -> N
     assert [line for line in lines if line.strip() and not line.startswith(bars)] == []
     layout, *lines = trained.stdout.split("\n")
     assert layout == "ddp: 2 ranks, micro-batches: automatic, 2 epochs"
-    assert lines[0].startswith("gpt2-mini: 1 block of width 32, vocabulary 320, 0.0 M parameters")
+    assert lines[0].startswith("gpt2-mini: 1 block of width 32, vocabulary 320, 0.024 M parameters")
     assert lines[1].endswith(
         "pairs: 40 / 9 / 7 pairs to train / validate / test, de to en; batches of 8, fp32, cpu"
     )

@@ -133,6 +133,8 @@ def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> No
     assert read_json("work/timeline_rank0.json") == recorded
     kept = ["exported", "timeline_rank0.json"]
     assert names_in("work") == sorted([*names_in("whole"), *kept])
+    printed, error = run(f"run_data_parallel {TINY} --world_size 1 --n_epochs 2 --resume")
+    assert error is None and Path("work/timeline_rank0.json").exists(), printed
     run(line + "--num_batches 1")
     assert Path("work/earlier_1/exported/model.safetensors").exists()
     assert not Path("work/exported").exists()

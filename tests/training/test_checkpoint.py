@@ -299,6 +299,24 @@ def save_rows(
     return f"{name} {found.tolist()}"
 
 
+def load_twos(rank: int, world_size: int, folder: Path) -> list[float]:
+    saver, found = saver_of(rank, world_size, folder, common=False), torch.zeros(3, 2)
+    saver.load(of_main(saver, "000001-step2"), [whole("x", found)])
+    return found.flatten().tolist()
+
+
+def test_a_host_with_an_altered_copy_loads_rank_0s(ranks: Ranks, tmp_path: Path) -> None:
+    """Its manifest is the same."""
+    save(tmp_path / "host0", 2)
+    shutil.copytree(tmp_path / "host0", tmp_path / "host1")
+    path = tmp_path / "host1" / "000001-step2" / SHARD
+    twos = torch.full((3, 2), 2.0).numpy().tobytes()
+    content = path.read_bytes()
+    assert twos in content
+    path.write_bytes(content.replace(twos, torch.full((3, 2), 3.0).numpy().tobytes()))
+    assert ranks.run(load_twos, tmp_path) == [[2.0] * 6] * 2
+
+
 def saver_of(
     rank: int, world_size: int, folder: Path, common: bool = True, background: bool = False
 ) -> Saver:

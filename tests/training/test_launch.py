@@ -281,6 +281,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("cuda", 0, 2)
     with pytest.raises(UserError, match=r"^--device mps with 2 ranks: .*--world_size 1, or --dev"):
         choose_device("mps", 0, 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"^--device mps: no Apple GPU is visible"):
+        choose_device("mps", 0, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(choose_device("auto", r, 3)) for r in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
     assert [choose_backend("auto", n) for n in (1, 2, 3)] == ["nccl", "nccl", "gloo"]

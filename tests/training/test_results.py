@@ -44,8 +44,9 @@ def results(tmp_path: Path) -> Results:
 def test_an_epoch_is_written_under_the_names_of_its_layout(
     results: Results, tmp_path: Path, schedule: str | None
 ) -> None:
-    """Of a pipeline rank 0 writes for all stages."""
-    results.model.schedule = schedule
+    """Of a pipeline rank 0 writes for all stages and replicas, here of one of two."""
+    results.model.schedule, results.model.parts = schedule, 2
+    written = 1 if schedule is None else 2  # replicas
     for rank in range(2):
         results.world = World(rank, 1)
         results.end_epoch(3, TOTALS, 2.25, Score(33.125, ["Bäh", "b"]))
@@ -56,7 +57,8 @@ def test_an_epoch_is_written_under_the_names_of_its_layout(
     for path in tmp_path.glob("*results*"):
         assert json.loads(path.read_text()) == {
             "training_loss": 1.5, "validation_loss": 2.25, "bleu": 33.125, "training_time": 12.5,
-            "tokens_per_sec": 2000.0, "real_tokens_per_sec": 1600.0, "skipped_steps": 0,
+            "tokens_per_sec": 2000.0 * written, "real_tokens_per_sec": 1600.0 * written,
+            "skipped_steps": 0,
         }  # fmt: skip
     for path in tmp_path.glob("*gen*"):
         text = path.read_text(encoding="utf-8")
@@ -154,7 +156,9 @@ def test_results_of_the_run_before_are_set_aside(
     assert set_aside(tmp_path) is None
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "events").touch()  # of a run that was killed before a checkpoint
+    (tmp_path / "timeline_rank0.json").touch()
     assert set_aside(tmp_path) == tmp_path / "earlier_3"
+    assert (tmp_path / "earlier_3" / "timeline_rank0.json").exists()
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "mine").mkdir()  # without an export, the folder one stands in is not taken for it
     monkeypatch.chdir(tmp_path / "mine")

@@ -121,8 +121,8 @@ def test_a_single_file_is_cut_into_splits(tmp_path: Path, ending: str) -> None:
         }
     )
     assert texts.notes == [
-        "test: none; the last 4 pairs are taken out of train.",
-        "validation: none; the last 4 pairs are taken out of train.",
+        "no test split: the last 4 pairs are taken out of train.",
+        "no validation split: the last 4 pairs are taken out of train.",
     ]
 
 
@@ -181,7 +181,7 @@ OF_FOLDER = [
      "byte 0xfc in position 11: invalid start byte); convert it, for example: iconv"),
     ("train.de", "a\n" * 3, "--dataset {}: train has 3 pairs for 4 ranks, and each rank needs one; "
      "--world_size 1 to 3 works, or more pairs"),
-    ("train.de", "\n" * 3, "--dataset {}: train has no pair with text on both sides; at least one"),
+    ("train.de", "\n" * 3, "--dataset {}: train has no pair with text on both sides, de and en"),
 ]  # fmt: skip
 OF_FILE = [
     ("a.jsonl", '{"src": "a", "tgt": "b"}\n', "--dataset {}: row 1 of train has ['src', 'tgt'], and"
@@ -192,6 +192,10 @@ OF_FILE = [
     ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, "{}: line 3 is not JSON (Exp"),
     ("a.jsonl", ROW + '{"de": "ü"}', NOT_UTF8),
     ("a.jsonl", "", "--dataset {}: train has no pair with text on both sides"),
+    ("a.jsonl", '{"eo": "a", "en": "b"}\n' * 9, "--dataset {}: train has no pair with text on both "
+     "sides, de and en; its columns are eo, en; --src and --tgt name them"),
+    ("a.jsonl", ROW * 2, "--dataset {}: no pair is left for validation; 3 pairs work"),
+    ("a.txt", "hi", "--dataset {}: it is one word, and two parts are needed"),
     ("a.jsonl", '{"text": "a"}\n{"text": 5}\n', "--dataset {}: row 2 of train: text is 5, and not"),
     ("a.csv", "de,en\n" + "ä,b\n" * 20, NOT_UTF8),
     ("a.parquet", "no parquet", NOTHING + " (ArrowInvalid: Parquet"),
@@ -316,7 +320,7 @@ def test_a_file_holds_documents_and_the_last_lines_are_held_out(tmp_path: Path) 
     # 315 of 332 letters: in line 37.
     assert found.splits["train"] == ["".join(lines[:20]), "".join(lines[20:38])]
     assert found.splits["validation"] == ["".join(lines[38:])[:-1]]
-    assert found.notes == ["validation: none; 5 % of the text are taken from its end."]
+    assert found.notes == ["no validation split: 5 % of the text are taken from its end."]
 
 
 def test_a_cut_is_at_a_line_or_at_a_word() -> None:
