@@ -6,8 +6,8 @@
     loss = pipe.train_step(x, y, loss_fn, "1f1b", num_microbatches=4, scale=1 / tokens)
     optimizer.step()                                      # updates this rank's parameters
 
-The same `Dataflow` and `Stage` run the same lists as with threads, so every bit of the result is
-the same, dropout included. Only the channels differ (neighbours.py): a stage's output becomes a
+The same `Dataflow` and `Stage` run the same lists as with threads (but see `early_gradients`), and
+every bit of the result is the same, dropout included. Only the channels differ (neighbours.py): a stage's output becomes a
 self-describing message (messages.py), sent through shared memory between CPU ranks of one machine
 and through process groups otherwise. Model parallelism is a pipeline with one micro-batch.
 
