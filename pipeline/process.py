@@ -7,9 +7,10 @@
     optimizer.step()                                      # updates this rank's parameters
 
 The same `Dataflow` and `Stage` run the same lists as with threads (but see `early_gradients`), and
-every bit of the result is the same, dropout included. Only the channels differ (neighbours.py): a stage's output becomes a
-self-describing message (messages.py), sent through shared memory between CPU ranks of one machine
-and through process groups otherwise. Model parallelism is a pipeline with one micro-batch.
+every bit of the result is the same, dropout included. Only the channels differ (neighbours.py): a
+stage's output becomes a self-describing message (messages.py), sent through shared memory between
+CPU ranks of one machine and through process groups otherwise. Model parallelism is a pipeline with
+one micro-batch.
 
     rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
                           ◂══gradients════         ◂══gradients════

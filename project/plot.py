@@ -527,6 +527,7 @@ def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
         seconds, size = counted[run.label], run.summary["batch_size"]
         _, std = mean_and_std([size / s for s in seconds])
         rates[run.label] = size * len(seconds) / sum(seconds), std
+    measured = [f"{name}: {readable(mean)}" for name, (mean, _) in rates.items()]
     for run in runs:
         mean, std = rates[run.label]
         alike = [other for other in runs if other.strategy == run.strategy]
@@ -548,7 +549,7 @@ def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
             of += f"; load {load:.1f} on {cores} cores in {run.label}: its times may be off"
     return draw_bars(
         path, bars, ylabel="examples per second, all workers together",
-        title=title or f"{runs[0].label}: {readable(bars[0].total)} examples per second",
+        title=title or f"{'; '.join(measured)} examples per second",
         foot=f"{describe(*(run.folder for run in runs))}; {of}",
     )  # fmt: skip
 

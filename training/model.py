@@ -85,10 +85,12 @@ def gpt2_size(
         )
     given = {"n_layer": n_layer, "n_embd": n_embd, "n_head": n_head}
     size = {**PRESETS[name], **{k: v for k, v in given.items() if v is not None}}
-    if min(size.values()) < 1 or size["n_embd"] % size["n_head"]:
+    width, heads = size["n_embd"], size["n_head"]
+    if width % heads:
+        fits = next(n for n in range(min(heads, width), 0, -1) if width % n == 0)
         raise UserError(
-            f"--n_layer {size['n_layer']} --n_embd {size['n_embd']} --n_head {size['n_head']}: all "
-            "must be positive and n_head must divide n_embd, as --n_layer 4 --n_embd 256 --n_head 4"
+            f"--n_embd {width} --n_head {heads}: the heads must divide the width; --n_head {fits} "
+            "works"
         )
     return size
 

@@ -134,7 +134,7 @@ dp --n_train 33 --batch_size 8 --n_epochs 2 --warmup_steps 10 => last; --warmup_
 dp --n_train 33 --batch_size 40 --n_epochs 1 --warmup_steps 100 => last; --warmup_steps 0 works
 train ddp --profile 3 --num_batches 1 => the first step is not profiled; --num_batches 4 works
 # models
-dp --n_head 3 => be positive and n_head must divide n_embd, as --n_layer 4 --n_embd 256 --n_head 4
+dp --n_head 3 => the heads must divide the width; --n_head 2 works
 dp --vocab_size 258 => a byte-level vocabulary has at least 259 tokens; --vocab_size 2048 works
 train ddp --model gpt3 => neither a preset, nor a folder, nor could a GPT-2 of this name be had
 train ddp --model auto => needs one of vgg16, gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl
