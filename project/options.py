@@ -48,6 +48,7 @@ WORDS = {  # what a value of the type must be
     "bool": "true or false",
 }
 
+# What an option is called in another program.
 TWINS = {"num_devices": "world_size", "world_size": "num_devices", "num_workers": "num_devices"}
 ALIASES = {
     "num_workers": "world_size",

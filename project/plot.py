@@ -389,7 +389,7 @@ class Run:
 def run_names(text: str) -> list[tuple[str, int]]:
     """The type of an option: `ddp=1,ddp=2`."""
     found = [part.strip().partition("=") for part in text.split(",")]
-    known = (name in STRATEGIES and n.isdecimal() and int(n) for name, _, n in found)
+    known = [name in STRATEGIES and n.isdecimal() and int(n) > 0 for name, _, n in found]
     if not all(known) or any(name == "single" and int(n) > 1 for name, _, n in found):
         raise argparse.ArgumentTypeError(
             f"{text}: they must be strategies ({', '.join(STRATEGIES)}) with their number of "

@@ -214,7 +214,8 @@ def draw_step(
         )
         title += f", {n} worker{'s' * (n > 1)}: {found}"
         meaning = "communication: exchange and waiting that no computation hides"
-        if about.get("schedule") and n > 1:
+        stages = {event.stage for row in actions_of(measured).values() for event in row}
+        if about.get("schedule") and len(stages) < n:
             meaning += "; no ideal is drawn, as several ranks share a stage"
     numbers = "layers" if any(map(by_layer, measured.values())) else "micro-batches"
     numbers = "micro-batches, letters: chunks" if ranks else numbers

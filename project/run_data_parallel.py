@@ -100,7 +100,7 @@ def parse_data_parallel(description: str | None, argv: Sequence[str] | None = No
     check_recompute(args, one_at_a_time=True)
     settle_training(args)
     check_model(args)
-    claim_folders(args)  # last: mistaken options leave no folders behind
+    claim_folders(args)  # last, since it makes folders
     return args
 
 

@@ -81,7 +81,7 @@ def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -
     settle_training(args)  # the model and the learning rate
     check_model(args)
     _check_stages(args)
-    claim_folders(args)  # last: mistaken options leave no folders behind
+    claim_folders(args)  # last, since it makes folders
     return args
 
 

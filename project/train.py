@@ -175,7 +175,7 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> A
         _check_gpus(args)
     name = f"{args.dp}x{args.pp}x{args.tp}" if args.strategy == "3d" else str(args.world_size)
     args.workdir = args.workdir or Path("workdir") / f"{args.strategy}{name}"
-    claim_folders(args)  # last: mistaken options leave no folders behind
+    claim_folders(args)  # last, since it makes folders
     return args
 
 
@@ -287,8 +287,10 @@ def _settle_strategy(args: Any) -> None:
     if args.strategy == "3d" and args.zero is not None:
         mesh = f"--zero {args.zero} --dp {args.dp} --pp {args.pp}"
         if args.zero == 2:
-            works_here = "--zero 1 --dp 2 or, without stages, --zero 3 --dp 2 works"
-            raise UserError(f"3d {mesh}: 3d has no stage 2; {works_here}")
+            raise UserError(
+                f"3d {mesh}: 3d has no stage 2; --zero 1 --dp 2 or, without stages, --zero 3 "
+                "--dp 2 works"
+            )
         if args.zero == 3 and args.pp > 1:
             raise UserError(f"3d {mesh}: stages keep their parameters; --zero 1, or --pp 1, works")
         if args.dp == 1:

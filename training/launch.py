@@ -123,10 +123,8 @@ def stay_on_interface_to(host: str) -> None:
     one that reaches torchrun's store on several, whatever their hostnames resolve to. On several
     machines the user's own choice is kept."""
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    if str(address[0]).startswith("127.") and address[0] != LOOPBACK:
-        # So Debian resolves a machine's own name. No machine has this one (RFC 5737): take the
-        # default route.
-        address = ("192.0.2.1", 1)
+    if str(address[0]).startswith("127.") and address[0] != LOOPBACK:  # Debian's, of its own name
+        address = ("192.0.2.1", 1)  # no machine's (RFC 5737): the interface of the default route
     with socket.socket(family, kind) as probe:
         with suppress(OSError):  # no route: torch chooses
             probe.connect(address)  # sends nothing: only looks up the route

@@ -99,7 +99,7 @@ def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
     texts = _pairs(dataset, found, src, tgt, sizes)
     for split in SPLITS:
         have = len(texts.splits[split])
-        if have == 0 and split not in found and texts.splits["train"]:
+        if have == 0 and split not in found and 0 < len(texts.splits["train"]) < 3:
             raise UserError(f"--dataset {dataset}: no pair is left for {split}; 3 pairs work")
         if have == 0:
             values = first.get("translation") or first if isinstance(first, Mapping) else {}
@@ -324,8 +324,9 @@ def _documents(dataset: str, found: Mapping[str, Any]) -> Texts:
     if not texts.splits["validation"]:
         texts.splits["train"], texts.splits["validation"] = held_out(train)
         if not all(texts.splits.values()):
-            raise UserError(f"--dataset {dataset}: it is one word, and two parts are needed; more "
-                            "text works")  # fmt: skip
+            raise UserError(
+                f"--dataset {dataset}: it is one word, and two parts are needed; more text works"
+            )
         texts.notes.append(
             f"no validation split: {100 // HELD_OUT} % of the text are taken from its end."
         )

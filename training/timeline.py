@@ -76,8 +76,7 @@ def clock_offset(rank: int, world_size: int) -> float:
 
     Cristian, "Probabilistic clock synchronization" (1989): rank r asks rank 0 for its time, and
     assumes that it was read in the middle of the round trip; the error is at most half of that. Of
-    20 round trips the shortest is used. An offset smaller than its error is taken to be 0, as on
-    one machine.
+    20 round trips the shortest is used. An offset below its error counts as 0, as on one machine.
     """
     if world_size == 1:
         return 0.0

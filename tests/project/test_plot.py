@@ -398,6 +398,11 @@ def test_a_timeline_without_a_schedule_has_no_ideal(
     assert title(fig) == "ddp, 2 workers: optimizer 10%, communication 15%, idle 5%"
     work = [b for b in boxes(fig.axes[0]) if b.get_y() > 0.55 and b.get_height() < 0.2]
     assert len({b.get_y() for b in work}) == 2  # all-reduces that overlap
+    assert "no ideal" not in foot(fig)
+    replicas = [[("F", 0, 0, 0, 1), ("B", 0, 0, 1, 3)]] * 2  # of one stage
+    write_run(tmp_path, "pipeline2", replicas, schedule="1f1b")
+    shared = foot(draw(tmp_path, drawn, "timeline", "pipeline=2"))
+    assert "no ideal is drawn, as several ranks share a stage" in shared
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,6 @@ def test_ranks_of_one_machine_stay_on_loopback_and_those_of_several_where_they_a
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
     # On Debian a machine's own name is 127.0.1.1: the others do not reach it over loopback.
     for library in ("GLOO", "NCCL"):
-        monkeypatch.setenv(f"{library}_SOCKET_IFNAME", "")
         monkeypatch.delenv(f"{library}_SOCKET_IFNAME")
     debian = (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 1))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [debian])

@@ -156,16 +156,17 @@ def test_results_of_the_run_before_are_set_aside(
     assert set_aside(tmp_path) is None
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "events").touch()  # of a run that was killed before a checkpoint
-    (tmp_path / "timeline_rank0.json").touch()
     assert set_aside(tmp_path) == tmp_path / "earlier_3"
-    assert (tmp_path / "earlier_3" / "timeline_rank0.json").exists()
+    (tmp_path / "timeline_rank0.json").touch()
+    assert set_aside(tmp_path) == tmp_path / "earlier_4"
+    assert (tmp_path / "earlier_4" / "timeline_rank0.json").exists()
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "mine").mkdir()  # without an export, the folder one stands in is not taken for it
     monkeypatch.chdir(tmp_path / "mine")
     (tmp_path / "checkpoints" / "000001-epoch0-step4").mkdir()  # nothing to resume by mistake
-    assert set_aside(tmp_path) == tmp_path / "earlier_4"
-    assert (tmp_path / "earlier_4" / "checkpoints" / "000001-epoch0-step4").is_dir()
-    left = ["config.json", "earlier_1", "earlier_2", "earlier_3", "earlier_4", "mine"]
+    assert set_aside(tmp_path) == tmp_path / "earlier_5"
+    assert (tmp_path / "earlier_5" / "checkpoints" / "000001-epoch0-step4").is_dir()
+    left = ["config.json", *(f"earlier_{n}" for n in range(1, 6)), "mine"]
     assert sorted(p.name for p in tmp_path.iterdir()) == left
 
 
@@ -177,4 +178,5 @@ def test_output_that_nobody_reads_any_more(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr("sys.stdout", pipe)
         with pytest.raises(RunError, match=r"^standard output: cannot be written \(Broken pipe\)"):
             show("a row")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # for what its buffer still holds
+        with Path(os.devnull).open("w") as devnull:
+            os.dup2(devnull.fileno(), writer)  # for what its buffer still holds
