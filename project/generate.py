@@ -6,7 +6,8 @@ beginning of a new text.
 
     python project/generate.py workdir "Der Mann kauft das Ei."
     python project/generate.py workdir --input sentences.txt > translations.txt
-    python project/generate.py exported "It was" --num_samples 3 --temperature 0.8 --top_k 40
+    python project/generate.py workdir "It was" --num_samples 3 --temperature 0.8 --top_k 40
+    python project/generate.py workdir --export gpt2_de_en        a folder for transformers
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Ends the program if it cannot be right."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("trained", metavar="FOLDER", help="a run's workdir, a checkpoint, an export, a hub id")
+    add("trained", metavar="FOLDER", help="a run's workdir, a checkpoint, a folder or hub id")
     add("text", nargs="*", default=[], help="lines of text; default: those of standard input")
     add("--input", type=Path, metavar="FILE", help="read the lines from this file")
+    add("--export", type=Path, metavar="NEW",
+        help="only write model, tokenizer and model card there, for transformers")  # fmt: skip
     add("--num_samples", type=count, default=1, metavar="N", help="lines out per line in [1]")
     add("--temperature", type=float, metavar="T",
         help="draw tokens, from logits divided by this; 0 takes the likeliest; default: 0, or 1 "
@@ -46,6 +49,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--temperature {args.temperature:g}: it must be 0 or more, as 0.8")
     if args.text and args.input:
         parser.error(f"--input {args.input}: there is text on the command line, too; leave one out")
+    if args.export and (args.text or args.input):
+        parser.error(f"--export {args.export} generates nothing: leave out text and --input")
     several = args.num_samples > 1 or args.top_k is not None
     if args.temperature == 0 and several:
         parser.error("--temperature 0 with --num_samples or --top_k: the likeliest token is always "
@@ -61,6 +66,7 @@ if __name__ == "__main__":
 
 from project.utils import run_program
 from training.errors import UserError
+from training.export import export
 from training.generation import continue_all
 from training.seeds import stream
 from training.trained import Trained, Whole, load_trained
@@ -126,6 +132,10 @@ def generate(trained: Trained, lines: Sequence[str], args: argparse.Namespace) -
 def main() -> None:
     """The program."""
     args = parse()
+    if args.export is not None:
+        export(load_trained(args.trained), args.export)
+        print(f"Model and tokenizer, for transformers, are in {args.export}/.")
+        return
     lines = read_lines(args)
     device = choose_device(args.device, 0, 1)
     for texts in generate(load_trained(args.trained, device), lines, args):

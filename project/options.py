@@ -85,8 +85,7 @@ class Training:
     num_microbatches: Count | None = None
     """micro-batches per step; default: 4 in a pipeline, else 1, and on a CPU what pads least"""
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
-    """compute activations again in backward; except_last: but for the last micro-batch; sqrt: keep
-    about sqrt(L) inputs of L layers"""
+    """compute activations again in backward; sqrt: keep about sqrt(L) inputs of L layers"""
 
 
 @dataclass
@@ -144,18 +143,10 @@ class Files:
     """checkpoints to keep, the newest, and one more while it trains; 0 saves none"""
     async_save: bool = False
     """write checkpoints in the background while training goes on, from a copy in memory"""
-    export: Path | None = None
-    """folder for the trained model and tokenizer, as transformers reads them"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: a GPU if there is one"""
     timeline: Whole = 0
     """record N steps after the first, for plot.py timeline and ui.perfetto.dev"""
-    profile: Whole = 0
-    """what every operator took in N steps after the first, per rank, for ui.perfetto.dev"""
-    tensorboard: bool = False
-    """write metrics.jsonl for TensorBoard, too"""
-    wandb: bool = False
-    """write metrics.jsonl for Weights & Biases, too"""
 
 
 @dataclass

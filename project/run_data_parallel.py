@@ -119,7 +119,7 @@ def run_dp(world: World, args: Any, texts: Texts, resume: Resume = NO_RESUME) ->
         return
     announce(world, args, model)
     results = run(world, args, task, model, plan, model.average_gradients, resume)
-    finish(world, results, args, task, model)  # collective: rank 0 draws, the others wait
+    finish(world, results, args)  # collective: rank 0 draws, the others wait
     model.close()
 
 

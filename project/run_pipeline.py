@@ -178,7 +178,7 @@ def run_pp(args: Any, devices: list[torch.device]) -> None:
     announce(world, args, model)
     try:
         results = run(world, args, task, model, plan, resume=resume)
-        finish(world, results, args, task, model)
+        finish(world, results, args)
     finally:
         model.close()
 

@@ -67,7 +67,19 @@ class Strategy:
 
 
 @dataclass
-class TrainOptions(Training, Data, Model, Files, Processes, Strategy, Stages):
+class Tools:
+    """other tools"""
+
+    profile: Whole = 0
+    """what every operator took in N steps after the first, per rank, for ui.perfetto.dev"""
+    tensorboard: bool = False
+    """write metrics.jsonl for TensorBoard, too"""
+    wandb: bool = False
+    """write metrics.jsonl for Weights & Biases, too"""
+
+
+@dataclass
+class TrainOptions(Training, Data, Model, Files, Processes, Strategy, Stages, Tools):
     """Of train.py."""
 
     strategy: Literal["single", "ddp", "fsdp", "pipeline", "model", "tensor", "3d"] = "ddp"
@@ -107,6 +119,7 @@ from training.loop import run
 from training.model import PRESETS, sizes_of_blocks, split_by
 from training.parallel import lay_out
 from training.pictures import PictureSets, load_pictures
+from training.profiling import Profile
 from training.replicated import Replicated
 from training.results import SUMMARY, write_json
 from training.rules import (
@@ -125,6 +138,7 @@ from training.saving import NO_RESUME, Resume, find_resume
 from training.task import Task
 from training.text import Texts
 from training.traced import traced_layers
+from training.trackers import close_trackers, trackers_of
 from training.vgg import VGG, PictureTask
 from training.workdir import alone_in_workdir, claim_folders
 from training.world import World, choose_backend, choose_device, on_main
@@ -150,6 +164,7 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> A
         check_batch(args, args.dp, "dp" if args.strategy == "3d" else "world_size")
     check_microbatches(args, args.dp)
     settle_training(args)
+    trackers_of(args)  # refuses one that is not installed
     if args.model != VGG:
         check_model(args)
     _settle_strategy(args)  # schedule, chunks, balance and zero
@@ -368,12 +383,17 @@ def run_rank(
     }  # fmt: skip
     announce(world, args, model)
     average = model.average_gradients if isinstance(model, Replicated) else None
+    profile = Profile(plan.timeline, args.profile, args.workdir)
     try:
-        results = run(world, args, task, model, plan, average, resume)
+        results = run(world, args, task, model, plan, average, resume, trackers_of(args))
+        profile.close()
+        close_trackers(args)
         # Both are collective, while the pipe is open; rank 0 keeps what it gets.
         outputs = outputs_on_main(world, task, model) if args.check_output else []
         weights = dict(model.weights()) if args.check_weights else {}  # on rank 0; others send
-        finish(world, results, args, task, model)
+        finish(world, results, args)
+        if any(args.workdir.glob("profile_rank*.json")):
+            results.say(f"{args.workdir}/profile_rank*.json: open them in https://ui.perfetto.dev.")
     finally:
         model.close()
 

@@ -26,7 +26,6 @@ from training.results import Results, show
 from training.rules import check_plain_text, check_warmup
 from training.saving import Resume
 from training.sequences import FILES, SequenceTask
-from training.task import Task
 from training.text import SPLITS, Texts, load_texts
 from training.timeline import Timeline
 from training.translation import TranslationTask
@@ -132,11 +131,9 @@ def make_optimizer(args: Any, parameters: Iterable[nn.Parameter]) -> torch.optim
     return torch.optim.AdamW(ps, args.learning_rate, fused=ps[0].device.type != "mps")
 
 
-def finish(world: World, results: Results, args: Any, task: Task, model: LaidOutModel) -> None:
-    """Prints outputs, draws the curves, names the output files, exports; all ranks call it."""
+def finish(world: World, results: Results, args: Any) -> None:
+    """Prints outputs, draws the curves, and names the files, on rank 0."""
     on_main(world, lambda: _show(results, args))  # the others wait, however long drawing takes
-    if args.export is not None:  # all ranks come here: they send their weights
-        results.say(task.export(world, args.export, model.weights(), results.summary))
 
 
 def _show(results: Results, args: Any) -> None:
@@ -149,10 +146,6 @@ def _show(results: Results, args: Any) -> None:
         results.say(
             f"The recorded steps: python project/plot.py timeline {args.workdir} draws them and "
             "writes them for https://ui.perfetto.dev."
-        )
-    if any(args.workdir.glob("profile_rank*.json")):
-        results.say(
-            f"The profile: open {args.workdir}/profile_rank*.json in https://ui.perfetto.dev."
         )
     results.say(f"Results are in {args.workdir}/; the curves are drawn in {picture}.")
 

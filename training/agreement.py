@@ -30,7 +30,7 @@ SHOWN = 3  # differences that an error names
 
 # Options that may differ between hosts. Datasets and models are compared by content.
 OF_A_HOST = {
-    "workdir", "export", "dataset", "model", "device", "cores_per_rank", "cores_per_worker",
+    "workdir", "dataset", "model", "device", "cores_per_rank", "cores_per_worker",
     "timeout", "master_port",
 }  # fmt: skip
 
@@ -39,7 +39,6 @@ def run_things(options: Mapping[str, Any], data: Mapping[str, str]) -> dict[str,
     """A run's options and data fingerprints, for `check_same`. (All ranks resume rank 0's
     checkpoint, so it is not compared.)"""
     compared = {f"--{name}": repr(v) for name, v in options.items() if name not in OF_A_HOST}
-    compared["--export"] = repr(options.get("export") is not None)  # all ranks help with it
     splits = {f"the {split} data": value for split, value in data.items()}
     return {name: value.encode() for name, value in (compared | splits).items()}
 

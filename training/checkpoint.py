@@ -73,7 +73,7 @@ class CheckpointError(UserError):
 
 
 class SaveError(RunError):
-    """A checkpoint or an export could not be written. No part of it is left."""
+    """A checkpoint could not be written. No part of it is left."""
 
 
 # What a rank holds

@@ -106,12 +106,6 @@ class LanguageTask(SequenceTask):
         sizes = " / ".join(f"{len(examples):,}" for examples in self.examples.values())
         return f"{sizes} sequences of {self.args.model_max_length} tokens to train / validate"
 
-    def card(self) -> tuple[str, str]:
-        """A title, and the beginning of a text."""
-        prompt = (self._prompts() or [[]])[0]  # none, where sequences have one token
-        text = self.tokenizer.decode(prompt, skip_special_tokens=True)
-        return "GPT-2, a language model", " ".join(text.split()).replace('"', "'") or "The"
-
     def tested(self) -> list[Any]:
         """The sample prompts."""
         return [self.tokenizer.decode(p, skip_special_tokens=True) for p in self._prompts()]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, cast
 
@@ -29,9 +29,8 @@ from tqdm import tqdm
 
 from training.agreement import check_replicas, check_same, run_things
 from training.layout import LaidOutModel, Plan
-from training.metrics import Metrics
+from training.metrics import Metrics, Tracker
 from training.optimization import Optimizers, Recipe
-from training.profiling import Profile
 from training.results import NOTHING_YET, Results, Totals
 from training.saving import NO_RESUME, Resume, Saving
 from training.seeds import stream
@@ -156,6 +155,7 @@ def run(
     plan: Plan,
     average_gradients_fn: Callable[[nn.Module], None] | None = None,
     resume: Resume = NO_RESUME,
+    trackers: Sequence[Tracker] = (),
 ) -> Results:
     """Trains from scratch or from a checkpoint; evaluates after every epoch."""
     # For dropout that draws (fused attention's on a GPU): other masks on every part and shard.
@@ -172,15 +172,14 @@ def run(
     total, per_epoch = num_steps(args, task), task.steps_per_epoch
     # An epoch's last checkpoint precedes its evaluation, so a resumed run evaluates it again.
     first = max(0, saving.steps_done - 1) // per_epoch
-    done = saving.steps_done >= total
-    results.begin(first, notes, saving.steps_done > 0, done)
+    results.begin(notes, saving.steps_done > 0)
     note = plan.timeline.last.note
-    metrics = Metrics(world, args, task, model, saving.steps_done)  # begin has moved old files away
+    # After `begin`, which has moved old files away.
+    metrics = Metrics(world, args, task, model, saving.steps_done, trackers)
     whole_epochs = args.num_batches is None
     if whole_epochs and saving.steps_done == 0:
         note("evaluation")
         results.say_start(*_evaluate(world, task, model))
-    profile = Profile(plan.timeline, args.profile, args.workdir)
     for epoch in range(first, -(-total // per_epoch)):  # the last one may be cut short
         length = min(per_epoch, total - epoch * per_epoch)  # steps of this epoch
         steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
@@ -190,7 +189,6 @@ def run(
             results.add_step(optimizer.loss, seconds)
             metrics.add_step(epoch, optimizer, seconds)
             saving.after_step(epoch, totals)  # after add_step: the checkpoint has this step's loss
-            profile.step()
             if plan.timeline.recording and plan.timeline.complete:
                 plan.timeline.save(args.workdir)  # at once: the run may be interrupted later
             note("next batch")
@@ -210,9 +208,7 @@ def run(
         metrics.add_evaluation(optimizer.steps, epoch, result)
         before = NOTHING_YET  # only the first epoch was begun by an earlier run
     saving.close()  # waits for what is written in the background
-    profile.close()
-    metrics.close()
-    if not plan.timeline.complete and not done:  # the run was shorter
+    if not plan.timeline.complete:  # the run was shorter
         plan.timeline.save(args.workdir)
     results.summarize()
     return results

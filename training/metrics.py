@@ -9,7 +9,7 @@ A line of JSON per step and per evaluation, written at once, so that `tail -f` f
 `tokens_per_sec` counts all positions, `real_tokens_per_sec` excludes padding. `tflops_per_sec`
 counts three forward passes per step, since backward takes two; recomputation is not counted.
 `share_of_peak` divides it by the speed that all ranks together reached in a large matrix product
-at the start of the run. --tensorboard and --wandb write the same numbers.
+at the start of the run. training/trackers.py writes the same numbers for other tools.
 
 Cost: 0.3 seconds at the start, for the matrix products (and a second trace, with --trace); 0.1 ms
 per step.
@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,17 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from training.errors import RunError
 from training.layout import LaidOutModel
 from training.memory import peak_bytes
 from training.optimization import Optimizers
-from training.results import METRICS, json_text, options_of, writing
+from training.results import METRICS, json_text, writing
 from training.task import Task
 from training.world import World, gather_over_ranks
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 """Takes the number of steps done, and the numbers to write."""
+Tracker = Callable[[Any, int], Sink]
+"""Opens a sink, given the options and the number of steps that a resumed run has done."""
 
 _SIDE = 1024  # of the matrices that measure the peak
 
@@ -48,10 +48,17 @@ class Metrics:
 
     Args:
         steps_done: by the run that is resumed. Lines of later steps are removed.
+        trackers: what else rank 0 writes the numbers to.
     """
 
     def __init__(
-        self, world: World, args: Any, task: Task, model: LaidOutModel, steps_done: int
+        self,
+        world: World,
+        args: Any,
+        task: Task,
+        model: LaidOutModel,
+        steps_done: int,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.copies = world.world_size / model.parts  # ranks that have the same part of a batch
         self.device = world.device
@@ -59,8 +66,10 @@ class Metrics:
         weights = next(iter(model.held()))
         dtype = torch.bfloat16 if args.precision == "bf16" else weights.dtype
         self.peak = sum(gather_over_ranks(peak_flops(world.device, dtype), world))  # collective
-        self.sinks = list(_sinks(args, steps_done)) if world.is_main else []
-        self.wandb = args.wandb and world.is_main
+        self.sinks: list[Sink] = []
+        if world.is_main:
+            self.sinks.append(_json_lines(args.workdir / METRICS, steps_done))
+            self.sinks += [tracker(args, steps_done) for tracker in trackers]
 
     def add_step(self, epoch: int, optimizer: Optimizers, seconds: float) -> None:
         """Writes a step, done or skipped."""
@@ -82,13 +91,6 @@ class Metrics:
         """Writes an evaluation, without the speeds in `result`, which are this rank's alone."""
         found = {key: x for key, x in result.items() if not key.endswith("tokens_per_sec")}
         self._write(steps, epoch=epoch, **found)
-
-    def close(self) -> None:
-        """Ends the run of wandb. (Forked ranks run no exit handlers.)"""
-        if self.wandb:
-            import wandb
-
-            wandb.finish()
 
     def _write(self, steps: int, epoch: int, **numbers: Any) -> None:
         for sink in self.sinks:
@@ -122,14 +124,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * _SIDE**3 / best  # a product and a sum each
 
 
-def _sinks(args: Any, steps_done: int) -> Iterable[Sink]:
-    yield _json_lines(args.workdir / METRICS, steps_done)
-    if args.tensorboard:
-        yield _tensorboard(args.workdir / "tensorboard", steps_done)
-    if args.wandb:
-        yield _wandb(args, steps_done)
-
-
 def _json_lines(path: Path, steps_done: int) -> Sink:
     with writing(path):
         before = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
@@ -150,35 +144,3 @@ def _is_before(line: str, steps_done: int) -> bool:
     return bool(
         numbers["step"] < steps_done or (numbers["step"] == steps_done and "loss" in numbers)
     )
-
-
-def _tensorboard(folder: Path, steps_done: int) -> Sink:
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(folder, purge_step=steps_done + 1 if steps_done else None)
-
-    def write(steps: int, numbers: Mapping[str, Any]) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, steps)
-        writer.flush()
-
-    return write
-
-
-def _wandb(args: Any, steps_done: int) -> Sink:
-    import wandb
-
-    os.environ.setdefault("WANDB_SILENT", "true")
-    name = args.workdir / "wandb" / "run-id"  # a resumed run continues the same run there
-    known = name.read_text() if steps_done and name.exists() else None
-    settings = {"project": "parallel-gpt2", "dir": args.workdir, "config": options_of(args)}
-    try:
-        run = wandb.init(**settings, id=known, resume="allow")
-    except wandb.Error as error:  # no account, or no network
-        raise RunError(
-            f"--wandb: {str(error).rstrip('.')}; WANDB_MODE=offline in the environment works "
-            "without an account"
-        ) from error
-    name.parent.mkdir(exist_ok=True)  # wandb does not make it if it is disabled
-    name.write_text(run.id)
-    return lambda steps, numbers: run.log(dict(numbers), step=steps)

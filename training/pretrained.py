@@ -76,7 +76,7 @@ def _check_tokenizer(name: str, config: GPT2Config) -> None:
             reason = f"it has {tokens:,} tokens, and the embedding {config.vocab_size:,} rows"
     raise UserError(
         f"--model {name}: no tokenizer that fits comes with it ({' '.join(reason.split())[:160]}); "
-        "save the one of these weights there, as --export does"
+        "save the tokenizer of these weights there"
     )
 
 

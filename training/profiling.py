@@ -22,10 +22,9 @@ class Profile:
     steps, such as an evaluation, is included."""
 
     def __init__(self, timeline: Timeline, num_steps: int, workdir: Path) -> None:
-        self._timeline, self._profiler = timeline, None
+        self._profiler = None
         if not num_steps:
             return
-        from torch._C._profiler import _ExperimentalConfig
         from torch.profiler import profile, schedule
 
         timeline.range = torch.profiler.record_function
@@ -33,14 +32,9 @@ class Profile:
         self._profiler = profile(
             schedule=schedule(wait=0, warmup=1, active=num_steps, repeat=1),
             on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
-            experimental_config=_ExperimentalConfig(profile_all_threads=True),  # stages in threads
         )
         self._profiler.start()
-
-    def step(self) -> None:
-        """Call it after every step."""
-        if self._profiler is not None:
-            self._profiler.step()
+        timeline.after_step = self._profiler.step
 
     def close(self) -> None:
         """Call it after the last step."""

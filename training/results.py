@@ -18,10 +18,11 @@ import itertools
 import json
 import math
 import os
-import re
+import shlex
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,18 +32,12 @@ if TYPE_CHECKING:  # figures are drawn without torch
     from training.task import Score, Task
     from training.world import World
 
-_RESULT_FILE = re.compile(
-    r"(rank\d+_results|rank\d+_gen|eval_results|gen)_epoch(?P<epoch>\d+)\.json"
-)
-_OTHER_FILES = re.compile(
-    r"(timeline|profile)_rank\d+\.json|(trace|summary|options)\.json|training\.png|metrics\.jsonl"
-    r"|tensorboard|checkpoints"
-)
-METRICS, OPTIONS = "metrics.jsonl", "options.json"
+METRICS, OPTIONS, SUMMARY, PICTURE = "metrics.jsonl", "options.json", "summary.json", "training.png"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"  # their folders
-GO_ON = [re.escape(METRICS), TENSORBOARD, CHECKPOINTS]  # a resumed run continues them
-TIMELINES, PROFILES = r"timeline_rank\d+\.json|trace\.json", r"profile_rank\d+\.json"
-SUMMARY, PICTURE = "summary.json", "training.png"
+OF_A_RUN = (  # what it leaves in its workdir
+    "*_results_epoch*.json", "*gen_epoch*.json", "timeline_rank*.json", "profile_rank*.json",
+    "trace.json", OPTIONS, SUMMARY, PICTURE, CHECKPOINTS, TENSORBOARD, METRICS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,24 +77,14 @@ class Results:
         if self.world.is_main:
             show(text)
 
-    def begin(
-        self, first: int, notes: Sequence[str], resumed: bool = False, done: bool = False
-    ) -> None:
-        """Sets the results of an earlier run aside or, if that is resumed, removes those from epoch
-        `first` on; prints what will be trained. `done`: it has no steps left to train."""
+    def begin(self, notes: Sequence[str], resumed: bool = False) -> None:
+        """Sets an earlier run aside, unless it is resumed; prints what will be trained."""
         args, task = self.args, self.task
         if self.world.is_main:
             if not resumed and (aside := set_aside(args.workdir)) is not None:
                 notes = [*notes, f"Earlier results were moved to {aside}/."]
-            before, options, stay = _options_before(args.workdir), options_of(args), [*GO_ON]
-            if resumed:
-                options["export"] = options["export"] or before.get("export")  # it is still there
-                # What was recorded stays until it is written anew, or other ranks train on.
-                if done or all(options.get(x) == before.get(x) for x in ("strategy", "world_size")):
-                    stay += [] if args.timeline and not done else [TIMELINES]
-                    stay += [] if args.profile and not done else [PROFILES]
-            clear_results(args.workdir, first, "|".join(stay))
-            write_json(args.workdir / OPTIONS, options)
+            command = shlex.join(["python", *sys.argv])
+            write_json(args.workdir / OPTIONS, {**options_of(args), "command": command})
             for name, content in task.files.items():
                 with writing(args.workdir / name):
                     (args.workdir / name).write_bytes(content)
@@ -225,45 +210,18 @@ def options_of(args: Any) -> dict[str, Any]:
 
 
 def set_aside(workdir: Path) -> Path | None:
-    """Moves an earlier run's files in `workdir`, if it left more than options, into its folder
-    earlier_1, or earlier_2, ..., and returns that folder."""
-    names = [path.name for path in workdir.iterdir()]
-    shows = rf"{_RESULT_FILE.pattern}|{TIMELINES}|{PROFILES}"  # that there was a run
-    found = {x for x in names if re.fullmatch(shows, x)}
-    found |= {x for x in (CHECKPOINTS, TENSORBOARD) if any(workdir.glob(f"{x}/*"))}
-    if not found:
+    """Moves the files of an earlier run, if it has done a step, into the folder earlier_1, or
+    earlier_2, ..., of `workdir`, and returns that folder."""
+    steps = workdir / METRICS  # a line for each
+    if not steps.exists() or not steps.stat().st_size:
         return None
-    n = next(n for n in itertools.count(1) if f"earlier_{n}" not in names)
-    aside = workdir / f"earlier_{n}"
+    aside = next(p for n in itertools.count(1) if not (p := workdir / f"earlier_{n}").exists())
     with writing(aside):
         aside.mkdir()
-        given = _options_before(workdir).get("export")
-        exported = {x for x in names if given and (workdir / x).resolve() == Path(given).resolve()}
-        # These move last: if this is interrupted, the next run moves the rest.
-        for name in sorted(names, key=lambda x: (x not in exported, x in found)):
-            if name in exported or name in found or _OTHER_FILES.fullmatch(name):
-                (workdir / name).rename(aside / name)
+        for pattern in OF_A_RUN:  # METRICS last: after an interruption the next run moves the rest
+            for path in workdir.glob(pattern):
+                path.rename(aside / path.name)
     return aside
-
-
-def _options_before(workdir: Path) -> dict[str, Any]:
-    """The options of the run before; none if they cannot be read."""
-    with suppress(OSError, ValueError, TypeError):
-        return dict(json.loads((workdir / OPTIONS).read_text("utf-8")))
-    return {}
-
-
-def clear_results(workdir: Path, first: int, stay: str) -> None:
-    """Removes an earlier run's result files, except those of epochs before `first` and those whose
-    names match `stay`: no figure mixes two runs. Also removes half-written files of a killed run.
-    """
-    for path in workdir.iterdir():
-        found = _RESULT_FILE.fullmatch(path.name)
-        stale = int(found["epoch"]) >= first if found else path.name.endswith(".json.part")
-        other = _OTHER_FILES.fullmatch(path.name) and not re.fullmatch(stay, path.name)
-        if stale or other:
-            with writing(path):
-                path.unlink()
 
 
 @contextmanager

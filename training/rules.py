@@ -7,7 +7,6 @@ fills in options that were not given, so that options.json has them.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 from runtime.cores import core_slice
@@ -51,14 +50,6 @@ def settle_training(args: Any) -> None:
         args.learning_rate = rate * (SGD_FACTOR if sgd else 1)
     if args.num_batches is not None:
         check_warmup(args, 0)
-    if args.profile and args.num_batches == 1:
-        raise UserError(
-            f"--profile {args.profile} --num_batches 1: the first step is not profiled; "
-            f"--num_batches {args.profile + 1} works"
-        )
-    for name in ("tensorboard", "wandb"):
-        if getattr(args, name) and importlib.util.find_spec(name) is None:
-            raise UserError(f"--{name}: {name} is not installed; pip install {name} works")
 
 
 def fewer_stages(option: str, n: int, chunks: int, layers: int) -> str:

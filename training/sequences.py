@@ -26,7 +26,6 @@ from torch import Tensor
 from data_parallel.dataset import even_slices, partition_dataset, shuffled_indices
 from training.agreement import check_same
 from training.data import Encoded, collate_batch, load_tokenizer
-from training.export import export, model_card, write_gpt2
 from training.layout import LaidOutModel
 from training.model import (
     PRESETS,
@@ -95,10 +94,6 @@ class SequenceTask(Task, ABC):
     @abstractmethod
     def about_data(self) -> str:
         """What the model is trained on, for a person."""
-
-    @abstractmethod
-    def card(self) -> tuple[str, str]:
-        """For an export: what the model does, and a prompt for it."""
 
     def skeleton(self) -> GPT2LMHeadModel:
         """The whole model on the meta device."""
@@ -212,26 +207,6 @@ class SequenceTask(Task, ABC):
             f"batches of {args.batch_size}, {args.precision}, {self.device.type}"
             + "".join(f"\n{note}" for note in self.texts.notes)
         )
-
-    def export(
-        self,
-        world: World,
-        folder: Path,
-        weights: Iterator[tuple[str, Tensor]],
-        summary: Mapping[str, Any],
-    ) -> str:
-        """Writes model, tokenizer and model card for `transformers`."""
-
-        def write(aside: Path) -> None:
-            length = self.args.model_max_length
-            write_gpt2(aside, self.skeleton(), load_tokenizer(self.files), length)
-            title, prompt = self.card()
-            score = self.score_name.lower()
-            card = model_card(folder, title, self.describe(), prompt, summary, score)
-            (aside / "README.md").write_text(card, encoding="utf-8")
-
-        export(world, folder, ((name, p.float()) for name, p in weights), write)  # as fp32
-        return f"Model and tokenizer, for transformers, are in {folder}/."
 
     def of_all_parts(self, world: World, model: LaidOutModel, mine: list[str], n: int) -> list[str]:
         """All ranks' n outputs in their order; part p has outputs p, p + parts, ..."""

@@ -7,9 +7,8 @@ outputs. Layouts see layers, inputs and targets, never what they mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -46,7 +45,7 @@ class Task(Protocol):
     score_name: str  # "BLEU", "accuracy" or "perplexity"
     units: Sequence[str]  # of speed: positions and real tokens per second, or pictures
     steps_per_epoch: int
-    files: dict[str, bytes]  # small files that every checkpoint and export needs, by name
+    files: dict[str, bytes]  # small files that every checkpoint needs, by name
 
     def skeleton(self) -> nn.Module:
         """The whole model on the meta device: shapes and names, no memory."""
@@ -86,16 +85,6 @@ class Task(Protocol):
 
     def examples_to_show(self, generated: list[str]) -> str:
         """A few outputs of the trained model, for a person; empty if there are none."""
-
-    def export(
-        self,
-        world: World,
-        folder: Path,
-        weights: Iterator[tuple[str, Tensor]],
-        summary: Mapping[str, Any],
-    ) -> str:
-        """Writes the trained model from `LaidOutModel.weights`; returns what was written, for a
-        person. `summary` is `Results.summary`. All ranks call it together."""
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each split's examples, in their order."""

@@ -130,7 +130,9 @@ class Timeline:
         last: LastAction | None = None,
     ) -> None:
         self.last = last or LastAction()
-        self.range: Callable[[str], AbstractContextManager[Any]] = nullcontext  # of a profiler
+        # Of a profiler: around every action, and after every step.
+        self.range: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self.after_step: Callable[[], None] = lambda: None
         self.rank, self.world_size, self.workers = rank, world_size, workers
         self.device = device or torch.device("cpu")
         self.about = dict(about or {})
@@ -171,6 +173,7 @@ class Timeline:
         for step in steps:
             self.step(self._marks[-1][1] + 1 if self._marks else 0)
             yield step  # the caller works on it here
+            self.after_step()
         self.recording = False
 
     @contextmanager
@@ -210,11 +213,15 @@ class Timeline:
 
     def save(self, workdir: Path) -> None:
         """Rank 0 writes the files of all ranks, since hosts may share no folder; all ranks call it
-        together. training/perfetto.py reads them back."""
+        together. training/perfetto.py reads them back. Without a step nothing is written."""
+        if not self._marks:
+            return
         texts = [self._text()] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(texts, texts[0])  # by rank
         if self.rank == 0:
+            for path in workdir.glob("timeline_rank*.json"):
+                path.unlink()  # of a run that was resumed, perhaps with more ranks
             for rank, text in enumerate(texts):
                 write_text(workdir / f"timeline_rank{rank}.json", text)
 

@@ -2,7 +2,7 @@
 
 a workdir       its newest intact checkpoint
 a checkpoint    one of the folders in checkpoints/ of a workdir
-an export       the folder of --export, or any GPT-2 of `transformers`, also on the hub
+an export       a folder that generate.py wrote, or any GPT-2 of `transformers`, also on the hub
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class Trained:
 
     Attributes:
         max_length: of the sequences that it was trained on, in tokens.
+        workdir: of the run that trained it; None if another tool did.
     """
 
     model: Any
     tokenizer: PreTrainedTokenizerFast
     max_length: int
+    workdir: Path | None = None
 
     @property
     def source_end(self) -> str | None:
@@ -88,10 +90,7 @@ def load_trained(name: str, device: torch.device | str = "cpu") -> Trained:
             why = "this run has no checkpoint yet"
             if refused:
                 why = f"every checkpoint of this run is damaged ({'; '.join(refused)})"
-            raise UserError(
-                f"{name}: {why}; there is one after every epoch, or --save_every steps; the folder "
-                "of --export works, too"
-            )
+            raise UserError(f"{name}: {why}; there is one after every epoch, or --save_every steps")
         found = _of_checkpoint(checkpoint)
     else:
         found = _of_transformers(name)
@@ -113,7 +112,8 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Trained:
     pieces = [whole(f"model.{name}", p.detach()) for name, p in model.named_parameters()]
     Saver(checkpoint.folder.parent, keep=1).load(checkpoint, pieces)  # fills the model
     tokenizer = load_tokenizer({file: checkpoint.read(file) for file in TOKENIZER_FILES})
-    return Trained(model, tokenizer, checkpoint.state["options"]["model_max_length"])
+    length = checkpoint.state["options"]["model_max_length"]
+    return Trained(model, tokenizer, length, checkpoint.folder.parent.parent)
 
 
 def _of_transformers(name: str) -> Trained:
@@ -123,11 +123,9 @@ def _of_transformers(name: str) -> Trained:
     local = Path(name).is_dir()
     of_hub = name.count("/") == 1 and not name.startswith((".", "/", "~"))  # OWNER/NAME
     if not (local or of_hub) or Path(name).is_file():
-        raise UserError(
-            f"{name}: there is no such folder; the --workdir or --export of a run works"
-        )
+        raise UserError(f"{name}: there is no such folder; the --workdir of a run works")
     if local and not any(Path(name).iterdir()):
-        raise UserError(f"{name}: the folder is empty; the --workdir or --export of a run works")
+        raise UserError(f"{name}: the folder is empty; the --workdir of a run works")
     more = {"local_files_only": True} if local else {}
     try:
         config = AutoConfig.from_pretrained(name, **more)
@@ -142,6 +140,6 @@ def _of_transformers(name: str) -> Trained:
         reason = " ".join(str(error).split())[:160]
         raise UserError(
             f"{name}: neither the workdir of a run, nor a checkpoint, nor a GPT-2 that "
-            f"transformers reads ({reason}); the --workdir or --export of a run works"
+            f"transformers reads ({reason}); the --workdir of a run works"
         ) from error
     return Trained(model, tokenizer, min(tokenizer.model_max_length, config.n_positions))

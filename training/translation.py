@@ -67,12 +67,6 @@ class TranslationTask(SequenceTask):
         sizes = " / ".join(f"{len(self.texts.splits[split]):,}" for split in SPLITS)
         return f"{sizes} pairs to train / validate / test, {self.args.src} to {self.args.tgt}"
 
-    def card(self) -> tuple[str, str]:
-        """A sentence of the test split."""
-        args = self.args
-        prompt = self.texts.splits["test"][0][args.src] + eos(args.src)
-        return f"GPT-2 that translates {args.src} to {args.tgt}", prompt
-
     def tested(self) -> list[Any]:
         """The pairs of the test split."""
         return list(self.texts.splits["test"])

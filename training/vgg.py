@@ -26,9 +26,8 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data_parallel.dataset import even_slices, partition_dataset
-from training.export import export
 from training.layout import LaidOutModel
 from training.model import generator_for, split_by
 from training.pictures import Pictures, PictureSets, to_inputs
@@ -190,21 +188,6 @@ class PictureTask:
     def examples_to_show(self, generated: list[str]) -> str:  # noqa: ARG002
         """Nothing is generated."""
         return ""
-
-    def export(
-        self,
-        world: World,
-        folder: Path,
-        weights: Iterator[tuple[str, Tensor]],
-        summary: Mapping[str, Any],  # noqa: ARG002
-    ) -> str:
-        """Writes the weights by name."""
-
-        def write(aside: Path) -> None:
-            (aside / "config.json").write_bytes(self.files["config.json"])
-
-        export(world, folder, weights, write)
-        return f"The trained weights are in {folder}/."
 
     def fingerprints(self) -> dict[str, str]:
         """The hashes of the pictures."""

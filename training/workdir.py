@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from training.checkpoint import aside_of, clean, names
+from training.checkpoint import clean, names
 from training.errors import Interrupted, UserError, say, torchrun, torchrun_world_size
-from training.export import check_export
 from training.results import CHECKPOINTS
 
 ROOM = 1 << 20  # bytes
@@ -26,9 +24,6 @@ def claim_folders(args: argparse.Namespace) -> None:
         raise UserError(
             f"--save_every {args.save_every} --keep 0: no checkpoint would stay; --keep 1 works"
         )
-    if args.export is not None:
-        claim_folder(args.export.resolve().parent, f"--export {args.export}", "--export exported")
-        check_export(args.export, args.workdir)
     claim_folder(args.workdir, f"--workdir {args.workdir}", "--workdir workdir")
     if args.keep:  # something else may be in their place
         claim_folder(args.workdir / CHECKPOINTS, f"--workdir {args.workdir}", "--workdir workdir")
@@ -80,8 +75,6 @@ def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
                 args.workdir.rmdir()
             for path in args.workdir.glob("*.json.part"):
                 path.unlink(missing_ok=True)
-            if args.export is not None:
-                shutil.rmtree(aside_of(args.export.resolve()), ignore_errors=True)
         if lock is not None:
             os.close(lock)  # unlocks the folder
 

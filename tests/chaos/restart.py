@@ -17,10 +17,10 @@ from random import Random
 
 import psutil
 import torch
-from safetensors.torch import load_file
 
 from tests.chaos.programs import Program
 from tests.chaos.run import Run, scratch, until
+from tests.project.programs import weights
 
 RESTARTS = 3  # that torchrun is allowed, and so the most kills
 EPOCHS = 3
@@ -48,19 +48,17 @@ def live(program: Program, moments: Sequence[tuple[float, int]]) -> Life:
     been started which one is killed."""
     with scratch() as name:
         folder = Path(name)
-        exported = folder / "exported"
-        more = (*OPTIONS, "--export", str(exported))
-        command = program.command(str(folder / "work"), EPOCHS, 60.0, RESTARTS, more)
+        command = program.command(str(folder / "work"), EPOCHS, 60.0, RESTARTS, OPTIONS)
         start = time.monotonic()
         with Run(command, folder, program.launcher) as run:
             kills = _kill(run, moments)
             run.wait(RUN)
-            weights = exported / "model.safetensors"
+            saved = any(folder.glob("work/checkpoints/*-epoch*"))
             return Life(
                 status=run.process.poll(),
                 seconds=time.monotonic() - start,
                 files=_files(folder),
-                weights=load_file(weights) if weights.exists() else {},
+                weights=weights(folder / "work") if saved else {},
                 said=run.said(),
                 left=run.leftovers(),
                 kills=kills,

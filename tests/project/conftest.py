@@ -96,7 +96,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Learned:
-    """What one process has learned: with which options, and its workdir, with exported/ in it."""
+    """What one process has learned: with which options, and its workdir."""
 
     line: str
     workdir: Path
@@ -115,7 +115,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Learned
     @cache
     def learn(what: str) -> Learned:
         workdir = folder / what
-        where = f"--num_microbatches 1 --workdir {workdir} --export {workdir}/exported"
+        where = f"--num_microbatches 1 --workdir {workdir}"
         printed, error = run(f"train single {lines[what]} {where}")
         assert error is None, printed
         return Learned(lines[what], workdir)
@@ -133,7 +133,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, pairs_folder: Path) -> Run
     """Two epochs on two ranks, with a timeline, where an earlier, larger run has left results."""
     workdir = tmp_path_factory.mktemp("trained") / "work"
     workdir.mkdir()
-    for stale in ("rank2_results_epoch0.json", "rank0_gen_epoch7.json", "timeline_rank5.json"):
+    for stale in ("rank2_results_epoch0.json", "timeline_rank5.json", "metrics.jsonl"):
         (workdir / stale).write_text("{}")
     (workdir / "notes.txt").write_text("mine")
     done = run_warm(

@@ -14,10 +14,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from project import run_data_parallel, run_pipeline, train
 from project.utils import read_texts
 from tests.ranks import Ranks
+from training.checkpoint import Saver, newest, whole
 from training.errors import RunError
 from training.results import Totals
 from training.saving import Saving, find_resume
@@ -147,6 +150,20 @@ def losses(workdir: str | Path = "work") -> list[float]:
 def written(workdir: str | Path) -> list[Any]:
     """What the trained model makes of the test split, or how it continues the validation split."""
     return read_json(sorted(Path(workdir).glob("*gen_epoch1.json"))[0])
+
+
+def weights(workdir: str | Path = "work") -> dict[str, Tensor]:
+    """Of the newest checkpoint, by name."""
+    checkpoint, _ = newest(Path(workdir) / "checkpoints")
+    assert checkpoint is not None
+    found = {
+        name: torch.empty(t.size, dtype=t.properties.dtype)
+        for name, t in checkpoint.tensors.items()
+        if name.startswith("model.")
+    }
+    pieces = [whole(name, t) for name, t in found.items()]
+    Saver(checkpoint.folder.parent, keep=1).load(checkpoint, pieces)
+    return found
 
 
 def names_in(folder: str | Path) -> list[str]:

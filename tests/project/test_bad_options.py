@@ -132,7 +132,6 @@ dp --save_every 9 --keep 0 => no checkpoint would stay; --keep 1 works
 train ddp --num_batches 5 --warmup_steps 5 => end before the last; --warmup_steps 0 to 4 works
 dp --n_train 33 --batch_size 8 --n_epochs 2 --warmup_steps 10 => last; --warmup_steps 0 to 9 works
 dp --n_train 33 --batch_size 40 --n_epochs 1 --warmup_steps 100 => last; --warmup_steps 0 works
-train ddp --profile 3 --num_batches 1 => the first step is not profiled; --num_batches 4 works
 # models
 dp --n_head 3 => the heads must divide the width; --n_head 2 works
 dp --vocab_size 258 => a byte-level vocabulary has at least 259 tokens; --vocab_size 2048 works
@@ -147,7 +146,6 @@ pp --model misfit --model_max_length 32 => (it has 340 tokens, and the embedding
 dp --workdir taken => another run is writing there; --workdir taken_2 works
 pp --workdir taken => another run is writing there; --workdir taken_2 works
 train ddp --model gpt2-mini --workdir taken => run is writing there; --workdir taken_2 works
-pp --export taken/file => something else is there; name a new folder, as --export taken/file_gpt2
 """
 
 
@@ -171,7 +169,7 @@ def test_one_line(misfit: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("taken/file").touch()
     some = f"1 to {CORES}" if CORES > 1 else "1"
     text, wrong = TABLE.format(cores=CORES, works=some, here=Path.cwd()), []
-    with alone_in_workdir(SimpleNamespace(workdir=Path("taken"), export=None)):  # type: ignore
+    with alone_in_workdir(SimpleNamespace(workdir=Path("taken"))):  # type: ignore
         for row in text.strip().splitlines():
             line, arrow, words = row.partition(" => ")
             if not arrow:
@@ -232,7 +230,7 @@ def test_what_a_resume_may_change(made: Path, monkeypatch: pytest.MonkeyPatch) -
     fingerprint = read_texts(parse(DP + line)).fingerprints()["train"]
     for change in (
         "--n_epochs 50", "--save_every 7", "--keep 5", "--timeout 5", "--gradient_sync flat",
-        "--num_microbatches 2", "--export out", "--on_nan skip", "--world_size 4",
+        "--num_microbatches 2", "--on_nan skip", "--world_size 4",
     ):  # fmt: skip
         assert find_resume(parse(DP + line + change), fingerprint).checkpoint is not None
     resume = find_resume(parse(DP + line + "--n_epochs 1"), fingerprint)

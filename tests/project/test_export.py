@@ -1,9 +1,8 @@
-"""--export: transformers loads it and computes what the trained model does, and every program can
-start from it. And what --model refuses."""
+"""generate.py --export: transformers loads it and computes what the trained model does, and every
+program can start from it. And what --model refuses."""
 
 from __future__ import annotations
 
-import errno
 import re
 import shutil
 from collections.abc import Callable
@@ -12,40 +11,31 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from project.generate import generate
+from project.generate import generate, main
 from project.generate import parse as parse_generate
 from project.utils import read_texts
 from tests.project.conftest import ROOT
-from tests.project.programs import FLOW, SAME, TINY, VGG, names_in, parse, run, summary
+from tests.project.programs import FLOW, SAME, TINY, names_in, parse, run, summary
 from tests.ranks import Ranks
-from training.checkpoint import put_in_place
 from training.errors import RunError, UserError
-from training.export import export
 from training.rules import check_model
 from training.trained import load_trained
-from training.world import World
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 SHORT = TINY + "--n_epochs 1 --dropout 0 "
-IDS = torch.arange(40).view(2, 20)
-
-
-def logits(folder: Path) -> Tensor:
-    """Of what transformers loads."""
-    with torch.no_grad():
-        return GPT2LMHeadModel.from_pretrained(folder).eval()(input_ids=IDS).logits
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of two stages exported."""
+    """A run of two stages, as a folder for transformers."""
     folder = tmp_path_factory.mktemp("exported")
-    run(f"run_pipeline {FLOW} {SHORT} --workdir {folder}/work --export {folder}/model")
+    run(f"run_pipeline {FLOW} {SHORT} --workdir {folder}/work")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["x", f"{folder}/work", "--export", f"{folder}/model"])
+        main()
     return folder / "model"
 
 
@@ -68,11 +58,11 @@ def test_transformers_loads_it_and_finds_the_losses_of_the_run(exported: Path) -
     assert total / count == pytest.approx(expected, rel=1e-5)
     card = (exported / "README.md").read_text("utf-8")
     bleu = summary(exported.parent / "work")["bleu"]
-    assert f"- validation loss {expected:.3f} nats per token, bleu {bleu:.1f}" in card
-    assert "- builtin: 20 / 9 / 3 pairs to train / validate / test, de to en" in card
+    assert (
+        f"- after 4 steps: validation loss {expected:.3f} nats per token, BLEU {bleu:.1f}" in card
+    )
+    assert "- trained on builtin in batches of 6, seed 0, with `python " in card
     assert names_in(exported.parent) == ["model", "work"]
-    modes = {path.stat().st_mode for path in exported.iterdir()}
-    assert len(modes) == 1  # who may read one file may read all
 
 
 @pytest.mark.parametrize("page", [None, ROOT / "README.md"], ids=["its model card", "README.md"])
@@ -116,63 +106,24 @@ def test_every_program_starts_from_it(exported: Path, ranks: Ranks) -> None:
     assert found[0][-1] < summary(exported.parent / "work")["loss"][0]
 
 
-def test_vgg16_is_exported_by_name(ranks: Ranks) -> None:
-    """And resumed, to train nothing more, one process exports the same."""
-    line = VGG + "--num_batches 2 "
-    run(f"train fsdp {line} --export {Path('first').resolve()}", ranks)
-    run(f"train single {line} --resume --export second")
-    found, again = (load_file(f"{folder}/model.safetensors") for folder in ("first", "second"))
-    assert [name for name, t in found.items() if not torch.equal(t, again[name])] == []
-    assert len(found) == len(again) == 32
-    assert '"classes": [' in Path("first/config.json").read_text()
-
-
-def full(_: int) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def fill_the_disk(_: int, patches: pytest.MonkeyPatch) -> None:
-    """When the export is written, and not before."""
-
-    def broken(aside: Path, folder: Path) -> None:
-        patches.setattr("os.fsync", full)
-        put_in_place(aside, folder)
-
-    patches.setattr("training.export.put_in_place", broken)
-
-
-def test_an_export_that_fails_costs_nothing_else(ranks: Ranks) -> None:
-    """One line on rank 0; the others end; what the run has found is there, and no half folder."""
-    export = Path("exported").resolve()
-    line = f"run_data_parallel {TINY} --num_batches 2 --export {export}"
-    printed, error = run(line, ranks, fill_the_disk)
-    assert error is not None and error.startswith(f"--export {export}: cannot be written"), printed
-    assert "No space left" in error
-    assert len(summary()["loss"]) == 2
-    assert names_in(".") == ["work"]
-
-
-def test_an_export_replaces_an_earlier_one_or_leaves_it(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_written(
+    exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(exported, folder)
-    model = GPT2LMHeadModel.from_pretrained(folder)
-
-    def write() -> None:
-        export(World(), folder, model.named_parameters(), model.config.save_pretrained)
-
-    (folder / "old.txt").touch()
-    write()
-    assert names_in(folder) == ["config.json", "model.safetensors"]
-    assert torch.equal(logits(folder), logits(exported))
-
-    monkeypatch.setattr("os.fsync", full)
-    (folder / "mark.txt").touch()
-    with pytest.raises(RunError, match=r"^--export .*model: cannot be written .*No space left"):
-        write()
-    assert (folder / "mark.txt").exists()
-    assert names_in(tmp_path) == ["model"]
+    """One line each; and nothing that is there is lost."""
+    Path("full").mkdir()
+    Path("full/notes.txt").touch()
+    Path("file").touch()
+    work = str(exported.parent / "work")
+    for folder, why in (("full", "something is there"), ("file", "something is there"),
+                        ("file/inner", "cannot be written")):  # fmt: skip
+        monkeypatch.setattr("sys.argv", ["generate.py", work, "--export", folder])
+        with pytest.raises((UserError, RunError), match=f"^--export {folder}: {why}"):
+            main()
+    assert names_in("full") == ["notes.txt"]
+    monkeypatch.setattr("sys.argv", ["generate.py", work, "a text", "--export", "new"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--export new generates nothing: leave out text and --input" in capsys.readouterr().err
 
 
 # What --model refuses, before any process starts
@@ -184,7 +135,7 @@ SPOILT: list[tuple[str, Callable[[bytes], bytes], str]] = [
      f"{NONE} (transformer.wte.weight is [300, 16], config.json says [301, 16]); presets need"),
     ("tokenizer.json", lambda _: b"{}",
      "no tokenizer that fits comes with it (it cannot be read: KeyError 'added_tokens'); save "
-     "the one of these weights there, as --export does"),
+     "the tokenizer of these weights there"),
 ]  # fmt: skip
 
 

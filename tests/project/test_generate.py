@@ -15,6 +15,7 @@ from project import generate
 from tests.project.programs import FLOW, TINY, VGG, run
 from training.data import train_tokenizer
 from training.errors import UserError
+from training.export import export
 from training.generation import drawn
 from training.model import gpt2_config, initialize
 from training.trained import Trained, load_trained
@@ -91,7 +92,8 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
 def test_workdir_checkpoint_and_export_give_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(f"run_pipeline {FLOW} {TINY} --num_batches 2 --export exported")
+    run(f"run_pipeline {FLOW} {TINY} --num_batches 2")
+    export(load_trained("work"), Path("exported"))
     (checkpoint,) = Path("work/checkpoints").iterdir()
     said = []
     Path("lines.txt").write_text("\n".join(LINES), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from project.utils import read_texts
 from tests.project.conftest import Learned
 from tests.project.programs import TEXT, parse, read_json, summary
 from training.errors import UserError
+from training.export import export
 from training.language import LanguageTask
 from training.text import END
 from training.trained import load_trained
@@ -54,8 +56,9 @@ def test_every_token_is_predicted_once_in_an_epoch(one: Learned) -> None:
 
 
 def test_transformers_finds_the_loss_of_the_run(one: Learned) -> None:
-    model = GPT2LMHeadModel.from_pretrained(one.workdir / "exported").double().eval()
-    tokenizer = AutoTokenizer.from_pretrained(one.workdir / "exported")
+    export(load_trained(str(one.workdir)), Path("exported"))
+    model = GPT2LMHeadModel.from_pretrained("exported").double().eval()
+    tokenizer = AutoTokenizer.from_pretrained("exported")
     assert tokenizer.eos_token == tokenizer.pad_token == END
     behind: Any = read_texts(parse(f"train single {one.line}")).splits["validation"]
     assert TEXT.replace("\n" + END, END).rstrip().endswith(END.join(behind))

@@ -1,20 +1,18 @@
-"""Every program, under every layout, computes, translates and exports what one process does. And
+"""Every program, under every layout, computes and translates what one process does. And
 the functions that the course asks for are those that the programs run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from data_parallel import dataset
 from tests.project.conftest import Learned
-from tests.project.programs import FLOW, SAME, VGG, losses, run, written
+from tests.project.programs import FLOW, SAME, VGG, losses, run, weights, written
 from tests.ranks import Ranks
 from training import data
 
@@ -58,13 +56,11 @@ def test_a_layout_is_one_process(
     on = {1: None, 2: ranks, 3: three_ranks, 4: four_ranks}[n]
     one = learned(what)
     assert losses(one.workdir)[-1] < losses(one.workdir)[0]
-    printed, error = run(f"{line} {one.line} --export {Path('exported').resolve()}", on)
+    printed, error = run(f"{line} {one.line}", on)
     assert error is None, printed
     assert losses() == pytest.approx(losses(one.workdir), rel=SAME, nan_ok=True)
     assert written("work") == written(one.workdir)
-    found, expected = (
-        load_file(folder / "exported" / "model.safetensors") for folder in (Path(), one.workdir)
-    )
+    found, expected = weights(), weights(one.workdir)
     assert found.keys() == expected.keys()
     for name, p in expected.items():
         torch.testing.assert_close(found[name], p, msg=name)

@@ -76,10 +76,13 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
     expected = {
         "model": "gpt2-mini", "n_layer": 1, "world_size": 2, "learning_rate": 1e-2, "device": "cpu",
         "bucket_mb": 4.0, "gradient_sync": "overlap", "workdir": str(work),
-        "strategy": "ddp", "timeline": 2, "dropout": 0.1, "export": None,
+        "strategy": "ddp", "timeline": 2, "dropout": 0.1,
     }  # fmt: skip
     assert {key: options[key] for key in expected} == expected
-    assert options.keys() == DataParallelOptions.__dataclass_fields__.keys() | {"strategy"}
+    assert options.keys() == DataParallelOptions.__dataclass_fields__.keys() | {
+        "strategy",
+        "command",
+    }
     tokenizer = AutoTokenizer.from_pretrained(work)
     assert tokenizer.decode(tokenizer("Häuser und 7")["input_ids"]) == "Häuser und 7"
     config = AutoConfig.from_pretrained(work)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.project.conftest import Learned
 from tests.project.programs import (
@@ -23,6 +22,7 @@ from tests.project.programs import (
     read_json,
     run,
     summary,
+    weights,
     written,
 )
 from tests.ranks import Ranks
@@ -48,8 +48,8 @@ def outcome(workdir: str) -> tuple[Any, ...]:
         if isinstance(content, dict):
             content = {key: value for key, value in content.items() if key not in timed}
         results[path.name] = content
-    weights = load_file(f"{workdir}/exported/model.safetensors")
-    return found["loss"], results, {n: (t.dtype, t.numpy().tobytes()) for n, t in weights.items()}
+    bits = {n: (t.dtype, t.numpy().tobytes()) for n, t in weights(workdir).items()}
+    return found["loss"], results, bits
 
 
 SAME_LAYOUT = [
@@ -71,7 +71,7 @@ def test_with_the_same_layout_bit_for_bit(
         line = line.format(text=learned("text").line)
     for folder, stops in (("whole", [None]), ("parts", [3, None])):
         workdir = Path(folder).resolve()
-        where = f"--workdir {workdir} --export {workdir}/exported --save_every 2 --resume"
+        where = f"--workdir {workdir} --save_every 2 --resume"
         for stop_at in stops:
             printed, error = run(f"{line} {where}", on, stop_at=stop_at)
             assert error is None, printed
@@ -118,26 +118,23 @@ def test_of_vgg16_too(ranks: Ranks, three_ranks: Ranks) -> None:
 
 
 def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> None:
-    """What was recorded stays, where nothing new is; an export goes with its run's results."""
+    """What was recorded stays, where nothing new is."""
     line = f"run_pipeline {TINY} "
-    run(line + "--n_epochs 1 --timeline 2 --export work/exported")
+    run(line + "--n_epochs 1 --timeline 2")
     before, recorded = summary(), read_json("work/timeline_rank0.json")
     printed, _ = run(line + "--n_epochs 1 --resume --timeline 2")
     assert "the epoch:" not in printed  # its speed was the earlier run's
     assert [summary()[k] == before[k] for k in ("loss", "bleu", "validation_loss")] == [True] * 3
     assert names_in("work/checkpoints") == ["000001-epoch0-step4"]
-    Path("work/eval_results_epoch7.json").write_text("{}")  # of a longer one
     run(line + "--n_epochs 2 --resume")
     run(line + "--n_epochs 2 --workdir whole")
     assert summary()["loss"] == summary("whole")["loss"]
     assert read_json("work/timeline_rank0.json") == recorded
-    kept = ["exported", "timeline_rank0.json"]
-    assert names_in("work") == sorted([*names_in("whole"), *kept])
+    assert names_in("work") == sorted([*names_in("whole"), "timeline_rank0.json"])
     printed, error = run(f"run_data_parallel {TINY} --world_size 1 --n_epochs 2 --resume")
     assert error is None and Path("work/timeline_rank0.json").exists(), printed
     run(line + "--num_batches 1")
-    assert Path("work/earlier_1/exported/model.safetensors").exists()
-    assert not Path("work/exported").exists()
+    assert Path("work/earlier_1/summary.json").exists()
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:

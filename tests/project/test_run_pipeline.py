@@ -84,24 +84,6 @@ def test_a_timeline_has_every_action_of_the_schedule(
     assert "optimizer" in {event.kind for event in workers["stage 0"]}
 
 
-def test_a_profile_has_the_actions_of_every_thread_around_their_operators() -> None:
-    """Of the second step alone."""
-    line = LINE.replace("--n_epochs 1", "--num_batches 3")
-    printed, _ = run(f"{line} --n_chunk 3 --profile 1")
-    assert "work/profile_rank*.json in https://ui.perfetto.dev.\n" in printed
-    trace = read_json("work/profile_rank0.json")["traceEvents"]
-    actions = [e for e in trace if e["name"].startswith(("forward, ", "backward, "))]
-    assert sorted(e["name"] for e in actions) == [
-        f"{kind}, micro-batch {i}, stage, layer or bucket {stage}"
-        for kind in ("backward", "forward") for i in range(3) for stage in range(2)
-    ]  # fmt: skip
-    assert len({e["tid"] for e in actions}) == 2
-    for action in actions:
-        begin, end = action["ts"], action["ts"] + action["dur"]
-        within = [e for e in trace if e.get("tid") == action["tid"] and begin < e["ts"] < end]
-        assert {e["cat"] for e in within} >= {"cpu_op"}
-
-
 def test_bf16_and_a_seed_of_ones_own() -> None:
     """8 bits of mantissa: 2^-9 per rounding. The loss is a mean of hundreds of terms whose errors
     are independent, so 1 percent is far more than they add up to in four steps."""

@@ -71,8 +71,6 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
 
 
 def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
-    Path("work").mkdir()
-    Path("work/training.png").touch()  # of an earlier run
     printed, _ = run(f"train ddp {VGG} --num_batches 2 --timeline 0", ranks)
     found = summary()
     assert {key: found[key] for key in ("strategy", "world_size", "model", "batch_size")} == {
@@ -196,3 +194,22 @@ def test_the_courses_command(tmp_path: Path) -> None:
     assert any(line.startswith("Results are in workdir/ddp2/; ") for line in lines)
     assert {"timeline_rank1.json", "training.png"} < set(names_in(done.workdir / "ddp2"))
     assert read_json(done.workdir / "ddp2" / "summary.json")["checks"]["weights"]["agrees"]
+
+
+def test_a_profile_has_the_actions_around_their_operators(ranks: Ranks) -> None:
+    """Of the second step alone."""
+    line = f"train pipeline {TINY} --num_batches 3 --num_microbatches 3 --profile 1"
+    printed, error = run(line, ranks)
+    assert error is None
+    assert "work/profile_rank*.json: open them in https://ui.perfetto.dev.\n" in printed
+    assert Path("work/profile_rank1.json").exists()
+    trace = read_json("work/profile_rank0.json")["traceEvents"]
+    actions = [e for e in trace if e["name"].startswith(("forward, ", "backward, "))]
+    assert sorted(e["name"] for e in actions) == [
+        f"{kind}, micro-batch {i}, stage, layer or bucket 0"
+        for kind in ("backward", "forward") for i in range(3)
+    ]  # fmt: skip
+    for action in actions:
+        begin, end = action["ts"], action["ts"] + action["dur"]
+        within = [e for e in trace if e.get("tid") == action["tid"] and begin < e["ts"] < end]
+        assert {e["cat"] for e in within} >= {"cpu_op"}

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, GPT2LMHeadModel
 
-from training import export as module
 from training.data import train_tokenizer
 from training.errors import UserError
-from training.export import export
 from training.generation import newest_alone
 from training.model import (
     build_model,
@@ -30,7 +28,6 @@ from training.prefix import Prefix
 from training.pretrained import check_pretrained, pretrained_config, pretrained_initializer
 from training.seeds import stream
 from training.traced import traced_layers
-from training.world import World
 
 
 def tiny(seed: int = 0, n_layer: int = 2, **sizes: Any) -> GPT2LMHeadModel:
@@ -172,18 +169,6 @@ def test_traced_layers_are_those_by_hand() -> None:
 
 
 # Weights of others
-
-
-def test_transformers_loads_an_export_of_many_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "FILE_BYTES", 40_000)
-    model = tiny()
-    weights = ((name, p.detach()) for name, p in model.named_parameters())
-    export(World(), tmp_path / "model", weights, model.config.save_pretrained)
-    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 4
-    again = dict(GPT2LMHeadModel.from_pretrained(tmp_path / "model").named_parameters())
-    assert [n for n, p in model.named_parameters() if not torch.equal(p, again[n])] == []
 
 
 @pytest.mark.parametrize("part", ["whole", "transformer", "in bfloat16"])

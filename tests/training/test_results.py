@@ -15,10 +15,8 @@ import pytest
 from training.curves import epochs_of, read_epochs
 from training.errors import RunError
 from training.results import (
-    GO_ON,
     Results,
     Totals,
-    clear_results,
     set_aside,
     show,
     spread,
@@ -117,57 +115,23 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_results_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    """A run that is resumed in epoch 2 keeps those of the epochs before."""
-    before = ["rank0_results_epoch1.json", "gen_epoch0.json"]
-    stale = [
-        "rank0_results_epoch2.json", "rank11_gen_epoch12.json", "eval_results_epoch10.json",
-        "options.json", "options.json.part", "training.png", "summary.json", "trace.json",
-        "timeline_rank5.json",
-    ]  # fmt: skip
-    kept = ["config.json", "my_rank0_results_epoch0.json", "notes.json", "rank0_results_epoch2"]
-    for name in before + stale + kept:
-        (tmp_path / name).touch()
-    go_on = "|".join(GO_ON)
-    clear_results(tmp_path, 2, f"{go_on}|timeline.*")
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, *before, stale[-1]])
-    clear_results(tmp_path, 2, go_on)
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept + before)
-    clear_results(tmp_path, 0, go_on)
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept)
-
-
-def test_results_of_the_run_before_are_set_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of them, each time into a folder of their own; a run that wrote none leaves none."""
-    (tmp_path / "options.json").touch()
-    assert set_aside(tmp_path) is None
-    old = ["rank0_results_epoch0.json", "metrics.jsonl", "training.png", "exported"]
+def test_an_earlier_run_is_set_aside_if_it_has_done_a_step(tmp_path: Path) -> None:
+    """All that it has left, each time into a folder of its own, and nothing else."""
+    kept = ["config.json", "my_notes.json", "exported"]
     for n in (1, 2):
-        write_json(tmp_path / "options.json", {"export": str(tmp_path / "exported")})
-        for name in (*old, "config.json"):
+        for name in (*kept, "rank0_results_epoch0.json", "training.png", "options.json"):
             (tmp_path / name).write_text(str(n))
+        (tmp_path / "metrics.jsonl").touch()
+        assert set_aside(tmp_path) is None  # it was stopped before its first step
+        (tmp_path / "metrics.jsonl").write_text(str(n))
+        (tmp_path / "checkpoints" / "000001-epoch0-step4").mkdir(parents=True)
         folder = set_aside(tmp_path)
         assert folder == tmp_path / f"earlier_{n}"
-        (folder / "options.json").unlink()
-        assert {p.name: p.read_text() for p in folder.iterdir()} == dict.fromkeys(old, str(n))
-    (tmp_path / "checkpoints").mkdir()  # as every run makes it
-    assert set_aside(tmp_path) is None
-    (tmp_path / "tensorboard").mkdir()
-    (tmp_path / "tensorboard" / "events").touch()  # of a run that was killed before a checkpoint
-    assert set_aside(tmp_path) == tmp_path / "earlier_3"
-    (tmp_path / "timeline_rank0.json").touch()
-    assert set_aside(tmp_path) == tmp_path / "earlier_4"
-    assert (tmp_path / "earlier_4" / "timeline_rank0.json").exists()
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "mine").mkdir()  # without an export, the folder one stands in is not taken for it
-    monkeypatch.chdir(tmp_path / "mine")
-    (tmp_path / "checkpoints" / "000001-epoch0-step4").mkdir()  # nothing to resume by mistake
-    assert set_aside(tmp_path) == tmp_path / "earlier_5"
-    assert (tmp_path / "earlier_5" / "checkpoints" / "000001-epoch0-step4").is_dir()
-    left = ["config.json", *(f"earlier_{n}" for n in range(1, 6)), "mine"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == left
+        assert (folder / "training.png").read_text() == str(n)
+        assert (folder / "checkpoints" / "000001-epoch0-step4").is_dir()
+        assert len(list(folder.iterdir())) == 5
+    left = sorted([*kept, "earlier_1", "earlier_2"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_output_that_nobody_reads_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

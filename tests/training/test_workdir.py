@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 
 from training.errors import Interrupted, UserError, signals_end
-from training.export import check_export
 from training.workdir import alone_in_workdir
 
-HALF = ("work/checkpoints/.000002-epoch1.part/state.json", "work/summary.json.part",
-        ".exported.part/model.safetensors")  # fmt: skip
-WHOLE = ("work/checkpoints/000001-epoch0/state.json", "work/summary.json", "work/mine.part",
-         "exported/model.safetensors")  # fmt: skip
+HALF = ("work/checkpoints/.000002-epoch1.part/state.json", "work/summary.json.part")
+WHOLE = ("work/checkpoints/000001-epoch0/state.json", "work/summary.json", "work/mine.part")
 
 
 @pytest.fixture
@@ -30,7 +27,7 @@ def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     for file in (*HALF, *WHOLE):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).touch()
-    return argparse.Namespace(workdir=Path("work"), export=Path("exported"))
+    return argparse.Namespace(workdir=Path("work"))
 
 
 def files() -> list[str]:
@@ -44,7 +41,7 @@ def test_nothing_half_written_stays_and_it_says_how_to_go_on(
         raise Interrupted(128 + signal.SIGTERM)
     assert files() == sorted(WHOLE)
     assert capsys.readouterr().err == "\nInterrupted; --resume continues from 000001-epoch0.\n"
-    assert sorted(path.name for path in Path().iterdir()) == ["exported", "work"]
+    assert sorted(path.name for path in Path().iterdir()) == ["work"]
     shutil.rmtree("work/checkpoints/000001-epoch0")
     with alone_in_workdir(args):
         pass
@@ -63,26 +60,6 @@ def test_torchruns_ranks_leave_what_is_half_written_to_those_that_come_next(
     with alone_in_workdir(args), pytest.raises(UserError), alone_in_workdir(args):
         pass
     assert files() == sorted((*HALF, *WHOLE))
-
-
-@pytest.mark.usefixtures("args")
-def test_an_export_replaces_an_export_and_nothing_else() -> None:
-    Path("earlier/checkpoints").mkdir(parents=True)
-    Path("earlier/config.json").touch()  # every workdir has one
-    for file in ("config.json", "tokenizer.json"):
-        Path("exported", file).touch()
-    for fine in ("exported", "work/exported", "new"):
-        check_export(Path(fine), Path("work"))
-    Path("exported/checkpoints").mkdir()
-    for export, workdir, said in (
-        ("work", "work", "it would replace --workdir"),
-        ("out", "out/deep/work", "it would replace --workdir"),
-        (".", "work", "it would replace --workdir"),
-        ("earlier", "work", "something else is there"),
-        ("exported", "work", "something else is there"),
-    ):
-        with pytest.raises(UserError, match=f"--export {export}: {said}"):
-            check_export(Path(export), Path(workdir))
 
 
 # A process that is asked to end does so by way of its own ends

@@ -1,0 +1,65 @@
+"""The numbers of metrics.jsonl for TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from training.errors import RunError, UserError
+from training.metrics import Sink, Tracker
+from training.results import TENSORBOARD, options_of
+
+
+def trackers_of(args: Any) -> list[Tracker]:
+    """Those that the options ask for. Raises UserError if one is not installed."""
+    wanted = {name: tracker for name, tracker in TRACKERS.items() if getattr(args, name)}
+    for name in wanted:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--{name}: {name} is not installed; pip install {name} works")
+    return list(wanted.values())
+
+
+def _tensorboard(args: Any, steps_done: int) -> Sink:
+    from torch.utils.tensorboard import SummaryWriter
+
+    done = steps_done + 1 if steps_done else None
+    writer = SummaryWriter(args.workdir / TENSORBOARD, purge_step=done)
+
+    def write(steps: int, numbers: Mapping[str, Any]) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, steps)
+        writer.flush()
+
+    return write
+
+
+def _wandb(args: Any, steps_done: int) -> Sink:
+    import wandb
+
+    os.environ.setdefault("WANDB_SILENT", "true")
+    name = args.workdir / "wandb" / "run-id"  # a resumed run continues the same run there
+    known = name.read_text() if steps_done and name.exists() else None
+    settings = {"project": "parallel-gpt2", "dir": args.workdir, "config": options_of(args)}
+    try:
+        run = wandb.init(**settings, id=known, resume="allow")
+    except wandb.Error as error:  # no account, or no network
+        raise RunError(
+            f"--wandb: {str(error).rstrip('.')}; WANDB_MODE=offline in the environment works "
+            "without an account"
+        ) from error
+    name.parent.mkdir(exist_ok=True)  # wandb does not make it if it is disabled
+    name.write_text(run.id)
+    return lambda steps, numbers: run.log(dict(numbers), step=steps)
+
+
+def close_trackers(args: Any) -> None:
+    """Ends the run of wandb. (Forked ranks run no exit handlers.)"""
+    if args.wandb:
+        import wandb
+
+        wandb.finish()
+
+
+TRACKERS: dict[str, Tracker] = {"tensorboard": _tensorboard, "wandb": _wandb}  # by their options
