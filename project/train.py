@@ -112,7 +112,7 @@ from project.utils import (
     text_task,
 )
 from tensor_parallel.gpt2 import degrees
-from training.check import check, outputs_on_main
+from training.check import check, outputs_on_main, weights_on_main
 from training.errors import RunError, UserError, torchrun, works
 from training.launch import Settings, launch
 from training.loop import run
@@ -390,7 +390,7 @@ def run_rank(
         close_trackers(args)
         # Both are collective, while the pipe is open; rank 0 keeps what it gets.
         outputs = outputs_on_main(world, task, model) if args.check_output else []
-        weights = dict(model.weights()) if args.check_weights else {}  # on rank 0; others send
+        weights = weights_on_main(world, model) if args.check_weights else {}
         finish(world, results, args)
         if any(args.workdir.glob("profile_rank*.json")):
             results.say(f"{args.workdir}/profile_rank*.json: open them in https://ui.perfetto.dev.")

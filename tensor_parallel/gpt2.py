@@ -27,7 +27,7 @@ since the inputs of column-parallel matrices are not kept but gathered again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,15 +81,6 @@ class Part:
         sizes[self.dim] = self.padding  # the zeros
         ranges = [whole.narrow(self.dim, *at) for at in self.ranges]
         return torch.cat([*ranges, whole.new_zeros(sizes)], self.dim)
-
-    def join(self, every: Sequence[Tensor]) -> Tensor:
-        """The whole parameter, from the parts of all ranks."""
-        whole = every[0].new_empty(self.shape)
-        for rank, tensor in enumerate(every):  # padding lies in no range and is dropped
-            for at, part in replace(self, rank=rank).rectangles((0,) * tensor.dim(), tensor):
-                sizes = zip(at, part.shape, strict=True)
-                whole[tuple(slice(o, o + n) for o, n in sizes)] = part
-        return whole
 
     def rectangles(
         self, offsets: Sequence[int], tensor: Tensor

@@ -26,11 +26,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, count, islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -209,6 +210,25 @@ def plain_loss(output: Tensor, target: Any) -> Tensor:
     ids, weights = target
     losses = F.cross_entropy(output.flatten(0, 1), ids.flatten(), reduction="none")  # [B T]
     return (losses * weights.flatten()).sum()
+
+
+def weights_on_main(world: World, model: LaidOutModel) -> dict[str, Tensor]:
+    """On rank 0 every whole parameter, by name; elsewhere nothing. All ranks call it together."""
+    mine = [
+        replace(piece, tensor=piece.tensor.cpu().clone())  # a view would send its whole storage
+        for p in model.held()
+        for piece in model.pieces(p, p.detach())
+    ]
+    every: Any = [mine]
+    if world.world_size > 1:
+        every = [None] * world.world_size if world.is_main else None
+        dist.gather_object(mine, every)
+    found: dict[str, Tensor] = {}
+    for piece in chain.from_iterable(every or []):
+        whole = found.setdefault(piece.name, piece.tensor.new_empty(piece.shape))
+        sizes = zip(piece.offsets, piece.tensor.shape, strict=True)
+        whole[tuple(slice(at, at + n) for at, n in sizes)] = piece.tensor
+    return found
 
 
 def outputs_on_main(world: World, task: Task, model: LaidOutModel) -> list[Tensor]:

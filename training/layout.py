@@ -17,7 +17,7 @@ Everything after that (clip, step, save, compare) is the same for all layouts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,13 +133,6 @@ class LaidOutModel(ABC):
 
     def end(self) -> None:  # noqa: B027 (most layouts wait for nobody)
         """This rank has no sentences left to translate; returns when no rank has."""
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """On rank 0 every parameter and its name, on the CPU, one at a time; on other ranks
-        nothing. All ranks must iterate to the end together."""
-        if self.part == 0:  # other parts have the same
-            for name, p in self.whole_parameters().items():
-                yield name, p.detach().cpu()
 
     def held(self) -> Iterable[Tensor]:
         """The tensors in which this rank keeps parameters, or slices of them."""

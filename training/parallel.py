@@ -167,14 +167,6 @@ class Sharded(LaidOutModel):
             dist.all_reduce(going, op=dist.ReduceOp.MAX, group=self.mesh.data.group)
         return bool(going)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered parameter by parameter, on the ranks with the first shards."""
-        # p is None but on the data axis' first rank; those of a tensor group join their parts.
-        gathered = ((name, p) for name, p in self.fsdp.gather() if p is not None)
-        for name, p in self.shared.joined(gathered):
-            if self.world.is_main:
-                yield name, p.cpu()
-
     def held(self) -> Iterable[Tensor]:
         """Flat shards, one per unit."""
         return [unit.shard for unit in self.fsdp.units]
@@ -350,12 +342,6 @@ class Staged(LaidOutModel):
         tokens = None if logits is None else self.shared.likeliest(logits, num_tokens)
         return self.pipe.from_last(tokens)  # [B], on every stage
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The first replica's, joined and sent to rank 0 one at a time."""
-        if self.part == 0:
-            owned = self.pipe.owned_parameters()
-            yield from gather_on_main(self.world, self.mesh, self.shared, owned)
-
     def held(self) -> Iterable[Tensor]:
         """The parameters of this rank's stages, or shards of them."""
         if self.sharded is None:
@@ -440,32 +426,3 @@ class _OneAtATime:
             for p, empty in zip(filled.parameters(), layer.parameters(), strict=True):
                 self.task.initialize(self.names[empty], p)
             yield filled
-
-
-def gather_on_main(
-    world: World, mesh: Mesh, shared: Shared, mine: dict[str, nn.Parameter]
-) -> Iterator[tuple[str, Tensor]]:
-    """On rank 0 the whole parameters of all stages and their names, on the CPU, sent one at a time;
-    on other ranks nothing. The ranks of a replica call it together."""
-    joined = shared.joined(mine.items())  # lazy: each step is a collective of the tensor ranks
-    stages = mesh.pipeline
-    if stages.size == 1:
-        yield from ((name, p.cpu()) for name, p in joined if world.is_main)
-        return
-    shapes: list[Any] = [None] * stages.size  # by pipeline rank: name, whole shape and type of each
-    parts = shared.parts
-    own = [(n, parts[n].shape if n in parts else tuple(p.shape), p.dtype) for n, p in mine.items()]
-    dist.all_gather_object(shapes, own, stages.group)
-    for stage, theirs in enumerate(shapes):  # the same order on all ranks
-        for name, shape, dtype in theirs:
-            p = next(joined)[1] if stage == stages.rank else None
-            if mesh.tensor.rank > 0:  # it has only helped to join
-                continue
-            if p is not None and world.is_main:
-                yield name, p.cpu()
-            elif p is not None:
-                dist.send(p.contiguous(), 0)  # pairs with the recv below
-            elif world.is_main:
-                received = torch.empty(shape, dtype=dtype, device=world.device)
-                dist.recv(received, stage * mesh.tensor.size)  # tensor rank 0 of that stage
-                yield name, received.cpu()

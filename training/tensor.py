@@ -10,7 +10,7 @@ With one rank nothing changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -130,16 +130,6 @@ class Shared:
             f"{name} (part {rank} of {size})" if name in self.parts else name: p
             for name, p in parameters.items()
         }
-
-    @torch.no_grad()
-    def joined(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The whole parameters, one at a time. All ranks go through them together."""
-        for name, p in parameters:
-            if name not in self.parts:
-                yield name, p.detach()
-                continue
-            every = self.ranks.all_gather(p.detach()[None], 0)  # [t, ...], the parts by rank
-            yield name, self.parts[name].join(list(every))
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

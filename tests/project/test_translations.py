@@ -18,7 +18,7 @@ from tests.project.programs import FLOW, TINY, parse, run
 from tests.ranks import Ranks
 from training.errors import RunError
 from training.generation import evaluate_bleu, translate
-from training.parallel import Sharded, Staged, lay_out
+from training.parallel import lay_out
 from training.staged import BlocksInThreads, StagesInThreads
 from training.task import materialize
 from training.translation import TranslationTask
@@ -33,8 +33,6 @@ def refuse_the_whole(_: int, patches: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise RunError("the whole model is asked for")
 
-    for layout in (Sharded, Staged):
-        patches.setattr(layout, "weights", refuse)
     for module in ("task", "replicated", "staged"):
         patches.setattr(f"training.{module}.materialize", refuse)
 

@@ -136,10 +136,12 @@ def test_a_part_says_where_its_rectangles_lie() -> None:
         assert sum(v.numel() for _, v in part.rectangles((1, columns[0]), piece)) == piece.numel()
 
 
-def test_parts_join_to_the_whole_and_padding_is_left_out() -> None:
+def test_the_last_part_is_padded_and_its_rectangles_leave_that_out() -> None:
     whole = torch.arange(7 * 3).view(7, 3)
     parts = [Part((7, 3), 0, blocks=1, rank=rank, size=3) for rank in range(3)]
     every = [part.of(whole) for part in parts]
     assert [len(tensor) for tensor in every] == [3, 3, 3]
     assert every[2].tolist() == [[18, 19, 20], [0, 0, 0], [0, 0, 0]]
-    assert parts[0].join(every).equal(whole)
+    found = [p.rectangles((0, 0), t) for p, t in zip(parts, every, strict=True)]
+    assert torch.cat([view for ((_, view),) in found]).equal(whole)
+    assert [at for ((at, _),) in found] == [(0, 0), (3, 0), (6, 0)]
