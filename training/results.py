@@ -34,9 +34,11 @@ if TYPE_CHECKING:  # figures are drawn without torch
 
 METRICS, OPTIONS, SUMMARY, PICTURE = "metrics.jsonl", "options.json", "summary.json", "training.png"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"  # their folders
-OF_A_RUN = (  # what it leaves in its workdir
-    "*_results_epoch*.json", "*gen_epoch*.json", "timeline_rank*.json", "profile_rank*.json",
-    "trace.json", OPTIONS, SUMMARY, PICTURE, CHECKPOINTS, TENSORBOARD, METRICS,
+# What a run leaves in its workdir: what shows that there was one, and the rest.
+WORTH = (f"{CHECKPOINTS}/*", "*_results_epoch*.json", "timeline_rank*.json")
+OF_A_RUN = (
+    "*gen_epoch*.json", "profile_rank*.json", "trace.json", OPTIONS, SUMMARY, PICTURE, METRICS,
+    TENSORBOARD, "timeline_rank*.json", "*_results_epoch*.json", CHECKPOINTS,
 )  # fmt: skip
 
 
@@ -210,15 +212,14 @@ def options_of(args: Any) -> dict[str, Any]:
 
 
 def set_aside(workdir: Path) -> Path | None:
-    """Moves the files of an earlier run, if it has done a step, into the folder earlier_1, or
-    earlier_2, ..., of `workdir`, and returns that folder."""
-    steps = workdir / METRICS  # a line for each
-    if not steps.exists() or not steps.stat().st_size:
+    """Moves the files of an earlier run, if it left results, a timeline or a checkpoint, into the
+    folder earlier_1, or earlier_2, ..., of `workdir`, and returns that folder."""
+    if not any(True for pattern in WORTH for _ in workdir.glob(pattern)):
         return None
     aside = next(p for n in itertools.count(1) if not (p := workdir / f"earlier_{n}").exists())
     with writing(aside):
         aside.mkdir()
-        for pattern in OF_A_RUN:  # METRICS last: after an interruption the next run moves the rest
+        for pattern in OF_A_RUN:  # WORTH is last: after an interruption the next run moves the rest
             for path in workdir.glob(pattern):
                 path.rename(aside / path.name)
     return aside

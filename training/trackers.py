@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +25,10 @@ def trackers_of(args: Any) -> list[Tracker]:
 def _tensorboard(args: Any, steps_done: int) -> Sink:
     from torch.utils.tensorboard import SummaryWriter
 
-    done = steps_done + 1 if steps_done else None
-    writer = SummaryWriter(args.workdir / TENSORBOARD, purge_step=done)
+    folder = args.workdir / TENSORBOARD
+    if not steps_done:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed early
+    writer = SummaryWriter(folder, purge_step=steps_done + 1 if steps_done else None)
 
     def write(steps: int, numbers: Mapping[str, Any]) -> None:
         for name, value in numbers.items():

@@ -115,22 +115,22 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_earlier_run_is_set_aside_if_it_has_done_a_step(tmp_path: Path) -> None:
+def test_an_earlier_run_is_set_aside_if_it_left_anything_of_worth(tmp_path: Path) -> None:
     """All that it has left, each time into a folder of its own, and nothing else."""
     kept = ["config.json", "my_notes.json", "exported"]
-    for n in (1, 2):
-        for name in (*kept, "rank0_results_epoch0.json", "training.png", "options.json"):
-            (tmp_path / name).write_text(str(n))
-        (tmp_path / "metrics.jsonl").touch()
-        assert set_aside(tmp_path) is None  # it was stopped before its first step
-        (tmp_path / "metrics.jsonl").write_text(str(n))
-        (tmp_path / "checkpoints" / "000001-epoch0-step4").mkdir(parents=True)
+    worth = ["rank0_results_epoch0.json", "timeline_rank1.json", "checkpoints/000001-epoch0-step4"]
+    for n, name in enumerate(worth, 1):
+        for other in (*kept, "training.png", "options.json", "metrics.jsonl"):
+            (tmp_path / other).write_text(str(n))
+        (tmp_path / "checkpoints").mkdir()
+        assert set_aside(tmp_path) is None  # it was stopped before the end of an epoch
+        (tmp_path / name).touch()
         folder = set_aside(tmp_path)
         assert folder == tmp_path / f"earlier_{n}"
         assert (folder / "training.png").read_text() == str(n)
-        assert (folder / "checkpoints" / "000001-epoch0-step4").is_dir()
-        assert len(list(folder.iterdir())) == 5
-    left = sorted([*kept, "earlier_1", "earlier_2"])
+        assert (folder / name).exists()
+        assert len(list(folder.iterdir())) == (4 if "/" in name else 5)
+    left = sorted([*kept, "earlier_1", "earlier_2", "earlier_3"])
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
