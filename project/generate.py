@@ -44,7 +44,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch_size", type=count, default=128, metavar="N", help="lines at a time [128]")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
         help="auto: a GPU if there is one")  # fmt: skip
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # text may follow options
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
         parser.error(f"--temperature {args.temperature:g}: it must be 0 or more, as 0.8")
     if args.text and args.input:
