@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -51,7 +50,6 @@ KINDS = {  # kind: its name, and its lane
     "reduce_scatter": ("reduce-scatter", COMMUNICATION),
     "barrier": ("wait for all ranks", COMMUNICATION),
 }
-BEFORE = -1  # the step of what happened before the first one
 CLOCK_ROUNDS = 20
 
 
@@ -109,7 +107,7 @@ class Timeline:
     Args:
         rank, world_size: who this is. All ranks must make their Timeline together: they compare
             their clocks over the default process group.
-        num_steps: how many steps are recorded; None: all; 0: nothing.
+        num_steps: how many steps are recorded; None: all, and what comes before them.
         workers: `rank`, or `stage` if stages are threads of one rank: the rows of a picture.
         device: of this rank; `span` waits for its kernels.
         about: facts for a picture: strategy, schedule, num_microbatches ...
@@ -136,15 +134,16 @@ class Timeline:
         self.rank, self.world_size, self.workers = rank, world_size, workers
         self.device = device or torch.device("cpu")
         self.about = dict(about or {})
-        self.recording = num_steps != 0
-        self.offset = clock_offset(rank, world_size) if self.recording else 0.0
+        self.recording = num_steps is None
+        self.offset = 0.0 if num_steps == 0 else clock_offset(rank, world_size)
         self._num_steps = num_steps
-        self._events: list[tuple[str, int, int, float, float]] = []
-        self._marks: list[tuple[float, int]] = []  # when which step began
+        self._step, self._begun = 0, 0  # which step this is; how many were recorded
+        self._events: list[Event] = []
 
     def __call__(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:
         if self.recording:
-            self._events.append((kind, stage, microbatch, start, end))  # atomic among threads
+            event = Event(kind, stage, microbatch, start, end, self._step)
+            self._events.append(event)  # atomic among threads
 
     @contextmanager
     def around(self, kind: str, stage: int, microbatch: int, peer: int) -> Iterator[None]:
@@ -159,19 +158,19 @@ class Timeline:
     @property
     def complete(self) -> bool:
         """Whether the last step to record has at least begun."""
-        return len(self._marks) == self._num_steps
+        return self._begun == self._num_steps
 
     def step(self, k: int) -> None:
         """Step k begins, and the one before has ended."""
-        self.recording = self._num_steps is None or len(self._marks) < self._num_steps
+        self.recording = self._num_steps is None or self._begun < self._num_steps
         if self.recording:
-            self._marks.append((time.perf_counter(), k))
+            self._step, self._begun = k, self._begun + 1
 
     def over(self, steps: Iterable[T]) -> Iterator[T]:
-        """The same steps, each marked; numbers continue from the last one. What follows the steps,
+        """The same steps, each marked; numbers continue over several calls. What follows the steps,
         such as evaluation, is not recorded."""
         for step in steps:
-            self.step(self._marks[-1][1] + 1 if self._marks else 0)
+            self.step(self._begun)
             yield step  # the caller works on it here
             self.after_step()
         self.recording = False
@@ -195,12 +194,8 @@ class Timeline:
 
     def events(self) -> list[Event]:
         """All events, ordered by start, on rank 0's clock."""
-        begins = [begin for begin, _ in self._marks]
-        steps = [BEFORE, *(k for _, k in self._marks)] if self._marks else [0]
-        return [
-            Event(kind, s, i, a + self.offset, b + self.offset, steps[bisect_right(begins, a)])
-            for kind, s, i, a, b in sorted(self._events, key=lambda event: event[3])
-        ]
+        here = sorted(self._events, key=lambda event: event.start)
+        return [e._replace(start=e.start + self.offset, end=e.end + self.offset) for e in here]
 
     def _text(self) -> str:
         head = {
@@ -208,20 +203,18 @@ class Timeline:
             "about": self.about, "columns": Event._fields,
         }  # fmt: skip
         events = [e._replace(start=round(e.start, 7), end=round(e.end, 7)) for e in self.events()]
-        lines = ",\n    ".join(json.dumps(event) for event in events if event.step != BEFORE)
+        lines = ",\n    ".join(map(json.dumps, events))
         return f'{json.dumps(head, indent=2)[:-2]},\n  "events": [\n    {lines}\n  ]\n}}\n'
 
     def save(self, workdir: Path) -> None:
         """Rank 0 writes the files of all ranks, since hosts may share no folder; all ranks call it
         together. training/perfetto.py reads them back. Without a step nothing is written."""
-        if not self._marks:
+        if not self._begun:
             return
         texts = [self._text()] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(texts, texts[0])  # by rank
         if self.rank == 0:
-            for path in workdir.glob("timeline_rank*.json"):
-                path.unlink()  # of a run that was resumed, perhaps with more ranks
             for rank, text in enumerate(texts):
                 write_text(workdir / f"timeline_rank{rank}.json", text)
 

@@ -80,7 +80,8 @@ def write_timelines(folder: Path, rows: Rows, **about: Any) -> None:
     for rank, events in enumerate(rows):
         timeline = Timeline(rank, about=about)
         timeline.world_size = len(rows)
-        timeline._marks = [(-1000.0, 0), (0.0, 1)]
-        for event in [("F", 0, 0, -900.0, -500.0), *events]:
+        timeline("F", 0, 0, -900.0, -500.0)
+        timeline.step(1)
+        for event in events:
             timeline(*event)
         (folder / f"timeline_rank{rank}.json").write_text(timeline._text(), "utf-8")

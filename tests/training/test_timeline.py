@@ -28,18 +28,6 @@ def kinds(timeline: Timeline) -> list[tuple[str, int]]:
 # What is recorded
 
 
-def test_an_event_belongs_to_the_step_in_which_it_began() -> None:
-    timeline = Timeline()
-    tick(timeline, "before")
-    timeline.step(7)
-    start = time.perf_counter()
-    tick(timeline, "a")
-    timeline.step(9)
-    tick(timeline, "b")
-    timeline("late", 0, 0, start, time.perf_counter())  # began in 7, is told in 9
-    assert kinds(timeline) == [("before", -1), ("late", 7), ("a", 7), ("b", 9)]
-
-
 def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> None:
     timeline = Timeline(num_steps=3)
     nothing = Timeline(rank=1, world_size=2, num_steps=0)  # and no clock is compared
@@ -130,7 +118,6 @@ def test_boxes_of_a_row_never_cross(tmp_path: Path, begin: float) -> None:
     chooser = random.Random(1)
     timeline = Timeline()
     timeline.step(0)
-    timeline._marks[0] = (begin, 0)
     now = begin
     for i in range(300):
         end = now + chooser.randrange(1, 5000) * 1e-7
