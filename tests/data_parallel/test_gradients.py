@@ -258,8 +258,8 @@ def _leftovers(_: int, _world_size: int) -> tuple[bool, set[str], int]:
 
 
 def test_shared_memory_has_no_name(ranks: Ranks) -> None:
-    """Nothing that a killed process could leave behind: two maps, and their own descriptors."""
-    assert ranks.run(_leftovers) == [(True, set(), 2)] * 2
+    """Nothing that a killed process could leave behind: two files, and their maps'."""
+    assert ranks.run(_leftovers) == [(True, set(), 4)] * 2
 
 
 def _recorded(rank: int, _: int, share: bool) -> tuple[list[tuple[str, int, int]], bool]:
