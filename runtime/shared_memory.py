@@ -111,8 +111,8 @@ class SharedBuffers:
         """The byte at which a tensor in this rank's memory starts."""
         return tensor.data_ptr() - self.ranks[self.rank].data_ptr()
 
-    def average(self, offset: int, numel: int, dtype: torch.dtype) -> None:
-        """Replaces the numbers at an offset in every rank's buffer by their mean. All ranks must
+    def average(self, x: Tensor) -> None:
+        """Replaces a flat tensor, at one offset in every rank's buffer, by its mean. All ranks must
         have written theirs before; a barrier must follow before anybody reads.
 
         Rank r averages part r of W, in all ranks' memory:
@@ -122,9 +122,9 @@ class SharedBuffers:
 
         Parts are disjoint, so nobody waits. A rank reads G bytes and writes G, for any W.
         """
-        world_size = len(self.ranks)
-        begin, end = (numel * r // world_size for r in (self.rank, self.rank + 1))  # elements
-        parts = [self.view(r, offset, numel, dtype)[begin:end] for r in range(world_size)]
+        world_size, offset = len(self.ranks), self.offset(x)
+        begin, end = (len(x) * r // world_size for r in (self.rank, self.rank + 1))  # elements
+        parts = [self.view(r, offset, len(x), x.dtype)[begin:end] for r in range(world_size)]
         sum_into(parts, parts, divisor=world_size)
 
     def read(self, rank: int, offset: int, into: Tensor) -> None:
