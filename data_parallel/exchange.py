@@ -103,9 +103,8 @@ class Exchange:
         """Zeroed memory, never given back. All ranks ask for the same sizes in the same order."""
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def start_gather(self, unit: Unit, shard: Tensor, whole: Tensor) -> Finish:
+    def start_gather(self, shard: Tensor, whole: Tensor) -> Finish:
         """Fills `whole` with all ranks' shards. `shard` may be this rank's part of `whole`."""
-        del unit
         work = all_gather(whole, shard, group=self.group, async_op=True)  # whole: by rank
         return lambda: work.wait()
 
@@ -164,13 +163,13 @@ class SharedExchange(Exchange):
         start, self._end = self._end, self._end + aligned(numel * dtype.itemsize)  # bytes
         return self.memory.view(self.rank, start, numel, dtype)
 
-    def start_gather(self, unit: Unit, shard: Tensor, whole: Tensor) -> Finish:
-        """A finished gather has read the shards; until `barrier` no rank may change its own."""
-        in_place = whole[unit.part(self.rank)].data_ptr() == shard.data_ptr()  # zero 1, 2
+    def start_gather(self, shard: Tensor, whole: Tensor) -> Finish:
+        """Reads when it is waited for. No rank may change its shard before the next `barrier`."""
+        parts = whole.chunk(self.world_size)  # by rank
+        in_place = parts[self.rank].data_ptr() == shard.data_ptr()  # zero 1, 2
 
         def finish() -> None:
-            for rank in range(self.world_size):
-                part = whole[unit.part(rank)]
+            for rank, part in enumerate(parts):
                 if rank != self.rank:
                     offset = self.memory.offset(part if in_place else shard)  # the same there
                     self.memory.read(rank, offset, part)

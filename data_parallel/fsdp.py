@@ -174,7 +174,7 @@ class FullyShardedDataParallel:
                 previous layer did not return in a container of `torch.utils._pytree`.
         """
         self._forget()  # what a forward without a backward has left
-        value, training = _cast(x, self.compute_dtype), torch.is_grad_enabled()
+        value, training = pytree.tree_map_only(Tensor, self._cast, x), torch.is_grad_enabled()
         for k, layer in enumerate(self.layers):
             following = _first(later.units for later in self.layers[k + 1 :])
             graph = None
@@ -247,17 +247,20 @@ class FullyShardedDataParallel:
         Returns:
             This rank's part of the loss. The sum over the ranks is the loss of the step.
         """
-        most = self._most(len(inputs))  # all ranks make as many passes
-        losses = [torch.zeros((), device=self.device)]  # a rank may have no other
-        for i in range(most):
+        most = torch.tensor(len(inputs), device=self.device)  # all ranks make as many passes
+        with self._record("all_reduce", -1):
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+            passes = int(most)
+        total = torch.zeros((), device=self.device)
+        for i in range(passes):
             loss = None
             with torch.enable_grad():
                 output = self.forward(inputs[i] if i < len(inputs) else None)
                 if i < len(inputs):
                     loss = loss_fn(output, targets[i]) * scale
-                    losses.append(loss.detach())
-            self.backward(loss, last=i == most - 1)
-        return torch.stack([loss.to(losses[-1].dtype) for loss in losses]).sum()
+                    total = total + loss.detach()  # in the wider of their types
+            self.backward(loss, last=i == passes - 1)
+        return total
 
     def expose_gradients(self) -> None:
         """Sets the ``grad`` of the shards, so that gradients can be inspected or scaled before
@@ -394,13 +397,6 @@ class FullyShardedDataParallel:
         of_tensor = {id(y): dy for y, dy in zip(wanted, found, strict=True)}
         return [of_tensor.pop(id(y), None) for y in output]  # a repeated tensor counts once
 
-    def _most(self, count: int) -> int:
-        """The largest `count` of any rank."""
-        with self._record("all_reduce", -1):
-            number = torch.tensor(count, device=self.device)
-            dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
-            return int(number)
-
     def _settle(self) -> None:
         """Waits for the gradients of the layers that backward reached last."""
         if not self._gradients.settled:
@@ -412,6 +408,9 @@ class FullyShardedDataParallel:
         if isinstance(self.exchange, SharedExchange):
             with self._record("barrier", -1):
                 self.exchange.barrier()
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self.compute_dtype) if self.compute_dtype and x.is_floating_point() else x
 
     def _forget(self) -> None:
         """Frees what a forward has kept for its backward."""
@@ -432,12 +431,3 @@ def _free(units: Iterable[ShardedUnit], but: Sequence[ShardedUnit] = ()) -> None
     for u in units:
         if u not in but:
             u.free()
-
-
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with its floating-point tensors cast to `dtype`."""
-    if dtype is None:
-        return value
-    return pytree.tree_map_only(
-        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value
-    )

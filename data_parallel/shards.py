@@ -93,7 +93,7 @@ class ShardedUnit:
             if memory is None:
                 self._lent = self.exchange.parameters.take(self.unit.nbytes)
                 memory = self._lent[: self.unit.nbytes].view(self.unit.compute_dtype)
-            finish = self.exchange.start_gather(self.unit, self.published, memory)
+            finish = self.exchange.start_gather(self.published, memory)
             self._arriving = finish, memory
 
     def finish_gather(self) -> None:

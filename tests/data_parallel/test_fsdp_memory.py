@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from data_parallel.exchange import Pool, SharedExchange
 from data_parallel.fsdp import FullyShardedDataParallel, HeldBytes
-from data_parallel.sharding import Unit
 from tests.data_parallel.sharded_models import SGD
 from tests.ranks import Ranks
 from tests.recorder import Paused
@@ -111,15 +110,17 @@ class _Watch:
         exchange = fsdp.exchange
         gather, reduce = exchange.start_gather, exchange.start_reduce
 
-        def start_gather(unit: Unit, *args: Any) -> Callable[[], None]:
-            self.events.append(("gather", unit.index))
-            return gather(unit, *args)
+        units = {u.published.data_ptr(): u.unit.index for u in fsdp.units}
+
+        def start_gather(shard: Tensor, whole: Tensor) -> Callable[[], None]:
+            self.events.append(("gather", units[shard.data_ptr()]))
+            return gather(shard, whole)
 
         def start_reduce(reductions: Any) -> Callable[[], None]:
             self.events += [("reduce", r.unit.index) for r in reductions]
             return reduce(reductions)
 
-        exchange.start_gather = start_gather  # type: ignore[method-assign, assignment]
+        exchange.start_gather = start_gather  # type: ignore[method-assign]
         exchange.start_reduce = start_reduce  # type: ignore[method-assign]
         for k, layer in enumerate(fsdp.layers):
             layer.module.register_forward_pre_hook(lambda *_, k=k: self._note("F", k))
