@@ -1,10 +1,9 @@
-"""A whole model on every rank; each rank computes its part of the batch.
+"""A whole model on every rank; each rank computes the gradients of its part of the batch.
 
 Problem: W copies of a model must stay equal, though each sees other examples.
 
 Idea: rank 0's weights are sent to all once. After that only gradients travel. Their mean has the
-same bits on every rank, and so has the optimizer's update. It is computed bucket by bucket, while
-backward still runs: see gradients.py.
+same bits on every rank, and so has the optimizer's update. See gradients.py for the exchange.
 
     model = DistributedDataParallel(net)          # broadcast_params
     loss = loss_fn(model(mine)) * W / whole       # a sum over this rank's part of `whole` examples
@@ -12,12 +11,8 @@ backward still runs: see gradients.py.
     model.average_gradients()                     # p.grad is the mean over the ranks
     optimizer.step()
 
-The mean over ranks is the mean over examples only if all ranks have equally many. For any other
-division, scale each rank's *summed* loss by W / (examples of the whole batch).
-
-Cost: one broadcast of the parameters, P bytes; per step each rank sends 2 * G * (W-1)/W bytes of
-gradients. Memory: every rank holds all parameters, gradients and optimizer state. Use `fsdp.py` for
-models too large for that.
+Cost: one broadcast of the parameters; per step the exchange of the gradients. Every rank holds all
+parameters, gradients and optimizer state; fsdp.py is for models too large for that.
 
 Paper: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
 2020.

@@ -1,8 +1,7 @@
 """Fully sharded data parallelism: each rank holds 1/W of parameters, gradients, optimizer state.
 
-Problem: data parallelism keeps everything W times. AdamW in fp32 takes 16 bytes per parameter
-(weight, gradient, two moments) on every rank: a model too large for one rank is too large for a
-thousand.
+Problem: data parallelism keeps everything W times: with AdamW in fp32, 16 bytes per parameter
+(weight, gradient, two moments). A model too large for one rank is too large for a thousand.
 
 Idea (ZeRO): the rank that holds shard r of the parameters also updates it, so only that rank needs
 the shard's gradients and optimizer state. Layers gather their parameters just before using them:
@@ -23,13 +22,11 @@ Bytes in fp32 with AdamW for W ranks and P parameters, L of them in the largest 
     2      4 P          4 P / W     8 P / W   4 L to 8 L         4 P (W-1)/W, and as much per step
     3      4 P / W      4 P / W     8 P / W   8 L to 12 L        12 P (W-1)/W
 
-Collectives are matched by their order, so all ranks must make the same calls. A rank without
-examples calls ``forward(None)`` and ``backward(None)``, and contributes zeros; `train_step` does so
-by itself when ranks have different numbers of micro-batches.
+All ranks must make the same calls. A rank without examples calls ``forward(None)`` and
+``backward(None)``, and contributes zeros; `train_step` does so by itself.
 
 Gradients are *summed* over ranks and micro-batches. For the mean over all target tokens of the
-global batch, divide each micro-batch's summed loss by the global number of tokens. Dropout draws
-from each rank's own generator, as in data parallelism.
+global batch, divide each micro-batch's summed loss by the global number of tokens.
 
 Papers: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 SC 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
@@ -67,11 +64,6 @@ class HeldBytes(NamedTuple):
     gradients: int
     optimizer: int
 
-    @property
-    def state(self) -> int:
-        """All three."""
-        return self.parameters + self.gradients + self.optimizer
-
 
 class FullyShardedDataParallel:
     """Trains layers sharded over the ranks.
@@ -83,17 +75,16 @@ class FullyShardedDataParallel:
         fsdp.optimizer_step()
 
     Args:
-        layers: run one after the other. On the meta device `init` gives the values; otherwise rank
-            0's values are sent to all and the modules are emptied. Either way, from here on their
-            parameters have memory only while the layer computes.
+        layers: run one after the other. Those on the meta device get their values from `init`,
+            others those of rank 0. Parameters then have memory only while their layer computes.
         make_optimizer: of the trainable shards, one flat tensor per unit (sharding.py).
         names: of the parameters, and of buffers on the meta device; by default those of
             ``nn.Sequential(*layers)``.
         init: fills one parameter or buffer, by its name.
         zero: 1, 2 or 3.
         compute_dtype: the type in which parameters are gathered and layers compute, e.g. bf16.
-            Shards, gradients and sums keep the parameters' type. Autocast would keep norms and
-            sums in fp32, but here its graphs would hold a copy of every matrix: use this instead.
+            Shards, gradients and sums keep the parameters' type. (Autocast's graphs would hold a
+            copy of every matrix.)
         device: where to compute.
         group: the ranks; by default all.
         share_memory: let CPU ranks of one machine read each other's shards, if possible.

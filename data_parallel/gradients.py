@@ -8,9 +8,8 @@ all need the mean. Three ways, simplest first:
     overlap         GradientBuckets: a few, each started as soon as its last gradient is ready
 
 Idea of the buckets: backward produces gradients from the last layer to the first. Parameters are
-grouped, in that order, into flat buckets; p.grad is a view into its bucket. When a bucket's last
-gradient has arrived, the bucket is all-reduced asynchronously while backward continues with earlier
-layers. Nothing is copied back: the optimizer reads the views.
+grouped, in that order, into flat buckets; p.grad is a view into its bucket. A full bucket is
+all-reduced asynchronously while backward continues with earlier layers.
 
     backward:    block 3 | block 2 | block 1 | block 0 | embedding |
     network:             | bucket 0 .... | bucket 1 ...... | bucket 2 |
@@ -130,12 +129,10 @@ class GradientBuckets:
             loss(first).backward()
         loss(second).backward()          # the buckets leave as they fill
         buckets.finish()                 # p.grad is the mean over the ranks
-        optimizer.step()
-        optimizer.zero_grad()
 
     All ranks must call finish() equally often; a rank with no examples left contributes zeros.
-    Collectives are matched by their order, so all ranks send the buckets in the same fixed order,
-    and nothing else may be sent over `group` between a backward and finish().
+    Buckets leave in the same order on all ranks, and nothing else may be sent over `group` between
+    a backward and finish().
 
     Args:
         parameters: of a model, each once, already on their device; frozen ones are skipped.

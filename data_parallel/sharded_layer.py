@@ -11,12 +11,8 @@ another one. The parameters stay in the graph, but they own no memory.
 Backward does not need an embedding's weights: a unit with nothing else is not gathered for it.
 
 Each layer has its own graph (runtime/graph.py): backward differentiates one layer at a time and
-frees its activations. Between the passes the modules hold parameters on the meta device, without
-memory.
-
-A layer must return its tensors in containers that `torch.utils._pytree` knows (tuples, lists,
-dicts). A tensor left in an attribute would tie one layer's graph to another's, and its gradient
-would end there. So each graph is searched for such strangers, and they raise an error.
+frees its activations. A tensor that reaches another layer by other ways than the layers' outputs,
+such as an attribute, would lose its gradient: each graph is searched for such strangers.
 
 Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per node of the graph.
 """
@@ -88,7 +84,6 @@ class ShardedLayer:
         self.regathered = [u for u in self.units if u.unit.index in needed]
         self.forget = recompute and self.regathered == self.units
         self._places, self._empty = places, empty
-        self._looked = False  # whether its buffers were checked for changes
         self._put(self._empty)
 
     def forward(self, value: Any) -> tuple[Any, LayerGraph]:
@@ -120,12 +115,10 @@ class ShardedLayer:
                 around.enter_context(saved_tensors_hooks(self._pack, _unpack))  # notes, not views
                 if forget:
                     around.enter_context(graph.draws)  # `recompute` draws the same again
-                    if not self._looked:
-                        around.enter_context(unchanged(self.module, self.name))
+                    around.enter_context(unchanged(self.module, self.name))
                 output = self.module(entered)
         finally:
             self._put(self._empty)  # after an error too
-        self._looked = self._looked or forget
         watch.check(self.name)
         if torch.is_grad_enabled():
             trained = [p for ps in graph.leaves.values() for p in ps]
