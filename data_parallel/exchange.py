@@ -21,7 +21,7 @@ small all-reduce:
 An announcement says: this layer's gradients are in my memory, and I have read my part of everything
 announced before. A sum starts when its announcement has come from all ranks, which had a layer's
 time for it. Memory is reused once the *next* announcement has come from all. All ranks take memory
-in the same order, so a tensor has the same offset on every rank. Ranks that announce different
+in the same order, so a tensor has the same place on every rank. Ranks that announce different
 things end with an error instead of a wrong sum.
 
 Cost, W ranks, a unit of G bytes: a gather receives (W-1)/W G, a reduction sends as much.
@@ -143,7 +143,6 @@ class SharedExchange(Exchange):
     def __init__(self, memory: SharedBuffers, group: dist.ProcessGroup | None) -> None:
         super().__init__(torch.device("cpu"), group)
         self.memory = memory
-        self._end = 0  # of the memory in use
         self._being_read: list[Tensor] = []  # lent to the last reduction
         self.gradients = Pool(lambda nbytes: self.storage(nbytes, torch.uint8))  # the others read
 
@@ -159,9 +158,8 @@ class SharedExchange(Exchange):
         return None if memory is None else cls(memory, group)
 
     def storage(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """At the same offset on all ranks."""
-        start, self._end = self._end, self._end + aligned(numel * dtype.itemsize)  # bytes
-        return self.memory.view(self.rank, start, numel, dtype)
+        """At the same place on all ranks."""
+        return self.memory.take(numel, dtype)
 
     def start_gather(self, shard: Tensor, whole: Tensor) -> Finish:
         """Reads when it is waited for. No rank may change its shard before the next `barrier`."""
@@ -171,8 +169,7 @@ class SharedExchange(Exchange):
         def finish() -> None:
             for rank, part in enumerate(parts):
                 if rank != self.rank:
-                    offset = self.memory.offset(part if in_place else shard)  # the same there
-                    self.memory.read(rank, offset, part)
+                    self.memory.read(rank, part if in_place else shard, part)
                 elif not in_place:
                     part.copy_(shard)
 
@@ -189,11 +186,7 @@ class SharedExchange(Exchange):
                 self.gradients.give(memory)
             self._being_read = [r.lent for r in reductions if r.lent is not None]
             for unit, whole, target, accumulate, _ in reductions:
-                offset = self.memory.offset(whole[unit.part(self.rank)])  # of my part, everywhere
-                parts = [  # the gradients of this shard, by rank
-                    self.memory.view(rank, offset, unit.shard_numel, unit.dtype)
-                    for rank in range(self.world_size)
-                ]
+                parts = self.memory.by_rank(whole[unit.part(self.rank)])  # this shard's gradients
                 sum_into(parts, [target], accumulate=accumulate)  # no other rank reads target
 
         return finish

@@ -172,11 +172,11 @@ class GradientBuckets:
         if share_memory and comm_dtype is None and all(p.device.type == "cpu" for p in trained):
             self.shared = SharedBuffers.open(sum(nbytes), group)
         self.buckets: list[_Bucket] = []
-        for i, (ps, numel) in enumerate(zip(groups, numels, strict=True)):
+        for ps, numel in zip(groups, numels, strict=True):
             if self.shared is None:
                 flat = torch.zeros(numel, dtype=ps[0].dtype, device=ps[0].device)
-            else:  # at the same offset on all ranks
-                flat = self.shared.view(self.shared.rank, sum(nbytes[:i]), numel, ps[0].dtype)
+            else:
+                flat = self.shared.take(numel, ps[0].dtype)
             self.buckets.append(_Bucket(ps, flat))
         self._sync = True  # whether a backward sends
         self._next = 0  # the first bucket not yet sent

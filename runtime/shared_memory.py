@@ -79,6 +79,7 @@ class SharedBuffers:
         maps = [mmap.mmap(file, ALIGNMENT + nbytes) for file in files]
         self.ranks = [torch.frombuffer(m, dtype=torch.uint8, offset=ALIGNMENT) for m in maps]
         self.rank = rank
+        self._taken = 0  # bytes of this rank's memory, see `take`
         self._files = files  # descriptors by rank, for `read`
         for file in files:
             weakref.finalize(self, os.close, file)
@@ -107,12 +108,19 @@ class SharedBuffers:
         """`numel` elements of a rank's memory, from byte `offset` on."""
         return self.ranks[rank][offset : offset + numel * dtype.itemsize].view(dtype)
 
-    def offset(self, tensor: Tensor) -> int:
-        """The byte at which a tensor in this rank's memory starts."""
-        return tensor.data_ptr() - self.ranks[self.rank].data_ptr()
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next `numel` elements of this rank's memory. Ranks that take the same sizes in the
+        same order have a tensor at the same place."""
+        start, self._taken = self._taken, self._taken + aligned(numel * dtype.itemsize)
+        return self.view(self.rank, start, numel, dtype)
+
+    def by_rank(self, x: Tensor) -> list[Tensor]:
+        """What all ranks have at the place of a flat tensor in this rank's memory."""
+        offset = x.data_ptr() - self.ranks[self.rank].data_ptr()
+        return [self.view(rank, offset, len(x), x.dtype) for rank in range(len(self.ranks))]
 
     def average(self, x: Tensor) -> None:
-        """Replaces a flat tensor, at one offset in every rank's buffer, by its mean. All ranks must
+        """Replaces a flat tensor, at one place in every rank's memory, by its mean. All ranks must
         have written theirs before; a barrier must follow before anybody reads.
 
         Rank r averages part r of W, in all ranks' memory:
@@ -122,14 +130,15 @@ class SharedBuffers:
 
         Parts are disjoint, so nobody waits. A rank reads G bytes and writes G, for any W.
         """
-        world_size, offset = len(self.ranks), self.offset(x)
+        world_size = len(self.ranks)
         begin, end = (len(x) * r // world_size for r in (self.rank, self.rank + 1))  # elements
-        parts = [self.view(r, offset, len(x), x.dtype)[begin:end] for r in range(world_size)]
+        parts = self.by_rank(x[begin:end])
         sum_into(parts, parts, divisor=world_size)
 
-    def read(self, rank: int, offset: int, into: Tensor) -> None:
-        """Copies a rank's memory, from byte `offset` on, into a tensor of this rank. Unlike a copy
+    def read(self, rank: int, x: Tensor, into: Tensor) -> None:
+        """Copies what a rank has at the place of `x`, a tensor in this rank's memory. Unlike a copy
         from the map, this does not make the other rank's pages resident in this process."""
+        offset = x.data_ptr() - self.ranks[self.rank].data_ptr()
         target = memoryview(into.view(torch.uint8).numpy().data)
         done = 0
         while done < len(target):  # a read may stop early; the secret comes before the buffer
