@@ -195,8 +195,8 @@ class FullyShardedDataParallel:
                 the exchange, which otherwise follows it; zero 2 and 3 ignore `last`.
 
         Raises:
-            RuntimeError: no forward in grad mode came before, or the loss needs gradients of
-                tensors that forward did not return.
+            RuntimeError: no forward in grad mode came before; or, with zero 1, the `last` backward
+                did; or the loss needs gradients of tensors that forward did not return.
         """
         if not self._graphs:
             raise RuntimeError("backward needs a forward in grad mode before it, one for each")

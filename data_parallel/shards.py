@@ -27,7 +27,8 @@ class ShardedUnit:
         kept: with zero 1 and 2, memory for the whole parameters; with zero 3 it is lent.
         gradient: of the shard, summed over all ranks once settled.
         has_gradient: there was a backward since the last optimizer step.
-        accumulated: with zero 1, this rank's whole gradients; `reduced`: summed over the ranks.
+        accumulated: with zero 1, this rank's whole gradients.
+        reduced: since the last optimizer step they have been summed over the ranks.
     """
 
     def __init__(self, unit: Unit, exchange: Exchange, zero: int) -> None:
@@ -139,6 +140,8 @@ class Gradients:
             return
         for u in units:
             assert u.accumulated is not None
+            if u.reduced:  # it holds the other ranks' gradients too
+                raise RuntimeError("with zero 1, optimizer_step must follow the last backward")
             of_unit = found.get(u.unit.index)
             if not u.has_gradient:
                 _lay_out(u.unit, u.accumulated, of_unit)  # replaces the last step's

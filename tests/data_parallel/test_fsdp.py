@@ -223,10 +223,13 @@ def test_what_would_be_wrong_without_a_word_is_refused(ranks: Ranks, kind: str) 
 
 
 def _mistakes(_: int, _world: int) -> list[str]:
-    def make(*layers: nn.Module) -> FullyShardedDataParallel:
-        return FullyShardedDataParallel(layers, SGD)
+    def make(*layers: nn.Module, **options: Any) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(layers, SGD, **options)
 
+    first, x = make(nn.Linear(2, 2), zero=1), [torch.ones(1, 2)]
+    first.train_step(x, x, lambda output, _: output.sum())
     mistakes: list[Callable[[], object]] = [
+        lambda: first.train_step(x, x, lambda output, _: output.sum()),
         lambda: make(nn.Linear(2, 2)).backward(None),
         lambda: make(nn.Linear(2, 2, device="meta")),
         lambda: make(nn.Tanh()),
@@ -241,6 +244,7 @@ def _mistakes(_: int, _world: int) -> list[str]:
 
 def test_mistakes(ranks: Ranks) -> None:
     want = [
+        "with zero 1, optimizer_step must follow the last backward",
         "backward needs a forward in grad mode before it, one for each",
         "on the meta device a model needs init, which fills it by name",
         "the layers have no parameter that requires a gradient",
