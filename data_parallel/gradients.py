@@ -14,11 +14,13 @@ all-reduced asynchronously while backward continues with earlier layers.
     backward:    block 3 | block 2 | block 1 | block 0 | embedding |
     network:             | bucket 0 .... | bucket 1 ...... | bucket 2 |
 
+CPU ranks of one machine keep the buckets in shared memory and average them there: a small
+all-reduce of its flags says that a bucket is full on every rank, and a barrier that all have been
+averaged.
+
 Cost: a ring all-reduce of G bytes over W ranks sends 2 * G * (W-1)/W bytes from each rank, for any
 grouping; fewer buckets pay the latency less often, more buckets overlap better. Memory: the buckets
-are the gradients; with `comm_dtype` a bucket in transit has a copy in that type. CPU ranks of one
-machine keep the buckets in shared memory and average them there: a small all-reduce of its flags
-says that a bucket is full on every rank, and a barrier says that all have been averaged.
+are the gradients; with `comm_dtype` a bucket in transit has a copy in that type.
 
 Papers: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.

@@ -1,7 +1,7 @@
 """The flat layout of the parameters of a list of layers, and the shard that each rank holds.
 
-Problem: each rank must hold 1/W of every parameter. Cutting each parameter by itself would take a
-collective per parameter, and rows do not divide evenly.
+Problem: cutting each parameter by itself would take a collective per parameter, and rows do not
+divide evenly.
 
 Idea: the parameters of a layer are put end to end into one flat unit, and the unit is cut into W
 equal shards, anywhere. One collective then moves a whole layer:
@@ -27,12 +27,12 @@ from runtime.shared_memory import ALIGNMENT
 
 
 class Entry(NamedTuple):
-    """A parameter's place in its unit: elements start ... start + numel."""
+    """A parameter's place in its unit: elements start ... stop."""
 
     name: str
     shape: torch.Size
     start: int
-    numel: int
+    stop: int
 
 
 class FlatPiece(NamedTuple):
@@ -53,7 +53,7 @@ class Unit:
         dtype: of the trained parameters and of their gradients.
         compute_dtype: of the gathered parameters, as the layers see them.
         numel, shard_numel: elements of the whole unit and of a shard, gaps included.
-        gaps: padding between and after the parameters. Must stay zero.
+        gaps: padding between and after the parameters, if any. Must stay zero.
     """
 
     def __init__(
@@ -75,12 +75,13 @@ class Unit:
         self.gaps: list[slice] = []
         end = 0  # of the last parameter, its gap included
         for name, p in parameters:
-            self.entries.append(Entry(name, p.shape, end, p.numel()))
-            used, end = end + p.numel(), -(-(end + p.numel()) // step) * step
-            self.gaps += [slice(used, end)] if used < end else []
+            used = end + p.numel()
+            self.entries.append(Entry(name, p.shape, end, used))
+            end = -(-used // step) * step
+            self.gaps.append(slice(used, end))
         self.shard_numel = -(-end // (world_size * step)) * step  # starts on a cache line
         self.numel = world_size * self.shard_numel
-        self.gaps += [slice(end, self.numel)] if end < self.numel else []  # behind the last one
+        self.gaps.append(slice(end, self.numel))
 
     @property
     def nbytes(self) -> int:
@@ -98,13 +99,13 @@ class Unit:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters, or their gradients, as views of the whole unit `flat`."""
-        return [flat[e.start : e.start + e.numel].view(e.shape) for e in self.entries]
+        return [flat[e.start : e.stop].view(e.shape) for e in self.entries]
 
     def pieces(self, rank: int, shard: Tensor) -> list[FlatPiece]:
         """The parts of parameters in a rank's shard; parameters outside it are left out."""
         part, pieces = self.part(rank), []
         for e in self.entries:
-            start, stop = max(part.start, e.start), min(part.stop, e.start + e.numel)  # in the unit
+            start, stop = max(part.start, e.start), min(part.stop, e.stop)  # in the unit
             if start < stop:
                 here = shard[start - part.start : stop - part.start]
                 pieces.append(FlatPiece(e.name, e.shape, start - e.start, here))

@@ -38,7 +38,7 @@ def test_pieces_and_gaps() -> None:
     """Parameters of 40 and 5 elements at 0 and 48, cut at 32."""
     parameters = [("a", nn.Parameter(torch.empty(4, 10))), ("b", nn.Parameter(torch.empty(5)))]
     unit = Unit(0, (0,), parameters, world_size=2)
-    assert (unit.numel, unit.gaps) == (64, [slice(40, 48), slice(53, 64)])
+    assert (unit.numel, unit.gaps) == (64, [slice(40, 48), slice(53, 64), slice(64, 64)])
     flat = torch.arange(64.0)
     pieces = [unit.pieces(rank, flat[unit.part(rank)]) for rank in range(2)]
     found = [[(p.name, tuple(p.shape), p.offset, p.tensor.tolist()) for p in ps] for ps in pieces]
