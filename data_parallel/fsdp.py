@@ -1,8 +1,7 @@
 """Fully sharded data parallelism: each rank holds 1/W of parameters, gradients, optimizer state.
 
-Problem: data parallelism keeps everything W times. AdamW in fp32 takes 16 bytes per parameter
-(weight, gradient, two moments) on every rank: a model too large for one rank is too large for a
-thousand.
+Problem: data parallelism keeps everything W times: with AdamW in fp32, 16 bytes per parameter
+(weight, gradient, two moments). A model too large for one rank is too large for a thousand.
 
 Idea (ZeRO): the rank that holds shard r of the parameters also updates it, so only that rank needs
 the shard's gradients and optimizer state. Layers gather their parameters just before using them:
@@ -23,13 +22,11 @@ Bytes in fp32 with AdamW for W ranks and P parameters, L of them in the largest 
     2      4 P          4 P / W     8 P / W   4 L to 8 L         4 P (W-1)/W, and as much per step
     3      4 P / W      4 P / W     8 P / W   8 L to 12 L        12 P (W-1)/W
 
-Collectives are matched by their order, so all ranks must make the same calls. A rank without
-examples calls ``forward(None)`` and ``backward(None)``, and contributes zeros; `train_step` does so
-by itself when ranks have different numbers of micro-batches.
+All ranks must make the same calls. A rank without examples calls ``forward(None)`` and
+``backward(None)``, and contributes zeros; `train_step` does so by itself.
 
 Gradients are *summed* over ranks and micro-batches. For the mean over all target tokens of the
-global batch, divide each micro-batch's summed loss by the global number of tokens. Dropout draws
-from each rank's own generator, as in data parallelism.
+global batch, divide each micro-batch's summed loss by the global number of tokens.
 
 Papers: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 SC 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
@@ -38,21 +35,20 @@ SC 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data P
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from data_parallel.exchange import Exchange, GroupExchange, SharedExchange
-from data_parallel.materialize import materialize, require_init
+from data_parallel.exchange import Exchange, SharedExchange
 from data_parallel.sharded_layer import LayerGraph, ShardedLayer
-from data_parallel.sharding import FlatPiece, make_units, names_of
-from data_parallel.shards import Gradients, Parameters, ShardedUnit
+from data_parallel.sharding import FlatPiece, make_units
+from data_parallel.shards import Gradients, ShardedUnit
 from runtime.graph import Initialize
+from runtime.ranks import all_gather
 from runtime.recorder import Recorder, acting
 from runtime.unseen import Strangers
 
@@ -61,23 +57,12 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Muon and Adafactor need whole matrices and would see pieces of them."""
 
 
-@dataclass(frozen=True)
-class HeldBytes:
-    """Memory of this rank for a model and its training, without activations.
-
-    ``lent`` is the most that was lent at the same time, for gathered parameters and for gradients
-    in transit.
-    """
+class HeldBytes(NamedTuple):
+    """Memory of this rank for a model and its training, without activations and what is lent."""
 
     parameters: int
     gradients: int
     optimizer: int
-    lent: int
-
-    @property
-    def state(self) -> int:
-        """Parameters, gradients and optimizer state."""
-        return self.parameters + self.gradients + self.optimizer
 
 
 class FullyShardedDataParallel:
@@ -90,17 +75,16 @@ class FullyShardedDataParallel:
         fsdp.optimizer_step()
 
     Args:
-        layers: run one after the other. On the meta device `init` gives the values; otherwise rank
-            0's values are sent to all and the modules are emptied. Either way, from here on their
-            parameters have memory only while the layer computes.
+        layers: run one after the other. Those on the meta device get their values from `init`,
+            others those of rank 0. Parameters then have memory only while their layer computes.
         make_optimizer: of the trainable shards, one flat tensor per unit (sharding.py).
         names: of the parameters, and of buffers on the meta device; by default those of
             ``nn.Sequential(*layers)``.
         init: fills one parameter or buffer, by its name.
         zero: 1, 2 or 3.
         compute_dtype: the type in which parameters are gathered and layers compute, e.g. bf16.
-            Shards, gradients and sums keep the parameters' type. Autocast would keep norms and
-            sums in fp32, but here its graphs would hold a copy of every matrix: use this instead.
+            Shards, gradients and sums keep the parameters' type. (Autocast's graphs would hold a
+            copy of every matrix.)
         device: where to compute.
         group: the ranks; by default all.
         share_memory: let CPU ranks of one machine read each other's shards, if possible.
@@ -112,8 +96,7 @@ class FullyShardedDataParallel:
         kind: of a name; parameters of different kinds go into different units.
 
     Raises:
-        ValueError: zero is none of 1, 2, 3; there is nothing to train; something is on the meta
-            device without `init`; a parameter, or a buffer on the meta device, has no name.
+        ValueError: there is nothing to train, or something is on the meta device without `init`.
     """
 
     def __init__(
@@ -132,37 +115,36 @@ class FullyShardedDataParallel:
         recompute: bool = False,
         kind: Callable[[str], Hashable] = lambda name: None,  # noqa: ARG005
     ) -> None:
-        if zero not in (1, 2, 3):
-            raise ValueError(f"zero {zero}: 1 shards the optimizer state, 2 gradients too, 3 all")
-        self.zero = zero
         self.device = torch.device(device)
         self.compute_dtype = compute_dtype
         self.recorder = recorder
         self.group = group
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        modules = list(layers)
-        names = names_of(modules) if names is None else names
-        planned, places = make_units(modules, names, self.world_size, compute_dtype, kind)
+        self.rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        layers = list(layers)
+        model = nn.Sequential(*layers)
+        own_names = {t: name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        names = own_names if names is None else names
+        if init is None and any(t.is_meta for t in own_names):
+            raise ValueError("on the meta device a model needs init, which fills it by name")
+        planned, parameters, places = make_units(layers, names, world_size, compute_dtype, kind)
         if not any(unit.trainable for unit in planned):
             raise ValueError("the layers have no parameter that requires a gradient")
-        require_init(modules, names, init)
         shared = None
         if share_memory and self.device.type == "cpu":
             shared = SharedExchange.open(planned, group)  # None on all ranks, or on none
-        self.exchange: Exchange = shared or GroupExchange(planned, self.device, group)
+        self.exchange = shared or Exchange(self.device, group)
         self.units = [ShardedUnit(unit, self.exchange, zero) for unit in planned]
-        materialize(modules, places, self.units, names, init, self.device, group)
-        for u in self.units:
-            u.publish()
-        self.exchange.after_update()  # shared memory: nobody reads before all have published
+        empty = {  # by unit: as modules hold them between the passes
+            u.unit.index: u.fill(whole, init)
+            for u, whole in zip(self.units, parameters, strict=True)
+        }
+        self._fill_buffers(model, names, init)
+        self.parameters_changed()  # shared memory: nobody reads before all have filled theirs
         self.layers = [
-            ShardedLayer(k, module, places[k], self._used_by(k), self.device)
-            for k, module in enumerate(modules)
+            ShardedLayer(k, layer, places[k], self.units, empty, recompute, self.device)
+            for k, layer in enumerate(layers)
         ]
-        self._forget_layers = [
-            recompute and layer.regathered == layer.units for layer in self.layers[:-1]
-        ] + [False]  # the last layer, whose backward is next
-        self._parameters = Parameters(self.units, self.exchange)
+        self.layers[-1].forget = False  # its backward is next
         self._gradients = Gradients(self.units, self.exchange, zero)
         self._trained = [u for u in self.units if u.unit.trainable]
         self.optimizer = make_optimizer([u.shard for u in self._trained])
@@ -183,18 +165,18 @@ class FullyShardedDataParallel:
                 previous layer did not return in a container of `torch.utils._pytree`.
         """
         self._forget()  # what a forward without a backward has left
-        value, training = _cast(x, self.compute_dtype), torch.is_grad_enabled()
+        value, training = pytree.tree_map_only(Tensor, self._cast, x), torch.is_grad_enabled()
         for k, layer in enumerate(self.layers):
             following = _first(later.units for later in self.layers[k + 1 :])
             graph = None
             self._gather(k, layer.units, following)  # without examples too: others wait for it
             if x is not None:
                 with self._record("F", k):
-                    value, graph = layer.forward(value, training and self._forget_layers[k])
+                    value, graph = layer.forward(value)
             self._graphs.append(graph)
             # Keep the last layer's parameters: its backward is next.
             if following or not training:
-                self._parameters.free([u for u in layer.units if u not in following])
+                _free(layer.units, following)
         if training:
             self._output = pytree.tree_leaves(value)
         else:
@@ -204,13 +186,13 @@ class FullyShardedDataParallel:
     __call__ = forward
 
     @torch.no_grad()
-    def backward(self, loss: Tensor | None, last: bool = True) -> None:
+    def backward(self, loss: Tensor | None, last: bool = False) -> None:
         """Adds the gradients of a loss, computed from the output of the last forward.
 
         Args:
             loss: None on a rank without examples.
             last: this is the last backward before the optimizer step. With zero 1 it overlaps with
-                the exchange; zero 2 and 3 ignore `last`.
+                the exchange, which otherwise follows it; zero 2 and 3 ignore `last`.
 
         Raises:
             RuntimeError: no forward in grad mode came before; or, with zero 1, the `last` backward
@@ -228,13 +210,13 @@ class FullyShardedDataParallel:
             found: dict[int, list[Tensor | None]] = {}
             if graph is not None and graph.forgotten:
                 with self._record("R", k):
-                    layer.recompute(graph)  # needs all units; it regathers all: see _forget_layers
+                    layer.recompute(graph)  # needs all units, and such a layer regathers all
             if graph is not None:
                 with self._record("B", k):
                     gradients, found = layer.backward(graph, gradients)
             del graph  # lets go of the layer's input and output
             # not only what was gathered here: forward has kept the last layer's units
-            self._parameters.free([u for u in layer.units if u not in following])
+            _free(layer.units, following)
             with self._record("reduce_scatter", k):
                 self._gradients.add(k, found, last)  # zero 2, 3: first waits for the one above
         self._forget()
@@ -256,17 +238,20 @@ class FullyShardedDataParallel:
         Returns:
             This rank's part of the loss. The sum over the ranks is the loss of the step.
         """
-        most = self._most(len(inputs))  # all ranks make as many passes
-        losses = [torch.zeros((), device=self.device)]  # a rank may have no other
-        for i in range(most):
+        most = torch.tensor(len(inputs), device=self.device)  # all ranks make as many passes
+        with self._record("all_reduce", -1):
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+            passes = int(most)
+        total = torch.zeros((), device=self.device)
+        for i in range(passes):
             loss = None
             with torch.enable_grad():
                 output = self.forward(inputs[i] if i < len(inputs) else None)
                 if i < len(inputs):
                     loss = loss_fn(output, targets[i]) * scale
-                    losses.append(loss.detach())
-            self.backward(loss, last=i == most - 1)
-        return torch.stack([loss.to(losses[-1].dtype) for loss in losses]).sum()
+                    total = total + loss.detach()  # in the wider of their types
+            self.backward(loss, last=i == passes - 1)
+        return total
 
     def expose_gradients(self) -> None:
         """Sets the ``grad`` of the shards, so that gradients can be inspected or scaled before
@@ -278,8 +263,8 @@ class FullyShardedDataParallel:
     def zero_grad(self) -> None:
         """Drops gradients that no `optimizer_step` has used. All ranks must call it."""
         self._settle()
-        if any(u.reduced for u in self.units):  # zero 1: the next backward overwrites gradients
-            self._wait_for_all(self.exchange.after_update)  # that other ranks may still be reading
+        if any(u.has_gradient for u in self.units):  # zero 1: the next backward overwrites
+            self._barrier()  # gradients that other ranks may still be reading
         self._gradients.clear()
         self._microbatch = 0
         self.expose_gradients()  # all become None
@@ -289,12 +274,13 @@ class FullyShardedDataParallel:
         backwards. Without a backward since the last step it changes nothing.
         """
         self.expose_gradients()  # waits for the last reductions
-        self._wait_for_all(self.exchange.before_update)  # nobody reads my shards any more
+        self._barrier()  # nobody reads my shards any more
         with self._record("optimizer", -1):
             self.optimizer.step()
         self._gradients.clear()
-        self._parameters.outdate()  # publishes; then all wait, so nobody gathers old values
-        self._wait_for_all(lambda: self.exchange.after_update(self._microbatch))
+        for u in self._trained:
+            u.publish()
+        self._barrier()  # nobody gathers old values
         self._microbatch = 0
 
     # What this rank holds
@@ -306,7 +292,7 @@ class FullyShardedDataParallel:
 
     def get_local_grad_shard(self, layer: int) -> list[FlatPiece]:
         """Their gradients, summed over all ranks and all backwards since the last step."""
-        self._gradients.settle()
+        self._settle()
         found = [(u, u.gradient) for u in self.layers[layer].units if u.has_gradient]
         return [x for u, g in found if g is not None for x in u.unit.pieces(self.rank, g)]
 
@@ -315,106 +301,92 @@ class FullyShardedDataParallel:
         call it."""
         units = self.layers[layer].units
         self._gather(layer, units, [])
-        whole = [(u.unit, u.whole) for u in units if u.whole is not None]
         return {
             entry.name: view
-            for unit, flat in whole
-            for entry, view in zip(unit.entries, unit.views(flat), strict=True)
+            for u in units
+            if u.whole is not None
+            for entry, view in zip(u.unit.entries, u.unit.views(u.whole), strict=True)
         }
 
     def parameters_changed(self) -> None:
         """All ranks must call it after writing to the shards. Between a forward and the writes
         there must be a barrier: other ranks may still be reading."""
-        self._parameters.outdate(frozen=True)
-        self.exchange.after_update()
+        for u in self.units:
+            u.publish()
+        self.exchange.barrier()
 
     def gather(self, what: str = "parameters") -> Iterator[tuple[str, Tensor | None]]:
         """Every parameter's name, in order, with the whole parameter on rank 0, None elsewhere.
 
-        All ranks must exhaust the iterator. Only one parameter is whole at a time.
+        All ranks must exhaust the iterator. Only one unit is whole at a time.
 
         Args:
             what: ``parameters`` or ``gradients``.
         """
-        self._gradients.settle()
+        self._settle()
         for u in self.units:
             gradient = u.gradient if u.has_gradient else None
             shard = u.shard.data if what == "parameters" else gradient
-            if shard is not None:
-                for i in range(len(u.unit.entries)):
-                    yield u.unit.entries[i].name, self._gather_entry(u, i, shard)
-
-    def _gather_entry(self, u: ShardedUnit, index: int, shard: Tensor) -> Tensor | None:
-        entry = u.unit.entries[index]
-        world = self.group or dist.group.WORLD
-        assert world is not None
-        parts: list[Tensor] = []  # on rank 0: of all ranks, in order; elsewhere: its own
-        for rank in range(self.world_size):
-            begin, end = u.unit.held(entry, rank)
-            first = entry.start + begin - u.unit.part(rank).start
-            if begin == end or self.rank not in (0, rank):  # nothing, or not for this rank
+            if shard is None:
                 continue
-            if rank == self.rank:
-                parts.append(shard[first : first + end - begin])
-            else:
-                parts.append(shard.new_empty(end - begin))
-                dist.recv(parts[-1], dist.get_global_rank(world, rank), group=self.group)
-        if self.rank == 0:
-            return torch.cat(parts).view(entry.shape)
-        for part in parts:
-            dist.send(part, dist.get_global_rank(world, 0), group=self.group)
-        return None
+            whole = shard.new_empty(u.unit.numel)
+            all_gather(whole, shard, group=self.group)
+            for entry, view in zip(u.unit.entries, u.unit.views(whole), strict=True):
+                yield entry.name, view.clone() if self.rank == 0 else None  # a view keeps `whole`
 
     def held_bytes(self) -> HeldBytes:
         """What this rank holds now."""
-        pools = {self.exchange.parameters, self.exchange.gradients}  # may be the same one
         gradients = [u.gradient if u.accumulated is None else u.accumulated for u in self.units]
         state = self.optimizer.state.values()
         return HeldBytes(
             parameters=sum(u.nbytes for u in self.units),
             gradients=sum(g.nbytes for g in gradients if g is not None),
             optimizer=sum(t.nbytes for s in state for t in s.values() if isinstance(t, Tensor)),
-            lent=sum(pool.peak_bytes for pool in pools),
         )
 
     # The parts of a pass
 
-    def _used_by(self, layer: int) -> list[ShardedUnit]:
-        return [u for u in self.units if layer in u.unit.layers]
+    @torch.no_grad()
+    def _fill_buffers(
+        self, model: nn.Module, names: Mapping[Tensor, str], init: Initialize | None
+    ) -> None:
+        """They are small (batch norm's statistics), so each rank holds them whole."""
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if buffer.is_meta:
+                    filled = torch.empty_like(buffer, device=self.device)
+                    assert init is not None
+                    init(names[buffer], filled)
+                else:  # rank 0's
+                    filled = buffer.to(self.device).contiguous()
+                    flat = filled.flatten().view(torch.uint8)  # gloo does not support every dtype
+                    dist.broadcast(flat, group=self.group, group_src=0)
+                module._buffers[key] = filled
 
     def _gather(self, layer: int, units: list[ShardedUnit], following: list[ShardedUnit]) -> None:
         """Waits for the units of a layer, and starts to gather the next layer's."""
-        self._parameters.start(units)
-        if any(u.arriving is not None for u in units):
+        for u in units:
+            u.start_gather()
+        if any(u.arriving for u in units):
             with self._record("all_gather", layer):
-                self._parameters.finish(units)
+                for u in units:
+                    u.finish_gather()
         if self.exchange.prefetch:
-            self._parameters.start(following)  # in transit while this layer computes
+            for u in following:
+                u.start_gather()  # in transit while this layer computes
 
     def _gradients_of_output(self, loss: Tensor | None) -> list[Tensor | None]:
         """The gradients of the last layer's output, one per leaf, None without one."""
         output, self._output = self._output, []
-        gradients: list[Tensor | None] = [None] * len(output)
-        first: dict[int, int] = {}  # a repeated tensor counts at its first position
-        for k, y in enumerate(output):
-            if isinstance(y, Tensor) and y.requires_grad:
-                first.setdefault(id(y), k)
-        where = list(first.values())
-        wanted = [output[k] for k in where]
-        if loss is not None:
-            Strangers(wanted).refuse(loss, f"the loss after {self.layers[-1].name}")
-        if loss is not None and wanted:
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
-            for k, gradient in zip(where, found, strict=True):
-                gradients[k] = gradient
-        return gradients
-
-    def _most(self, count: int) -> int:
-        """The largest `count` of any rank."""
-        with self._record("all_reduce", -1):
-            number = torch.tensor(count, device=self.device)
-            dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
-            return int(number)
+        if loss is None:
+            return [None] * len(output)
+        wanted = [y for y in output if isinstance(y, Tensor) and y.requires_grad]
+        Strangers(wanted).refuse(loss, f"the loss after {self.layers[-1].name}")
+        found = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
+        of_tensor = {id(y): dy for y, dy in zip(wanted, found, strict=True)}
+        return [of_tensor.pop(id(y), None) for y in output]  # a repeated tensor counts once
 
     def _settle(self) -> None:
         """Waits for the gradients of the layers that backward reached last."""
@@ -422,15 +394,19 @@ class FullyShardedDataParallel:
             with self._record("reduce_scatter", -1):
                 self._gradients.settle()
 
-    def _wait_for_all(self, wait: Callable[[], None]) -> None:
-        """Runs one of the exchange's waits around an update, recorded as a barrier if it waits."""
-        with self._record("barrier", -1) if self.exchange.waits else nullcontext():
-            wait()
+    def _barrier(self) -> None:
+        """Waits for all ranks, if they read each other's memory."""
+        if isinstance(self.exchange, SharedExchange):
+            with self._record("barrier", -1):
+                self.exchange.barrier()
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(self.compute_dtype) if self.compute_dtype and x.is_floating_point() else x
 
     def _forget(self) -> None:
         """Frees what a forward has kept for its backward."""
         self._graphs, self._output = [], []
-        self._parameters.free(self.units)
+        _free(self.units)
 
     def _record(self, kind: str, layer: int) -> AbstractContextManager[None]:
         microbatch = -1 if layer < 0 else self._microbatch
@@ -442,10 +418,7 @@ def _first(of_layers: Iterable[list[ShardedUnit]]) -> list[ShardedUnit]:
     return next((units for units in of_layers if units), [])
 
 
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with its floating-point tensors cast to `dtype`."""
-    if dtype is None:
-        return value
-    return pytree.tree_map_only(
-        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value
-    )
+def _free(units: Iterable[ShardedUnit], but: Sequence[ShardedUnit] = ()) -> None:
+    for u in units:
+        if u not in but:
+            u.free()

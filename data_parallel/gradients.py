@@ -8,18 +8,19 @@ all need the mean. Three ways, simplest first:
     overlap         GradientBuckets: a few, each started as soon as its last gradient is ready
 
 Idea of the buckets: backward produces gradients from the last layer to the first. Parameters are
-grouped, in that order, into flat buckets; p.grad is a view into its bucket. When a bucket's last
-gradient has arrived, the bucket is all-reduced asynchronously while backward continues with earlier
-layers. Nothing is copied back: the optimizer reads the views.
+grouped, in that order, into flat buckets; p.grad is a view into its bucket. A full bucket is
+all-reduced asynchronously while backward continues with earlier layers.
 
     backward:    block 3 | block 2 | block 1 | block 0 | embedding |
     network:             | bucket 0 .... | bucket 1 ...... | bucket 2 |
 
+CPU ranks of one machine keep the buckets in shared memory and average them there: a small
+all-reduce of its flags says that a bucket is full on every rank, and a barrier that all have been
+averaged.
+
 Cost: a ring all-reduce of G bytes over W ranks sends 2 * G * (W-1)/W bytes from each rank, for any
 grouping; fewer buckets pay the latency less often, more buckets overlap better. Memory: the buckets
-are the gradients; with `comm_dtype` a bucket in transit has a copy in that type. CPU ranks of one
-machine keep the buckets in shared memory and average them there: a small all-reduce of its flags
-says that a bucket is full on every rank, and a barrier says that all have been averaged.
+are the gradients; with `comm_dtype` a bucket in transit has a copy in that type.
 
 Papers: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
@@ -27,8 +28,9 @@ VLDB 2020; Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -48,71 +50,47 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
     A gradient that exists only on some ranks counts as zero on the others. A parameter without a
     gradient on any rank keeps none, so the optimizer skips it.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]  # one order on all ranks
-    for p, somewhere in zip(parameters, _has_gradient(parameters, group), strict=True):
-        if not somewhere:
-            continue
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        dist.all_reduce(p.grad, group=group)
-        p.grad /= dist.get_world_size(group)
+    for gradient in _gradients(model, group):
+        dist.all_reduce(gradient, group=group)
+        gradient /= dist.get_world_size(group)
 
 
 def average_gradients_flat(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """The same with one all-reduce per dtype: gradients are packed, reduced and copied back."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    somewhere = _has_gradient(parameters, group)
-    used = [p for p, has in zip(parameters, somewhere, strict=True) if has]
-    for dtype in dict.fromkeys(p.dtype for p in used):  # not a set: in one order on all ranks
-        alike = [p for p in used if p.dtype == dtype]
-        flat = torch.cat(  # a missing gradient counts as zero
-            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in alike]
-        )
+    for alike in in_groups(_gradients(model, group), sys.maxsize):
+        flat = torch.cat([gradient.flatten() for gradient in alike])
         dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)
-        for p, part in zip(alike, flat.split([p.numel() for p in alike]), strict=True):
-            if p.grad is None:
-                p.grad = torch.empty_like(p)  # another rank has a gradient
-            p.grad.copy_(part.view_as(p))
+        copy_back(flat, alike)
 
 
-def _has_gradient(parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> list[bool]:
-    """For each parameter, whether any rank has a gradient for it."""
-    if not parameters:
-        return []
-    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)  # per parameter
+def _gradients(model: nn.Module, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """The gradients that exist on any rank, in one order on all; zeros where this one has none."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
     has = has.to(parameters[0].device)
     dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
-    return [bool(h) for h in has.tolist()]
+    for p, somewhere in zip(parameters, has.tolist(), strict=True):
+        if somewhere and p.grad is None:
+            p.grad = torch.zeros_like(p)
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 class _Bucket:
-    """A flat buffer of gradients, followed by one flag per parameter: 1 if this rank has its
+    """`flat`: a buffer of gradients, followed by one flag per parameter: 1 if this rank has its
     gradient. The flags are summed with the gradients, which tells every rank which parameters have
     a gradient on any rank."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.numel = sum(p.numel() for p in parameters)
-        self.dtype, self.device = parameters[0].dtype, parameters[0].device
-        self.offset = 0  # in shared memory
+    def __init__(self, parameters: list[nn.Parameter], flat: Tensor) -> None:
+        self.parameters, self.flat = parameters, flat
+        self.gradients, self.flags = flat[: -len(parameters)], flat[-len(parameters) :]
+        parts = self.gradients.split([p.numel() for p in parameters])
+        self.views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
         self.waiting = len(parameters)  # gradients that this backward has yet to produce
         self.complete = True  # every parameter has a gradient on this rank
         self.work: dist.Work | None = None
-        self.sent: Tensor | None = None  # the tensor in transit: all, only the flags, or a copy
+        self.sent = flat  # the tensor in transit: all, only the flags, or a copy
         self.sent_at = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        """The buffer's size, rounded up so that the next one starts on a cache line."""
-        return aligned((self.numel + len(self.parameters)) * self.dtype.itemsize)
-
-    def lay_out(self, flat: Tensor) -> None:
-        """Uses `flat`, all zeros, as the buffer."""
-        self.flat = flat
-        self.gradients, self.flags = flat[: self.numel], flat[self.numel :]  # flags: per parameter
-        parts = self.gradients.split([p.numel() for p in self.parameters])
-        self.views = [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
 
     def adopt(self, i: int) -> None:
         """Makes the gradient of parameter i a view of the buffer. After optimizer.zero_grad()
@@ -142,7 +120,7 @@ class _Bucket:
         somewhere = [True] * len(self.views) if self.complete else self.flags.tolist()
         for p, view, has in zip(self.parameters, self.views, somewhere, strict=True):
             p.grad = view if has else None
-        self.work, self.sent, self.waiting = None, None, len(self.parameters)
+        self.work, self.sent, self.waiting = None, self.flat, len(self.parameters)
 
 
 class GradientBuckets:
@@ -153,12 +131,10 @@ class GradientBuckets:
             loss(first).backward()
         loss(second).backward()          # the buckets leave as they fill
         buckets.finish()                 # p.grad is the mean over the ranks
-        optimizer.step()
-        optimizer.zero_grad()
 
     All ranks must call finish() equally often; a rank with no examples left contributes zeros.
-    Collectives are matched by their order, so all ranks send the buckets in the same fixed order,
-    and nothing else may be sent over `group` between a backward and finish().
+    Buckets leave in the same order on all ranks, and nothing else may be sent over `group` between
+    a backward and finish().
 
     Args:
         parameters: of a model, each once, already on their device; frozen ones are skipped.
@@ -171,9 +147,6 @@ class GradientBuckets:
         share_memory: sum in shared memory between CPU ranks of one machine, if possible.
         recorder: is told of each bucket's `all_reduce`, from start to result, and of the `barrier`
             after shared memory.
-
-    Raises:
-        ValueError: bucket_bytes is not positive, or the model has nothing to train.
     """
 
     def __init__(
@@ -186,25 +159,27 @@ class GradientBuckets:
         recorder: Recorder | None = None,
         apart: Collection[nn.Parameter] = (),
     ) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes {bucket_bytes} must be positive, for example {4 << 20}")
         # Backward reaches the parameters roughly in reverse order of creation.
         trained = [p for p in parameters if p.requires_grad][::-1]
-        if not trained:
-            raise ValueError("the model has no parameter that requires a gradient")
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.comm_dtype = comm_dtype
         self.recorder = recorder
         lonely = set(apart)  # only looked up in: its order may differ between ranks
-        among = [p for p in trained if p not in lonely]
-        alone = [[p] for p in trained if p in lonely]
-        self.buckets = [_Bucket(ps) for ps in group_parameters(among, bucket_bytes) + alone]
+        groups = in_groups([p for p in trained if p not in lonely], bucket_bytes)
+        groups += [[p] for p in trained if p in lonely]
+        numels = [sum(p.numel() for p in ps) + len(ps) for ps in groups]  # gradients, then flags
+        nbytes = [aligned(n * ps[0].itemsize) for n, ps in zip(numels, groups, strict=True)]
         self.shared: SharedBuffers | None = None
-        on_cpu = all(bucket.device.type == "cpu" for bucket in self.buckets)
-        if share_memory and on_cpu and comm_dtype is None:
-            self.shared = SharedBuffers.open(sum(b.nbytes for b in self.buckets), group)
-        self._lay_out()
+        if share_memory and comm_dtype is None and all(p.device.type == "cpu" for p in trained):
+            self.shared = SharedBuffers.open(sum(nbytes), group)
+        self.buckets: list[_Bucket] = []
+        for ps, numel in zip(groups, numels, strict=True):
+            if self.shared is None:
+                flat = torch.zeros(numel, dtype=ps[0].dtype, device=ps[0].device)
+            else:
+                flat = self.shared.take(numel, ps[0].dtype)
+            self.buckets.append(_Bucket(ps, flat))
         self._sync = True  # whether a backward sends
         self._next = 0  # the first bucket not yet sent
         self._handles = [  # a hook runs in each backward, once its p.grad has been added to
@@ -212,17 +187,6 @@ class GradientBuckets:
             for bucket in self.buckets
             for i, p in enumerate(bucket.parameters)
         ]
-
-    def _lay_out(self) -> None:
-        offset = 0  # bytes, the same on all ranks
-        for b in self.buckets:
-            numel = b.numel + len(b.parameters)  # gradients, then flags
-            if self.shared is None:
-                b.lay_out(torch.zeros(numel, dtype=b.dtype, device=b.device))
-                continue
-            b.offset = offset
-            b.lay_out(self.shared.view(self.shared.rank, offset, numel, b.dtype))
-            offset += b.nbytes
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -250,13 +214,11 @@ class GradientBuckets:
         """Removes the hooks from the parameters; the gradients stay."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
 
     def _make_hook(self, bucket: _Bucket, i: int) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
             if bucket.work is not None:
                 raise RuntimeError(
-                    "backward ran again while the gradients of the last one were being averaged: "
                     "call finish() after each backward, or accumulate inside no_sync()"
                 )
             bucket.adopt(i)
@@ -272,37 +234,40 @@ class GradientBuckets:
         bucket.sent_at = time.perf_counter()
         if self.shared is not None:
             bucket.sent = bucket.flags  # says that this rank's bucket is full
-        elif self.comm_dtype is None:
-            bucket.sent = bucket.flat
-        else:
+        elif self.comm_dtype is not None:
             bucket.sent = bucket.flat.to(self.comm_dtype)
         bucket.work = dist.all_reduce(bucket.sent, group=self.group, async_op=True)  # see _receive
         self._next += 1
 
     def _receive(self, i: int) -> None:
         bucket = self.buckets[i]
-        assert bucket.work is not None and bucket.sent is not None
-        start, device = bucket.sent_at, bucket.device
+        assert bucket.work is not None
+        start, device = bucket.sent_at, bucket.flat.device
         with acting(self.recorder, "all_reduce", i, device=device, start=start):
             bucket.work.wait()  # shared memory: by now every rank's bucket is full
             if self.shared is not None:
-                self.shared.average(bucket.offset, bucket.numel, bucket.dtype)  # one of W parts
+                self.shared.average(bucket.gradients)  # one of W parts
             else:
                 if bucket.sent is not bucket.flat:
                     bucket.flat.copy_(bucket.sent)  # comm_dtype: back to the gradients' own type
                 bucket.gradients.div_(self.world_size)  # not the flags
 
 
-def group_parameters(parameters: list[TensorT], bucket_bytes: int) -> list[list[TensorT]]:
-    """Groups parameters or other tensors, in their order, by type and device, into at most
-    bucket_bytes each, unless a single one is larger. Groups come in the order in which they
-    fill."""
+def in_groups(tensors: Iterable[TensorT], most_bytes: int) -> list[list[TensorT]]:
+    """Groups tensors, in their order, by type and device, into at most `most_bytes` each, unless a
+    single one is larger. Groups come in the order in which they fill."""
     done: list[list[TensorT]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[TensorT]] = {}  # one open group of each
-    for p in parameters:
-        group = filling.setdefault((p.dtype, p.device), [])
-        if group and sum(q.nbytes for q in group) + p.nbytes > bucket_bytes:
+    for t in tensors:
+        group = filling.setdefault((t.dtype, t.device), [])
+        if group and sum(other.nbytes for other in group) + t.nbytes > most_bytes:
             done.append(group)
-            group = filling[p.dtype, p.device] = []
-        group.append(p)
+            group = filling[t.dtype, t.device] = []
+        group.append(t)
     return done + [group for group in filling.values() if group]
+
+
+def copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copies consecutive parts of `flat` into the tensors."""
+    for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        t.copy_(part.view_as(t))

@@ -11,23 +11,18 @@ another one. The parameters stay in the graph, but they own no memory.
 Backward does not need an embedding's weights: a unit with nothing else is not gathered for it.
 
 Each layer has its own graph (runtime/graph.py): backward differentiates one layer at a time and
-frees its activations. Between the passes the modules hold parameters on the meta device, without
-memory.
-
-A layer must return its tensors in containers that `torch.utils._pytree` knows (tuples, lists,
-dicts). A tensor left in an attribute would tie one layer's graph to another's, and its gradient
-would end there. So each graph is searched for such strangers, and they raise an error.
+frees its activations. A tensor that reaches another layer by other ways than the layers' outputs,
+such as an attribute, would lose its gradient: each graph is searched for such strangers.
 
 Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per node of the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +34,10 @@ from data_parallel.shards import ShardedUnit
 from runtime.graph import Graph
 from runtime.recompute import SameDraws, unchanged
 from runtime.sharing import Watch
-from runtime.unseen import Strangers, tensors_in
+from runtime.unseen import Strangers
 
 
-@dataclass
-class _Note:
+class _Note(NamedTuple):
     """A saved part of a unit."""
 
     unit: ShardedUnit
@@ -64,6 +58,10 @@ class LayerGraph(Graph):
 class ShardedLayer:
     """A layer and the units of its parameters.
 
+    Args:
+        empty: by unit and entry, parameters without memory: what the modules hold between passes.
+        recompute: forget what backward needs and compute it again, if backward gathers all units.
+
     Attributes:
         regathered: the units needed by its backward.
     """
@@ -73,30 +71,32 @@ class ShardedLayer:
         index: int,
         module: nn.Module,
         places: Sequence[Place],
-        units: list[ShardedUnit],
+        units: Sequence[ShardedUnit],
+        empty: Mapping[int, Sequence[nn.Parameter]],
+        recompute: bool,
         device: torch.device,
     ) -> None:
         self.device = device
         self.name = f"layer {index} ({type(module).__name__})"
         self.module = module
-        self.units = units
+        self.units = [u for u in units if index in u.unit.layers]
         needed = {p.unit for p in places if not isinstance(p.module, nn.Embedding)}
-        self.regathered = [u for u in units if u.unit.index in needed]
-        self._places = [(p.module, p.attribute, p.unit, p.entry) for p in places]
-        self._looked = False  # whether its buffers were checked for changes
-        self._resting = [p.module._parameters[p.attribute] for p in places]  # on the meta device
+        self.regathered = [u for u in self.units if u.unit.index in needed]
+        self.forget = recompute and self.regathered == self.units
+        self._places, self._empty = places, empty
+        self._put(self._empty)
 
-    def forward(self, value: Any, forget: bool = False) -> tuple[Any, LayerGraph]:
-        """Runs the layer on gathered parameters; returns the detached output and its graph. With
-        `forget`, gather again and call `recompute` before `backward`.
+    def forward(self, value: Any) -> tuple[Any, LayerGraph]:
+        """Runs the layer on gathered parameters; returns the detached output and its graph. A graph
+        that is `forgotten` must be given to `recompute` before `backward`, and the units gathered.
 
         Raises:
             RuntimeError: the output depends on a tensor that requires a gradient and is not a leaf
                 of `value`.
-            ValueError: the layer writes to one of two tensors that share memory, or returns a
-                parameter inside an object unknown to `pytree`.
+            ValueError: the layer writes to one of two tensors that share memory.
         """
         graph = LayerGraph(self.device)
+        forget = self.forget and torch.is_grad_enabled()
         run = partial(self._run, graph, forget)
         return graph.record(value, run, is_first=False, forget=forget), graph
 
@@ -105,7 +105,7 @@ class ShardedLayer:
         graph.recompute(partial(self._run, graph, True))
 
     def _run(self, graph: LayerGraph, forget: bool, entered: Any) -> Any:
-        parameters = self._parameters()
+        parameters = self._gathered()
         graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
         leaves, watch = pytree.tree_leaves(entered), Watch()
         watch.add(leaves[k] for k in graph.shared)  # each shares memory with another
@@ -115,22 +115,14 @@ class ShardedLayer:
                 around.enter_context(saved_tensors_hooks(self._pack, _unpack))  # notes, not views
                 if forget:
                     around.enter_context(graph.draws)  # `recompute` draws the same again
-                if forget and not self._looked:
                     around.enter_context(unchanged(self.module, self.name))
                 output = self.module(entered)
         finally:
-            self._take_back()  # after an error too
-        self._looked = self._looked or forget
+            self._put(self._empty)  # after an error too
         watch.check(self.name)
-        results = pytree.tree_leaves(output)
         if torch.is_grad_enabled():
             trained = [p for ps in graph.leaves.values() for p in ps]
-            Strangers([*graph.inputs, *trained]).refuse(results, self.name, entered)
-        if any(self._hides_a_parameter(y) for y in results):
-            raise ValueError(
-                f"{self.name} hands on a parameter inside an object, and its memory is about "
-                "to be used again: return it in a tuple, list or dict, or a copy"
-            )
+            Strangers([*graph.inputs, *trained]).refuse(output, self.name, entered)
         return pytree.tree_map_only(Tensor, self._own, output)
 
     def backward(
@@ -144,7 +136,7 @@ class ShardedLayer:
         of_inputs, found, _ = graph.differentiate(flat, gradients)
         return of_inputs, {u: [found.get(p) for p in ps] for u, ps in graph.leaves.items()}
 
-    def _parameters(self) -> dict[int, list[nn.Parameter]]:
+    def _gathered(self) -> dict[int, list[nn.Parameter]]:
         """Views of the gathered units, by unit and entry."""
         found = {}  # new leaves for every forward, so each graph has its own
         for u in self.units:
@@ -153,23 +145,14 @@ class ShardedLayer:
             found[u.unit.index] = [nn.Parameter(view, u.unit.trainable) for view in views]
         return found
 
-    def _put(self, parameters: dict[int, list[nn.Parameter]]) -> None:
-        for module, attribute, unit, entry in self._places:
-            setattr(module, attribute, parameters[unit][entry])
-
-    def _take_back(self) -> None:
-        for (module, attribute, _, _), resting in zip(self._places, self._resting, strict=True):
-            setattr(module, attribute, resting)
+    def _put(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        for place in self._places:
+            setattr(place.module, place.attribute, parameters[place.unit][place.entry])
 
     def _own(self, output: Tensor) -> Tensor:
         """A copy if the layer returns one of its parameters, because the buffer is reused."""
-        return output.clone() if self._inside(output) else output
-
-    def _inside(self, tensor: Tensor) -> bool:
-        return any(u.position_of(tensor) is not None for u in self.units)
-
-    def _hides_a_parameter(self, result: Any) -> bool:
-        return not isinstance(result, Tensor) and any(map(self._inside, tensors_in(result)))
+        inside = any(u.position_of(output) is not None for u in self.units)
+        return output.clone() if inside else output
 
     def _pack(self, tensor: Tensor) -> Any:
         for u in self.units:
@@ -189,7 +172,6 @@ def _unpack(saved: Any) -> Tensor:
     tensor, version = saved
     if version not in (None, tensor._version):  # autograd leaves this check to the hooks
         raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+            f"a {tuple(tensor.shape)} tensor that backward needs has been modified in place"
         )
     return tensor

@@ -5,9 +5,8 @@ size with Adam, and repeats the same update.
 
 Idea. The parameters lie end to end in flat tensors. After backward a reduce-scatter sums the
 gradients and leaves each rank its part; the rank updates that part of the parameters; an all-gather
-sends the new values to all. Together they send as many bytes as one all-reduce. Any code may
-compute the gradients: stages and cut matrices work too. (fsdp.py also shards gradients and
-parameters, and runs the layers itself.)
+sends the new values to all. Any code may compute the gradients: stages and cut matrices work too.
+(fsdp.py also shards gradients and parameters, and runs the layers itself.)
 
 Cost, W ranks, G bytes of parameters: each rank sends G (W-1)/W for gradients and as much for
 parameters and holds 1/W of the optimizer state; during the sum, gradients are held twice.
@@ -18,13 +17,22 @@ Paper: Rajbhandari et al., "ZeRO", 2020.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from data_parallel.sharding import FlatPiece, Unit
 from runtime.ranks import Ranks
+
+
+class _Part(NamedTuple):
+    """The parameters of one kind."""
+
+    unit: Unit
+    parameters: list[nn.Parameter]  # views of `flat`
+    flat: Tensor  # all of it on every rank
+    shard: nn.Parameter  # this rank's part, a view of `flat` too
 
 
 class ShardedOptimizer:
@@ -45,31 +53,28 @@ class ShardedOptimizer:
         parameters: Mapping[str, nn.Parameter],
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         ranks: Ranks,
-        kind: Callable[[str], Any] = lambda name: None,  # noqa: ARG005
+        kind: Callable[[str], Any],
     ) -> None:
         self.ranks = ranks
         named: dict[Any, list[tuple[str, nn.Parameter]]] = {}  # by kind, in one order on all ranks
         for name, p in parameters.items():
             named.setdefault(kind(name), []).append((name, p))
-        self._units = [Unit(i, (), group, ranks.size) for i, group in enumerate(named.values())]
-        self._parameters = [[p for _, p in group] for group in named.values()]
-        self._flat: list[Tensor] = []  # by unit; all of it on every rank
-        self.shards: dict[Any, nn.Parameter] = {}
-        for key, unit, group in zip(named, self._units, self._parameters, strict=True):
-            flat = torch.zeros(unit.numel, dtype=unit.dtype, device=group[0].device)  # [numel]
-            for p, view in zip(group, unit.views(flat), strict=True):
-                p.data = view.copy_(p.detach())  # from here on the parameter lies in `flat`
-            self._flat.append(flat)
-            self.shards[key] = nn.Parameter(flat[unit.part(ranks.rank)])  # a view: updates `flat`
+        self._parts = []
+        for i, group in enumerate(named.values()):
+            unit = Unit(i, (), group, ranks.size)
+            flat = torch.zeros(unit.numel, dtype=unit.dtype, device=group[0][1].device)  # [numel]
+            for (_, p), view in zip(group, unit.views(flat), strict=True):
+                p.data = view.copy_(p.detach())
+            shard = nn.Parameter(flat[unit.part(ranks.rank)])
+            self._parts.append(_Part(unit, [p for _, p in group], flat, shard))
+        self.shards = {key: part.shard for key, part in zip(named, self._parts, strict=True)}
         self.optimizer = make_optimizer(list(self.shards.values()))
 
     def reduce(self) -> None:
         """Sums the parameters' gradients over the ranks into the gradients of the shards."""
-        for unit, group, shard in zip(
-            self._units, self._parameters, self.shards.values(), strict=True
-        ):
+        for unit, parameters, _, shard in self._parts:
             whole = shard.new_zeros(unit.numel)  # stays zero in gaps and without p.grad
-            for p, view in zip(group, unit.views(whole), strict=True):
+            for p, view in zip(parameters, unit.views(whole), strict=True):
                 if p.grad is not None:
                     view.copy_(p.grad)
                     p.grad = None  # freed one by one, as `whole` fills
@@ -83,18 +88,19 @@ class ShardedOptimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Sends the shards' values to all ranks."""
-        for flat, shard in zip(self._flat, self.shards.values(), strict=True):
-            flat.copy_(self.ranks.all_gather(shard.detach(), 0))  # each p.data is a view of it
+        for _, _, flat, shard in self._parts:
+            flat.copy_(self.ranks.all_gather(shard.detach(), 0))  # and so to the parameters
 
     def zero_grad(self) -> None:
         """Frees all gradients."""
         self.optimizer.zero_grad()
-        for p in (p for group in self._parameters for p in group):
-            p.grad = None
+        for part in self._parts:
+            for p in part.parameters:
+                p.grad = None
 
     def pieces(self, shard: Tensor, values: Tensor) -> list[FlatPiece]:
         """The parts of parameters in `values`, a tensor laid out like `shard`."""
-        (unit,) = (u for u, s in zip(self._units, self.shards.values(), strict=True) if s is shard)
+        (unit,) = (part.unit for part in self._parts if part.shard is shard)
         return unit.pieces(self.ranks.rank, values)
 
     def __getattr__(self, name: str) -> Any:

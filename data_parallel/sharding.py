@@ -1,7 +1,7 @@
 """The flat layout of the parameters of a list of layers, and the shard that each rank holds.
 
-Problem: each rank must hold 1/W of every parameter. Cutting each parameter by itself would take a
-collective per parameter, and rows do not divide evenly.
+Problem: cutting each parameter by itself would take a collective per parameter, and rows do not
+divide evenly.
 
 Idea: the parameters of a layer are put end to end into one flat unit, and the unit is cut into W
 equal shards, anywhere. One collective then moves a whole layer:
@@ -27,12 +27,12 @@ from runtime.shared_memory import ALIGNMENT
 
 
 class Entry(NamedTuple):
-    """A parameter's place in its unit: elements start ... start + numel."""
+    """A parameter's place in its unit: elements start ... stop."""
 
     name: str
     shape: torch.Size
     start: int
-    numel: int
+    stop: int
 
 
 class FlatPiece(NamedTuple):
@@ -53,7 +53,7 @@ class Unit:
         dtype: of the trained parameters and of their gradients.
         compute_dtype: of the gathered parameters, as the layers see them.
         numel, shard_numel: elements of the whole unit and of a shard, gaps included.
-        gaps: padding between and after the parameters. Must stay zero.
+        gaps: padding between and after the parameters, if any. Must stay zero.
     """
 
     def __init__(
@@ -68,21 +68,20 @@ class Unit:
         self.layers = layers
         first = parameters[0][1]
         self.dtype, self.trainable = first.dtype, first.requires_grad
-        self.compute_dtype = self.dtype
-        if compute_dtype is not None and self.dtype.is_floating_point:
-            self.compute_dtype = compute_dtype
+        self.compute_dtype = compute_dtype or self.dtype
         # elements: a cache line of the narrower type, so whole lines of the wider one too
-        step = max(1, ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize))
+        step = ALIGNMENT // min(self.dtype.itemsize, self.compute_dtype.itemsize)
         self.entries: list[Entry] = []
         self.gaps: list[slice] = []
         end = 0  # of the last parameter, its gap included
         for name, p in parameters:
-            self.entries.append(Entry(name, p.shape, end, p.numel()))
-            used, end = end + p.numel(), -(-(end + p.numel()) // step) * step
-            self.gaps += [slice(used, end)] if used < end else []
+            used = end + p.numel()
+            self.entries.append(Entry(name, p.shape, end, used))
+            end = -(-used // step) * step
+            self.gaps.append(slice(used, end))
         self.shard_numel = -(-end // (world_size * step)) * step  # starts on a cache line
         self.numel = world_size * self.shard_numel
-        self.gaps += [slice(end, self.numel)] if end < self.numel else []  # behind the last one
+        self.gaps.append(slice(end, self.numel))
 
     @property
     def nbytes(self) -> int:
@@ -100,22 +99,16 @@ class Unit:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters, or their gradients, as views of the whole unit `flat`."""
-        return [flat[e.start : e.start + e.numel].view(e.shape) for e in self.entries]
-
-    def held(self, entry: Entry, rank: int) -> tuple[int, int]:
-        """The elements of a parameter, begin ... end, in a rank's shard."""
-        part = self.part(rank)  # in the unit; begin and end are in the parameter
-        begin = min(max(part.start - entry.start, 0), entry.numel)
-        return begin, min(max(part.stop - entry.start, begin), entry.numel)
+        return [flat[e.start : e.stop].view(e.shape) for e in self.entries]
 
     def pieces(self, rank: int, shard: Tensor) -> list[FlatPiece]:
         """The parts of parameters in a rank's shard; parameters outside it are left out."""
-        pieces = []
+        part, pieces = self.part(rank), []
         for e in self.entries:
-            begin, end = self.held(e, rank)
-            if begin < end:
-                first = e.start + begin - self.part(rank).start  # its place in the shard
-                pieces.append(FlatPiece(e.name, e.shape, begin, shard[first : first + end - begin]))
+            start, stop = max(part.start, e.start), min(part.stop, e.stop)  # in the unit
+            if start < stop:
+                here = shard[start - part.start : stop - part.start]
+                pieces.append(FlatPiece(e.name, e.shape, start - e.start, here))
         return pieces
 
 
@@ -128,26 +121,18 @@ class Place(NamedTuple):
     entry: int
 
 
-def names_of(layers: Sequence[nn.Module]) -> dict[Tensor, str]:
-    """The parameters and buffers of ``nn.Sequential(*layers)`` with their names."""
-    model = nn.Sequential(*layers)
-    return {t: name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-
-
 def make_units(
     layers: Sequence[nn.Module],
     names: Mapping[Tensor, str],
     world_size: int,
     compute_dtype: torch.dtype | None = None,
     kind: Callable[[str], Hashable] = lambda name: None,  # noqa: ARG005
-) -> tuple[list[Unit], list[list[Place]]]:
-    """The units of the layers, in the order of their first use, and each layer's places.
+) -> tuple[list[Unit], list[list[nn.Parameter]], list[list[Place]]]:
+    """The units of the layers, in the order of their first use; their parameters, by unit and
+    entry; and each layer's places.
 
     Args:
         kind: of a name; parameters of different kinds go into different units.
-
-    Raises:
-        ValueError: a parameter without a name.
     """
     found = [  # one per use: a tied parameter comes once for each module that has it
         (p, layer, module, key)
@@ -158,23 +143,18 @@ def make_units(
     ]
     users: dict[nn.Parameter, dict[int, None]] = {}  # inner: an ordered set of layers
     for p, layer, _, _ in found:
-        if p not in names:
-            raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} has no name: give the names of all, for "
-                "example {p: name for name, p in model.named_parameters()}"
-            )
         users.setdefault(p, {})[layer] = None
     groups: dict[object, list[nn.Parameter]] = {}  # one per unit
     for p, used_by in users.items():
         alike = (tuple(used_by), p.dtype, p.requires_grad, kind(names[p]))  # share a unit
         groups.setdefault(alike, []).append(p)
+    parameters = list(groups.values())
     units, where = [], {}  # where: by parameter, its unit and entry
-    for index, group in enumerate(groups.values()):
-        layers_of = tuple(users[group[0]])
+    for index, group in enumerate(parameters):
         named = [(names[p], p) for p in group]
-        units.append(Unit(index, layers_of, named, world_size, compute_dtype))
+        units.append(Unit(index, tuple(users[group[0]]), named, world_size, compute_dtype))
         where.update({p: (index, i) for i, p in enumerate(group)})
     places: list[list[Place]] = [[] for _ in layers]  # by layer
     for p, layer, module, key in found:
         places[layer].append(Place(module, key, *where[p]))
-    return units, places
+    return units, parameters, places

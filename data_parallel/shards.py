@@ -1,18 +1,19 @@
-"""The units of a model on one rank: gathered parameters, and gradients in transit.
+"""The units of a model on one rank: their first values, gathered parameters, gradients in transit.
 
-`Parameters` gathers units before a layer computes and frees them afterwards. `Gradients` sends a
-layer's gradients to the ranks that hold its shards. fsdp.py decides when, exchange.py how.
+fsdp.py decides when to gather and to reduce, exchange.py how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.exchange import Exchange, Finish, Reduction
 from data_parallel.sharding import Unit
+from runtime.graph import Initialize
 
 
 class ShardedUnit:
@@ -23,15 +24,15 @@ class ShardedUnit:
         shard: flat; trained by the optimizer.
         published: the shard in `compute_dtype`, as others gather it; the shard itself if its type
             is the same.
-        kept: with zero 1 and 2, memory for the whole parameters.
+        kept: with zero 1 and 2, memory for the whole parameters; with zero 3 it is lent.
         gradient: of the shard, summed over all ranks once settled.
         has_gradient: there was a backward since the last optimizer step.
-        accumulated: with zero 1, this rank's whole gradients; `reduced`: summed over the ranks.
-        lent, arriving: with zero 3, the memory of `whole`; while gathering, its `Finish`.
+        accumulated: with zero 1, this rank's whole gradients.
+        reduced: since the last optimizer step they have been summed over the ranks.
     """
 
     def __init__(self, unit: Unit, exchange: Exchange, zero: int) -> None:
-        self.unit = unit
+        self.unit, self.exchange = unit, exchange
         self.whole: Tensor | None = None
         numel = unit.shard_numel if zero == 3 else unit.numel
         # zeroed; with SharedExchange at one offset on all ranks, which read each other's
@@ -39,29 +40,76 @@ class ShardedUnit:
         self.kept = storage if zero < 3 else None
         self.published = storage if zero == 3 else storage[unit.part(exchange.rank)]
         shard = self.published
-        if unit.compute_dtype != unit.dtype:
+        self.apart = unit.compute_dtype != unit.dtype
+        if self.apart:
             shard = torch.zeros_like(shard, dtype=unit.dtype)  # private; see `publish`
         self.shard = nn.Parameter(shard, unit.trainable)
+        self.nbytes = storage.nbytes + (shard.nbytes if self.apart else 0)  # held permanently
         self.gradient: Tensor | None = None
         self.accumulated: Tensor | None = None
         if zero == 1 and unit.trainable:
             self.accumulated = exchange.storage(unit.numel, unit.dtype)  # others read their parts
             self.gradient = self.accumulated[unit.part(exchange.rank)]  # replaced by the sum
         self.has_gradient = self.reduced = False
-        self.lent: Tensor | None = None
-        self.arriving: Finish | None = None
+        self._lent: Tensor | None = None  # the memory of `whole`
+        self._arriving: tuple[Finish, Tensor] | None = None  # the second will be `whole`
 
-    @property
-    def nbytes(self) -> int:
-        """Of the parameters held permanently."""
-        published = self.published if self.kept is None else self.kept
-        apart = self.unit.compute_dtype != self.unit.dtype
-        return published.nbytes + (self.shard.nbytes if apart else 0)
+    @torch.no_grad()
+    def fill(
+        self, parameters: Sequence[nn.Parameter], init: Initialize | None
+    ) -> list[nn.Parameter]:
+        """Fills the shard, of which one parameter at a time is whole: one on the meta device by
+        `init`, another by rank 0's values. Returns parameters without memory that replace them."""
+        group, device = self.exchange.group, self.shard.device
+        pieces = {p.name: p for p in self.unit.pieces(self.exchange.rank, self.shard.data)}
+        for entry, parameter in zip(self.unit.entries, parameters, strict=True):
+            if not parameter.is_meta:
+                whole = parameter.detach().to(device).contiguous()
+                dist.broadcast(whole, group=group, group_src=0)
+            elif entry.name in pieces:  # else no part of it is here
+                whole = torch.empty(entry.shape, dtype=self.unit.dtype, device=device)
+                assert init is not None
+                init(entry.name, whole)
+            if entry.name in pieces:
+                _, _, begin, piece = pieces[entry.name]
+                piece.copy_(whole.flatten()[begin : begin + len(piece)])
+        return [nn.Parameter(p.to("meta"), p.requires_grad) for p in parameters]
 
     def publish(self) -> None:
-        """Copies a changed shard to the memory that other ranks gather."""
-        if self.unit.compute_dtype != self.unit.dtype:
+        """Call after the shard has changed: others gather the new values, and so does this rank."""
+        self.free()
+        self.whole = None  # zero 1 and 2: gathered again, into the same memory
+        if self.apart:
             self.published.copy_(self.shard.data)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a gather has started and is not finished."""
+        return self._arriving is not None
+
+    def start_gather(self) -> None:
+        """Does nothing if it is gathered or arriving."""
+        if self.whole is None and self._arriving is None:
+            memory = self.kept
+            if memory is None:
+                self._lent = self.exchange.parameters.take(self.unit.nbytes)
+                memory = self._lent[: self.unit.nbytes].view(self.unit.compute_dtype)
+            finish = self.exchange.start_gather(self.published, memory)
+            self._arriving = finish, memory
+
+    def finish_gather(self) -> None:
+        """Waits for a gather that was started."""
+        if self._arriving is not None:
+            finish, memory = self._arriving
+            finish()
+            self._arriving, self.whole = None, memory
+
+    def free(self) -> None:
+        """Gives lent memory back; zero 1 and 2 keep theirs."""
+        if self._lent is not None:
+            self.finish_gather()  # it writes there
+            self.exchange.parameters.give(self._lent)
+            self._lent = self.whole = None
 
     def position_of(self, tensor: Tensor) -> int | None:
         """The element of the gathered unit at which the tensor starts; None outside it."""
@@ -69,52 +117,6 @@ class ShardedUnit:
             return None
         distance = tensor.data_ptr() - self.whole.data_ptr()  # bytes
         return distance // self.whole.itemsize if 0 <= distance < self.whole.nbytes else None
-
-
-class Parameters:
-    """Gathers and frees whole units."""
-
-    def __init__(self, units: Sequence[ShardedUnit], exchange: Exchange) -> None:
-        self.units = units
-        self.exchange = exchange
-
-    def start(self, units: Iterable[ShardedUnit]) -> None:
-        """Starts to gather those units that are neither gathered nor in transit."""
-        for u in units:
-            if u.whole is None and u.arriving is None:
-                if u.kept is None:
-                    u.lent = self.exchange.parameters.take(u.unit.nbytes)  # zero 3: until `free`
-                u.arriving = self.exchange.start_gather(u.unit, u.published, _memory(u))
-
-    def finish(self, units: Iterable[ShardedUnit]) -> None:
-        """Waits until these units are gathered."""
-        for u in units:
-            if u.arriving is not None:
-                u.arriving()
-                u.arriving, u.whole = None, _memory(u)  # zero 1 and 2: until `outdate`
-
-    def free(self, units: Iterable[ShardedUnit]) -> None:
-        """Gives lent memory back; zero 1 and 2 keep theirs."""
-        for u in units:
-            if u.lent is not None:
-                self.finish([u])  # a gather still on its way writes there
-                self.exchange.parameters.give(u.lent)
-                u.lent, u.whole = None, None
-
-    def outdate(self, frozen: bool = False) -> None:
-        """Call after the shards have changed on all ranks; `frozen`: frozen ones too."""
-        self.free(self.units)
-        for u in self.units:
-            if u.unit.trainable or frozen:
-                u.publish()
-                u.whole = None  # zero 1 and 2: gather again, into the same memory
-
-
-def _memory(u: ShardedUnit) -> Tensor:
-    if u.kept is not None:
-        return u.kept
-    assert u.lent is not None
-    return u.lent[: u.unit.nbytes].view(u.unit.compute_dtype)
 
 
 class Gradients:
@@ -126,32 +128,30 @@ class Gradients:
         self.zero = zero
         self._on_its_way: Finish | None = None
 
-    def add(
-        self, layer: int, found: Mapping[int, Sequence[Tensor | None]], last: bool = False
-    ) -> None:
-        """Takes the gradients of a layer's units: `found`, by unit index. Missing ones count as
-        zero.
+    def add(self, layer: int, found: Mapping[int, Sequence[Tensor | None]], last: bool) -> None:
+        """Takes the gradients of a layer's units: `found`, by unit index, and empty on a rank
+        without examples. Missing ones count as zero.
 
         With zero 1 they accumulate on this rank until the `last` backward of a step.
         """
         units = [u for u in self.units if layer in u.unit.layers]
-        if self.zero == 1:
-            for u in units:
-                self._accumulate(u, found.get(u.unit.index, ()))
-            # A shared unit is complete after the first layer that uses it, the last in backward.
-            self._reduce_accumulated([u for u in units if last and layer == u.unit.layers[0]])
+        if self.zero > 1:
+            self._reduce(units, found)
             return
-        self._finish()  # its memory is reused
-        reductions = []
         for u in units:
-            lent = self.exchange.gradients.take(u.unit.gradient_nbytes)  # the exchange returns it
-            whole = lent[: u.unit.gradient_nbytes].view(u.unit.dtype)
-            _lay_out(u.unit, whole, found.get(u.unit.index, ()))
-            if u.gradient is None:
-                u.gradient = torch.empty_like(u.shard)  # the first reduction overwrites it
-            reductions.append(Reduction(u.unit, whole, u.gradient, u.has_gradient, lent))
+            assert u.accumulated is not None
+            if u.reduced:  # it holds the other ranks' gradients too
+                raise RuntimeError("with zero 1, optimizer_step must follow the last backward")
+            of_unit = found.get(u.unit.index)
+            if not u.has_gradient:
+                _lay_out(u.unit, u.accumulated, of_unit)  # replaces the last step's
+            elif of_unit is not None:
+                for view, gradient in zip(u.unit.views(u.accumulated), of_unit, strict=True):
+                    if gradient is not None:
+                        view += gradient
             u.has_gradient = True
-        self._start(reductions)
+        if last:  # A shared unit is complete after the first layer that uses it.
+            self._reduce([u for u in units if layer == u.unit.layers[0]])
 
     @property
     def settled(self) -> bool:
@@ -160,8 +160,8 @@ class Gradients:
 
     def settle(self) -> None:
         """Waits until every shard has its gradient."""
-        for u in self._left[::-1]:  # zero 1, and no backward was the `last`
-            self._reduce_accumulated([u])
+        for u in self._left[::-1]:  # no backward was the `last`
+            self._reduce([u])
         self._finish()
 
     def clear(self) -> None:
@@ -174,33 +174,26 @@ class Gradients:
         """With zero 1, units whose gradients have not been reduced yet."""
         return [u for u in self.units if self.zero == 1 and u.has_gradient and not u.reduced]
 
-    def _accumulate(self, u: ShardedUnit, found: Sequence[Tensor | None]) -> None:
-        if u.reduced:
-            raise RuntimeError(
-                "backward(last=True) has summed the gradients over the ranks: with zero 1 no other "
-                "may follow before optimizer_step; give last=False to all but the last"
-            )
-        assert u.accumulated is not None
-        if u.has_gradient:  # `found` is empty on a rank without examples, which adds nothing
-            for view, gradient in zip(u.unit.views(u.accumulated), found, strict=False):
-                if gradient is not None:
-                    view += gradient
-        else:
-            _lay_out(u.unit, u.accumulated, found)  # replaces the last step's
-        u.has_gradient = True
-
-    def _reduce_accumulated(self, units: Sequence[ShardedUnit]) -> None:
+    def _reduce(
+        self, units: Sequence[ShardedUnit], found: Mapping[int, Sequence[Tensor | None]] = {}
+    ) -> None:
+        """Starts to sum `found`, or with zero 1 what has accumulated."""
+        if not units:
+            return
+        self._finish()  # only one is under way at a time, and its memory is reused
         reductions = []
         for u in units:
-            assert u.accumulated is not None and u.gradient is not None
-            reductions.append(Reduction(u.unit, u.accumulated, u.gradient, accumulate=False))
-            u.reduced = True  # so `u.gradient` is the sum as soon as this reduction is finished
-        self._start(reductions)
-
-    def _start(self, reductions: list[Reduction]) -> None:
-        if reductions:
-            self._finish()  # only one is under way at a time
-            self._on_its_way = self.exchange.start_reduce(reductions)
+            whole, lent = u.accumulated, None
+            if whole is None:
+                lent = self.exchange.gradients.take(u.unit.gradient_nbytes)  # it gives it back
+                whole = lent[: u.unit.gradient_nbytes].view(u.unit.dtype)
+                _lay_out(u.unit, whole, found.get(u.unit.index))
+            if u.gradient is None:
+                u.gradient = torch.empty_like(u.shard)  # the first reduction overwrites it
+            accumulate = u.has_gradient and self.zero > 1
+            reductions.append(Reduction(u.unit, whole, u.gradient, accumulate, lent))
+            u.has_gradient = u.reduced = True
+        self._on_its_way = self.exchange.start_reduce(reductions)
 
     def _finish(self) -> None:
         if self._on_its_way is not None:
@@ -208,12 +201,14 @@ class Gradients:
             self._on_its_way = None
 
 
-def _lay_out(unit: Unit, whole: Tensor, found: Sequence[Tensor | None]) -> None:
+def _lay_out(unit: Unit, whole: Tensor, found: Sequence[Tensor | None] | None) -> None:
     """Writes gradients end to end into `whole`; missing ones and gaps become zero."""
+    if found is None:
+        whole.zero_()
+        return
     for gap in unit.gaps:
         whole[gap].zero_()
-    views = unit.views(whole)
-    for view, gradient in zip(views, [*found, *[None] * (len(views) - len(found))], strict=True):
+    for view, gradient in zip(unit.views(whole), found, strict=True):
         if gradient is None:
             view.zero_()
         else:

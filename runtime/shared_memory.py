@@ -19,7 +19,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,51 +75,52 @@ class SharedBuffers:
         ranks: by rank, its memory as bytes.
     """
 
-    def __init__(self, maps: list[mmap.mmap], files: list[int], rank: int) -> None:
+    def __init__(self, files: list[int], nbytes: int, rank: int) -> None:
+        maps = [mmap.mmap(file, ALIGNMENT + nbytes) for file in files]
         self.ranks = [torch.frombuffer(m, dtype=torch.uint8, offset=ALIGNMENT) for m in maps]
         self.rank = rank
-        self._files = files  # by rank; none without `readable`
-        weakref.finalize(self, _close, files)
+        self._taken = 0  # bytes of this rank's memory, see `take`
+        self._files = files  # descriptors by rank, for `read`
+        for file in files:
+            weakref.finalize(self, os.close, file)
 
     @classmethod
-    def open(
-        cls, nbytes: int, group: dist.ProcessGroup | None = None, readable: bool = False
-    ) -> SharedBuffers | None:
+    def open(cls, nbytes: int, group: dist.ProcessGroup | None = None) -> SharedBuffers | None:
         """A zeroed buffer of `nbytes` for every rank of the group; None if they cannot share
         memory. All ranks must call it together, and all get the same answer. The system allocates
-        each page when it is first written to.
-
-        Args:
-            readable: keep the file descriptors, which `read` needs.
-        """
+        each page when it is first written to."""
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         secret = os.urandom(16)  # tells this run's file from another one at the same path
-        mine, descriptor = _create(secret, nbytes)
-        places: list[tuple[str, bytes]] = [("", b"")] * world_size
-        dist.all_gather_object(places, (f"/proc/{os.getpid()}/fd/{descriptor}", secret), group)
-        found = [  # by rank; all memory exists by now, and stays open until all have attached
-            (mine, descriptor) if r == rank else _attach(*places[r], nbytes)
-            for r in range(world_size)
-        ]
-        maps = [m for m, _ in found if m is not None]
-        everywhere = torch.tensor([int(len(maps) == world_size)])  # so far, on this rank
+        mine = _create(secret, nbytes)
+        places: list[Any] = [None] * world_size
+        dist.all_gather_object(places, (f"/proc/{os.getpid()}/fd/{mine}", secret), group)
+        files = [mine if r == rank else _attach(*places[r]) for r in range(world_size)]
+        everywhere = torch.tensor(int(-1 not in files))  # so far, on this rank
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
-        files = [file for _, file in found]
-        if not (readable and everywhere.item()):  # after the all-reduce nobody opens mine any more
-            _close(files)  # the maps keep the memory
-            files = []
-        return cls(maps, files, rank) if everywhere.item() else None
+        if everywhere:
+            return cls(files, nbytes, rank)
+        for file in files:  # after the all-reduce nobody opens mine any more
+            if file != -1:
+                os.close(file)
+        return None
 
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of a rank's memory, from byte `offset` on."""
         return self.ranks[rank][offset : offset + numel * dtype.itemsize].view(dtype)
 
-    def offset(self, tensor: Tensor) -> int:
-        """The byte at which a tensor in this rank's memory starts."""
-        return tensor.data_ptr() - self.ranks[self.rank].data_ptr()
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next `numel` elements of this rank's memory. Ranks that take the same sizes in the
+        same order have a tensor at the same place."""
+        start, self._taken = self._taken, self._taken + aligned(numel * dtype.itemsize)
+        return self.view(self.rank, start, numel, dtype)
 
-    def average(self, offset: int, numel: int, dtype: torch.dtype) -> None:
-        """Replaces the numbers at an offset in every rank's buffer by their mean. All ranks must
+    def by_rank(self, x: Tensor) -> list[Tensor]:
+        """What all ranks have at the place of a flat tensor in this rank's memory."""
+        offset = x.data_ptr() - self.ranks[self.rank].data_ptr()
+        return [self.view(rank, offset, len(x), x.dtype) for rank in range(len(self.ranks))]
+
+    def average(self, x: Tensor) -> None:
+        """Replaces a flat tensor, at one place in every rank's memory, by its mean. All ranks must
         have written theirs before; a barrier must follow before anybody reads.
 
         Rank r averages part r of W, in all ranks' memory:
@@ -130,48 +131,38 @@ class SharedBuffers:
         Parts are disjoint, so nobody waits. A rank reads G bytes and writes G, for any W.
         """
         world_size = len(self.ranks)
-        begin, end = (numel * r // world_size for r in (self.rank, self.rank + 1))  # elements
-        parts = [self.view(r, offset, numel, dtype)[begin:end] for r in range(world_size)]
+        begin, end = (len(x) * r // world_size for r in (self.rank, self.rank + 1))  # elements
+        parts = self.by_rank(x[begin:end])
         sum_into(parts, parts, divisor=world_size)
 
-    def read(self, rank: int, offset: int, into: Tensor) -> None:
-        """Copies a rank's memory, from byte `offset` on, into a tensor of this rank. Unlike a copy
+    def read(self, rank: int, x: Tensor, into: Tensor) -> None:
+        """Copies what a rank has at the place of `x`, a tensor in this rank's memory. Unlike a copy
         from the map, this does not make the other rank's pages resident in this process."""
+        offset = x.data_ptr() - self.ranks[self.rank].data_ptr()
         target = memoryview(into.view(torch.uint8).numpy().data)
         done = 0
         while done < len(target):  # a read may stop early; the secret comes before the buffer
             done += os.preadv(self._files[rank], [target[done:]], ALIGNMENT + offset + done)
 
 
-def _create(secret: bytes, nbytes: int) -> tuple[mmap.mmap | None, int]:
-    """New memory that starts with the secret, and its descriptor; (None, -1) if the system has no
-    memfd or refuses one."""
-    if not hasattr(os, "memfd_create"):
-        return None, -1
-    descriptor = -1
+def _create(secret: bytes, nbytes: int) -> int:
+    """The descriptor of new memory that starts with the secret; -1 if the system gives none."""
     try:
-        descriptor = os.memfd_create("ranks")
-        os.ftruncate(descriptor, ALIGNMENT + nbytes)  # the secret, padded, and the buffer
-        os.pwrite(descriptor, secret, 0)
-        return mmap.mmap(descriptor, ALIGNMENT + nbytes), descriptor
-    except OSError:  # a sandbox forbids it, or descriptors or memory ran out
-        if descriptor >= 0:
-            os.close(descriptor)
-        return None, -1
+        file = os.memfd_create("ranks")
+        os.ftruncate(file, ALIGNMENT + nbytes)  # the secret, padded, and the buffer
+        os.pwrite(file, secret, 0)
+    except (AttributeError, OSError):  # not Linux; a sandbox forbids it, or descriptors ran out
+        return -1
+    return file
 
 
-def _attach(path: str, secret: bytes, nbytes: int) -> tuple[mmap.mmap | None, int]:
-    """Another rank's memory and its descriptor; (None, -1) if it is not at `path`."""
+def _attach(path: str, secret: bytes) -> int:
+    """The descriptor of another rank's memory; -1 if it is not at `path`."""
     try:
-        with Path(path).open("r+b") as file:
-            if file.read(len(secret)) != secret:
-                return None, -1  # another host or container has another file there
-            return mmap.mmap(file.fileno(), ALIGNMENT + nbytes), os.dup(file.fileno())
-    except (OSError, ValueError):
-        return None, -1
-
-
-def _close(files: list[int]) -> None:
-    for file in files:
-        if file >= 0:
-            os.close(file)
+        file = os.open(path, os.O_RDWR)
+        if os.pread(file, len(secret), 0) == secret:
+            return file
+        os.close(file)  # another host or container has another file there
+    except OSError:
+        pass
+    return -1

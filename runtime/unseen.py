@@ -11,8 +11,8 @@ detached and handed on, and their gradients come back. These would be lost silen
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+import gc
+from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -42,15 +42,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield one
         elif not isinstance(one, _WITHOUT) and id(one) not in seen:
             seen[id(one)] = one  # kept alive, so that its id stays unique
-            waiting += getattr(one, "__dict__", {}).values()
-            for kind in type(one).__mro__:
-                slots = kind.__dict__.get("__slots__", ())
-                for name in (slots,) if isinstance(slots, str) else slots:
-                    waiting.append(getattr(one, name, None))
-            if isinstance(one, Mapping):
-                waiting += one.values()
-            elif isinstance(one, (list, tuple, set, frozenset, deque)):
-                waiting += one
+            waiting += gc.get_referents(one)  # items, values, and attributes, in slots too
 
 
 class Strangers:
@@ -95,12 +87,8 @@ def refuse_hooks(uncalled: Iterable[tuple[str, nn.Module]]) -> None:
     Hooks with which transformers records hidden states are allowed: they are idle otherwise.
     """
     for name, module in uncalled:
-        hooks = [
-            *module._forward_hooks.values(),
-            *module._forward_pre_hooks.values(),
-            *module._backward_hooks.values(),
-            *module._backward_pre_hooks.values(),
-        ]
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        hooks = [hook for kind in kinds for hook in getattr(module, kind).values()]
         if any(getattr(hook, "__module__", None) != _RECORDING for hook in hooks):
             raise ValueError(
                 f"{name} ({type(module).__name__}) has a hook that would never run: a pipeline "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from data_parallel.sharding import Unit, make_units, names_of
+from data_parallel.sharding import Unit, make_units
 from tests.data_parallel.sharded_models import batch, loss_of, one_process, sharded, tied
 from tests.ranks import Ranks
 
@@ -18,7 +18,9 @@ def test_layout() -> None:
     second.weight = first.weight
     second.bias.requires_grad_(False)
     layers = [first, second]
-    units, places = make_units(layers, names_of(layers), world_size=3)
+    names: dict[Tensor, str] = {p: n for n, p in nn.Sequential(*layers).named_parameters()}
+    units, parameters, places = make_units(layers, names, world_size=3)
+    assert [[names[p] for p in ps] for ps in parameters] == [["0.weight"], ["0.bias"], ["1.bias"]]
     assert [
         (u.layers, [tuple(e) for e in u.entries], u.numel, u.shard_numel, u.trainable)
         for u in units
@@ -36,7 +38,7 @@ def test_pieces_and_gaps() -> None:
     """Parameters of 40 and 5 elements at 0 and 48, cut at 32."""
     parameters = [("a", nn.Parameter(torch.empty(4, 10))), ("b", nn.Parameter(torch.empty(5)))]
     unit = Unit(0, (0,), parameters, world_size=2)
-    assert (unit.numel, unit.gaps) == (64, [slice(40, 48), slice(53, 64)])
+    assert (unit.numel, unit.gaps) == (64, [slice(40, 48), slice(53, 64), slice(64, 64)])
     flat = torch.arange(64.0)
     pieces = [unit.pieces(rank, flat[unit.part(rank)]) for rank in range(2)]
     found = [[(p.name, tuple(p.shape), p.offset, p.tensor.tolist()) for p in ps] for ps in pieces]
