@@ -110,7 +110,7 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Trained:
     model.to(stored["transformer.wte.weight"].properties.dtype).to_empty(device="cpu")
     model.tie_weights()
     pieces = [whole(f"model.{name}", p.detach()) for name, p in model.named_parameters()]
-    Saver(checkpoint.folder.parent, keep=1).load(checkpoint, pieces)  # fills the model
+    Saver(checkpoint.folder.parent).load(checkpoint, pieces)  # fills the model
     tokenizer = load_tokenizer({file: checkpoint.read(file) for file in TOKENIZER_FILES})
     length = checkpoint.state["options"]["model_max_length"]
     return Trained(model, tokenizer, length, checkpoint.folder.parent.parent)
