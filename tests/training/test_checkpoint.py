@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -20,7 +21,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.project.programs import names_in
@@ -42,6 +43,7 @@ from training.saving import Resume
 from training.world import World
 
 SHARD = "__0_0.distcp"
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 def save(folder: Path, value: int, keep: int = 2) -> str:
@@ -76,30 +78,23 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_checkpoint_is_what_was_saved_and_the_newest_stay(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "checkpoints"
-    assert save(folder, 1, keep=3) == "000001-step1"
-    files = contents(folder / "000001-step1")
+    assert (newest(folder), names(folder)) == ((None, []), [])  # there is no folder yet
+    for value in range(1, 5):
+        assert save(folder, value, keep=3) == f"00000{value}-step{value}"
+    files = contents(folder / "000004-step4")
     assert list(files) == [".metadata", SHARD, "manifest.json", "note.txt", "state.json"]
-    assert json.loads(files["state.json"]) == {"step": 1}
-    assert list(json.loads(files["manifest.json"])) == ["format", "files"]
-    for value in (2, 3, 4):
-        save(folder, value, keep=3)
-    assert names_in(folder) == ["000002-step2", "000003-step3", "000004-step4"]
+    assert json.loads(files["state.json"]) == {"step": 4}
+    others = [".000009-step9.part", "000009", "1-short", "latest"]  # are no checkpoints
+    for name in others:
+        (folder / name).mkdir()
     found, refused = newest(folder)
     assert (value_of(found), refused) == (4, [])
     saver = Saver(folder)
     saver.save("step5", [whole("x", torch.tensor(5))], {})
     assert len(names(folder)) == 4  # until a finite step has followed
     saver.prune(1)
-    assert names_in(folder) == ["000005-step5"]
-
-
-def test_no_folder_and_other_files_are_no_checkpoints(tmp_path: Path) -> None:
-    clean(tmp_path / "none")
-    for name in ("1-short", "latest", ".000009-step9.part", "000009"):
-        (tmp_path / name).mkdir()
-    assert newest(tmp_path) == newest(tmp_path / "none") == (None, [])
-    clean(tmp_path)
-    assert names_in(tmp_path) == ["000009", "1-short", "latest"]
+    clean(folder)
+    assert names_in(folder) == ["000005-step5", *others[1:]]
 
 
 # Damage
@@ -152,8 +147,6 @@ def test_no_flipped_bit_or_missing_end_of_the_manifest_goes_unseen(two: Path) ->
             open_checkpoint(path.parent)
     path.write_text('{"format": "parallel-gpt2 checkpoint 2", "files": {}}')
     assert damaged(two).startswith("its format is 'parallel-gpt2 checkpoint 2', not ")
-    path.unlink()
-    assert "No such file" in damaged(two)
 
 
 # A crash at any instant
@@ -216,56 +209,40 @@ def test_files_are_on_the_disk_before_the_name_is(
     done: list[str] = []
     rename = Path.rename
 
+    def renamed(path: Path, target: Path) -> Path:
+        done.append(f"-> {target.name}")
+        return rename(path, target)
+
     def fsync(number: int) -> None:
         done.append(Path(f"/proc/self/fd/{number}").readlink().name)
 
-    def renamed(path: Path, target: Path) -> Path:
-        done.append(f"{path.name} -> {target.name}")
-        return rename(path, target)
-
     monkeypatch.setattr("os.fsync", fsync)
     monkeypatch.setattr(Path, "rename", renamed)
-    save(tmp_path, 1)
-    part = ".000001-step1.part"
+    name = save(tmp_path, 1)
     written = [".metadata", SHARD, "manifest.json", "note.txt", "state.json"]
-    assert done == [
-        SHARD, ".metadata.tmp", ".metadata.tmp -> .metadata",  # by the library
-        *written, part, f"{part} -> 000001-step1", tmp_path.name,
-    ]  # fmt: skip
+    assert done[-8:] == [*written, f".{name}.part", f"-> {name}", tmp_path.name]
 
 
 # A disk that is full
 
 
-def full_at(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the at-th sync of a file fail as it does on a full disk."""
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("os.fsync", Mock(side_effect=[*[None] * (at - 1), full, *[None] * 99]))
+def full_at(at: int, patch: pytest.MonkeyPatch, error: Exception = FULL) -> None:
+    """Makes the at-th sync of a file fail, as it does on a full disk."""
+    patch.setattr("os.fsync", Mock(side_effect=[*[None] * (at - 1), error, *[None] * 99]))
 
 
 def test_a_full_disk_leaves_the_last_one_and_nothing_else(two: Path) -> None:
     before = contents(two)
-    for at in range(1, 9):
+    errors = [(at, FULL, str(FULL)) for at in range(1, 9)]
+    for at, cause, why in (*errors, (1, MemoryError(), "MemoryError()")):  # which has no text
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SaveError) as error:
-            full_at(at, patch)
+            full_at(at, patch, cause)
             save(two, 3)
         assert str(error.value) == (
-            f"--workdir {two.parent}: a checkpoint cannot be written ([Errno 28] No space left on "
-            "device); --resume continues from the one before, and --keep 0 saves none"
+            f"--workdir {two.parent}: a checkpoint cannot be written ({why}); --resume continues "
+            "from the one before, and --keep 0 saves none"
         )
         assert (contents(two), names_in(two)) == (before, ["000001-step1", "000002-step2"])
-
-
-def test_an_error_without_a_text_is_an_error(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nothing would be loaded, or saved, and nobody would know."""
-    checkpoint, _ = newest(two)
-    monkeypatch.setattr(FileSystemReader, "read_data", Mock(side_effect=MemoryError))
-    with pytest.raises(CheckpointError, match=r"cannot be loaded: MemoryError\(\)"):
-        value_of(checkpoint)
-    monkeypatch.setattr(FileSystemWriter, "write_data", Mock(side_effect=MemoryError))
-    with pytest.raises(SaveError, match=r"cannot be written \(MemoryError\(\)\)"):
-        save(two, 3)
-    assert names_in(two) == ["000001-step1", "000002-step2"]
 
 
 def save_rows(
@@ -286,24 +263,6 @@ def save_rows(
     found = torch.zeros(1, 2)
     saver.load(of_main(saver, name), [Piece("x", found, (rank, 0), (world_size, 2))])
     return f"{name} {found.tolist()}"
-
-
-def load_twos(rank: int, world_size: int, folder: Path) -> list[float]:
-    saver, found = saver_of(rank, world_size, folder, common=False), torch.zeros(3, 2)
-    saver.load(of_main(saver, "000001-step2"), [whole("x", found)])
-    return found.flatten().tolist()
-
-
-def test_a_host_with_an_altered_copy_loads_rank_0s(ranks: Ranks, tmp_path: Path) -> None:
-    """Its manifest is the same."""
-    save(tmp_path / "host0", 2)
-    shutil.copytree(tmp_path / "host0", tmp_path / "host1")
-    path = tmp_path / "host1" / "000001-step2" / SHARD
-    twos = torch.full((3, 2), 2.0).numpy().tobytes()
-    content = path.read_bytes()
-    assert twos in content
-    path.write_bytes(content.replace(twos, torch.full((3, 2), 3.0).numpy().tobytes()))
-    assert ranks.run(load_twos, tmp_path) == [[2.0] * 6] * 2
 
 
 def saver_of(
@@ -367,6 +326,9 @@ def reshard(rank: int, world_size: int, folder: Path, common: bool) -> list[str]
     saver, wrong = saver_of(rank, world_size, folder, common), []
     for write, read in ((flat_shards, wholes), (wholes, flat_shards)):
         saved = saver.save("a", write(TENSORS, rank, world_size), {})
+        if rank and not common:  # this host has a copy of the manifest, but not of all files
+            (saver.folder / saved).mkdir(parents=True)
+            shutil.copy2(folder / "host0" / saved / "manifest.json", saver.folder / saved)
         expected = read(TENSORS, rank, world_size)
         found = [Piece(p.name, torch.zeros_like(p.tensor), p.offsets, p.shape) for p in expected]
         saver.load(of_main(saver, saved), found)
@@ -391,15 +353,13 @@ def test_what_one_layout_has_saved_another_loads_and_so_does_the_library(
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     saver = Saver(tmp_path)
     found = open_checkpoint(tmp_path / saver.save("a", [whole("x", torch.zeros(4, 3))], {}))
+    head = f"^--resume: {found.folder} cannot be loaded: "
     for name, tensor in (("z", torch.zeros(1)), ("x", torch.zeros(3, 2))):
-        with pytest.raises(CheckpointError) as error:
+        shape = re.escape(str(tuple(tensor.shape)))
+        with pytest.raises(CheckpointError, match=f"{head}no {name} of shape {shape} "):
             saver.load(found, [whole(name, tensor)])
-        said = (
-            f"--resume: {found.folder} cannot be loaded: no {name} of shape {tuple(tensor.shape)} "
-        )
-        assert str(error.value).startswith(said)
     (found.folder / SHARD).unlink()
-    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*No such file"):
+    with pytest.raises(CheckpointError, match=f"{head}.*No such file"):
         saver.load(found, [whole("x", torch.zeros(4, 3))])
 
 
