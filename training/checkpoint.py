@@ -1,8 +1,7 @@
 """Checkpoints: each rank writes what it holds, and any layout can load the result.
 
 Problem: ranks hold whole parameters, the layers of a stage, or parts of flat buffers. Any layout
-must load what another has saved, and a run must never resume from a half-written or altered
-checkpoint.
+must load what another has saved, and never a half-written or altered checkpoint.
 
 Idea: a tensor is identified by its *parameter name* and its whole shape; each rank lists the
 rectangles of it that it holds (`Piece`). `torch.distributed.checkpoint` does the rest: of several
@@ -12,17 +11,15 @@ ranks that hold a rectangle one writes it; a piece is filled from all stored rec
     optimizer.exp_avg.transformer.wte.weight         optimizer state of its shape
     optimizer.step.transformer.wte.weight            optimizer state that is one number
 
-Files are written into a temporary folder (`.NAME.part`). Rank 0 adds a manifest with the size and
-SHA-256 of each, and renames the folder, which is atomic.
-
     checkpoints/000007-epoch1-step40/
         __0_0.distcp, __1_0.distcp      what ranks 0 and 1 wrote
         .metadata                       which rectangle of which tensor is where
         state.json, tokenizer.json      position, random states, options; other small files
-        manifest.json
+        manifest.json                   size and SHA-256 of each, by rank 0
 
-Hosts need no shared folder. Ranks that do not see rank 0's send it the files that they wrote, and
-receive one tensor at a time when rank 0 loads; it must then hold everything.
+The folder is `.NAME.part` until all is on disk; then rank 0 renames it, which is atomic. Hosts need
+not share it: ranks that do not see rank 0's send it the files that they wrote, and receive one
+tensor at a time when rank 0, which must then hold everything, loads.
 
 Cost: each rank writes its part; rank 0 reads all files back for the checksums, as it does before a
 resume. When saving in the background the run waits only until its tensors are copied.
@@ -40,7 +37,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -225,14 +221,13 @@ class Saver:
         label: str,
         pieces: Iterable[Piece],
         state: Mapping[str, Any],
-        files: Mapping[str, bytes] | None = None,
+        files: Mapping[str, bytes],
     ) -> str:
         """Writes a checkpoint and returns its name.
 
         Args:
             label: follows the number in its name, e.g. epoch1-step40.
-            pieces: this rank's. All ranks' pieces together make whole tensors; several ranks may
-                have the same piece.
+            pieces: this rank's. All ranks' together make whole tensors; several may have the same.
             state: JSON values. Rank 0's are written, as are its `files`.
 
         Raises:
@@ -249,7 +244,7 @@ class Saver:
 
         self.wait()  # at most one is being written
         name = self._together(begin, self._cannot_write)[0]  # as rank 0 has named it
-        texts = {STATE: _json(state), **(files or {})}
+        texts = {STATE: _json(state), **files}
         if not self.background:
             self._write(name, pieces, texts)
             return name
@@ -300,9 +295,8 @@ class Saver:
 
     def wait(self) -> None:
         """Waits for the checkpoint that is written in the background. Raises SaveError."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        if self._writing is not None:
+            self._writing.result()
 
     def load(self, checkpoint: Checkpoint, pieces: Iterable[Piece]) -> None:
         """Fills the pieces' tensors.
@@ -329,21 +323,21 @@ class Saver:
                 return found.st_ino, found.st_ctime_ns  # no copy of the file has the same
             return ()  # this host has none
 
-        reader = FileSystemReader(folder)
-        if len(set(self._together(check, failure))) == 1:  # all ranks see rank 0's folder
-            read = partial(load, held, storage_reader=reader, **self._all_ranks)
-            self._together(read, failure)
-            return
-        # Rank 0 reads all tensors, whole, and sends them one by one.
-        wholes = {name: _empty(t) for name, t in tensors.items()} if self.world.is_main else {}
+        shared = len(set(self._together(check, failure))) == 1  # all ranks see rank 0's folder
+        # Otherwise rank 0 reads all tensors, whole, and sends them one by one.
+        alone = self.world.is_main and not shared
+        wholes = {name: _empty(t) for name, t in tensors.items()} if alone else {}
 
-        def read_wholes() -> None:
-            if self.world.is_main:
+        def read() -> None:
+            reader = FileSystemReader(folder)
+            if shared:
+                load(held, storage_reader=reader, **self._all_ranks)
+            elif alone:
                 load(wholes, storage_reader=reader, no_dist=True)
 
-        self._together(read_wholes, failure)
-        for name, known in tensors.items():
-            tensor = wholes.pop(name) if self.world.is_main else _empty(known)
+        self._together(read, failure)
+        for name, known in tensors.items() if not shared else ():
+            tensor = wholes.pop(name) if alone else _empty(known)
             dist.broadcast(tensor, 0, self._group)
             for p in held[name].pieces.values() if name in held else ():
                 pairs = zip(p.offsets, p.tensor.shape, strict=True)
@@ -444,17 +438,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{folder}: its format is {manifest['format']!r}, not {FORMAT!r}")
+            raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT!r}")
         for file, entry in manifest["files"].items():
             if file_entry(folder / file) != entry:
-                raise CheckpointError(f"{folder}: {file} was altered, its checksum differs")
+                raise ValueError(f"the checksum of {file} differs")
         # A pickle can run code. A run wrote this one into the user's own workdir.
         tensors = FileSystemReader(folder).read_metadata().state_dict_metadata
         return Checkpoint(folder, json.loads((folder / STATE).read_bytes()), tensors)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: it cannot be read ({error})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{folder}: its {MANIFEST} or {STATE} cannot be read") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder}: it is damaged ({error})") from None
 
 
 def file_entry(path: Path) -> dict[str, Any]:

@@ -135,8 +135,10 @@ class Saving:
         self.world, self.args, self.task, self.model = world, args, task, model
         self.optimizer, self.results = optimizer, results
         self.fingerprint = task.fingerprints()["train"]
+        folder = args.workdir / CHECKPOINTS
+        clean(folder)  # on every host, before the ranks meet to make the Saver
         timeout = getattr(args, "timeout", 300.0)  # run_pipeline.py has no ranks, and none
-        self.saver = Saver(args.workdir / CHECKPOINTS, world, timeout, args.async_save)
+        self.saver = Saver(folder, world, timeout, args.async_save)
         self.saved = 0  # the steps done at the last checkpoint
 
     @property
@@ -148,8 +150,6 @@ class Saving:
         """Restores weights, optimizer, random states and results; returns the totals of the saved
         epoch, or None without a checkpoint."""
         world, model, results = self.world, self.model, self.results
-        if world.is_main:
-            clean(self.saver.folder)  # removes what a killed run left half written
         if resume.checkpoint is None:
             return None
         state = resume.checkpoint.state
