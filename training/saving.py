@@ -155,13 +155,14 @@ class Saving:
         state = resume.checkpoint.state
         load_training(self.saver, resume.checkpoint, model)
         self.saver.forget_after(resume.checkpoint)
-        same = state["layout"] == self._layout()
-        random = state["random"][world.rank] if same else {}  # by device
-        generators = self._generators()
-        if random.keys() == generators.keys():
-            for device, generator in generators.items():
-                content = bytearray.fromhex(random[device])
-                generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
+        random = state["random"][world.rank] if state["layout"] == self._layout() else {}
+        if random.keys() == self._random_states().keys():
+            for device, text in random.items():
+                numbers = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+                if device == "cpu":
+                    torch.set_rng_state(numbers)
+                else:
+                    torch.cuda.set_rng_state(numbers, device)
         else:  # other masks than the earlier run drew
             torch.manual_seed(
                 stream(self.args.seed, "dropout", model.part, model.shard, state["steps"])
@@ -195,11 +196,12 @@ class Saving:
         ranks = self.model.ranks or ()  # of the stages, if a rank has several
         return [self.world.world_size, self.model.parts, self.model.schedule, *axes, *ranks]
 
-    def _generators(self) -> dict[str, torch.Generator]:
-        """Those of torch, from which this rank draws, by device."""
+    def _random_states(self) -> dict[str, str]:
+        """Of torch's generators, from which this rank draws, by device, in hexadecimal."""
         gpus = [device for device in self.model.devices if device.type == "cuda"]
-        known = torch.cuda.default_generators  # none before a GPU is used
-        return {"cpu": torch.default_generator} | {str(d): known[d.index] for d in gpus}
+        states = {str(gpu): torch.cuda.get_rng_state(gpu) for gpu in gpus}
+        states["cpu"] = torch.get_rng_state()
+        return {device: state.numpy().tobytes().hex() for device, state in states.items()}
 
     def save(self, epoch: int, totals: Totals) -> None:
         """Saves, unless this step was saved already. Removes older checkpoints first."""
@@ -208,12 +210,10 @@ class Saving:
             return
         self._prune()  # first: no step has shown yet that what is saved now is finite
         results = self.results
-        generators = self._generators().items()
-        random = {device: g.get_state().numpy().tobytes().hex() for device, g in generators}
         positions, tokens = results.over_ranks(totals.positions, totals.tokens)  # of all ranks
         state = {
             **self.optimizer.state_dict(),
-            "random": gather_over_ranks(random, world),  # by rank
+            "random": gather_over_ranks(self._random_states(), world),  # by rank
             "totals": asdict(replace(totals, positions=round(positions), tokens=round(tokens))),
             "losses": results.losses,
             "seconds": results.seconds,
