@@ -55,7 +55,6 @@ def outcome(workdir: str) -> tuple[Any, ...]:
 SAME_LAYOUT = [
     (f"run_data_parallel {LINE} --gradient_sync flat --num_microbatches 2", 2),
     ("train fsdp {text} --dropout 0.1", 2),
-    (f"train pipeline {LINE} --schedule zb --balance 1,1", 2),
     (f"train ddp {VGG} --n_epochs 2 --momentum 0.5", 2),
     (f"run_pipeline {FLOW} {LINE} --schedule 1f1b --n_chunk 3 --balance 1,1 --async_save", 1),
 ]
@@ -105,16 +104,6 @@ def test_any_program_resumes_what_any_other_has_saved(
         assert stop_at == 1 or f"{stop_at - 1} steps done." in printed
     assert losses() == pytest.approx(losses(one.workdir), rel=SAME, nan_ok=True)
     assert written("work") == written(one.workdir)
-
-
-def test_of_vgg16_too(ranks: Ranks, three_ranks: Ranks) -> None:
-    """With momentum, and on three ranks."""
-    line = VGG + "--precision fp64 --n_epochs 2 --save_every 1 "
-    assert run(f"train single {line} --workdir one")[1] is None
-    run(f"train fsdp {line}", ranks, stop_at=3)
-    run(f"train pipeline {line} --resume", three_ranks, stop_at=5)
-    run(f"train ddp {line} --resume", ranks)
-    assert losses() == pytest.approx(losses("one"), rel=SAME)
 
 
 def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> None:

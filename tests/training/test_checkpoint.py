@@ -13,7 +13,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -120,7 +119,7 @@ def damaged(two: Path) -> str:
 def test_a_damaged_file_is_named_and_the_one_before_is_taken(two: Path, file: str) -> None:
     path = two / "000002-step2" / file
     good = path.read_bytes()
-    for bad in (flipped(good, 0), flipped(good, len(good) - 1), good[:1], good + b"x"):
+    for bad in (bytes([good[0] ^ 1]) + good[1:], good[:-1], good + b"x"):
         path.write_bytes(bad)
         assert damaged(two) == f"it is damaged (the checksum of {file} differs)"
     path.unlink()
@@ -129,26 +128,12 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(two: Path, file: st
     assert value_of(newest(two)[0]) == 2
 
 
-def flipped(content: bytes, at: int) -> bytes:
-    """With another bit in one byte."""
-    return content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
-
-
-def test_no_flipped_bit_or_missing_end_of_the_manifest_goes_unseen(two: Path) -> None:
-    path = two / "000002-step2" / "manifest.json"
-    good = path.read_bytes()
-    for at in range(0, len(good), 7):
-        path.write_bytes(flipped(good, at))
-        with suppress(CheckpointError):
-            open_checkpoint(path.parent)
-            assert good[at : at + 1].isspace()  # between the words, which may as well be a tab
-        path.write_bytes(good[: min(at, len(good) - 2)])  # the last byte is a line's end
-        with pytest.raises(CheckpointError, match=r": it is damaged \("):
-            open_checkpoint(path.parent)
-    path.write_text('{"format": "parallel-gpt2 checkpoint 2", "files": {}}')
-    assert damaged(two).startswith(
-        "it is damaged (its format is 'parallel-gpt2 checkpoint 2', not "
-    )
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"format": "parallel-gpt2 checkpoint 2", "files": {}}']
+)
+def test_a_damaged_manifest_too(two: Path, content: str) -> None:
+    (two / "000002-step2" / "manifest.json").write_text(content)
+    assert damaged(two).startswith("it is damaged (")
 
 
 # A crash at any instant
@@ -277,9 +262,8 @@ def saver_of(
 
 def of_main(saver: Saver, name: str) -> Checkpoint:
     """The checkpoint that rank 0 finds, on every rank."""
-    world = saver.world
-    found = open_checkpoint(saver.folder / name) if world.is_main else None
-    checkpoint = Resume(found).of_main(world).checkpoint
+    found = open_checkpoint(saver.folder / name) if saver.world.is_main else None
+    checkpoint = Resume(found).of_main(saver.world).checkpoint
     assert checkpoint is not None
     return checkpoint
 
