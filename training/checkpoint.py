@@ -1,8 +1,7 @@
 """Checkpoints: each rank writes what it holds, and any layout can load the result.
 
 Problem: ranks hold whole parameters, the layers of a stage, or parts of flat buffers. Any layout
-must load what another has saved, and a run must never resume from a half-written or altered
-checkpoint.
+must load what another has saved, and never a half-written or altered checkpoint.
 
 Idea: a tensor is identified by its *parameter name* and its whole shape; each rank lists the
 rectangles of it that it holds (`Piece`). `torch.distributed.checkpoint` does the rest: of several
@@ -12,21 +11,18 @@ ranks that hold a rectangle one writes it; a piece is filled from all stored rec
     optimizer.exp_avg.transformer.wte.weight         optimizer state of its shape
     optimizer.step.transformer.wte.weight            optimizer state that is one number
 
-Files are written into a temporary folder (`.NAME.part`). Rank 0 adds a manifest with the size and
-SHA-256 of each, and renames the folder, which is atomic.
-
     checkpoints/000007-epoch1-step40/
         __0_0.distcp, __1_0.distcp      what ranks 0 and 1 wrote
         .metadata                       which rectangle of which tensor is where
         state.json, tokenizer.json      position, random states, options; other small files
-        manifest.json
+        manifest.json                   size and SHA-256 of each, by rank 0
 
-Hosts need no shared folder. Without one, rank 0 writes and reads for all and must hold everything;
-the other ranks receive one tensor at a time.
+The folder is `.NAME.part` until all is on disk; then rank 0 renames it, which is atomic. Hosts need
+not share it: ranks that do not see rank 0's send it the files that they wrote, and receive one
+tensor at a time when rank 0, which must then hold everything, loads.
 
-Cost: each rank writes its part; rank 0 reads all files back for the checksums, as the first rank of
-each host does before a resume. When saving in the background the run waits only until its tensors
-are copied.
+Cost: each rank writes its part; rank 0 reads all files back for the checksums, as it does before a
+resume. When saving in the background the run waits only until its tensors are copied.
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -42,8 +37,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -60,7 +55,6 @@ if TYPE_CHECKING:
 
 FORMAT = "parallel-gpt2 checkpoint 3"
 MANIFEST, STATE = "manifest.json", "state.json"
-_NAME = re.compile(r"(\d{6,})-[\w.-]+")
 
 T = TypeVar("T")
 
@@ -137,12 +131,10 @@ def _weights(model: LaidOutModel) -> list[Piece]:
     return _named("model", [x for p in model.held() for x in model.pieces(p, p.detach())])
 
 
-def _state(model: LaidOutModel, p: Tensor, slots: Mapping[str, Any]) -> list[Piece]:
+def _state(model: LaidOutModel, p: Tensor, slots: Mapping[str, Tensor]) -> list[Piece]:
     """The optimizer state of one of this rank's parameters or flat buffers."""
     pieces = []
     for slot, value in slots.items():
-        if not isinstance(value, Tensor):  # SGD's momentum is None until there is one
-            continue
         held = _named(f"optimizer.{slot}", model.pieces(p, value if value.dim() else p.detach()))
         if not value.dim():  # a flat buffer's number is saved for each parameter in it
             held = [whole(name, value) for name in sorted({piece.name for piece in held})]
@@ -204,7 +196,6 @@ class Saver:
 
     Args:
         folder: of the checkpoints; rank 0's counts.
-        keep: how many of the newest survive pruning, 1 or more.
         timeout: seconds that a rank waits for another.
         background: whether `save` returns once tensors are copied, and a thread writes them.
     """
@@ -212,16 +203,16 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        keep: int,
         world: World = World(),  # noqa: B008 (it is immutable)
         timeout: float = 300.0,
         background: bool = False,
     ) -> None:
-        self.folder, self.keep, self.world, self.background = folder, keep, world, background
+        self.folder, self.world, self.background = folder, world, background
         self._group: Any = None  # on the CPU, and its own: it may communicate while the run does
+        self._all_ranks: dict[str, Any] = {"no_dist": True}  # tells the library who takes part
         if world.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._one_folder = True  # whether all ranks see rank 0's
+            self._all_ranks = {"process_group": self._group}
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None  # in the background
 
@@ -230,27 +221,32 @@ class Saver:
         label: str,
         pieces: Iterable[Piece],
         state: Mapping[str, Any],
-        files: Mapping[str, bytes] | None = None,
+        files: Mapping[str, bytes],
     ) -> str:
         """Writes a checkpoint and returns its name.
 
         Args:
             label: follows the number in its name, e.g. epoch1-step40.
-            pieces: this rank's. All ranks' pieces together make whole tensors; several ranks may
-                have the same piece.
+            pieces: this rank's. All ranks' together make whole tensors; several may have the same.
             state: JSON values. Rank 0's are written, as are its `files`.
 
         Raises:
             SaveError: on every rank, if any rank failed to write this checkpoint, or the one before
                 it in the background. Earlier checkpoints stay intact.
         """
+
+        def begin() -> str:
+            last = names(self.folder)[-1:]
+            name = f"{int(last[0].split('-')[0]) + 1 if last else 1:06d}-{label}"
+            if self.world.is_main:
+                aside_of(self.folder / name).mkdir(parents=True)
+            return name
+
         self.wait()  # at most one is being written
-        name = self._together(partial(self._begin, label), self._cannot_write)  # rank 0's, on all
-        # Rank 0 has just made that folder: whoever does not see it is on a host with other folders.
-        self._one_folder = all(self._gather(aside_of(self.folder / name).exists()))
-        texts = {STATE: _json(state), **(files or {})}
+        name = self._together(begin, self._cannot_write)[0]  # as rank 0 has named it
+        texts = {STATE: _json(state), **files}
         if not self.background:
-            self._write(name, list(pieces), texts)
+            self._write(name, pieces, texts)
             return name
         # The library's async_save also saves in a thread, but cannot copy a `Held`.
         copies = [replace(p, tensor=p.tensor.detach().to("cpu", copy=True)) for p in pieces]
@@ -258,38 +254,34 @@ class Saver:
         self._writing = self._thread.submit(self._write, name, copies, texts)
         return name
 
-    def _begin(self, label: str) -> str:
-        """Rank 0 names the checkpoint and makes the temporary folder."""
-        if not self.world.is_main:
-            return ""
-        numbers = [int(name.split("-")[0]) for name in names(self.folder)]
-        name = f"{max(numbers, default=0) + 1:06d}-{label}"
-        aside_of(self.folder / name).mkdir(parents=True)
-        return name
-
-    def _write(self, name: str, pieces: list[Piece], texts: Mapping[str, bytes]) -> None:
-        """Each rank writes its files, then rank 0 the rest."""
+    def _write(self, name: str, pieces: Iterable[Piece], texts: Mapping[str, bytes]) -> None:
+        """Each rank writes its tensors, then rank 0 the rest."""
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        aside = aside_of(self.folder / name)
+        aside, held = aside_of(self.folder / name), held_by_name(pieces)
 
         def work() -> None:
-            if self._who:  # else rank 0 has this rank's pieces
-                save(held, storage_writer=FileSystemWriter(aside), **self._who)
-            if self.world.is_main:  # in `save` rank 0 has waited for all ranks' files
-                for file, content in texts.items():
-                    (aside / file).write_bytes(content)
-                files = {path.name: file_entry(path) for path in sorted(aside.iterdir())}
-                (aside / MANIFEST).write_bytes(_json({"format": FORMAT, "files": files}))
+            sent: dict[str, bytes] = {}
+            if aside.exists():  # rank 0 has made it
+                save(held, storage_writer=FileSystemWriter(aside), **self._all_ranks)
+            else:  # this host has other folders
+                with TemporaryDirectory() as own:
+                    save(held, storage_writer=FileSystemWriter(own), **self._all_ranks)
+                    sent = {path.name: path.read_bytes() for path in Path(own).iterdir()}
+            received: Any = [{}] * self.world.world_size if self.world.is_main else None
+            if self.world.world_size > 1:
+                dist.gather_object(sent, received, group=self._group)
+            if self.world.is_main:
+                for files in (texts, *received):
+                    for file, content in files.items():
+                        (aside / file).write_bytes(content)
+                entries = {path.name: file_entry(path) for path in sorted(aside.iterdir())}
+                (aside / MANIFEST).write_bytes(_json({"format": FORMAT, "files": entries}))
                 put_in_place(aside, self.folder / name)
 
         try:
-            if not self._one_folder:
-                pieces = self._sent_to_main(pieces)
-            held = held_by_name(pieces)
-            # Ends on all ranks only when rank 0 has renamed the folder.
-            self._together(work, self._cannot_write)
+            self._together(work, self._cannot_write)  # ends when rank 0 has renamed the folder
         except BaseException:
             if self.world.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -301,23 +293,10 @@ class Saver:
             "continues from the one before, and --keep 0 saves none"
         )
 
-    def _sent_to_main(self, pieces: list[Piece]) -> list[Piece]:
-        """All ranks' pieces, on rank 0. If several ranks have a piece, the first sends it."""
-        first: dict[tuple[str, tuple[int, ...]], int] = {}  # the lowest rank that has it
-        for rank, keys in enumerate(self._gather([(p.name, p.offsets) for p in pieces])):
-            first |= {key: rank for key in keys if key not in first}
-        mine = [p for p in pieces if first[p.name, p.offsets] == self.world.rank]
-        # Clones: pickling a view would send its whole storage.
-        mine = [replace(p, tensor=p.tensor.detach().cpu().clone()) for p in mine]
-        every: Any = [None] * self.world.world_size if self.world.is_main else None
-        dist.gather_object(mine, every, group=self._group)
-        return [p for held in every or [] for p in held]
-
     def wait(self) -> None:
         """Waits for the checkpoint that is written in the background. Raises SaveError."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        if self._writing is not None:
+            self._writing.result()
 
     def load(self, checkpoint: Checkpoint, pieces: Iterable[Piece]) -> None:
         """Fills the pieces' tensors.
@@ -329,62 +308,45 @@ class Saver:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        pieces, tensors = list(pieces), checkpoint.tensors
-        folder = self.folder / checkpoint.folder.name  # on this host
-        # All ranks read if each host has the same intact files. (Rank 0 has checked its own.)
-        self._one_folder = len(set(self._gather(self._manifest(folder)))) == 1
-        held = held_by_name(pieces)
-        if not self._one_folder:  # rank 0 reads all tensors, whole, and sends them one by one
-            names_here = tensors if self.world.is_main else ()
-            held = {name: _empty(tensors[name]) for name in names_here}
-
-        def check() -> None:
-            for p in pieces:
-                if p.name not in tensors or tuple(tensors[p.name].size) != p.shape:
-                    raise CheckpointError(f"no {p.name} of shape {p.shape} is in it")
-
-        def read() -> None:
-            if self._who:
-                load(held, storage_reader=FileSystemReader(folder), **self._who)
+        held, tensors = held_by_name(pieces), checkpoint.tensors
+        folder = self.folder / checkpoint.folder.name  # rank 0's, or this host's of the same name
 
         def failure(why: str) -> CheckpointError:
             return CheckpointError(f"--resume: {checkpoint.folder} cannot be loaded: {why}")
 
-        self._together(check, failure)  # before any rank reads
+        def check() -> tuple[int, ...]:
+            for name, t in held.items():
+                if name not in tensors or tensors[name].size != t.size():
+                    raise ValueError(f"no {name} of shape {tuple(t.shape)} is in it")
+            with suppress(OSError):
+                found = (folder / MANIFEST).stat()
+                return found.st_ino, found.st_ctime_ns  # no copy of the file has the same
+            return ()  # this host has none
+
+        shared = len(set(self._together(check, failure))) == 1  # all ranks see rank 0's folder
+        # Otherwise rank 0 reads all tensors, whole, and sends them one by one.
+        alone = self.world.is_main and not shared
+        wholes = {name: _empty(t) for name, t in tensors.items()} if alone else {}
+
+        def read() -> None:
+            reader = FileSystemReader(folder)
+            if shared:
+                load(held, storage_reader=reader, **self._all_ranks)
+            elif alone:
+                load(wholes, storage_reader=reader, no_dist=True)
+
         self._together(read, failure)
-        if self._one_folder:
-            return
-        for name, known in tensors.items():
-            # One tensor at a time; rank 0 frees each after sending it.
-            tensor = held.pop(name) if self.world.is_main else _empty(known)
+        for name, known in tensors.items() if not shared else ():
+            tensor = wholes.pop(name) if alone else _empty(known)
             dist.broadcast(tensor, 0, self._group)
-            for p in pieces:
-                if p.name == name:
-                    pairs = zip(p.offsets, p.tensor.shape, strict=True)
-                    p.tensor.detach().copy_(tensor[tuple(slice(a, a + n) for a, n in pairs)])
+            for p in held[name].pieces.values() if name in held else ():
+                pairs = zip(p.offsets, p.tensor.shape, strict=True)
+                p.tensor.detach().copy_(tensor[tuple(slice(a, a + n) for a, n in pairs)])
 
-    def _manifest(self, folder: Path) -> bytes:
-        """This host's manifest of a checkpoint; empty if it has none, or its files are others."""
-        with suppress(OSError, CheckpointError):
-            if self.world.rank and not self.world.local_rank:  # the first rank of another host
-                open_checkpoint(folder)
-            return (folder / MANIFEST).read_bytes()
-        return b""
-
-    @property
-    def _who(self) -> dict[str, Any]:
-        """Tells the library which ranks take part; empty on a rank that does not."""
-        if self._one_folder and self._group is not None:
-            return {"process_group": self._group}
-        return {"no_dist": True} if self.world.is_main else {}
-
-    def _gather(self, value: T) -> list[T]:
-        return gather_over_ranks(value, self.world, self._group)
-
-    def _together(self, work: Callable[[], T], failure: Callable[[str], Exception]) -> T:
-        """Runs `work` on every rank and returns rank 0's result. If it fails on any rank, all raise
-        `failure(reason)`. On one rank alone it may fail only in the library, or after its last
-        collective; else the others would wait."""
+    def _together(self, work: Callable[[], T], failure: Callable[[str], Exception]) -> list[T]:
+        """Runs `work` on every rank and returns the results by rank. If it fails on any rank, all
+        raise `failure(reason)`. On one rank alone it may fail only in the library, or after its
+        last collective; else the others would wait."""
         from torch.distributed.checkpoint.api import CheckpointException
 
         result, why = None, ""
@@ -397,22 +359,23 @@ class Saver:
                 if not isinstance(error, Exception):  # a signal, which ends the program
                     raise error from None
             why = str(error) or repr(error)  # MemoryError() has no text
-        outcomes = self._gather((result, why))  # reached by all ranks, also by one that failed
+        outcomes = gather_over_ranks((result, why), self.world, self._group)  # also of a failed one
         if reasons := [why for _, why in outcomes if why]:
             raise failure(reasons[0])
-        return outcomes[0][0]  # type: ignore[return-value]
+        return [result for result, _ in outcomes]  # type: ignore[misc]
 
-    def prune(self) -> None:
-        """Removes all but the newest `keep`. Call it after a finite step from the newest weights:
-        a checksum cannot tell NaN weights from good ones."""
-        for old in names(self.folder)[: -self.keep] if self.world.is_main else ():
-            shutil.rmtree(self.folder / old, ignore_errors=True)
+    def prune(self, keep: int) -> None:
+        """Removes all but the newest `keep`, 1 or more. Call it after a finite step from the newest
+        weights: a checksum cannot tell NaN weights from good ones."""
+        self._remove(names(self.folder)[:-keep])
 
     def forget_after(self, loaded: Checkpoint) -> None:
         """Removes the checkpoints newer than the loaded one: they are damaged, and must not count
         towards `keep`."""
-        newer = names(self.folder)[names(self.folder).index(loaded.folder.name) + 1 :]
-        for name in newer:
+        self._remove([name for name in names(self.folder) if name > loaded.folder.name])
+
+    def _remove(self, unwanted: list[str]) -> None:
+        for name in unwanted if self.world.is_main else ():
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
 
@@ -455,17 +418,13 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def names(folder: Path) -> list[str]:
     """The checkpoints in `folder` by name, intact or not, the oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [path.name for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda name: int(name.split("-")[0]))
+    return sorted(path.name for path in folder.glob("[0-9]" * 6 + "-*"))
 
 
 def clean(folder: Path) -> None:
     """Removes the temporary folders that a killed process left in `folder`."""
-    with suppress(FileNotFoundError):  # another rank may move the folder meanwhile
-        for path in folder.glob(".*.part"):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".*.part"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -479,17 +438,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{folder}: its format is {manifest['format']!r}, not {FORMAT!r}")
+            raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT!r}")
         for file, entry in manifest["files"].items():
             if file_entry(folder / file) != entry:
-                raise CheckpointError(f"{folder}: {file} was altered, its checksum differs")
+                raise ValueError(f"the checksum of {file} differs")
         # A pickle can run code. A run wrote this one into the user's own workdir.
         tensors = FileSystemReader(folder).read_metadata().state_dict_metadata
         return Checkpoint(folder, json.loads((folder / STATE).read_bytes()), tensors)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: it cannot be read ({error})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{folder}: its {MANIFEST} or {STATE} cannot be read") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder}: it is damaged ({error})") from None
 
 
 def file_entry(path: Path) -> dict[str, Any]:
@@ -507,17 +464,12 @@ def aside_of(folder: Path) -> Path:
 
 
 def put_in_place(aside: Path, folder: Path) -> None:
-    """Flushes the folder `aside` to disk and renames it to `folder`, replacing what was there:
-    killed just between the two renames, it leaves that as `.NAME.old`."""
+    """Flushes the folder `aside` to disk and renames it to `folder`, of which there may be an empty
+    one."""
     for path in (*sorted(aside.iterdir()), aside):  # contents are on disk before the name is
         _sync(path)
-    old = folder.with_name(f".{folder.name}.old")
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)  # of a process that was killed before it did this
-        folder.rename(old)  # a rename replaces no folder that has files
     aside.rename(folder)  # atomic
     _sync(folder.parent)  # the name, too
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

@@ -16,20 +16,13 @@ No result includes the time of saving.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from training.checkpoint import (
-    Checkpoint,
-    Saver,
-    clean,
-    load_training,
-    newest,
-    training_pieces,
-)
+from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_pieces
 from training.errors import UserError, torchrun
 from training.layout import LaidOutModel
 from training.optimization import Optimizers
@@ -92,7 +85,16 @@ def find_resume(args: Any, fingerprint: str) -> Resume:
     if checkpoint is None:
         return Resume(None, (f"--resume: {folder} has no checkpoint; starting from scratch.",))
     name, state = checkpoint.folder.name, checkpoint.state
-    _check_options(args, name, state["options"])
+    # A learning rate that decays is a function of the run's length, too.
+    length = {"n_epochs", "num_batches"} if args.lr_scheduler != "constant" else set()
+    for option, value in options_of(args).items():
+        was = state["options"].get(option, value)  # of another program, which may not have it
+        if option in DECIDE | length and value != was:
+            now, then = _spelt(option, value), _spelt(option, was)
+            raise UserError(
+                f"{now} with --resume: {name} was saved with {then}; use {then}, or another "
+                "--workdir to start a new run"
+            )
     if state["data"] != fingerprint:
         raise UserError(
             f"--resume: {name} was trained on other data of the same name; use another --workdir "
@@ -109,22 +111,6 @@ def find_resume(args: Any, fingerprint: str) -> Resume:
         )
     notes = [f"Skipped a damaged checkpoint: {reason}" for reason in refused]
     return Resume(checkpoint, (*notes, f"Resumed from {checkpoint.folder}: {done} steps done."))
-
-
-def _check_options(args: Any, name: str, was: Mapping[str, Any]) -> None:
-    for option, value in options_of(args).items():
-        if option in DECIDE and option in was and value != was[option]:
-            now, then = _spelt(option, value), _spelt(option, was[option])
-            raise UserError(
-                f"{now} with --resume: {name} was saved with {then}; use {then}, or another "
-                "--workdir to start a new run"
-            )
-    for option in ("n_epochs", "num_batches"):
-        if args.lr_scheduler != "constant" and getattr(args, option) != was[option]:
-            now, then = _spelt(option, getattr(args, option)), _spelt(option, was[option])
-            raise UserError(
-                f"{now} with --resume: {name} has a learning rate that decays over {then}; use that"
-            )
 
 
 def _spelt(option: str, value: Any) -> str:
@@ -149,7 +135,10 @@ class Saving:
         self.world, self.args, self.task, self.model = world, args, task, model
         self.optimizer, self.results = optimizer, results
         self.fingerprint = task.fingerprints()["train"]
-        self.saver: Saver | None = None
+        folder = args.workdir / CHECKPOINTS
+        clean(folder)  # on every host, before the ranks meet to make the Saver
+        timeout = getattr(args, "timeout", 300.0)  # run_pipeline.py has no ranks, and none
+        self.saver = Saver(folder, world, timeout, args.async_save)
         self.saved = 0  # the steps done at the last checkpoint
 
     @property
@@ -160,27 +149,28 @@ class Saving:
     def restore(self, resume: Resume) -> Totals | None:
         """Restores weights, optimizer, random states and results; returns the totals of the saved
         epoch, or None without a checkpoint."""
-        world, args, model, results = self.world, self.args, self.model, self.results
-        folder = args.workdir / CHECKPOINTS
-        timeout = getattr(args, "timeout", 300.0)  # run_pipeline.py has no ranks, and none
-        clean(folder)  # removes what a killed run left half written
-        self.saver = Saver(folder, args.keep, world, timeout, args.async_save)
+        world, model, results = self.world, self.model, self.results
         if resume.checkpoint is None:
             return None
         state = resume.checkpoint.state
         load_training(self.saver, resume.checkpoint, model)
-        if world.is_main:
-            self.saver.forget_after(resume.checkpoint)
-        same = state["layout"] == self._layout()
-        random = state["random"][world.rank] if same else {}  # by device
-        if random.keys() == random_states(model.devices).keys():
-            set_random_states(random)
+        self.saver.forget_after(resume.checkpoint)
+        random = state["random"][world.rank] if state["layout"] == self._layout() else {}
+        if random.keys() == self._random_states().keys():
+            for device, text in random.items():
+                numbers = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+                if device == "cpu":
+                    torch.set_rng_state(numbers)
+                else:
+                    torch.cuda.set_rng_state(numbers, device)
         else:  # other masks than the earlier run drew
-            torch.manual_seed(stream(args.seed, "dropout", model.part, model.shard, state["steps"]))
+            torch.manual_seed(
+                stream(self.args.seed, "dropout", model.part, model.shard, state["steps"])
+            )
         self.optimizer.load_state_dict(state)
         self.saved = state["steps"]  # which `save` need not save again
-        results.losses, results.seconds = list(state["losses"]), list(state["seconds"])
-        results.history = [(seconds, speed) for seconds, speed in state["history"]]
+        results.losses, results.seconds = state["losses"], state["seconds"]
+        results.history = state["history"]
         results.resumed = len(results.history) + 1  # an epoch that was begun is not this run's
         done, n = Totals(**state["totals"]), model.parts  # of all ranks: each takes on its share
         return replace(done, positions=done.positions // n, tokens=done.tokens // n)
@@ -193,31 +183,37 @@ class Saving:
 
     def close(self) -> None:
         """Waits for the last checkpoint, and removes older ones."""
-        if self.saver:
-            self.saver.wait()
-            self._prune()
+        self.saver.wait()
+        self._prune()
 
     def _prune(self) -> None:
         """Removes older checkpoints, but only after a finite step, which shows finite weights."""
-        if self.args.keep and self.saver and not self.optimizer.in_a_row:
-            self.saver.prune()
+        if self.args.keep and not self.optimizer.in_a_row:
+            self.saver.prune(self.args.keep)
 
     def _layout(self) -> list[Any]:
         axes = [getattr(self.args, axis, 1) for axis in ("dp", "pp", "tp")]
         ranks = self.model.ranks or ()  # of the stages, if a rank has several
         return [self.world.world_size, self.model.parts, self.model.schedule, *axes, *ranks]
 
+    def _random_states(self) -> dict[str, str]:
+        """Of torch's generators, from which this rank draws, by device, in hexadecimal."""
+        gpus = [device for device in self.model.devices if device.type == "cuda"]
+        states = {str(gpu): torch.cuda.get_rng_state(gpu) for gpu in gpus}
+        states["cpu"] = torch.get_rng_state()
+        return {device: state.numpy().tobytes().hex() for device, state in states.items()}
+
     def save(self, epoch: int, totals: Totals) -> None:
         """Saves, unless this step was saved already. Removes older checkpoints first."""
         world, model, steps = self.world, self.model, self.optimizer.steps
-        if not self.args.keep or steps <= self.saved or self.saver is None:
+        if not self.args.keep or steps <= self.saved:
             return
         self._prune()  # first: no step has shown yet that what is saved now is finite
         results = self.results
         positions, tokens = results.over_ranks(totals.positions, totals.tokens)  # of all ranks
         state = {
             **self.optimizer.state_dict(),
-            "random": gather_over_ranks(random_states(model.devices), world),  # by rank
+            "random": gather_over_ranks(self._random_states(), world),  # by rank
             "totals": asdict(replace(totals, positions=round(positions), tokens=round(tokens))),
             "losses": results.losses,
             "seconds": results.seconds,
@@ -231,20 +227,3 @@ class Saving:
         files = self.task.files if world.is_main else {}
         self.saver.save(f"epoch{epoch}-step{totals.steps}", training_pieces(model), state, files)
         self.saved = steps
-
-
-def random_states(devices: Sequence[torch.device]) -> dict[str, str]:
-    """The states of torch's generators, from which training draws, in hexadecimal."""
-    states = {"cpu": torch.get_rng_state()}
-    states |= {str(d): torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
-    return {device: state.numpy().tobytes().hex() for device, state in states.items()}
-
-
-def set_random_states(states: Mapping[str, str]) -> None:
-    """Restores the states."""
-    for device, text in states.items():
-        state = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-        if device == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, device)

@@ -82,10 +82,11 @@ def load_trained(name: str, device: torch.device | str = "cpu") -> Trained:
         UserError: there is no such thing, or it is damaged.
     """
     folder = Path(name)
+    checkpoints = folder if names(folder) else folder / CHECKPOINTS
     if (folder / MANIFEST).is_file():
         found = _of_checkpoint(open_checkpoint(folder))
-    elif names(folder) or (folder / CHECKPOINTS).is_dir() or (folder / OPTIONS).is_file():
-        checkpoint, refused = newest(folder if names(folder) else folder / CHECKPOINTS)
+    elif checkpoints.is_dir() or (folder / OPTIONS).is_file():
+        checkpoint, refused = newest(checkpoints)
         if checkpoint is None:
             why = "this run has no checkpoint yet"
             if refused:
@@ -106,11 +107,11 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Trained:
     config = GPT2Config.from_dict(json.loads(checkpoint.read("config.json")))
     with torch.device("meta"):
         model: Any = GPT2LMHeadModel(config)
-    stored = {n.removeprefix("model."): t for n, t in checkpoint.tensors.items()}
-    model.to(stored["transformer.wte.weight"].properties.dtype).to_empty(device="cpu")
+    stored = checkpoint.tensors["model.transformer.wte.weight"]
+    model.to(stored.properties.dtype).to_empty(device="cpu")
     model.tie_weights()
     pieces = [whole(f"model.{name}", p.detach()) for name, p in model.named_parameters()]
-    Saver(checkpoint.folder.parent, keep=1).load(checkpoint, pieces)  # fills the model
+    Saver(checkpoint.folder.parent).load(checkpoint, pieces)  # fills the model
     tokenizer = load_tokenizer({file: checkpoint.read(file) for file in TOKENIZER_FILES})
     length = checkpoint.state["options"]["model_max_length"]
     return Trained(model, tokenizer, length, checkpoint.folder.parent.parent)
@@ -121,11 +122,9 @@ def _of_transformers(name: str) -> Trained:
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
     local = Path(name).is_dir()
-    of_hub = name.count("/") == 1 and not name.startswith((".", "/", "~"))  # OWNER/NAME
+    of_hub = name.count("/") == 1 and name[0] not in "./~"  # OWNER/NAME
     if not (local or of_hub) or Path(name).is_file():
         raise UserError(f"{name}: there is no such folder; the --workdir of a run works")
-    if local and not any(Path(name).iterdir()):
-        raise UserError(f"{name}: the folder is empty; the --workdir of a run works")
     more = {"local_files_only": True} if local else {}
     try:
         config = AutoConfig.from_pretrained(name, **more)

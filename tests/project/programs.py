@@ -162,7 +162,7 @@ def weights(workdir: str | Path = "work") -> dict[str, Tensor]:
         if name.startswith("model.")
     }
     pieces = [whole(name, t) for name, t in found.items()]
-    Saver(checkpoint.folder.parent, keep=1).load(checkpoint, pieces)
+    Saver(checkpoint.folder.parent).load(checkpoint, pieces)
     return found
 
 

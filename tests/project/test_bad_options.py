@@ -253,8 +253,8 @@ def test_a_schedule_ends_where_it_was_to_end(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         find_resume(parse(PP + line + "--resume --n_epochs 2"), "")
     assert str(error.value) == (
-        "--n_epochs 2 with --resume: 000001-epoch0-step2 has a learning rate that decays over "
-        "--n_epochs 1; use that"
+        "--n_epochs 2 with --resume: 000001-epoch0-step2 was saved with --n_epochs 1; use "
+        "--n_epochs 1, or another --workdir to start a new run"
     )
 
 

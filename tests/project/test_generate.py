@@ -130,7 +130,7 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
     for folder, said in (
         ("work", "it is of a model of pictures, and not of text"),
         ("./nowhere", r"^\./nowhere: there is no such folder; the --workdir"),
-        ("empty", r"^empty: the folder is empty; the --workdir"),
+        ("empty", r"^empty: neither the workdir of a run, nor"),
         ("other", r"^other: neither the workdir of a run, nor"),
         ("/no/such", r"^/no/such: there is no such folder; the --workdir"),
     ):

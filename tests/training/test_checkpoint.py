@@ -7,12 +7,12 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.project.programs import names_in
@@ -35,7 +35,6 @@ from training.checkpoint import (
     names,
     newest,
     open_checkpoint,
-    put_in_place,
     whole,
 )
 from training.parallel import flat_pieces
@@ -43,14 +42,15 @@ from training.saving import Resume
 from training.world import World
 
 SHARD = "__0_0.distcp"
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 def save(folder: Path, value: int, keep: int = 2) -> str:
     """A checkpoint in whose every part `value` stands."""
     tensors = [whole("x", torch.full((3, 2), float(value))), whole("n", torch.tensor(value))]
-    saver = Saver(folder, keep)
+    saver = Saver(folder)
     name = saver.save(f"step{value}", tensors, {"step": value}, {"note.txt": f"{value}\n".encode()})
-    saver.prune()
+    saver.prune(keep)
     return name
 
 
@@ -59,7 +59,7 @@ def value_of(checkpoint: Checkpoint | None) -> int | None:
     if checkpoint is None:
         return None
     x, n = torch.zeros(3, 2), torch.tensor(0)
-    Saver(checkpoint.folder.parent, 1).load(checkpoint, [whole("x", x), whole("n", n)])
+    Saver(checkpoint.folder.parent).load(checkpoint, [whole("x", x), whole("n", n)])
     (value,) = {
         int(checkpoint.read("note.txt")), checkpoint.state["step"], int(n), *map(int, x.flatten())
     }  # fmt: skip
@@ -77,30 +77,23 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_checkpoint_is_what_was_saved_and_the_newest_stay(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "checkpoints"
-    assert save(folder, 1, keep=3) == "000001-step1"
-    files = contents(folder / "000001-step1")
+    assert (newest(folder), names(folder)) == ((None, []), [])  # there is no folder yet
+    for value in range(1, 5):
+        assert save(folder, value, keep=3) == f"00000{value}-step{value}"
+    files = contents(folder / "000004-step4")
     assert list(files) == [".metadata", SHARD, "manifest.json", "note.txt", "state.json"]
-    assert json.loads(files["state.json"]) == {"step": 1}
-    assert list(json.loads(files["manifest.json"])) == ["format", "files"]
-    for value in (2, 3, 4):
-        save(folder, value, keep=3)
-    assert names_in(folder) == ["000002-step2", "000003-step3", "000004-step4"]
+    assert json.loads(files["state.json"]) == {"step": 4}
+    others = [".000009-step9.part", "000009", "1-short", "latest"]  # are no checkpoints
+    for name in others:
+        (folder / name).mkdir()
     found, refused = newest(folder)
     assert (value_of(found), refused) == (4, [])
-    saver = Saver(folder, 1)
-    saver.save("step5", [whole("x", torch.tensor(5))], {})
+    saver = Saver(folder)
+    saver.save("step5", [whole("x", torch.tensor(5))], {}, {})
     assert len(names(folder)) == 4  # until a finite step has followed
-    saver.prune()
-    assert names_in(folder) == ["000005-step5"]
-
-
-def test_no_folder_and_other_files_are_no_checkpoints(tmp_path: Path) -> None:
-    clean(tmp_path / "none")
-    for name in ("1-short", "latest", ".000009-step9.part", "000009"):
-        (tmp_path / name).mkdir()
-    assert newest(tmp_path) == newest(tmp_path / "none") == (None, [])
-    clean(tmp_path)
-    assert names_in(tmp_path) == ["000009", "1-short", "latest"]
+    saver.prune(1)
+    clean(folder)
+    assert names_in(folder) == ["000005-step5", *others[1:]]
 
 
 # Damage
@@ -126,35 +119,21 @@ def damaged(two: Path) -> str:
 def test_a_damaged_file_is_named_and_the_one_before_is_taken(two: Path, file: str) -> None:
     path = two / "000002-step2" / file
     good = path.read_bytes()
-    for bad in (flipped(good, 0), flipped(good, len(good) - 1), good[:1], good + b"x"):
+    for bad in (bytes([good[0] ^ 1]) + good[1:], good[:-1], good + b"x"):
         path.write_bytes(bad)
-        assert damaged(two) == f"{file} was altered, its checksum differs"
+        assert damaged(two) == f"it is damaged (the checksum of {file} differs)"
     path.unlink()
     assert file in damaged(two)
     path.write_bytes(good)
     assert value_of(newest(two)[0]) == 2
 
 
-def flipped(content: bytes, at: int) -> bytes:
-    """With another bit in one byte."""
-    return content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
-
-
-def test_no_flipped_bit_or_missing_end_of_the_manifest_goes_unseen(two: Path) -> None:
-    path = two / "000002-step2" / "manifest.json"
-    good = path.read_bytes()
-    for at in range(0, len(good), 7):
-        path.write_bytes(flipped(good, at))
-        with suppress(CheckpointError):
-            open_checkpoint(path.parent)
-            assert good[at : at + 1].isspace()  # between the words, which may as well be a tab
-        path.write_bytes(good[: min(at, len(good) - 2)])  # the last byte is a line's end
-        with pytest.raises(CheckpointError, match=r"its manifest.json .*cannot be read$"):
-            open_checkpoint(path.parent)
-    path.write_text('{"format": "parallel-gpt2 checkpoint 2", "files": {}}')
-    assert damaged(two).startswith("its format is 'parallel-gpt2 checkpoint 2', not ")
-    path.unlink()
-    assert "No such file" in damaged(two)
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"format": "parallel-gpt2 checkpoint 2", "files": {}}']
+)
+def test_a_damaged_manifest_too(two: Path, content: str) -> None:
+    (two / "000002-step2" / "manifest.json").write_text(content)
+    assert damaged(two).startswith("it is damaged (")
 
 
 # A crash at any instant
@@ -217,66 +196,40 @@ def test_files_are_on_the_disk_before_the_name_is(
     done: list[str] = []
     rename = Path.rename
 
+    def renamed(path: Path, target: Path) -> Path:
+        done.append(f"-> {target.name}")
+        return rename(path, target)
+
     def fsync(number: int) -> None:
         done.append(Path(f"/proc/self/fd/{number}").readlink().name)
 
-    def renamed(path: Path, target: Path) -> Path:
-        done.append(f"{path.name} -> {target.name}")
-        return rename(path, target)
-
     monkeypatch.setattr("os.fsync", fsync)
     monkeypatch.setattr(Path, "rename", renamed)
-    save(tmp_path, 1)
-    part = ".000001-step1.part"
+    name = save(tmp_path, 1)
     written = [".metadata", SHARD, "manifest.json", "note.txt", "state.json"]
-    assert done == [
-        SHARD, ".metadata.tmp", ".metadata.tmp -> .metadata",  # by the library
-        *written, part, f"{part} -> 000001-step1", tmp_path.name,
-    ]  # fmt: skip
+    assert done[-8:] == [*written, f".{name}.part", f"-> {name}", tmp_path.name]
 
 
 # A disk that is full
 
 
-def full_at(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the at-th sync of a file fail as it does on a full disk."""
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("os.fsync", Mock(side_effect=[*[None] * (at - 1), full, *[None] * 99]))
+def full_at(at: int, patch: pytest.MonkeyPatch, error: Exception = FULL) -> None:
+    """Makes the at-th sync of a file fail, as it does on a full disk."""
+    patch.setattr("os.fsync", Mock(side_effect=[*[None] * (at - 1), error, *[None] * 99]))
 
 
 def test_a_full_disk_leaves_the_last_one_and_nothing_else(two: Path) -> None:
     before = contents(two)
-    for at in range(1, 9):
+    errors = [(at, FULL, str(FULL)) for at in range(1, 9)]
+    for at, cause, why in (*errors, (1, MemoryError(), "MemoryError()")):  # which has no text
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SaveError) as error:
-            full_at(at, patch)
+            full_at(at, patch, cause)
             save(two, 3)
         assert str(error.value) == (
-            f"--workdir {two.parent}: a checkpoint cannot be written ([Errno 28] No space left on "
-            "device); --resume continues from the one before, and --keep 0 saves none"
+            f"--workdir {two.parent}: a checkpoint cannot be written ({why}); --resume continues "
+            "from the one before, and --keep 0 saves none"
         )
         assert (contents(two), names_in(two)) == (before, ["000001-step1", "000002-step2"])
-
-
-def test_an_error_without_a_text_is_an_error(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nothing would be loaded, or saved, and nobody would know."""
-    checkpoint, _ = newest(two)
-    monkeypatch.setattr(FileSystemReader, "read_data", Mock(side_effect=MemoryError))
-    with pytest.raises(CheckpointError, match=r"cannot be loaded: MemoryError\(\)"):
-        value_of(checkpoint)
-    monkeypatch.setattr(FileSystemWriter, "write_data", Mock(side_effect=MemoryError))
-    with pytest.raises(SaveError, match=r"cannot be written \(MemoryError\(\)\)"):
-        save(two, 3)
-    assert names_in(two) == ["000001-step1", "000002-step2"]
-
-
-def test_a_folder_is_replaced_also_after_one_that_was_killed(tmp_path: Path) -> None:
-    """After it had renamed the folder that was there, and before it had removed it."""
-    for name in ("exported", ".exported.old", "new"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "from").write_text(name)
-    put_in_place(tmp_path / "new", tmp_path / "exported")
-    assert names_in(tmp_path) == ["exported"]
-    assert (tmp_path / "exported" / "from").read_text() == "new"
 
 
 def save_rows(
@@ -289,7 +242,7 @@ def save_rows(
         if rank == failing:
             full_at(1, patch)
         try:
-            name = saver.save("a", [Piece("x", row, (rank, 0), (world_size, 2))], {})
+            name = saver.save("a", [Piece("x", row, (rank, 0), (world_size, 2))], {}, {})
             row.fill_(-1.0)  # the run goes on
             saver.wait()
         except SaveError as error:
@@ -299,37 +252,18 @@ def save_rows(
     return f"{name} {found.tolist()}"
 
 
-def load_twos(rank: int, world_size: int, folder: Path) -> list[float]:
-    saver, found = saver_of(rank, world_size, folder, common=False), torch.zeros(3, 2)
-    saver.load(of_main(saver, "000001-step2"), [whole("x", found)])
-    return found.flatten().tolist()
-
-
-def test_a_host_with_an_altered_copy_loads_rank_0s(ranks: Ranks, tmp_path: Path) -> None:
-    """Its manifest is the same."""
-    save(tmp_path / "host0", 2)
-    shutil.copytree(tmp_path / "host0", tmp_path / "host1")
-    path = tmp_path / "host1" / "000001-step2" / SHARD
-    twos = torch.full((3, 2), 2.0).numpy().tobytes()
-    content = path.read_bytes()
-    assert twos in content
-    path.write_bytes(content.replace(twos, torch.full((3, 2), 3.0).numpy().tobytes()))
-    assert ranks.run(load_twos, tmp_path) == [[2.0] * 6] * 2
-
-
 def saver_of(
     rank: int, world_size: int, folder: Path, common: bool = True, background: bool = False
 ) -> Saver:
     """With a folder in common, or one of its own, as on a host of its own."""
     mine = folder if common else folder / f"host{rank}"
-    return Saver(mine, 9, World(rank, world_size), timeout=30, background=background)
+    return Saver(mine, World(rank, world_size), timeout=30, background=background)
 
 
 def of_main(saver: Saver, name: str) -> Checkpoint:
     """The checkpoint that rank 0 finds, on every rank."""
-    world = saver.world
-    found = open_checkpoint(saver.folder / name) if world.is_main else None
-    checkpoint = Resume(found).of_main(world).checkpoint
+    found = open_checkpoint(saver.folder / name) if saver.world.is_main else None
+    checkpoint = Resume(found).of_main(saver.world).checkpoint
     assert checkpoint is not None
     return checkpoint
 
@@ -341,7 +275,7 @@ def test_ranks_write_together_or_not_at_all(
     said = ranks.run(save_rows, tmp_path, common, background, -1)
     assert said == ["000001-a [[0.0, 0.0]]", "000001-a [[1.0, 1.0]]"]
     before = contents(tmp_path)
-    for rank in range(2) if common else (0,):
+    for rank in range(2):
         said = ranks.run(save_rows, tmp_path, common, background, rank)
         assert said == ["a checkpoint cannot be written"] * 2
         assert contents(tmp_path) == before
@@ -377,7 +311,10 @@ def reshard(rank: int, world_size: int, folder: Path, common: bool) -> list[str]
     """Saves in one layout, loads in the other, and says what came back wrong."""
     saver, wrong = saver_of(rank, world_size, folder, common), []
     for write, read in ((flat_shards, wholes), (wholes, flat_shards)):
-        saved = saver.save("a", write(TENSORS, rank, world_size), {})
+        saved = saver.save("a", write(TENSORS, rank, world_size), {}, {})
+        if rank and not common:  # this host has a copy of the manifest, but not of all files
+            (saver.folder / saved).mkdir(parents=True)
+            shutil.copy2(folder / "host0" / saved / "manifest.json", saver.folder / saved)
         expected = read(TENSORS, rank, world_size)
         found = [Piece(p.name, torch.zeros_like(p.tensor), p.offsets, p.shape) for p in expected]
         saver.load(of_main(saver, saved), found)
@@ -400,23 +337,21 @@ def test_what_one_layout_has_saved_another_loads_and_so_does_the_library(
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, 1)
-    found = open_checkpoint(tmp_path / saver.save("a", [whole("x", torch.zeros(4, 3))], {}))
+    saver = Saver(tmp_path)
+    found = open_checkpoint(tmp_path / saver.save("a", [whole("x", torch.zeros(4, 3))], {}, {}))
+    head = f"^--resume: {found.folder} cannot be loaded: "
     for name, tensor in (("z", torch.zeros(1)), ("x", torch.zeros(3, 2))):
-        with pytest.raises(CheckpointError) as error:
+        shape = re.escape(str(tuple(tensor.shape)))
+        with pytest.raises(CheckpointError, match=f"{head}no {name} of shape {shape} "):
             saver.load(found, [whole(name, tensor)])
-        said = (
-            f"--resume: {found.folder} cannot be loaded: no {name} of shape {tuple(tensor.shape)} "
-        )
-        assert str(error.value).startswith(said)
     (found.folder / SHARD).unlink()
-    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*No such file"):
+    with pytest.raises(CheckpointError, match=f"{head}.*No such file"):
         saver.load(found, [whole("x", torch.zeros(4, 3))])
 
 
 def save_alike(rank: int, world_size: int, folder: Path) -> None:
     held = [whole(name, torch.zeros(n)) for name, n in (("a", 5), ("b", 9), ("c", 4), ("d", 5))]
-    saver_of(rank, world_size, folder).save("a", held, {})
+    saver_of(rank, world_size, folder).save("a", held, {}, {})
 
 
 def test_ranks_share_the_writing_of_what_all_hold(ranks: Ranks, tmp_path: Path) -> None:
