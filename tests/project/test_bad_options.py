@@ -58,14 +58,12 @@ TABLE = """
 dp --n_layers 3 => there is no such option; is it --n_layer?
 dp --world 2 => there is no such option; is it --world_size?
 pp --n_chunks 2 => there is no such option; is it --n_chunk?
-pp --world_size 2 => there is no such option; is it --num_devices?; --help
-dp --schedule zb => an option for stages of a pipeline, which this program does not have
+pp --world_size 2 => there is no such option; --help
 dp --batch_size => expected one argument
 dp --n_chunk 0 => it must be a whole number, 1 or more;
 dp --n_test none => it must be a whole number, 1 or more, or all;
-pp --schedule zero => it must be one of gpipe, 1f1b, zb, interleaved, zbv, vhalf, vmin;
-train ddpp => it must be one of single, ddp, fsdp, pipeline, model, tensor, 3d;
-dp --config none.yaml => there is no such file; --print_config writes one
+pp --schedule zero => it must be gpipe or 1f1b or zb or interleaved or zbv or vhalf or vmin;
+train ddpp => it must be single or ddp or fsdp or pipeline or model or tensor or 3d;
 dp --n_epochs 2 --num_batches=3 => leave one out;
 # what is computed again
 dp --recompute except_last => computed again; always, or a pipeline with more micro-batches, works
@@ -168,7 +166,7 @@ def test_one_line(misfit: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("taken").mkdir()
     Path("taken/file").touch()
     some = f"1 to {CORES}" if CORES > 1 else "1"
-    text, wrong = TABLE.format(cores=CORES, works=some, here=Path.cwd()), []
+    text, wrong = TABLE.format(cores=CORES, works=some), []
     with alone_in_workdir(SimpleNamespace(workdir=Path("taken"))):  # type: ignore
         for row in text.strip().splitlines():
             line, arrow, words = row.partition(" => ")
