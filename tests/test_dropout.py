@@ -70,8 +70,8 @@ def test_attention_without_dropout_is_torchs_and_heads_are_independent() -> None
     some = attention(q[:, 2:], k[:, 2:], v[:, 2:], None, 0.3, keys, 3, heads[2:])
     assert some.equal(attention(q, k, v, None, 0.3, keys, 3, heads)[:, 2:])
     uniform, ones = torch.zeros(64, 4, 32, 8), torch.ones(64, 4, 32, 8)
-    full = torch.zeros(32, 32)  # every weight is 1 / 32 or dropped
-    sums = attention(uniform, uniform, ones, full, 0.5, KEYS, 3, heads)[..., 0]
+    # Position t has t + 1 weights, each 1 / (t + 1) or dropped.
+    sums = attention(uniform, uniform, ones, None, 0.5, KEYS, 3, heads)[..., 16:, 0]
     assert abs(sums.mean() - 1) < 0.02
     assert abs(torch.corrcoef(sums.transpose(0, 1).flatten(1))[0, 1]) < 0.1
 

@@ -66,12 +66,11 @@ pp --schedule zero => it must be gpipe or 1f1b or zb or interleaved or zbv or vh
 train ddpp => it must be single or ddp or fsdp or pipeline or model or tensor or 3d;
 dp --n_epochs 2 --num_batches=3 => leave one out;
 # what is computed again
-dp --recompute except_last => computed again; always, or a pipeline with more micro-batches, works
-pp ONE --recompute except_last => again; always, or a pipeline with more micro-batches, works
-train tensor --model gpt2-mini --recompute except_last => pipeline with more micro-batches, works
-train pipeline --recompute except_last --num_microbatches 1 => with more micro-batches, works
-train fsdp --recompute sqrt => of several would be gathered once more; --recompute always works
-train 3d --dp 2 --zero 3 --model gpt2-mini --recompute sqrt => once more; --recompute always works
+dp --recompute except_last => nothing would be recomputed; --recompute always works
+pp ONE --recompute except_last => nothing would be recomputed; --recompute always works
+train pipeline --recompute except_last --num_microbatches 1 => nothing would be recomputed;
+train fsdp --recompute sqrt => would be gathered once more; --recompute always works
+train 3d --dp 2 --zero 3 --model gpt2-mini --recompute sqrt => would be gathered once more;
 # ranks and examples
 dp --cores_per_rank 999 => {cores} cores may be used here; --cores_per_rank {works} works
 dp --world_size 4 --n_train 3 => each rank needs an example; --world_size 1 to 3 works
@@ -82,10 +81,10 @@ train single --num_workers 2 => single is one process; ddp takes several
 # stages and layers
 pp FLOW --num_devices 11 => the model has 10 layers (embedding, halves of blocks, head) and every
 pp FLOW --num_devices 5 --pipeline blocks => the model has 4 blocks and every stage needs one;
-pp FLOW --balance 3,3 => auto, uniform, or 2 positive numbers that add up to the 4 blocks, as 2,2
+pp FLOW --balance 3,3 => or 2 positive numbers that add up to the 4 blocks (uniform is 2,2)
 train pipeline --num_workers 17 => 16 layers and every rank needs one; --num_workers 1 to 16 works
 train model --num_workers 7 --model gpt2-mini --n_layer 2 => needs one; --num_workers 1 to 6 works
-train pipeline --balance 9,8 => or 2 positive numbers that add up to the 16 layers, as 8,8
+train pipeline --balance 9,8 => or 2 positive numbers that add up to the 16 layers (uniform is 8,8)
 # micro-batches
 dp --accumulation_steps 33 => a micro-batch needs an example; --accumulation_steps 1 to 32 works
 pp FLOW --n_chunk 65 => a micro-batch needs an example; --n_chunk 1 to 64 works
@@ -133,13 +132,11 @@ dp --n_train 33 --batch_size 40 --n_epochs 1 --warmup_steps 100 => last; --warmu
 # models
 dp --n_head 3 => the heads must divide the width; --n_head 2 works
 dp --vocab_size 258 => a byte-level vocabulary has at least 259 tokens; --vocab_size 2048 works
-train ddp --model gpt3 => neither a preset, nor a folder, nor could a GPT-2 of this name be had
+train ddp --model gpt3 => neither a preset (gpt2-mini, gpt2,
 train ddp --model auto => needs one of vgg16, gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl
 dp --model empty --n_layer 2 => pretrained weights have a fixed size; only the presets can be ch
-dp --model empty => no GPT-2 weights come from this folder (Unrecognized model in empty
-pp --model empty => no GPT-2 weights come from this folder (Unrecognized model in empty
-train ddp --model gpt2-mini --model empty => no GPT-2 weights come from this folder
-pp --model misfit --model_max_length 32 => (it has 340 tokens, and the embedding 300 rows);
+dp --model empty => with a GPT-2 and its tokenizer (ValueError Unrecognized
+pp --model misfit --model_max_length 32 => (ValueError the tokenizer has 340 tokens, not 300 or
 # folders
 dp --workdir taken => another run is writing there; --workdir taken_2 works
 pp --workdir taken => another run is writing there; --workdir taken_2 works

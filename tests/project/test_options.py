@@ -210,9 +210,10 @@ GPUS = "{} --world_size {} --device auto: {} visible, and every rank needs one; 
 MACHINES: list[tuple[int, tuple[int, int] | None, str, int | str]] = [
     (0, (4, 4), DP, 4),
     (0, (4, 4), TRAIN + "--num_workers 4", 4),
-    (0, (4, 4), DP + "--world_size 2", "--world_size 2: torchrun started 4 ranks; leave it out"),
-    (0, (4, 4), TRAIN + "--master_port 99", "--master_port 99: torchrun decides where its ranks "
-     "meet; leave it out, or start torchrun with --master-port 99"),
+    (0, (4, 4), DP + "--world_size 2", "--world_size 2: torchrun started 4 ranks and decides "
+     "it; leave it out"),
+    (0, (4, 4), TRAIN + "--master_port 99", "--master_port 99: torchrun started 4 ranks and "
+     "decides it; leave it out"),
     (0, (4, 4), PP, "torchrun started 4 ranks: run_pipeline.py is one process; start it without "
      "torchrun, or take project/train.py pipeline, whose stages are ranks"),
     (0, (1, 1), PP, 1),

@@ -66,9 +66,7 @@ def test_sizes_of_stages() -> None:
     assert sizes_of_blocks("1,3,1", 5, 3) == [3, 6, 3]
     assert split_by("uniform", 8, 3, "layers") == [3, 3, 2]
     for wrong in ("3,3", "5", "5,0", "6,-1", "2;3", "2,x", "1,1,3", "even", ""):
-        with pytest.raises(
-            ValueError, match="2 positive numbers that add up to the 5 blocks, as 3,2"
-        ):
+        with pytest.raises(ValueError, match="2 positive numbers that add up to the 5 blocks"):
             split_by(wrong, 5, 2, "blocks")
 
 
@@ -203,6 +201,7 @@ def test_folders_that_hold_no_gpt2_or_not_all_of_it_are_refused(tmp_path: Path) 
     BertModel(BertConfig(**size, intermediate_size=32, vocab_size=300)).save_pretrained(
         tmp_path / "bert"
     )
-    for name, said in (("part", rf"\({missing} is missing, "), ("bert", "no GPT"), ("no", "could")):
-        with pytest.raises(UserError, match=f"{said}.*presets need none"):
+    for name, said in (("part", f"{missing} is missing, "), ("bert", "its model_type is bert"),
+                       ("no", "Repo id must be")):  # fmt: skip
+        with pytest.raises(UserError, match=f"neither a preset .*{said}"):
             check_pretrained(str(tmp_path / name), 16)
