@@ -1,13 +1,13 @@
 """Generates text, e.g. translations, many sentences at a time and under any layout.
 
-Problem. A token needs a forward pass and depends on all tokens before it. A model that fits only in
-shards or stages cannot be gathered for that, and its ranks must stay in step.
+Problem. A token depends on all tokens before it. A model that fits only in shards or stages cannot
+be gathered for that, and its ranks must stay in step.
 
 Idea. The loop asks one thing of the model: the next token of each sentence, given the newest ones
-(`Decoder`). Each layout finds it in its own way. Ranks with stages of one model run the loop on the
-same sentences and receive the same tokens. Ranks with shards run it on their own sentences; one
-that has finished takes part in collectives until all have. Keys and values stay in the process that
-computed them, in a `Prefix` (training/prefix.py) that its attention layers fill.
+(`Decoder`). Ranks with stages of one model run the loop on the same sentences and receive the same
+tokens. Ranks with shards run it on their own sentences; one that has finished takes part in
+collectives until all have. Keys and values stay in the process that computed them
+(training/prefix.py).
 
 Cost: a forward of one position per token.
 

@@ -1,27 +1,22 @@
 """GPT-2: sizes, initial weights, the model as a list of layers, and the loss over target tokens.
 
-The model itself is the one of `transformers`, with its parameter names, so weights can be exchanged
-with other tools. This project's choices:
+The parameters are those of `transformers`, with their names, so weights can be exchanged with other
+tools; `wte` is tied: the first and the last layer use it. This project's choices:
 
-- initial weights depend on the seed and on the parameter's *name*, never on the order in which
-  parameters are created or on which rank holds them: every layout starts from the same model;
+- initial weights depend on the seed and on the parameter's *name*, so every layout starts from the
+  same model, whichever rank holds a parameter;
 - logits are computed at target positions only. The head is a [C, V] matrix product per position,
   and in translation half of all positions, source and padding, have no target;
-- it is a list of layers, so that any layout can cut it anywhere, and every layout runs the same
-  code. A block is cut in the middle, too, between attention and MLP: with the head on the last
-  stage, whole blocks are often too coarse for stages of equal cost;
+- any layout can cut the list of layers anywhere. A block is cut between attention and MLP, too:
+  with the head on the last stage, whole blocks are often too coarse for stages of equal cost;
 
       (ids, weights) -> Embedding -> Attention -> FeedForward -> ... -> Head -> logits
                         wte wpe drop   ln_1 attn    ln_2 mlp             ln_f lm_head
 
-- dropout depends on the example and on the place in the model, not on the rank that computes it
-  (runtime/dropout.py): with (ids, weights, keys), one key per example, every layout drops the same;
-
-- the activation is PyTorch's fused tanh-GELU. It is the same function as the `gelu_new` of the
-  published weights, in one pass over memory instead of eight.
-
-The layers share the parameters of the `GPT2LMHeadModel`, so its names and its `state_dict` do not
-change. `wte` is tied: the first and the last layer use it.
+- dropout depends on the example and on the place in the model (runtime/dropout.py): with (ids,
+  weights, keys), one key per example, every layout drops the same;
+- the activation is PyTorch's fused tanh-GELU: the function `gelu_new` of the published weights, in
+  one pass over memory instead of eight.
 
 With (ids, weights, prefix) the layers continue sentences (training/generation.py): ids are the
 newest positions, the prefix keeps the keys and values of earlier ones.
@@ -29,8 +24,7 @@ newest positions, the prefix keeps the keys and values of earlier ones.
 Shapes: B examples, T positions, C width, V vocabulary, N positions with a target, S positions of a
 prefix, including the T newest.
 
-Source of the sizes and the initialisation: Radford et al., "Language Models are Unsupervised
-Multitask Learners", 2019.
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 """
 
 from __future__ import annotations

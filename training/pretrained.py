@@ -1,10 +1,8 @@
 """Pretrained GPT-2 weights, from a folder with weights and tokenizer or by name from the hub.
 
 Parameters are read by name, one at a time, from safetensors files: no process need hold the whole
-model. (Pickled weights must first be loaded, and saved again, with transformers.)
-
-This project's special tokens get new rows of the embedding, which depend on the seed and the name
-alone. Weights are converted to the run's type, at least float32: bfloat16 is too coarse to train.
+model. This project's special tokens get new rows of the embedding, which depend on the seed and the
+name alone. Weights are converted to the run's type, at least float32.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ INF, NAN = math.inf, math.nan
     ],
 )
 def test_learning_rates(lr_scheduler: str, warmup: int, rates: list[float]) -> None:
-    """Eight steps, and what stays after them. No step is lost to a rate of 0."""
+    """Eight steps, and what a ninth would have. No step is lost to a rate of 0."""
     recipe = Recipe(8.0, 4, 8, lr_scheduler, warmup)
-    found = [recipe.learning_rate_at(k) for k in (*range(9), 1000)]
-    assert found == pytest.approx([*rates, rates[-1]], rel=1e-15, abs=1e-15)
+    found = [recipe.learning_rate_at(k) for k in range(9)]
+    assert found == pytest.approx(rates, rel=1e-15, abs=1e-15)
 
 
 def test_norms_and_the_clip_factor() -> None:
