@@ -7,6 +7,8 @@ name alone. Weights are converted to the run's type, at least float32.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,6 +94,18 @@ def pretrained_initializer(name: str, seed: int) -> Callable[[str, Tensor], None
             p[-rows:] = torch.empty(rows, *p.shape[1:]).normal_(0, 0.02, generator=generator)
 
     return read
+
+
+def model_content(name: str, config: GPT2Config) -> bytes:
+    """A hash of the model `name`: its configuration and all weights. One pass over its files."""
+    settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
+    content = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode())
+    stored = {} if name in PRESETS else _stored(name)
+    for path in sorted({path for path, *_ in stored.values()}):
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 24):
+                content.update(chunk)
+    return content.digest()
 
 
 def _stored(name: str) -> dict[str, tuple[Path, str, list[int]]]:

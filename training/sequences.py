@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_parallel.dataset import even_slices, partition_dataset, shuffled_indices
+from training.agreement import check_same
 from training.data import Encoded, collate_batch, load_tokenizer
 from training.layout import LaidOutModel
 from training.model import (
@@ -36,7 +37,7 @@ from training.model import (
     round_vocab,
     sizes_of_blocks,
 )
-from training.pretrained import pretrained_config, pretrained_initializer
+from training.pretrained import model_content, pretrained_config, pretrained_initializer
 from training.results import writing
 from training.seeds import stream
 from training.task import Step, Task
@@ -75,6 +76,8 @@ class SequenceTask(Task, ABC):
         self.examples: dict[str, list[Encoded]] = self.encoded()  # all, on every rank
         self.num_targets = [example.num_targets for example in self.examples["train"]]
         self.config, self._initialize = _config_and_weights(args, len(self.tokenizer))
+        if world.world_size > 1:
+            check_same(world, {"the model": model_content(args.model, self.config)})
         self.files["config.json"] = self.config.to_json_string().encode()
         self.steps_per_epoch = -(-len(self.num_targets) // args.batch_size)
         # Pad all to this; None: each micro-batch to its longest sentence.
