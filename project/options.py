@@ -9,7 +9,6 @@ between options are in training/rules.py and in the programs. The courses' own n
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import signal
 import sys
@@ -23,33 +22,24 @@ from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from jsonargparse.typing import restricted_number_type
 
-MAX_SECONDS = 30 * 24 * 3600  # libraries count time-outs in milliseconds, which must not overflow
 if TYPE_CHECKING:
     Count = int
     Whole = int
-    Port = int
     Positive = float
     Fraction = float
-    Seconds = float
 else:
     Count = restricted_number_type("Count", int, [(">=", 1)])
     Whole = restricted_number_type("Whole", int, [(">=", 0), ("<", 2**32)])
-    Port = restricted_number_type("Port", int, [(">=", 0), ("<", 2**16)])
     Positive = restricted_number_type("Positive", float, [(">", 0), ("<", float("inf"))])
     Fraction = restricted_number_type("Fraction", float, [(">=", 0), ("<", 1)])
-    Seconds = restricted_number_type("Seconds", float, [(">", 0), ("<=", MAX_SECONDS)])
 WORDS = {  # what a value of the type must be
     "Count": "a whole number, 1 or more",
     "Whole": f"a whole number from 0 to {2**32 - 1}",
-    "Port": f"a port from 0 (any free one) to {2**16 - 1}",
     "Positive": "a positive, finite number, as 0.5",
     "Fraction": "at least 0 and less than 1, as 0.1",
-    "Seconds": f"a positive number of seconds, at most {MAX_SECONDS} (a month)",
     "bool": "true or false",
 }
 
-# What an option is called in another program.
-TWINS = {"num_devices": "world_size", "world_size": "num_devices", "num_workers": "num_devices"}
 ALIASES = {
     "num_workers": "world_size",
     "cores_per_worker": "cores_per_rank",
@@ -157,9 +147,9 @@ class Processes:
     """processes; default 2, or as many as torchrun starts"""
     cores_per_rank: Count | None = None
     """CPU cores per process; by default all cores are shared out"""
-    master_port: Port | None = None
+    master_port: Whole | None = None
     """port on 127.0.0.1 where the processes meet; default: 11868, or a free one"""
-    timeout: Seconds = 300.0
+    timeout: Positive = 300.0
     """seconds after which a process that does not answer ends the run"""
 
 
@@ -188,12 +178,9 @@ def parse(kind: type[T], description: str | None, argv: Sequence[str] | None = N
     if not {"--n_epochs", "--num_batches"} - _names(given):
         parser.error("--n_epochs and --num_batches both say when the run ends: leave one out")
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    files.add_argument("--config", action="append", nargs="?", default=[])
+    files.add_argument("--config", action="append", default=[])
     first, others = files.parse_known_args(given)  # files first: the command line wins
-    for path in first.config:
-        if path is not None and not Path(path).is_file():
-            parser.error(f"--config {path}: there is no such file; --print_config writes one")
-    found = parser.parse_args([f"--config={_read_config(p)}" for p in first.config] + others)
+    found = parser.parse_args([f"--config={path}" for path in first.config] + others)
     options = {field.name: getattr(found, field.name) for field in fields(kind)}  # type: ignore[arg-type]
     for split in ("n_train", "n_validation", "n_test"):
         options[split] = None if options[split] == "all" else options[split]
@@ -221,113 +208,78 @@ def _names(given: Sequence[str]) -> set[str]:
     return {word.partition("=")[0] for word in given}
 
 
-def _read_config(path: str | None) -> str:
-    """The options in a file, with aliases replaced; if it cannot be read, its path, which the
-    parser then reports."""
-    try:
-        text = Path(path or "").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return path or ""
-    return re.sub(r"^\w+(?=:)", lambda key: ALIASES.get(key[0], key[0]), text, flags=re.MULTILINE)
-
-
 def _parser(kind: type, description: str | None, given: Sequence[str]) -> _Parser:
-    parser = _Parser(description=description, formatter_class=_Help, allow_abbrev=False)
-    parser.options, parser.given = kind, given
-    hints, defaults = get_type_hints(kind), {f.name: f.default for f in fields(kind)}
-    helps = {
-        entry.args[1]: " ".join((entry.description or "").split())
+    parser = _Parser(
+        description=description, formatter_class=_Help, usage=argparse.SUPPRESS, allow_abbrev=False
+    )
+    parser.hints, parser.given = get_type_hints(kind), given
+    defaults = {field.name: field.default for field in fields(kind)}
+    helps = {  # an option that a program declares again may leave its help out
+        entry.args[1]: " ".join(entry.description.split())
         for base in reversed(kind.__mro__[:-1])
         for entry in parse_from_object(base).params
         if entry.description
     }
     if "strategy" in defaults:
-        parser.add_argument("strategy", type=hints.pop("strategy"), help=helps["strategy"])
+        parser.add_argument("strategy", type=parser.hints["strategy"], help=helps["strategy"])
     for base in kind.__mro__[1:-1]:
         group = parser.add_argument_group(base.__doc__)
-        for name in [f.name for f in fields(base) if f.name in hints]:
-            hint, names = hints.pop(name), [name, *(a for a in ALIASES if ALIASES[a] == name)]
+        for name in [field.name for field in fields(base)]:
+            hint, default, text = parser.hints[name], defaults[name], helps[name]
+            names = [name, *(alias for alias, option in ALIASES.items() if option == name)]
             more: dict[str, Any] = {}
             if hint is bool:  # --resume is --resume true
                 more = {"nargs": "?", "const": True, "metavar": "BOOL"}
-            elif any(word in str(hint) for word in (*WORDS, "1, 2, 3")):
+            elif any(word in str(hint) for word in WORDS):
                 more = {"metavar": "N"}
-            group.add_argument(
-                *(f"--{n}" for n in names), type=hint, default=defaults[name], help=helps[name],
-                **more,
-            )  # fmt: skip
+            if not (default is None or isinstance(default, bool) or "default" in text):
+                text += f" [{default}]"
+            flags = [f"--{n}" for n in names]
+            group.add_argument(*flags, type=hint, default=default, help=text, **more)
     parser.add_argument("--config", action="config", help="YAML file with options")
     return parser
 
 
-class _Help(DefaultHelpFormatter):
-    """Help texts with defaults, without types."""
+class _Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """Help texts as they are written above, without types."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=118)
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Keeps the line breaks of a description."""
-        return super()._fill_text(text, width, indent) if "\n" not in text else text
-
-    def add_usage(self, *_: Any, **__: Any) -> None:
-        """Omits the usage: with forty options it does not help."""
-
     def _get_help_string(self, action: Any) -> str:
-        text = (action.help or "").replace("%", "%%")
-        if action.dest == "print_config":
-            return "print the options as a YAML file for --config, and exit"
-        default = action.default
-        plain = isinstance(default, int | float | str | Path) and not isinstance(default, bool)
-        shown = plain and default != "==SUPPRESS==" and "default" not in text
-        return f"{text} [{default}]" if shown else text
+        printing = action.dest == "print_config"
+        return "print the options as a YAML file for --config" if printing else str(action.help)
 
 
 class _Parser(ArgumentParser):
     """Reports a mistake in one line, once for all ranks of torchrun."""
 
-    options: type
+    hints: dict[str, Any]
     given: Sequence[str]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # noqa: ARG002
         """The option, the value, the rule."""
         from training.errors import refuse
 
-        text = as_typed(_in_one_line(self.options, message), self.given)
+        text = as_typed(_in_one_line(self.hints, message), self.given)
         refuse(f"{self.prog}: error: {text}; --help explains all\n")
 
-    def print_help(self, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0":  # torchrun starts all ranks with one command
-            super().print_help(file)
 
-
-def _in_one_line(kind: type, message: str) -> str:
-    hints = get_type_hints(kind)
-    unknown = re.search(r"unrecognized arguments: --(\w+)|Option '(\w+)' is not", message)
-    if unknown:
+def _in_one_line(hints: dict[str, Any], message: str) -> str:
+    """jsonargparse's message, which names Python types in several lines, as a sentence."""
+    if unknown := re.search(r"unrecognized arguments: --(\w+)|Option '(\w+)' is not", message):
         name = unknown[1] or unknown[2]
-        if (other := TWINS.get(name)) in hints:
-            return f"--{name}: there is no such option; is it --{other}?"
-        for group in (Processes, Stages):
-            if name in {field.name for field in fields(group)}:
-                return f"--{name}: an option for {group.__doc__}, which this program does not have"
         known = [*hints, *(alias for alias, option in ALIASES.items() if option in hints)]
         near = get_close_matches(name, known, 1, cutoff=0.65)
         return f"--{name}: there is no such option" + "".join(f"; is it --{n}?" for n in near)
-    if message.endswith("required: strategy"):
-        names = re.findall(r"'(\w+)'", str(hints["strategy"]))
-        return f"name a strategy first: {', '.join(names)}"
-    found = re.search(r'[Kk]ey "(?P<name>\w+)"', message)
-    name = found["name"] if found else ""
-    if name not in hints:  # as --config
-        return " ".join(re.sub(r'Parser key "(\w+)":', r"--\1:", message).split())
-    value = (
-        re.search(r"(?:Given value: |Got value: )(.+)", message)
-        or re.search(r"Not of type \w+: (\S+) does not", message)
-        or re.search(r"literal for .*: '(.*)'", message)
-    )
-    words = [rule for word, rule in WORDS.items() if re.search(rf"\b{word}\b", str(hints[name]))]
-    if choices := re.search(r"Literal\[(.*?)\]", str(hints[name])):
-        words.append(f"one of {choices[1]}".replace("one of 'all'", "all").replace("'", ""))
-    option = name if name == "strategy" else f"--{name}"  # it has no dashes
-    return f"{option} {value[1] if value else ''}: it must be {', or '.join(words)}"
+    key = re.search(r'[Kk]ey "(\w+)"', message)
+    if key is None or key[1] not in hints:  # no value, or a file that cannot be read
+        return " ".join(message.split())
+    hint = str(hints[key[1]])
+    rules = [rule for word, rule in WORDS.items() if re.search(rf"\b{word}\b", hint)]
+    if choices := re.search(r"Literal\[(.*?)\]", hint):
+        rules.append(choices[1].replace("'", "").replace(", ", " or "))
+    found = re.search(r"value: (.+)|: '(.+)'|: (\S+) does not conform", message)
+    value = found[found.lastindex or 0] if found else ""
+    option = "strategy" if key[1] == "strategy" else f"--{key[1]}"  # it has no dashes
+    return f"{option} {value}: it must be {', or '.join(rules)}"

@@ -62,35 +62,32 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
-    p: float = 0.0,
-    keys: Tensor | None = None,
-    where: int = 0,
-    heads: Tensor | None = None,
+    mask: Tensor | None,
+    p: float,
+    keys: Tensor | None,
+    where: int,
+    heads: Tensor,
 ) -> Tensor:
     """Attention with dropout on its weights: [B, H, T, E], the shape of the queries.
 
     Args:
-        mask: added to the scores; None: position t sees positions 0 to t.
+        mask: added to the scores, where p is 0; None: position t sees positions 0 to t.
+        p, keys, where: see `dropout`.
         heads: [H], the numbers of these heads in the model.
     """
-    if p == 0 and mask is not None and q.size(-2) == 1 and q.device.type == "cpu":
+    T = q.size(-2)
+    if mask is not None and T == 1 and q.device.type == "cpu":
         # One position: the fused kernel, made for many, takes up to twice as long.
         return ((q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1) + mask).softmax(-1) @ v
     if p == 0 or keys is None or q.device.type != "cpu":
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None
         )
-    T = q.size(-2)
     scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)  # [B, H, queries, keys]
-    if mask is None:
-        future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)  # [T, T]
-        scores = scores.masked_fill(future, -math.inf)
-    else:
-        scores = scores + mask
-    assert heads is not None
-    positions = torch.arange(T, device=q.device)  # of queries; `dropout` numbers the keys itself
-    return dropout(scores.softmax(-1), p, keys, where, heads, positions) @ v
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)  # [queries, keys]
+    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    # `dropout` takes the indices of heads and queries, and numbers the keys itself.
+    return dropout(weights, p, keys, where, heads, torch.arange(T)) @ v
 
 
 def _low(x: Tensor) -> Tensor:

@@ -25,15 +25,12 @@ def mask(
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.9])
 def test_the_share_that_is_dropped(p: float) -> None:
     dropped = mask(p=p).double()
+    left = dropout(torch.full((64, 32, 128), 3.0), p, KEYS, place("drop"), POSITIONS)
+    assert left.unique().tolist() == pytest.approx([0, 3 / (1 - p)])  # so that the mean stays
     for dims in ((0, 1, 2), (1, 2), (0, 2), (0, 1)):  # of all, by example, position, channel
         share = dropped.mean(dims)
         deviation = (p * (1 - p) / (dropped.numel() / share.numel())) ** 0.5  # of the mean
         assert (share - p).abs().max() < (6 if share.dim() else 4) * deviation
-
-
-def test_the_mean_stays() -> None:
-    x = torch.randn(64, 32, 128) + 3
-    assert dropout(x, 0.1, KEYS, 1, POSITIONS).mean().item() == pytest.approx(3, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +67,7 @@ def test_attention_without_dropout_is_torchs_and_heads_are_independent() -> None
     some = attention(q[:, 2:], k[:, 2:], v[:, 2:], None, 0.3, keys, 3, heads[2:])
     assert some.equal(attention(q, k, v, None, 0.3, keys, 3, heads)[:, 2:])
     uniform, ones = torch.zeros(64, 4, 32, 8), torch.ones(64, 4, 32, 8)
-    full = torch.zeros(32, 32)  # every weight is 1 / 32 or dropped
-    sums = attention(uniform, uniform, ones, full, 0.5, KEYS, 3, heads)[..., 0]
+    # Position t has t + 1 weights, each 1 / (t + 1) or dropped.
+    sums = attention(uniform, uniform, ones, None, 0.5, KEYS, 3, heads)[..., 16:, 0]
     assert abs(sums.mean() - 1) < 0.02
     assert abs(torch.corrcoef(sums.transpose(0, 1).flatten(1))[0, 1]) < 0.1
-
-
-def test_no_key_no_hash() -> None:
-    torch.manual_seed(0)
-    assert (dropout(torch.ones(8, 8, 64), 0.5, None, 1) == 0).double().mean() > 0.4

@@ -1,13 +1,13 @@
 """Generates text, e.g. translations, many sentences at a time and under any layout.
 
-Problem. A token needs a forward pass and depends on all tokens before it. A model that fits only in
-shards or stages cannot be gathered for that, and its ranks must stay in step.
+Problem. A token depends on all tokens before it. A model that fits only in shards or stages cannot
+be gathered for that, and its ranks must stay in step.
 
 Idea. The loop asks one thing of the model: the next token of each sentence, given the newest ones
-(`Decoder`). Each layout finds it in its own way. Ranks with stages of one model run the loop on the
-same sentences and receive the same tokens. Ranks with shards run it on their own sentences; one
-that has finished takes part in collectives until all have. Keys and values stay in the process that
-computed them, in a `Prefix` (training/prefix.py) that its attention layers fill.
+(`Decoder`). Ranks with stages of one model run the loop on the same sentences and receive the same
+tokens. Ranks with shards run it on their own sentences; one that has finished takes part in
+collectives until all have. Keys and values stay in the process that computed them
+(training/prefix.py).
 
 Cost: a forward of one position per token.
 
@@ -113,28 +113,29 @@ def continue_all(
     call it.
 
     Args:
-        most: maximum number of new tokens per prompt; the token `stop` ends it earlier.
+        most: maximum number of new tokens per prompt; the token `stop` ends it earlier. With 0 or
+            less there are none.
         num_tokens: of the vocabulary, without the embedding's unused rows.
         batch_size: prompts of similar lengths that are continued together.
         bar: the text of a progress bar; None shows none.
         seeds: one per prompt, for a decoder that samples; draws do not depend on the batches.
     """
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # by length: little padding
-    chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     rows: list[list[int]] = [[] for _ in prompts]
+    order = [i for i in range(len(prompts)) if most[i] > 0]
+    order.sort(key=lambda i: len(prompts[i]))  # by length: little padding
+    chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     for chunk in tqdm(chunks, bar, disable=True if bar is None else None, leave=False):
-        live = [i for i in chunk if most[i] > 0]  # others get an empty row
         chances = None
-        if seeds is not None and live:
-            n = max(most[i] for i in live)
-            rows_of = [torch.Generator().manual_seed(seeds[i]) for i in live]
-            drawn = [torch.rand(n, dtype=torch.float64, generator=g) for g in rows_of]
-            chances = torch.stack(drawn).to(device)  # [B, n], used from left to right
+        if seeds is not None:
+            n = max(most[i] for i in chunk)
+            generators = [torch.Generator().manual_seed(seeds[i]) for i in chunk]
+            uniform = [torch.rand(n, dtype=torch.float64, generator=g) for g in generators]
+            chances = torch.stack(uniform).to(device)  # [B, n], used from left to right
         found = continue_together(
-            decoder, [prompts[i] for i in live], [most[i] for i in live], stop, num_tokens, device,
-            chances,
+            decoder, [prompts[i] for i in chunk], [most[i] for i in chunk], stop, num_tokens,
+            device, chances,
         )  # fmt: skip
-        for i, row in zip(live, found, strict=True):
+        for i, row in zip(chunk, found, strict=True):
             rows[i] = row
     decoder.end()  # other ranks may have sentences left
     return rows
@@ -148,16 +149,15 @@ def continue_together(
     stop: int,
     num_tokens: int,
     device: torch.device | str,
-    chances: Tensor | None = None,
+    chances: Tensor | None,
 ) -> list[list[int]]:
     """One batch of `continue_all`. Finished sentences leave the batch."""
     rows: list[list[int]] = [[] for _ in prompts]
-    if not prompts:
-        return rows
     prefix = Prefix([len(prompt) for prompt in prompts], device, chances)
+    positions = CPU_READ if torch.device(device).type == "cpu" else math.inf
     tokens = torch.cat(  # [B]: the first new token of each sentence
         [decoder.next_tokens(_padded(prompts[at], device), prefix, num_tokens)
-         for at in prefix.in_parts(CPU_READ if torch.device(device).type == "cpu" else None)]
+         for at in prefix.in_parts(positions)]
     )  # fmt: skip
     live = list(range(len(prompts)))  # the sentence of each row
     while True:
@@ -169,15 +169,9 @@ def continue_together(
                     going.append(row)
         if not going:
             return rows
-        if len(going) < len(live):  # the last rows move to the places of finished ones
-            B = len(going)
-            sources = [row for row in going if row >= B]
-            places = sorted(set(range(B)).difference(going))
-            prefix.keep(B, sources, places)
-            for source, place in zip(sources, places, strict=True):
-                live[place] = live[source]
-            tokens[places] = tokens[sources]
-            live, tokens = live[:B], tokens[:B]
+        if len(going) < len(live):
+            order = prefix.keep(going)
+            live, tokens = [live[row] for row in order], tokens[order]
         prefix.extend()  # a column for the tokens just found
         tokens = decoder.next_tokens(tokens[:, None], prefix, num_tokens)  # T is 1
 

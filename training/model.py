@@ -1,27 +1,22 @@
 """GPT-2: sizes, initial weights, the model as a list of layers, and the loss over target tokens.
 
-The model itself is the one of `transformers`, with its parameter names, so weights can be exchanged
-with other tools. This project's choices:
+The parameters are those of `transformers`, with their names, so weights can be exchanged with other
+tools; `wte` is tied: the first and the last layer use it. This project's choices:
 
-- initial weights depend on the seed and on the parameter's *name*, never on the order in which
-  parameters are created or on which rank holds them: every layout starts from the same model;
+- initial weights depend on the seed and on the parameter's *name*, so every layout starts from the
+  same model, whichever rank holds a parameter;
 - logits are computed at target positions only. The head is a [C, V] matrix product per position,
   and in translation half of all positions, source and padding, have no target;
-- it is a list of layers, so that any layout can cut it anywhere, and every layout runs the same
-  code. A block is cut in the middle, too, between attention and MLP: with the head on the last
-  stage, whole blocks are often too coarse for stages of equal cost;
+- any layout can cut the list of layers anywhere. A block is cut between attention and MLP, too:
+  with the head on the last stage, whole blocks are often too coarse for stages of equal cost;
 
       (ids, weights) -> Embedding -> Attention -> FeedForward -> ... -> Head -> logits
                         wte wpe drop   ln_1 attn    ln_2 mlp             ln_f lm_head
 
-- dropout depends on the example and on the place in the model, not on the rank that computes it
-  (runtime/dropout.py): with (ids, weights, keys), one key per example, every layout drops the same;
-
-- the activation is PyTorch's fused tanh-GELU. It is the same function as the `gelu_new` of the
-  published weights, in one pass over memory instead of eight.
-
-The layers share the parameters of the `GPT2LMHeadModel`, so its names and its `state_dict` do not
-change. `wte` is tied: the first and the last layer use it.
+- dropout depends on the example and on the place in the model (runtime/dropout.py): with (ids,
+  weights, keys), one key per example, every layout drops the same;
+- the activation is PyTorch's fused tanh-GELU: the function `gelu_new` of the published weights, in
+  one pass over memory instead of eight.
 
 With (ids, weights, prefix) the layers continue sentences (training/generation.py): ids are the
 newest positions, the prefix keeps the keys and values of earlier ones.
@@ -29,8 +24,7 @@ newest positions, the prefix keeps the keys and values of earlier ones.
 Shapes: B examples, T positions, C width, V vocabulary, N positions with a target, S positions of a
 prefix, including the T newest.
 
-Source of the sizes and the initialisation: Radford et al., "Language Models are Unsupervised
-Multitask Learners", 2019.
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 """
 
 from __future__ import annotations
@@ -71,20 +65,13 @@ def round_vocab(size: int) -> int:
     return -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def gpt2_size(
-    name: str, n_layer: int | None = None, n_embd: int | None = None, n_head: int | None = None
-) -> dict[str, int]:
-    """The sizes of a preset, with overrides.
+def gpt2_size(preset: str, **given: int | None) -> dict[str, int]:
+    """The n_layer, n_embd and n_head of a preset, unless another one is given.
 
     Raises:
-        UserError: no such preset, or invalid sizes.
+        UserError: the heads do not divide the width.
     """
-    if name not in PRESETS:
-        raise UserError(
-            f"--model {name}: neither a preset ({', '.join(PRESETS)}) nor a folder with weights"
-        )
-    given = {"n_layer": n_layer, "n_embd": n_embd, "n_head": n_head}
-    size = {**PRESETS[name], **{k: v for k, v in given.items() if v is not None}}
+    size = {**PRESETS[preset], **{name: n for name, n in given.items() if n is not None}}
     width, heads = size["n_embd"], size["n_head"]
     if width % heads:
         fits = next(n for n in range(min(heads, width), 0, -1) if width % n == 0)
@@ -96,22 +83,15 @@ def gpt2_size(
 
 
 def gpt2_config(
-    name: str,
-    vocab_size: int,
-    max_length: int,
-    *,
-    dropout: float = 0.1,
-    n_layer: int | None = None,
-    n_embd: int | None = None,
-    n_head: int | None = None,
+    preset: str, vocab_size: int, max_length: int, *, dropout: float = 0.1, **given: int | None
 ) -> GPT2Config:
-    """The configuration of a preset, with overrides. Raises as `gpt2_size`."""
+    """The configuration of a preset. `given` and errors as in `gpt2_size`."""
     from transformers import GPT2Config
 
     return GPT2Config(
-        **gpt2_size(name, n_layer, n_embd, n_head),
+        **gpt2_size(preset, **given),
         vocab_size=vocab_size,
-        n_positions=max(max_length, 1024 if name != "gpt2-mini" else 0),  # published: 1024
+        n_positions=max(max_length, 1024 if preset != "gpt2-mini" else 0),  # published: 1024
         activation_function="gelu_pytorch_tanh",
         resid_pdrop=dropout,
         embd_pdrop=dropout,
@@ -123,28 +103,19 @@ def gpt2_config(
 
 
 def build_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
-    """A new model, initialized from `seed`."""
+    """A new model in one process, initialized from `seed`. (Runs fill what each rank holds.)"""
     from transformers import GPT2LMHeadModel
 
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(config)
-    model.to_empty(device="cpu")  # memory without values
-    model.tie_weights()
-    initialize(model, seed)
-    return model
-
-
-def initialize(model: Any, seed: int) -> None:
-    """Sets every parameter from the seed and its name, see `initializer`."""
-    fill = initializer(model.config, seed)
+    model = GPT2LMHeadModel(config)
+    fill = initializer(config, seed)
     for name, p in model.named_parameters():
         fill(name, p)
+    return model
 
 
 def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
     """Returns a function that fills a parameter by name, as GPT-2 does: biases 0, norms 1, matrices
     normal with deviation 0.02, divided by sqrt(2 * n_layer) for those that feed the residual."""
-    layers = config.n_layer
 
     @torch.no_grad()
     def fill(name: str, p: Tensor) -> None:
@@ -154,7 +125,7 @@ def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
             p.fill_(1)
         else:
             generator = generator_for(seed, name)
-            std = 0.02 / math.sqrt(2 * layers) if name.endswith("c_proj.weight") else 0.02
+            std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
             p.copy_(torch.empty(p.shape).normal_(0, std, generator=generator))  # drawn on the CPU
 
     return fill
@@ -295,7 +266,7 @@ def loss_of_targets(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     """
     ids, weights = target
     chosen = weights != 0
-    if logits.dtype in (torch.bfloat16, torch.float16):
+    if logits.dtype == torch.bfloat16:
         logits = logits.float()
     losses = F.cross_entropy(logits, ids[chosen], reduction="none")  # [N], nats
     return (losses * weights[chosen]).sum()
@@ -327,22 +298,14 @@ def sizes_of_blocks(balance: str, num_blocks: int, num_stages: int) -> list[int]
 def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
     """Blocks or layers per stage, from `uniform` or numbers such as 3,5. Raises ValueError."""
     part, more = divmod(total, num_stages)
-    uniform = [part + (s < more) for s in range(num_stages)]  # the first stages get more, if any
-    if balance == "uniform" and part:
-        return uniform
+    uniform = ",".join(str(part + (s < more)) for s in range(num_stages))  # the first get more
     try:
-        sizes = [int(number) for number in balance.split(",")]
+        sizes = [int(n) for n in (uniform if balance == "uniform" else balance).split(",")]
     except ValueError:
         sizes = []
-    if not part:
-        raise ValueError(
-            f"balance {balance}: {num_stages} stages need as many {unit}, and there "
-            f"{'is' if total == 1 else 'are'} {total}; auto works"
-        )
     if len(sizes) != num_stages or sum(sizes) != total or min(sizes) < 1:
-        example = ",".join(map(str, uniform))
         raise ValueError(
-            f"balance {balance}: auto, uniform, or {num_stages} positive numbers that add up to "
-            f"the {total} {unit}, as {example}"
+            f"balance {balance}: it must be auto, or {num_stages} positive numbers that add up to "
+            f"the {total} {unit} (uniform is {uniform})"
         )
     return sizes

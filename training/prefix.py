@@ -20,7 +20,6 @@ a head.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -56,14 +55,14 @@ class Prefix:
         self._layers: dict[int, Tensor] = {}  # 2 B H room E, by number in the model
         self._masks: dict[torch.device, Tensor] = {}  # of the newest tokens, by device
 
-    def in_parts(self, positions: int | None) -> Iterator[slice]:
+    def in_parts(self, positions: float) -> Iterator[slice]:
         """Reads the prompts in groups: yields the rows of each, with `positions` positions or a
-        little more; None: all at once. Neighbouring sentences should have similar lengths."""
+        little more. Neighbouring sentences should have similar lengths."""
         lengths = self.lengths.tolist()
         begin = 0
         while begin < len(lengths):
             end = begin + 1
-            while end < len(lengths) and (end - begin) * lengths[end - 1] < (positions or math.inf):
+            while end < len(lengths) and (end - begin) * lengths[end - 1] < positions:
                 end += 1
             self.rows = slice(begin, end)
             self._first = self.S - max(lengths[begin:end])  # up to it, these rows are padding
@@ -78,16 +77,20 @@ class Prefix:
         self.rows, self._first = slice(0, len(self.lengths)), 0  # all rows, all columns
         self._masks.clear()
 
-    def keep(self, B: int, sources: Sequence[int], places: Sequence[int]) -> None:
-        """Moves the sentences at `sources` to `places`, and keeps the first B."""
-        if sources:
-            for kv in self._layers.values():
-                kv[:, places] = kv[:, sources]  # copies the right side first
-            for rows in (self.lengths, self._chances):
-                if rows is not None:
-                    rows[places] = rows[sources]
-        self.lengths = self.lengths[:B]
-        self._layers = {number: kv[:, :B] for number, kv in self._layers.items()}  # views, no copy
+    def keep(self, rows: Sequence[int]) -> list[int]:
+        """Keeps these rows; the last ones move to the places of others. Returns the row that each
+        place had before."""
+        order = list(range(len(rows)))
+        free = sorted(set(order).difference(rows))
+        moved = [row for row in rows if row >= len(rows)]  # as many
+        for place, row in zip(free, moved, strict=True):
+            order[place] = row
+        for number, kv in self._layers.items():
+            kv[:, free] = kv[:, moved]  # copies the right side first
+            self._layers[number] = kv[:, : len(rows)]  # a view, no copy
+        self.lengths = self.lengths[order]
+        self._chances = None if self._chances is None else self._chances[order]
+        return order
 
     def chances(self) -> Tensor | None:
         """The numbers, [B], that sample the next tokens of the sentences `rows`."""

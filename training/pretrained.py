@@ -1,19 +1,15 @@
 """Pretrained GPT-2 weights, from a folder with weights and tokenizer or by name from the hub.
 
 Parameters are read by name, one at a time, from safetensors files: no process need hold the whole
-model. (Pickled weights must first be loaded, and saved again, with transformers.)
-
-This project's special tokens get new rows of the embedding, which depend on the seed and the name
-alone. Weights are converted to the run's type, at least float32: bfloat16 is too coarse to train.
+model. This project's special tokens get new rows of the embedding, which depend on the seed and the
+name alone. Weights are converted to the run's type, at least float32.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,15 +23,15 @@ from training.model import PRESETS, generator_for
 if TYPE_CHECKING:  # see training/model.py
     from transformers import GPT2Config
 
-TOKENIZERS = ("tokenizer.json", "vocab.json")  # a tokenizer has one of these files
 PREFIX = "transformer."  # of parameter names; the published GPT-2 omits it
 
 
 def check_pretrained(name: str, max_length: int) -> None:
     """Raises UserError unless `name`, a local folder or a name on the hub, is a GPT-2 with at least
-    max_length positions and its own tokenizer. (transformers itself loads any model, and fills
-    parameters that do not fit with random weights.) Downloads the hub's files."""
-    from transformers import AutoConfig, GPT2LMHeadModel
+    max_length positions and its own tokenizer. (transformers itself loads any model, fills
+    parameters that do not fit with random weights, and makes a tokenizer that knows no words.)
+    Downloads the hub's files."""
+    from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
     try:
         config = AutoConfig.from_pretrained(name)
@@ -48,45 +44,25 @@ def check_pretrained(name: str, max_length: int) -> None:
             *_, shape = found.get(parameter.removeprefix(PREFIX), ("missing",))
             if shape != list(p.shape):
                 raise ValueError(f"{parameter} is {shape}, config.json says {list(p.shape)}")
+        files = [Path(name) / file for file in ("tokenizer.json", "vocab.json")]  # it has one
+        if Path(name).is_dir() and not any(file.is_file() for file in files):
+            raise ValueError("there is no tokenizer.json or vocab.json")
+        # It may be smaller than the embedding, which may be rounded up. Our own special tokens come
+        # on top, with new rows.
+        tokens = len(AutoTokenizer.from_pretrained(name))
+        if tokens > config.vocab_size:
+            raise ValueError(f"the tokenizer has {tokens} tokens, not {config.vocab_size} or fewer")
     except Exception as error:  # its readers raise many kinds
-        raise _no_weights(name, error) from error
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:160]
+        raise UserError(
+            f"--model {name}: neither a preset ({', '.join(PRESETS)}), nor a folder or a name on "
+            f"the hub with a GPT-2 and its tokenizer ({reason})"
+        ) from error
     if config.n_positions < max_length:
         raise UserError(
             f"--model_max_length {max_length} --model {name}: the model has {config.n_positions} "
             f"positions; --model_max_length {config.n_positions} works"
         )
-    _check_tokenizer(name, config)
-
-
-def _check_tokenizer(name: str, config: GPT2Config) -> None:
-    """A tokenizer may be smaller than the embedding, which may be rounded up; a larger one belongs
-    to another model. Our own special tokens come on top, with new rows."""
-    from transformers import AutoTokenizer
-
-    reason = f"there is no {' or '.join(TOKENIZERS)}"
-    # Without such a file transformers makes a tokenizer that knows no words.
-    if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in TOKENIZERS):
-        try:
-            tokens = len(AutoTokenizer.from_pretrained(name))
-        except Exception as error:
-            reason = f"it cannot be read: {type(error).__name__} {error}"
-        else:
-            if tokens <= config.vocab_size:
-                return
-            reason = f"it has {tokens:,} tokens, and the embedding {config.vocab_size:,} rows"
-    raise UserError(
-        f"--model {name}: no tokenizer that fits comes with it ({' '.join(reason.split())[:160]}); "
-        "save the tokenizer of these weights there"
-    )
-
-
-def _no_weights(name: str, reason: object) -> UserError:
-    if os.path.isdir(name):  # noqa: PTH112 (a folder may be in one that is closed)
-        where = f"no GPT-2 weights come from this folder ({' '.join(str(reason).split())[:160]})"
-    else:
-        where = "neither a preset, nor a folder, nor could a GPT-2 of this name be had from the hub"
-    near = "".join(f" (is it {preset}?)" for preset in get_close_matches(name, PRESETS, 1))
-    return UserError(f"--model {name}: {where}{near}; presets need none: {', '.join(PRESETS)}")
 
 
 def pretrained_config(name: str, num_tokens: int, dropout: float) -> GPT2Config:

@@ -21,17 +21,16 @@ SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the s
 
 def settle_ranks(args: Any) -> None:
     """Settles the number of processes, and checks that they can be started."""
-    started, given = torchrun_world_size(), args.world_size
-    args.world_size = given or started or (1 if args.strategy == "single" else 2)
-    if started is not None and started != args.world_size:
-        raise UserError(f"--world_size {given}: torchrun started {started} ranks; leave it out")
-    if started is not None and args.master_port is not None:
-        raise UserError(
-            f"--master_port {args.master_port}: torchrun decides where its ranks meet; leave it "
-            f"out, or start torchrun with --master-port {args.master_port}"
-        )
+    started = torchrun_world_size()
+    for name, decided in (("world_size", started), ("master_port", None)):
+        given = getattr(args, name)
+        if started is not None and given not in (None, decided):
+            raise UserError(
+                f"--{name} {given}: torchrun started {started} ranks and decides it; leave it out"
+            )
+    args.world_size = args.world_size or started or (1 if args.strategy == "single" else 2)
     cores = len(core_slice(0, 1))
-    if cores and (args.cores_per_rank or 0) > cores:
+    if (args.cores_per_rank or 0) > cores > 0:
         raise UserError(
             f"--cores_per_rank {args.cores_per_rank}: {cores} cores may be used here; "
             + works("--cores_per_rank", cores)
@@ -87,22 +86,15 @@ def check_microbatches(args: Any, parts: int) -> None:
 def check_recompute(args: Any, one_at_a_time: bool) -> None:
     """Raises UserError if this --recompute does not suit the layout. `one_at_a_time`: the backward
     of each micro-batch comes before the forward of the next."""
-    if args.recompute == "except_last" and (one_at_a_time or args.num_microbatches == 1):
+    unfit = {}
+    if one_at_a_time or args.num_microbatches == 1:
+        unfit["except_last"] = "every micro-batch is the last one held: nothing would be recomputed"
+    if args.strategy == "fsdp" or getattr(args, "zero", None) == 3:
+        unfit["sqrt"] = "shards of segments of several layers would be gathered once more"
+    if args.recompute in unfit:
         raise UserError(
-            f"--recompute except_last {_layout(args)}: every micro-batch is the last one held, so "
-            "nothing would be computed again; always, or a pipeline with more micro-batches, works"
+            f"--recompute {args.recompute}: {unfit[args.recompute]}; --recompute always works"
         )
-    if args.recompute == "sqrt" and (args.strategy == "fsdp" or getattr(args, "zero", None) == 3):
-        raise UserError(
-            f"--recompute sqrt {_layout(args)}: shards are gathered for one layer at a time, and "
-            "segments of several would be gathered once more; --recompute always works"
-        )
-
-
-def _layout(args: Any) -> str:
-    if hasattr(args, "model_parallel_mode"):
-        return f"--model_parallel_mode {args.model_parallel_mode}"
-    return str(args.strategy)
 
 
 def check_warmup(args: Any, num_examples: int) -> None:
@@ -116,19 +108,17 @@ def check_warmup(args: Any, num_examples: int) -> None:
 
 
 def check_plain_text(args: Any) -> None:
-    """Raises UserError for an option that a language model ignores, or a length without a task."""
+    """Raises UserError for options of pairs of sentences, or a length that leaves no task."""
     if args.model_max_length < 2:
         raise UserError(
             f"--model_max_length {args.model_max_length}: the model would know no token before "
             "the one it predicts; 2 or more works"
         )
-    for name, default in (("src", "de"), ("tgt", "en"), ("n_test", 100)):
-        given = getattr(args, name)
-        if given != default:
-            raise UserError(
-                f"--{name} {'all' if given is None else given} --dataset {args.dataset}: it is for "
-                "pairs of sentences, and this is plain text; leave it out"
-            )
+    if (args.src, args.tgt) != ("de", "en") or args.n_test != 100:  # the defaults
+        raise UserError(
+            f"--src, --tgt or --n_test with --dataset {args.dataset}: they are for pairs of "
+            "sentences, and this is plain text; leave them out"
+        )
 
 
 def check_model(args: Any) -> None:
@@ -140,7 +130,7 @@ def check_model(args: Any) -> None:
             "--vocab_size 2048 works"
         )
     if args.model in PRESETS:
-        gpt2_size(args.model, args.n_layer, args.n_embd, args.n_head)
+        gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
         return
     given = [n for n in ("n_layer", "n_embd", "n_head", "vocab_size") if getattr(args, n)]
     if given:

@@ -128,14 +128,11 @@ def test_what_cannot_be_written(
 
 # What --model refuses, before any process starts
 
-NONE = "no GPT-2 weights come from this folder"
 SPOILT: list[tuple[str, Callable[[bytes], bytes], str]] = [
-    ("model.safetensors", lambda good: good[:1000], f"{NONE} (Error while "),
+    ("model.safetensors", lambda good: good[:1000], "(SafetensorError Error while "),
     ("config.json", lambda good: good.replace(b'"vocab_size": 300', b'"vocab_size": 301'),
-     f"{NONE} (transformer.wte.weight is [300, 16], config.json says [301, 16]); presets need"),
-    ("tokenizer.json", lambda _: b"{}",
-     "no tokenizer that fits comes with it (it cannot be read: KeyError 'added_tokens'); save "
-     "the tokenizer of these weights there"),
+     "(ValueError transformer.wte.weight is [300, 16], config.json says [301, 16])"),
+    ("tokenizer.json", lambda _: b"{}", "(KeyError 'added_tokens')"),
 ]  # fmt: skip
 
 
@@ -150,7 +147,7 @@ def test_a_model_that_does_not_fit(
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(UserError) as error:
         parse(line)
-    assert str(error.value).startswith(f"--model model: {why}")
+    assert str(error.value).startswith("--model model: neither ") and why in str(error.value)
     if file == "tokenizer.json":
         path.unlink()
         with pytest.raises(UserError, match="there is no tokenizer"):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
 
 from project import generate
 from tests.project.programs import FLOW, TINY, VGG, run
@@ -17,7 +16,7 @@ from training.data import train_tokenizer
 from training.errors import UserError
 from training.export import export
 from training.generation import drawn
-from training.model import gpt2_config, initialize
+from training.model import build_model, gpt2_config
 from training.trained import Trained, load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -30,8 +29,7 @@ def trained() -> Trained:
     """A model whose outputs vary, in float64: in which batch a line is must not matter."""
     tokenizer = train_tokenizer([{"de": LINES[4], "en": "The man sees"}] * 2, 300, "de", "en")
     config = gpt2_config("gpt2-mini", 320, 64, n_layer=2, n_embd=16, n_head=2)
-    model = GPT2LMHeadModel(config).double()
-    initialize(model, seed=5)
+    model = build_model(config, seed=5).double()
     for name, p in model.named_parameters():
         if p.dim() == 2 and name != "transformer.wpe.weight":
             p.data *= 8
@@ -148,7 +146,7 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
         with pytest.raises(UserError, match=rf"^--input {name}\.txt: {said}"):
             generate.read_lines(generate.parse(["work", "--input", f"{name}.txt"]))
     for wrong, why in (
-        (["--num_samples", "0"], "--num_samples 0: it must be a whole number, 1 or more"),
+        (["--num_samples", "0"], "--num_samples: 0: it must be a whole number, 1 or more"),
         (["--temperature=-1"], "--temperature -1: it must be 0 or more"),
         (["--temperature", "0", "--top_k", "3"], "--temperature 0.8 works"),
         (["Ei", "--input", "x"], "there is text on the command line"),

@@ -100,8 +100,10 @@ def test_a_text_is_continued_and_an_empty_line_begins_one(one: Learned) -> None:
     ("more", "why"),
     [
         ("--model_max_length 4000", r"--model_max_length 4000: the text has \d+ tokens, fewer "),
-        ("--tgt fr", r"--tgt fr --dataset .*text.txt: it is for pairs of sentences, and this is"),
-        ("--n_test 5", r"--n_test 5 --dataset .*text.txt: it is for pairs of sentences"),
+        (
+            "--tgt fr",
+            r"--tgt or --n_test with --dataset .*text.txt: they are for pairs of sentences",
+        ),
     ],
 )
 def test_what_does_not_fit_plain_text(one: Learned, more: str, why: str) -> None:

@@ -6,8 +6,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from training.data import train_tokenizer
 from training.errors import UserError
 from training.launch import Settings
 from training.model import build_model, gpt2_config
-from training.rules import check_model
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -45,12 +43,10 @@ def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 RULES: dict[str, tuple[list[str], str]] = {
     "Count": (["0", "-1", "1.5", "many"], "a whole number, 1 or more"),
     "Whole": (["-1", "0.5", str(2**32)], f"a whole number from 0 to {2**32 - 1}"),
-    "Port": (["-1", "65536", "http"], "a port from 0 (any free one) to 65535"),
     "Positive": (["0", "-1", "nan", "inf", "big"], "a positive, finite number, as 0.5"),
     "Fraction": (["1", "-0.1", "nan"], "at least 0 and less than 1, as 0.1"),
-    "Seconds": (["0", "inf", "1e9"], "a positive number of seconds, at most 2592000 (a month)"),
     "bool": (["perhaps", "2"], "true or false"),
-    "Literal": (["0", "other"], "one of "),
+    "Literal": (["0", "other"], " or "),
 }
 
 
@@ -71,9 +67,7 @@ def test_every_option_refuses_what_it_cannot_be(capsys: pytest.CaptureFixture[st
             tried[name] = words[0]
     assert set(tried.values()) == set(RULES) and len(tried) > 40
     assert refused(DP + "twice", capsys) == "unrecognized arguments: twice"
-    assert refused("train ", capsys) == (
-        "name a strategy first: single, ddp, fsdp, pipeline, model, tensor, 3d"
-    )
+    assert refused("train ", capsys) == "the following arguments are required: strategy"
 
 
 # -------------------------------------------------------------------------------- what is accepted
@@ -101,11 +95,10 @@ def test_options_come_from_a_file_and_the_line_goes_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What --print_config prints is such a file."""
-    Path("run.yaml").write_text("batch_size: 8\nn_epochs: 3\nresume: true\nn_chunk: 2\n")
+    Path("run.yaml").write_text("batch_size: 8\nn_epochs: 3\nresume: true\n")
     for line in ("--config run.yaml --n_epochs 4", "--n_epochs 4 --config=run.yaml"):
         args = parse(DP + line)
         assert (args.batch_size, args.n_epochs, args.resume) == (8, 4, True)
-        assert args.num_microbatches == 2
     with pytest.raises(SystemExit) as end:
         parse(TRAIN + "--num_workers 3 --zero 2 --balance uniform --print_config")
     assert end.value.code == 0
@@ -122,12 +115,12 @@ def test_options_come_from_a_file_and_the_line_goes_first(
     ):
         Path("run.yaml").write_text(f"{wrong}\n")
         assert refused(DP + "--config run.yaml", capsys) == said
+    assert "File does not exist: " in refused(DP + "--config none.yaml", capsys)
 
 
 HELP = """
 import runpy, sys
 
-main = sys.modules["__main__"]
 for program in ("run_data_parallel", "run_pipeline", "train"):
     sys.argv = [program + ".py", "--help"]
     try:
@@ -136,36 +129,16 @@ for program in ("run_data_parallel", "run_pipeline", "train"):
         assert not end.code, end.code
     print("=====")
 print(*(name for name in ("torch", "transformers", "matplotlib") if name in sys.modules))
-print("=====")
-
-sys.modules["__main__"] = main
-from project.run_data_parallel import parse_data_parallel
-from project.run_pipeline import parse_pipeline
-from project.train import parse_train
-from training.launch import UserError
-
-for parse, options in (
-    (parse_data_parallel, ["--world_size", "65"]),
-    (parse_pipeline, ["--n_chunk", "65"]),
-    (parse_train, ["model", "--model", "gpt2-mini", "--num_microbatches", "2"]),
-):
-    try:
-        parse("", options)
-    except UserError:
-        continue
-    raise AssertionError(f"{options} is accepted")
-late = ("transformers", "sacrebleu", "datasets", "matplotlib", "torch._dynamo")
-print(*(name for name in late if name in sys.modules))
 """
 
 
 def test_help_is_short_complete_and_answered_without_torch() -> None:
-    """And a mistake without what only ranks need. Everybody would wait for it, for seconds."""
+    """For which everybody would wait, for seconds."""
     done = subprocess.run(
         [sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    *pages, for_help, for_mistakes = done.stdout.split("=====\n")
-    assert for_help.split() == for_mistakes.split() == []
+    *pages, imported = done.stdout.split("=====\n")
+    assert imported.split() == []
     for page, kind in zip(pages, OPTIONS.values(), strict=True):
         assert 40 < page.count("\n") < 100
         assert max(map(len, page.splitlines())) <= 118
@@ -214,22 +187,18 @@ GPUS = "{} --world_size {} --device auto: {} visible, and every rank needs one; 
 MACHINES: list[tuple[int, tuple[int, int] | None, str, int | str]] = [
     (0, (4, 4), DP, 4),
     (0, (4, 4), TRAIN + "--num_workers 4", 4),
-    (0, (4, 4), DP + "--world_size 2", "--world_size 2: torchrun started 4 ranks; leave it out"),
-    (0, (4, 4), TRAIN + "--master_port 99", "--master_port 99: torchrun decides where its ranks "
-     "meet; leave it out, or start torchrun with --master-port 99"),
+    *((0, (4, 4), f"{TRAIN} {given}", f"{given}: torchrun started 4 ranks and decides it; leave "
+       "it out") for given in ("--world_size 2", "--master_port 99")),
     (0, (4, 4), PP, "torchrun started 4 ranks: run_pipeline.py is one process; start it without "
      "torchrun, or take project/train.py pipeline, whose stages are ranks"),
     (0, (1, 1), PP, 1),
     # Ranks that hand each other tensors need a GPU each, or none; whole models may share one.
-    *((1, None, f"train {strategy}", GPUS.format(strategy, 2, "1 GPU is")
-       + "--world_size 1, or --device cpu, works") for strategy in ("fsdp", "pipeline", "model")),
-    (1, None, "train fsdp --world_size 1", 1),
+    (1, None, "train fsdp", GPUS.format("fsdp", 2, "1 GPU is")
+     + "--world_size 1, or --device cpu, works"),
     (1, None, "train pipeline --device cpu", 2),
     (1, None, "train ddp --device cuda", 2),
     (1, None, f"{PP} {FLOW} --device cuda", "--num_devices 2 --device cuda: 1 GPU is visible; "
      "--num_devices 1, or --device cpu, works"),
-    (3, None, "train fsdp --world_size 4",
-     GPUS.format("fsdp", 4, "3 GPUs are") + "--world_size 3, or --device cpu, works"),
     (3, (8, 2), "train fsdp", 8),  # on each of four machines
     (3, (8, 4), "train fsdp",
      GPUS.format("fsdp", 8, "3 GPUs are") + "--nproc-per-node 3, or --device cpu, works"),
@@ -263,19 +232,15 @@ def test_what_torchrun_and_the_machine_allow(
 def test_a_folder_with_weights_is_a_model(tmp_path: Path) -> None:
     """It says how many layers and positions there are."""
     model = build_model(gpt2_config("gpt2-mini", 300, 32, n_layer=2, n_embd=32, n_head=2), 0)
-    model.save_pretrained(tmp_path / "weights")
     tokenizer = train_tokenizer([{"de": "ja", "en": "yes"}], 259, "de", "en")
-    tokenizer.save_pretrained(tmp_path / "weights")
-
-    def options(**changes: Any) -> Any:
-        return SimpleNamespace(**vars(parse(DP)) | {"model": str(tmp_path / "weights")} | changes)
-
-    check_model(options(model_max_length=32))
-    with pytest.raises(UserError, match=r"^--model_max_length 33 .* --model_max_length 32 works$"):
-        check_model(options(model_max_length=33))
-    with pytest.raises(UserError, match=r"^--n_head with --model "):
-        check_model(options(n_head=4))
-    line = f"train pipeline --model {tmp_path}/weights --model_max_length 32 --num_workers"
-    assert parse(f"{line} 6").world_size == 6
-    with pytest.raises(UserError, match=r"has 6 layers .* and every rank needs one"):
-        parse(f"{line} 7")
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path)
+    line = f"train pipeline --model {tmp_path}"
+    assert parse(f"{line} --model_max_length 32 --num_workers 6").world_size == 6
+    for wrong, said in (
+        ("--model_max_length 33", r"^--model_max_length 33 .* --model_max_length 32 works$"),
+        ("--model_max_length 32 --num_workers 7", r"has 6 layers .* and every rank needs one"),
+        ("--n_head 4", r"^--n_head with --model "),
+    ):
+        with pytest.raises(UserError, match=said):
+            parse(f"{line} {wrong}")

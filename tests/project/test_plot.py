@@ -582,15 +582,15 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "missing: COMMAND"),
-        ("graph", "error: graph: it must be one of data_parallel, pipeline, "),
-        ("timeline run --step y", "--step y: it must be a whole number, 1 or more;"),
-        ("timeline run --step", "--step needs a value;"),
+        ("", "the following arguments are required: COMMAND"),
+        ("graph", "argument COMMAND: invalid choice: 'graph' (choose from "),
+        ("timeline run --step y", "argument --step: y: it must be a whole number, 1 or more;"),
+        ("timeline run --step", "argument --step: expected one argument;"),
         ("timeline ddp=2,fsdp=2", "a timeline is of one run; take one of them;"),
-        ("schedule --schedule fast", "--schedule fast: it must be one of gpipe, 1f1b, "),
-        ("schedule --n_chunk 0", "--num_microbatches 0: it must be a whole number, 1 or more;"),
-        ("training run --color red", "--color red: there is no such option;"),
-        ("schedule --output x.txt", "--output x.txt: it must be a folder, or a picture that ends "),
+        ("schedule --schedule fast", "argument --schedule: invalid choice: 'fast' (choose from "),
+        ("schedule --n_chunk 0", ": 0: it must be a whole number, 1 or more;"),
+        ("training run --color red", "unrecognized arguments: --color red;"),
+        ("schedule --output x.txt", ": x.txt: it must be a folder, or a picture that ends "),
         *(
             (f"throughput {name}", "processes, 1 or more (of single 1), e.g. ddp=1,ddp=2")
             for name in ("dp=2", "ddp=2,", "ddp=-1", "ddp=2,ddp=0", "single=2")

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.ranks import Ranks
 from training.errors import RunError
-from training.optimization import Optimizers, Recipe, clip_factor, squared_norms
+from training.optimization import ADVICE, Optimizers, Recipe, clip_factor, squared_norms
 from training.world import World
 
 INF, NAN = math.inf, math.nan
@@ -27,10 +27,10 @@ INF, NAN = math.inf, math.nan
     ],
 )
 def test_learning_rates(lr_scheduler: str, warmup: int, rates: list[float]) -> None:
-    """Eight steps, and what stays after them. No step is lost to a rate of 0."""
+    """Eight steps, and what a ninth would have. No step is lost to a rate of 0."""
     recipe = Recipe(8.0, 4, 8, lr_scheduler, warmup)
-    found = [recipe.learning_rate_at(k) for k in (*range(9), 1000)]
-    assert found == pytest.approx([*rates, rates[-1]], rel=1e-15, abs=1e-15)
+    found = [recipe.learning_rate_at(k) for k in range(9)]
+    assert found == pytest.approx(rates, rel=1e-15, abs=1e-15)
 
 
 def test_norms_and_the_clip_factor() -> None:
@@ -55,12 +55,6 @@ def make(recipe: Recipe, *sizes: int, **more: Any) -> tuple[list[nn.Parameter], 
 def feed(parameters: list[nn.Parameter], value: float) -> None:
     for p in parameters:
         p.grad = torch.full_like(p, value)
-
-
-ADVICE = (
-    "try --learning_rate 0.25, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip, which "
-    "skips such steps"
-)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +84,7 @@ def test_what_is_not_finite_ends_the_run_with_advice_or_is_left_out(
         assert [p.tolist() for p in parameters] == [[1.0] * 3] * 2
         skipped = int(on_nan == "skip")
         state = {"steps": 5 + skipped, "in_a_row": skipped}
-        assert optimizers.state_dict().items() >= state.items()
+        assert optimizers.state_dict() == state
 
 
 def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
@@ -113,7 +107,7 @@ def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
         assert parameters[0].tolist() == plain.tolist()
         state, optimizers = optimizers.state_dict(), Optimizers(optimizers.optimizers, recipe)
         optimizers.load_state_dict(state)
-    assert optimizers.state_dict().items() >= {"steps": 4, "in_a_row": 0}.items()
+    assert optimizers.state_dict() == {"steps": 4, "in_a_row": 0}
 
 
 def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
@@ -123,24 +117,8 @@ def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
     with pytest.raises(RunError) as error:
         optimizers.step(torch.tensor(NAN), 1)
     assert str(error.value) == (
-        "epoch 1, step 40 of 100: the loss is nan; the step was skipped, as were 19 before it; "
-        "try --learning_rate 0.5 or --warmup_steps 100"
+        f"epoch 1, step 40 of 100: the loss is nan, as were 19 before it; {ADVICE}"
     )
-
-
-def test_a_loss_that_explodes_is_said_once() -> None:
-    """Also where the run was resumed between the first step and that one."""
-    (parameter,), optimizers = make(Recipe(1e-3, 10, 10), 1)
-    feed([parameter], 1.0)
-    said = [optimizers.step(torch.tensor(loss), 2) for loss in (6.0, 4.0, 60.0)]
-    state, optimizers = optimizers.state_dict(), make(Recipe(1e-3, 10, 10), 1)[1]
-    optimizers.load_state_dict(state)
-    said += [optimizers.step(torch.tensor(loss), 2) for loss in (61.0, 600.0)]
-    assert said == [None] * 3 + [
-        "epoch 1, step 4 of 10: the loss is 30.5 and was 3 at first; try --learning_rate 0.0005, "
-        "--warmup_steps 100, --max_grad_norm 1 or --on_nan skip, which skips such steps",
-        None,
-    ]
 
 
 ROWS = [  # of two ranks: losses, and gradients
@@ -175,8 +153,8 @@ def test_ranks_leave_out_the_same_steps_or_stop_together(ranks: Ranks) -> None:
     assert found[0][:-1] == [
         None,
         "the loss of rank 1 is nan",
-        "the norm of the gradient is inf, though every rank's loss is finite",
-        "the loss of rank 0 and 1 more is nan",
+        "the norm of the gradient is inf, though the loss is finite",
+        "the loss of rank 0 is nan",
         None,
     ]
     assert found[0][-1] == pytest.approx([1 - 2.5 * 0.5 / math.sqrt(8)] * 2, rel=1e-5)
