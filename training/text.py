@@ -184,11 +184,11 @@ def load_splits(dataset: str, reader: str | None = None, **options: Any) -> Mapp
     import datasets  # here: it takes seconds to import
 
     try:
-        if reader is not None:  # streaming leaves no copy in a cache
-            found = datasets.load_dataset(reader, streaming=True, **options)
-            return {split: list(rows) for split, rows in found.items()}
-        _do_not_wait_for_the_hub()
-        return datasets.load_dataset(dataset)
+        if reader is None:
+            _do_not_wait_for_the_hub()
+            return datasets.load_dataset(dataset)
+        found = datasets.load_dataset(reader, streaming=True, **options)  # no copy in a cache
+        return {split: list(rows) for split, rows in found.items()}
     except (PermissionError, UnicodeDecodeError):
         raise  # for refused_if_unreadable
     except Exception as error:  # its readers raise many kinds
