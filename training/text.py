@@ -132,7 +132,7 @@ def refused_if_unreadable(dataset: str) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise UserError(
             f"--dataset {dataset}: it is not UTF-8 ({error}); convert it, for example: "
-            "iconv -f latin1 -t utf-8 OLD > NEW"
+            "iconv -f latin1 -t utf-8 OLD > NEW, or with utf-16"
         ) from error
 
 
