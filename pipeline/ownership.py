@@ -19,27 +19,33 @@ from runtime.graph import Initialize
 
 
 class Ownership:
-    """The parameters of ``partitions[own]``, all layers of this rank (one stage or several), by the
-    model's names.
+    """The parameters of ``module``, all layers of the rank ``own``, by the names of ``model``.
 
-    ``ranks``: for every parameter of the model, the ranks that use it, in order.
+    ``parts``, ``ranks``: of each stage, its layers and its rank.
+
+    Attributes:
+        ranks: for every parameter of the model, the ranks that use it, ascending.
+        tied: those of ``ranks`` that several stages use, in the same order on all ranks.
     """
 
-    def __init__(self, partitions: Sequence[nn.Sequential], own: int, model: nn.Module) -> None:
-        self._own = own
-        self._module = partitions[own]
+    def __init__(
+        self,
+        parts: Sequence[nn.Sequential],
+        ranks: Sequence[int],
+        module: nn.Sequential,
+        own: int,
+        model: nn.Module,
+    ) -> None:
+        self._module, self._own = module, own
         # by tensor: the parts have other names for it
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._names.update((b, name) for name, b in model.named_buffers())
-        self.ranks: dict[str, list[int]] = {}
-        for r, part in enumerate(partitions):
-            for name, p in part.named_parameters():
-                if p not in self._names:
-                    raise ValueError(
-                        f"parameter {name} of rank {r} is not one of the model's: give the model "
-                        "whose layers these are"
-                    )
-                self.ranks.setdefault(self._names[p], []).append(r)  # in ascending order
+        uses: dict[str, list[int]] = {}  # the rank of every stage that uses it
+        for part, r in zip(parts, ranks, strict=True):
+            for p in part.parameters():
+                uses.setdefault(self._names[p], []).append(r)
+        self.ranks = {name: sorted({*users}) for name, users in uses.items()}
+        self.tied = {name: self.ranks[name] for name in sorted(uses) if len(uses[name]) > 1}
 
     def materialize(self, device: torch.device, initialize: Initialize | None) -> None:
         """Allocate and fill tensors on the meta device; move the others to ``device``."""
@@ -61,17 +67,10 @@ class Ownership:
         """The parameters this rank owns. Over all ranks: each parameter of the model once."""
         return {n: p for n, p in self.parameters().items() if self.ranks[n][0] == self._own}
 
-    def tied(self) -> dict[str, nn.Parameter]:
-        """The parameters that other ranks use too, in the same order on all ranks."""
-        return {n: p for n, p in sorted(self.parameters().items()) if len(self.ranks[n]) > 1}
-
     def _make(self, tensor: Tensor, device: torch.device, initialize: Initialize | None) -> Tensor:
         name = self._names[tensor]
         if initialize is None:
-            raise ValueError(
-                f"parameter {name} is on the meta device and has no value: give initialize, a "
-                "function of (name, tensor) that writes it"
-            )
+            raise ValueError(f"{name} is on the meta device and has no value: give initialize")
         new = torch.empty_like(tensor, device=device)
         with torch.no_grad():
             initialize(name, new)

@@ -42,9 +42,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -61,7 +60,7 @@ from runtime.unseen import refuse_hooks
 from . import microbatch
 from .catalogue import plan
 from .dataflow import Dataflow, Losses, LossFunction, channels
-from .delivery import deliver, gradients_by_stage, hooks_held
+from .delivery import deliver, hooks_held
 from .messages import PeerError
 from .neighbours import Neighbours
 from .ownership import Ownership
@@ -129,20 +128,18 @@ class ProcessPipe:
         self.peak_alive = 0
         self._parts = split_into(layers, sizes)  # by stage, other ranks' too
         self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
-        by_rank = [nn.Sequential() for _ in range(world_size)]  # by rank, the layers of its stages
-        for part, r in zip(self._parts, self.ranks, strict=True):
-            by_rank[r].extend(part)
-        self.module = by_rank[self.rank]
+        self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
         self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
         self._by_layer, self._early, self._recompute = by_layer, early_gradients, recompute
         # names first: `materialize` replaces this rank's meta tensors
-        self._ownership = Ownership(by_rank, self.rank, layers if model is None else model)
+        self._ownership = Ownership(
+            self._parts, self.ranks, self.module, self.rank, layers if model is None else model
+        )
         self._ownership.materialize(self.device, initialize)  # this rank's only
-        # name -> the ranks that share it
-        tied = {name: users for name, users in self._ownership.ranks.items() if len(users) > 1}
         # connects: all ranks are here together
         self._neighbours = Neighbours(
-            self.ranks, self.rank, tied, group, self.device, share_memory, timeout, self._acting,
+            self.ranks, self.rank, self._ownership.tied, group, self.device, share_memory, timeout,
+            acting=lambda *what: acting(self.recorder, *what),
         )  # fmt: skip
         self._broken: str | None = None
 
@@ -181,23 +178,27 @@ class ProcessPipe:
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
             inputs, targets = microbatch.cut(x, target, sizes)
             lists, _ = plan(schedule, self.ranks, len(inputs))  # by rank
-            tied = self._ownership.tied()
-            self._deliver_early(stages, tied.values())
-            # inside, the last backward delivers what is complete
-            with hooks_held(list(self.module.parameters())):
+            mine = self.named_parameters()
+            tied = {name: mine[name] for name in self._ownership.tied if name in mine}
+            # During the last backward a stage delivers layer by layer, so that data-parallel
+            # buckets can leave before it ends. Not parameters with parts on other stages, nor those
+            # with hooks, which `hooks_held` silences.
+            held_back = {*tied.values(), *(p for p in mine.values() if p._backward_hooks)}
+            for stage in stages:
+                stage.deliver, stage.held_back = deliver, held_back
+            with hooks_held(list(mine.values())):
                 loss = self._run(stages, inputs, targets, loss_fn, lists, scale)
-            # per stage, what is left: read before `gradients_by_stage` takes it
-            found = [(k.index, dict(zip(k.parameters, k.gradients, strict=True))) for k in stages]
-            parts = {  # by name, then by stage: this rank's
-                name: {s: gradients[p] for s, gradients in found if p in gradients}
+            # what is left; of tied parameters, by name and stage
+            left = {
+                stage.index: {p: g for p, g in stage.take_gradients() if g is not None}
+                for stage in stages
+            }
+            parts = {
+                name: {s: found.pop(p) for s, found in left.items() if p in found}
                 for name, p in tied.items()
             }
-            own, both = gradients_by_stage(stages, {})  # both: of several stages of this rank
-            for p in tied.values():  # their sums are over all ranks, and come next
-                for gradients in (*own, both):
-                    gradients.pop(p, None)
             sums = self._neighbours.sum_tied(tied, parts)  # waits for the ranks that share them
-            for gradients in (*own, both, sums):
+            for gradients in (*left.values(), sums):
                 deliver(gradients)
             return loss
 
@@ -290,16 +291,6 @@ class ProcessPipe:
             first_layer += len(part)  # other ranks' layers count, too
         return stages
 
-    def _deliver_early(self, stages: Sequence[Stage], tied: Collection[nn.Parameter]) -> None:
-        """Delivers a layer's gradients to ``.grad`` during the last backward, so that data-parallel
-        buckets can leave before it ends. Held back: parameters with parts on other stages, and
-        those with hooks, which `hooks_held` silences."""
-        uses = Counter(p for stage in stages for p in {*stage.parameters})  # stages of this rank
-        several = {p for p, n in uses.items() if n > 1}
-        hooked = {p for p in uses if p._backward_hooks}
-        for stage in stages:
-            stage.deliver, stage.held_back = deliver, {*tied, *several, *hooked}
-
     def _run(
         self,
         stages: Sequence[Stage],
@@ -335,9 +326,6 @@ class ProcessPipe:
             else:
                 result.append(action)
         return result
-
-    def _acting(self, *what: Any) -> AbstractContextManager[None]:
-        return acting(self.recorder, *what)
 
 
 class _With(nn.Module):

@@ -161,8 +161,8 @@ def _heads_and_bodies(rank: int, _: int) -> dict[Any, Found]:
     """As between GPUs, where bodies go through groups of their own: here those are gloo's too."""
     ways = [dist.new_group() for _ in range(2)]
     with ProcessPipe(model(), SIZES[2], share_memory=False, timeout=20) as pipe:
-        link: Any = pipe._neighbours._all[1 - rank].link
-        link._together, link._bodies = False, ways if rank == 0 else ways[::-1]
+        link: Any = pipe._neighbours._links[1 - rank]
+        link._bodies = ways if rank == 0 else ways[::-1]
         torch.manual_seed(5)
         loss = pipe.train_step(*batch(9), square_error, "1f1b", 4, scale=0.125)
         return {("1f1b", 1, 4): of(pipe) | {"loss": loss}}
