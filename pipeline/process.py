@@ -202,39 +202,22 @@ class ProcessPipe:
                 deliver(gradients)
             return loss
 
-    def eval(
-        self,
-        x: Any,
-        target: Any = None,
-        loss_fn: LossFunction | None = None,
-        num_microbatches: int = 1,
-        scale: float | Tensor = 1.0,
-        beside: Any = None,
-    ) -> tuple[Tensor | None, Any]:
-        """The loss, on all ranks, and the last layer's output, on the rank with the last stage;
-        None elsewhere.
+    def eval(self, x: Any, beside: Any = None) -> Any:
+        """The last layer's output, on the rank with the last stage; None elsewhere.
 
-        Runs the layers in evaluation mode. Without ``loss_fn`` the loss is None. ``beside`` (e.g. a
-        cache) belongs to this rank: its layers get it as the last element of their input tuple, and
-        it is not sent on.
+        Runs the layers in evaluation mode. ``beside`` (e.g. a cache) belongs to this rank: its
+        layers get it as the last element of their input tuple, and it is not sent on.
         """
-        outputs: dict[int, Any] = {}  # by micro-batch; empty without the last stage
+        outputs: list[Any] = []  # empty without the last stage
 
-        def loss_of(output: Any, numbered: tuple[int, Any]) -> Tensor:
-            i, part = numbered
-            outputs[i] = output
-            return torch.zeros(()) if loss_fn is None else loss_fn(output, part)
+        def keep(output: Any, _: None) -> Tensor:
+            outputs.append(output)
+            return torch.zeros(())  # passed on as the loss is, so that every rank waits for it
 
-        target = x if loss_fn is None else target  # not looked at, only cut
-        sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         with self._step(), torch.no_grad(), _evaluating(self.layers):
-            inputs, targets = microbatch.cut(x, target, sizes)
-            numbered = list(enumerate(targets))  # `loss_of` needs i
             stages = self._stages(StepSeed(peek=True), beside)
-            lists = forwards(self.ranks, len(inputs))  # by rank
-            loss = self._run(stages, inputs, numbered, loss_of, lists, scale)
-            joined = microbatch.join([outputs[i] for i in sorted(outputs)]) if outputs else None
-        return (None if loss_fn is None else loss), joined
+            self._run(stages, [x], [None], keep, forwards(self.ranks, 1), scale=1.0)
+        return outputs[0] if outputs else None
 
     def from_last(self, value: Tensor | None) -> Tensor:
         """``value`` from the rank with the last stage, on all ranks."""
