@@ -15,12 +15,10 @@ one micro-batch.
     rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
                           ◂══gradients════         ◂══gradients════
 
-A rank has one stage or several, its chunks (chunks.py): ``ranks`` gives the rank of each stage. A
-rank runs its actions in the order of its list; nothing is sent between two stages of one rank.
-
-All ranks call the same methods with the same global batch, as each rank's data loader yields it.
-The first stage's rank uses x, the last stage's the target, the others only the number of
-micro-batches.
+A rank has one stage or several, its chunks (chunks.py), and runs its actions in the order of its
+list; nothing is sent between two stages of one rank. All ranks call the same methods with the same
+global batch. The first stage's rank uses x, the last stage's the target, the others only the number
+of micro-batches.
 
 With `early_gradients` a whole backward runs in its two halves (zero_bubble.py), and the gradient is
 sent in between: the previous stage starts earlier by the time of the weights' half. With GPipe or
@@ -28,8 +26,8 @@ sent in between: the previous stage starts earlier by the time of the weights' h
 3(m+n-1). The price is memory on every stage but the first: until the weights' half has run, every
 product keeps its input and the gradient of its output.
 
-Every `train_step` draws its dropout seed from each rank's default generator. All ranks must be
-seeded alike. `eval` does not change the generators.
+Every `train_step` draws its dropout seed from each rank's default generator: all ranks must be
+seeded alike.
 
 Cost: per boundary and micro-batch, one tensor each way. Memory: a stage, and the activations that
 the schedule keeps alive. Tied weights (GPT-2's embedding is on the first and the last rank) take
@@ -57,13 +55,12 @@ from runtime.recompute import NEVER
 from runtime.recorder import Recorder, acting
 from runtime.unseen import refuse_hooks
 
-from . import microbatch
+from . import microbatch, ownership
 from .catalogue import plan
 from .dataflow import Dataflow, Losses, LossFunction, channels
 from .delivery import deliver, hooks_held
 from .messages import PeerError
 from .neighbours import Neighbours
-from .ownership import Ownership
 from .partition import containers, split_into
 from .schedule import (
     BACKWARD,
@@ -131,14 +128,15 @@ class ProcessPipe:
         self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
         self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
         self._by_layer, self._early, self._recompute = by_layer, early_gradients, recompute
-        # names first: `materialize` replaces this rank's meta tensors
-        self._ownership = Ownership(
-            self._parts, self.ranks, self.module, self.rank, layers if model is None else model
-        )
-        self._ownership.materialize(self.device, initialize)  # this rank's only
+        self._names = ownership.names_of(layers if model is None else model)
+        uses = ownership.users(self._parts, self.ranks, self._names)
+        self._users = {name: sorted({*ranks}) for name, ranks in uses.items()}
+        # of several stages; the same order on all ranks
+        self._tied = {name: self._users[name] for name in sorted(uses) if len(uses[name]) > 1}
+        ownership.materialize(self.module, self._names, self.device, initialize)
         # connects: all ranks are here together
         self._neighbours = Neighbours(
-            self.ranks, self.rank, self._ownership.tied, group, self.device, share_memory, timeout,
+            self.ranks, self.rank, self._tied, group, self.device, share_memory, timeout,
             acting=lambda *what: acting(self.recorder, *what),
         )  # fmt: skip
         self._broken: str | None = None
@@ -179,7 +177,7 @@ class ProcessPipe:
             inputs, targets = microbatch.cut(x, target, sizes)
             lists, _ = plan(schedule, self.ranks, len(inputs))  # by rank
             mine = self.named_parameters()
-            tied = {name: mine[name] for name in self._ownership.tied if name in mine}
+            tied = {name: mine[name] for name in self._tied if name in mine}
             # During the last backward a stage delivers layer by layer, so that data-parallel
             # buckets can leave before it ends. Not parameters with parts on other stages, nor those
             # with hooks, which `hooks_held` silences.
@@ -230,15 +228,16 @@ class ProcessPipe:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank's stages, by the model's names."""
-        return self._ownership.parameters()
+        return {self._names[p]: p for p in self.module.parameters()}
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank owns. Over all ranks: each of the model's once."""
-        return self._ownership.owned()
+        mine = self.named_parameters()
+        return {name: p for name, p in mine.items() if self._users[name][0] == self.rank}
 
     def users(self, name: str) -> list[int]:
         """The ranks that hold a parameter: several if it is tied."""
-        return self._ownership.ranks[name]
+        return self._users[name]
 
     def train(self, mode: bool = True) -> None:
         """Sets the mode of all layers, like nn.Module.train."""
