@@ -302,11 +302,10 @@ class ProcessPipe:
         rank, so that it is sent in between."""
         result: list[Action] = []
         for action in actions:
-            sent = action.stage in self._neighbours.down
-            if self._early and sent and action.kind is BACKWARD:
-                result += [action._replace(kind=kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT)]
-            else:
-                result.append(action)
+            kinds = [action.kind]
+            if self._early and action.kind is BACKWARD and action.stage in self._neighbours.down:
+                kinds = [BACKWARD_INPUT, BACKWARD_WEIGHT]
+            result += [action._replace(kind=kind) for kind in kinds]
         return result
 
 

@@ -42,7 +42,7 @@ from runtime.shared_memory import ALIGNMENT, SharedBuffers
 from .messages import Link, Message, PeerError
 
 _FREE, _UNREAD = 0, 1  # a buffer's first byte; the message starts at byte ALIGNMENT
-_LONGEST_REASON = 1000  # characters: a pipe takes 4096 bytes whole
+_LONGEST_REASON = 1000  # characters, 4 bytes each at most: a pipe takes 4096 bytes at once
 
 
 class SharedLink(Link):
