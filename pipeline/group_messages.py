@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,27 +33,29 @@ from torch import Tensor
 
 from runtime.shared_memory import aligned
 
-from .messages import Message, PeerError
+from .messages import Link, Message, PeerError
 
 _LENGTHS = struct.Struct("<qq")
 _FIRST_ROOM = 1 << 12  # bytes
 
 
-class GroupLink:
+class GroupLink(Link):
     """A link with the global rank ``peer``. ``bodies``: the groups for the bodies that this rank
-    sends, and receives, on ``device``; unused on a CPU."""
+    sends, and receives, on ``device``; none on a CPU. ``groups``: all groups of this rank's links,
+    destroyed by the first that is closed."""
 
     def __init__(
         self,
         heads: dist.ProcessGroup,
-        bodies: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        bodies: Sequence[dist.ProcessGroup],
         peer: int,
         device: torch.device,
+        groups: list[dist.ProcessGroup],
     ) -> None:
+        super().__init__()
         self._heads: dist.ProcessGroup | None = heads
-        self._bodies: Sequence[dist.ProcessGroup] = bodies
+        self._bodies, self._groups = bodies, groups
         self._peer, self._device = peer, device
-        self._together = device.type == "cpu"  # head and body
         self._room_there = self._room_here = _FIRST_ROOM  # bytes of the posted receives
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()  # sends
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()  # receives: at most one
@@ -61,25 +63,24 @@ class GroupLink:
         self._post()
 
     def send(self, message: Message) -> None:
-        """Does not wait until it is received."""
         begin = aligned(_LENGTHS.size + len(message.head))  # bytes before the body
-        envelope = torch.empty(begin + self._together * message.nbytes, dtype=torch.uint8)
+        size = begin if self._bodies else begin + message.nbytes
+        envelope = torch.empty(size, dtype=torch.uint8, device="cpu")
         start = _LENGTHS.pack(len(message.head), message.nbytes) + message.head
         envelope[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
-        if envelope.numel() > self._room_there:  # the receive posted there is too short
-            self._room_there = envelope.numel() * 5 // 4  # with room to grow
+        if size > self._room_there:  # the receive posted there is too short
+            self._room_there = size * 5 // 4  # with room to grow
             larger = bytearray(_LENGTHS.pack(-1, self._room_there))  # fits: 16 bytes
             self._start(torch.frombuffer(larger, dtype=torch.uint8), self._heads)
         body = envelope[begin:]
-        if not self._together:
+        if self._bodies:
             body = torch.empty(message.nbytes, dtype=torch.uint8, device=self._device)
         message.write(body)  # before its transfer starts
         self._start(envelope, self._heads)
-        if message.nbytes and not self._together:
-            self._start(body, self._bodies[0])  # bodies[0]: this rank's way
+        if self._bodies and message.nbytes:
+            self._start(body, self._bodies[0])
 
     def receive(self) -> tuple[bytes, Tensor]:
-        """Wait for the next message: its head and its body."""
         length = -1
         while length < 0:  # -1 announces the size of the next
             if not self._posted:
@@ -91,102 +92,76 @@ class GroupLink:
             self._post()  # the next travels while this one is read
         begin = aligned(_LENGTHS.size + length)
         head = envelope[_LENGTHS.size : _LENGTHS.size + length].numpy().tobytes()
-        if self._together:
+        if not self._bodies:
             return head, envelope[begin : begin + nbytes]  # a view: the envelope lives with it
         body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        if nbytes:
-            try:
-                work = dist.irecv(body, self._peer, self._bodies[1])  # only now is its size known
-            except RuntimeError as error:
-                raise PeerError(_in_words(error)) from None
-            assert work is not None
-            work.wait()  # NCCL: the stream waits, not the CPU
+        if nbytes:  # only now is its size known
+            _call(dist.irecv, body, self._peer, self._bodies[1]).wait()  # NCCL: the stream waits
         return head, body
 
     def flush(self) -> None:
-        """At the end of a step: wait until all sends are done, so that this process may end."""
         while self._under_way:
             _wait(self._under_way)
 
-    def fail(self, reason: str) -> None:
-        """Does nothing: gloo cannot carry a reason. `close` closes the connection."""
-
     def close(self) -> None:
+        """Hang up. A gloo connection closes with its last reference, and a rank that waits at the
+        other end gets an error. NCCL would wait for the other ranks, so its groups stay until the
+        process ends."""
         self._under_way.clear()
         self._posted.clear()
-        self._heads = None  # a connection closes with its last reference
-        self._bodies = ()
-
-    def _start(self, memory: Tensor, group: dist.ProcessGroup | None) -> None:
-        try:
-            work = dist.isend(memory, self._peer, group)
-        except RuntimeError as error:
-            raise PeerError(_in_words(error)) from None
-        assert work is not None
-        self._under_way.append((work, memory))  # memory: kept until it is sent
-
-    def _post(self) -> None:
-        """Post the next receive. If the other end has hung up, only the next `receive` raises: the
-        message that has just arrived may have been the last."""
-        memory = torch.empty(self._room_here, dtype=torch.uint8)
-        try:
-            work = dist.irecv(memory, self._peer, self._heads)
-        except RuntimeError as error:
-            self._lost = _in_words(error)
-            return
-        assert work is not None
-        self._posted.append((work, memory))
-
-
-class GroupLinks(dict[int, GroupLink]):
-    """This rank's links, by peer, through new groups. All ranks of ``group`` must make theirs
-    together; ``pairs``: the linked pairs of ranks, the same on all ranks."""
-
-    def __init__(
-        self,
-        pairs: Sequence[tuple[int, int]],
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        timeout: float,
-    ) -> None:
-        super().__init__()
-        rank = dist.get_rank(group)
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)  # global ranks
-        on_gpu = device.type != "cpu"
-        self._groups = _new_groups(members, group, device, timeout, ("up", "down") * on_gpu)
-        heads, *bodies = self._groups  # bodies: up, down; none on a CPU
-        for low, high in pairs:  # in the same order on all ranks: no cycle of waits
-            for begin, end in ((low, high), (high, low)):
-                if rank not in (begin, end):
-                    continue
-                peer = end if rank == begin else begin
-                if peer not in self:
-                    # to send on, to receive on: the lower rank sends on `up`
-                    ways = (bodies if rank < peer else bodies[::-1]) or [heads, heads]
-                    self[peer] = GroupLink(heads, (ways[0], ways[1]), members[peer], device)
-                if rank == begin:  # the first message connects, before anybody computes
-                    self[peer].send(Message(torch.zeros(1, device=device)))
-                else:
-                    self[peer].receive()
-
-    def hang_up(self) -> None:
-        """Destroy the groups, after all links are closed. For gloo this closes the connections, and
-        a rank that waits at the other end gets an error. NCCL would wait for the other ranks, so
-        its groups stay until the process ends."""
+        self._heads, self._bodies = None, ()
         while self._groups:
             group = self._groups.pop()
             if dist.is_initialized() and dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
 
+    def _start(self, memory: Tensor, group: dist.ProcessGroup | None) -> None:
+        work = _call(dist.isend, memory, self._peer, group)
+        self._under_way.append((work, memory))  # memory: kept until it is sent
 
-def _new_groups(
-    members: list[int],
+    def _post(self) -> None:
+        """Post the next receive. If the other end has hung up, only the next `receive` raises: the
+        message that has just arrived may have been the last."""
+        memory = torch.empty(self._room_here, dtype=torch.uint8, device="cpu")
+        try:
+            self._posted.append((_call(dist.irecv, memory, self._peer, self._heads), memory))
+        except PeerError as error:
+            self._lost = str(error)
+
+
+def open_group_links(
+    pairs: Sequence[tuple[int, int]],
     group: dist.ProcessGroup | None,
     device: torch.device,
     timeout: float,
-    ways: Sequence[str],
+) -> dict[int, GroupLink]:
+    """This rank's links, by peer, through new groups. All ranks of ``group`` must call it together;
+    ``pairs``: the linked pairs of ranks, the same on all ranks."""
+    rank = dist.get_rank(group)
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)  # global ranks
+    groups = _new_groups(members, group, device, timeout)
+    heads, *bodies = groups  # bodies: up, down; none on a CPU
+    links: dict[int, GroupLink] = {}
+    for low, high in pairs:  # in the same order on all ranks: no cycle of waits
+        for begin, end in ((low, high), (high, low)):
+            if rank not in (begin, end):
+                continue
+            peer = end if rank == begin else begin
+            if peer not in links:
+                # to send on, to receive on: the lower rank sends on `up`
+                ways = bodies if rank < peer else bodies[::-1]
+                links[peer] = GroupLink(heads, ways, members[peer], device, groups)
+            if rank == begin:  # the first message connects, before anybody computes
+                links[peer].send(Message(torch.zeros(1, device=device)))
+            else:
+                links[peer].receive()
+    return links
+
+
+def _new_groups(
+    members: list[int], group: dist.ProcessGroup | None, device: torch.device, timeout: float
 ) -> list[dist.ProcessGroup]:
-    """A gloo group of the members of ``group``, and one group per way with the device's backend.
+    """A gloo group of the members of ``group``; for GPUs also one per direction with their backend.
     All members call it together.
 
     `dist.new_group` names a subgroup by the number of groups in this process. A group made after
@@ -199,7 +174,7 @@ def _new_groups(
     world = c10d._get_default_group()
     backend, store = c10d._world.pg_map[world]
     groups = []
-    for way in ("heads", *ways):
+    for way in ("heads",) if device.type == "cpu" else ("heads", "up", "down"):
         new, _ = c10d._new_process_group_helper(
             len(members), dist.get_rank(group), members,
             c10d.Backend("gloo" if way == "heads" else backend), store,
@@ -210,6 +185,15 @@ def _new_groups(
         c10d._world.pg_group_ranks[new] = {member: k for k, member in enumerate(members)}
         groups.append(new)
     return groups
+
+
+def _call(transfer: Callable[..., dist.Work | None], *args: Any) -> dist.Work:
+    try:
+        work = transfer(*args)
+    except RuntimeError as error:
+        raise PeerError(_in_words(error)) from None
+    assert work is not None
+    return work
 
 
 def _wait(under_way: deque[tuple[dist.Work, Tensor]]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Values sent between processes, as self-describing bytes.
+"""Links between processes, and the values sent over them, as self-describing bytes.
 
 A value is a tensor, or tuples, lists and dicts of tensors and anything that can be pickled. Its
 head is its pickle, with a place instead of each tensor: shape, strides, dtype, and the offset of
@@ -8,8 +8,7 @@ micro-batch, and a tensor that appears twice is one tensor on the other side too
     head: (tensor at 0: float32 [8, 128, 256], tensor at 1048576: int64 [8, 128], None)
     body: | tensor | tensor |
 
-Unpickling can run code. The ranks of a run trust each other, as in torch's own object collectives;
-nobody else can send (see shared_messages.py).
+Unpickling can run code. The ranks of a run trust each other, as in torch's own object collectives.
 """
 
 from __future__ import annotations
@@ -46,6 +45,45 @@ class Message:
         """Copy the tensors into ``body``, a tensor of bytes."""
         for tensor, place, _ in self._tensors.values():
             _at(body, *place).copy_(tensor)
+
+
+class Link:
+    """Both directions between two ranks. Messages arrive in the order in which they were sent.
+
+    `put`, `get` and `flush` raise `PeerError` if the other end is lost.
+    """
+
+    def __init__(self) -> None:
+        self._early: dict[Any, Any] = {}  # by key: arrived before it was asked for
+
+    def put(self, key: Any, value: Any) -> None:
+        """Send a value; does not wait until it is received."""
+        self.send(Message((key, value)))
+
+    def get(self, key: Any) -> Any:
+        """Wait for the value sent under ``key``."""
+        while key not in self._early:
+            arrived, value = read(*self.receive())
+            self._early[arrived] = value
+        return self._early.pop(key)
+
+    def send(self, message: Message) -> None:
+        """Does not wait until it is received."""
+        raise NotImplementedError
+
+    def receive(self) -> tuple[bytes, Tensor]:
+        """Wait for the next message: its head and its body."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """At the end of a step: wait until this process may end without losing what it sent."""
+
+    def fail(self, reason: str) -> None:
+        """Tell the other end why nothing more will come, if this link can. Call `close` next."""
+
+    def close(self) -> None:
+        """Hang up."""
+        raise NotImplementedError
 
 
 class _Pickler(pickle.Pickler):

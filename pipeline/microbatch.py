@@ -8,7 +8,6 @@ concatenated and flags must agree. A number per micro-batch is refused.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,43 +91,32 @@ def join(values: Sequence[Any]) -> Any:
     if len(values) == 1:
         return values[0]
     flat = [pytree.tree_flatten(value) for value in values]  # by micro-batch: leaves, nesting
-    first, spec = flat[0]
-    for i, (leaves, other) in enumerate(flat):
+    _, spec = flat[0]
+    for i, (_, other) in enumerate(flat):
         if other != spec:
-            raise ValueError(
-                f"the last stage gives {len(first)} values for micro-batch 0 and {len(leaves)} for "
-                f"micro-batch {i} ({spec} and {other}): the nesting and the number of values must "
-                "be the same in every micro-batch, for each is put together along the batch; let "
-                "the last layer return a tensor, or a list of a fixed length"
-            )
+            raise ValueError(_NOT_JOINED.format(f"{spec} for micro-batch 0, {other} for {i}"))
     columns = zip(*(leaves for leaves, _ in flat), strict=True)  # by leaf, then by micro-batch
     return pytree.tree_unflatten([_joined(column) for column in columns], spec)
+
+
+_NOT_JOINED = (
+    "the outputs of the micro-batches cannot be put together to one of the batch ({}): let the "
+    "last layer return tensors with the batch as first dimension, in every micro-batch as many, "
+    "and give train_step a loss_fn that sums"
+)
 
 
 def _joined(column: Sequence[Any]) -> Any:
     """Join one leaf of all micro-batches."""
     if all(_is_batched(leaf) for leaf in column):
         return torch.cat(list(column))  # [b_0, ...], [b_1, ...] -> [B, ...]
-    if any(_is_number(leaf) for leaf in column):
-        raise ValueError(
-            "a number per micro-batch cannot be put together to one of the batch: let the "
-            "pipeline end before the loss, or use train_step with a loss_fn that sums"
-        )
-    first = column[0]  # flags and None are single objects; equal texts may be two
-    if any(leaf is not first and not (isinstance(leaf, str) and leaf == first) for leaf in column):
-        found = ", ".join(type(leaf).__name__ for leaf in column)
-        raise ValueError(
-            f"the last stage gives values per micro-batch ({found}) that cannot be put together to "
-            "one of the batch: let it return tensors, with the batch as first dimension"
-        )
-    return first
-
-
-def _is_number(leaf: Any) -> bool:
-    """A number per micro-batch, such as a loss or a count; a flag is not a number."""
-    if isinstance(leaf, Tensor):
-        return leaf.dim() == 0
-    return isinstance(leaf, numbers.Number) and not isinstance(leaf, bool)
+    first = column[0]
+    # a number, such as a loss, is of its micro-batch, even if all are equal; a flag is no number
+    is_number = isinstance(first, Tensor | int | float | complex) and not isinstance(first, bool)
+    # flags and None are single objects; equal texts may be two
+    if not is_number and all(x is first or (isinstance(x, str) and x == first) for x in column):
+        return first
+    raise ValueError(_NOT_JOINED.format(", ".join(type(leaf).__name__ for leaf in column)))
 
 
 def _is_batched(leaf: Any) -> bool:

@@ -10,7 +10,7 @@ it, so that norms and checkpoints count it once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,63 +18,46 @@ from torch import Tensor, nn
 from runtime.graph import Initialize
 
 
-class Ownership:
-    """The parameters of ``partitions[own]``, all layers of this rank (one stage or several), by the
-    model's names.
+def names_of(model: nn.Module) -> dict[Tensor, str]:
+    """By tensor, since its parts have other names for it."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {tensor: name for name, tensor in named}
 
-    ``ranks``: for every parameter of the model, the ranks that use it, in order.
-    """
 
-    def __init__(self, partitions: Sequence[nn.Sequential], own: int, model: nn.Module) -> None:
-        self._own = own
-        self._module = partitions[own]
-        # by tensor: the parts have other names for it
-        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        self._names.update((b, name) for name, b in model.named_buffers())
-        self.ranks: dict[str, list[int]] = {}
-        for r, part in enumerate(partitions):
-            for name, p in part.named_parameters():
-                if p not in self._names:
-                    raise ValueError(
-                        f"parameter {name} of rank {r} is not one of the model's: give the model "
-                        "whose layers these are"
-                    )
-                self.ranks.setdefault(self._names[p], []).append(r)  # in ascending order
+def users(
+    parts: Sequence[nn.Module], ranks: Sequence[int], names: Mapping[Tensor, str]
+) -> dict[str, list[int]]:
+    """For every parameter, the rank of each stage that uses it; ``parts`` and ``ranks`` are those
+    of the stages."""
+    found: dict[str, list[int]] = {}
+    for part, r in zip(parts, ranks, strict=True):
+        for p in part.parameters():
+            found.setdefault(names[p], []).append(r)
+    return found
 
-    def materialize(self, device: torch.device, initialize: Initialize | None) -> None:
-        """Allocate and fill tensors on the meta device; move the others to ``device``."""
-        made: dict[Tensor, Tensor] = {}  # meta -> real: tied tensors stay one
-        for module in self._module.modules():
-            for table in (module._parameters, module._buffers):
-                for key, tensor in table.items():
-                    if tensor is not None and tensor.is_meta:
-                        if tensor not in made:
-                            made[tensor] = self._make(tensor, device, initialize)
-                        table[key] = made[tensor]  # type: ignore[assignment]
-        self._module.to(device)  # those that had values
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of this rank."""
-        return {self._names[p]: p for p in self._module.parameters()}
-
-    def owned(self) -> dict[str, nn.Parameter]:
-        """The parameters this rank owns. Over all ranks: each parameter of the model once."""
-        return {n: p for n, p in self.parameters().items() if self.ranks[n][0] == self._own}
-
-    def tied(self) -> dict[str, nn.Parameter]:
-        """The parameters that other ranks use too, in the same order on all ranks."""
-        return {n: p for n, p in sorted(self.parameters().items()) if len(self.ranks[n]) > 1}
-
-    def _make(self, tensor: Tensor, device: torch.device, initialize: Initialize | None) -> Tensor:
-        name = self._names[tensor]
-        if initialize is None:
-            raise ValueError(
-                f"parameter {name} is on the meta device and has no value: give initialize, a "
-                "function of (name, tensor) that writes it"
-            )
-        new = torch.empty_like(tensor, device=device)
-        with torch.no_grad():
-            initialize(name, new)
-        made = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-        self._names[made] = name  # `parameters` looks it up
-        return made
+def materialize(
+    own: nn.Module, names: dict[Tensor, str], device: torch.device, initialize: Initialize | None
+) -> None:
+    """Allocate and fill the tensors of ``own`` that are on the meta device, and add them to
+    ``names``; move the others to ``device``."""
+    made: dict[Tensor, Tensor] = {}  # meta -> real: tied tensors stay one
+    for module in own.modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    if initialize is None:
+                        raise ValueError(
+                            f"{names[tensor]} is on the meta device, without a value: give "
+                            "initialize"
+                        )
+                    new = torch.empty_like(tensor, device=device)
+                    with torch.no_grad():
+                        initialize(names[tensor], new)
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, tensor.requires_grad)
+                    names[new], made[tensor] = names[tensor], new
+                table[key] = made[tensor]  # type: ignore[assignment]
+    own.to(device)  # those that had values

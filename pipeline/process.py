@@ -15,12 +15,10 @@ one micro-batch.
     rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
                           ◂══gradients════         ◂══gradients════
 
-A rank has one stage or several, its chunks (chunks.py): ``ranks`` gives the rank of each stage. A
-rank runs its actions in the order of its list; nothing is sent between two stages of one rank.
-
-All ranks call the same methods with the same global batch, as each rank's data loader yields it.
-The first stage's rank uses x, the last stage's the target, the others only the number of
-micro-batches.
+A rank has one stage or several, its chunks (chunks.py), and runs its actions in the order of its
+list; nothing is sent between two stages of one rank. All ranks call the same methods with the same
+global batch. The first stage's rank uses x, the last stage's the target, the others only the number
+of micro-batches.
 
 With `early_gradients` a whole backward runs in its two halves (zero_bubble.py), and the gradient is
 sent in between: the previous stage starts earlier by the time of the weights' half. With GPipe or
@@ -28,8 +26,8 @@ sent in between: the previous stage starts earlier by the time of the weights' h
 3(m+n-1). The price is memory on every stage but the first: until the weights' half has run, every
 product keeps its input and the gradient of its output.
 
-Every `train_step` draws its dropout seed from each rank's default generator. All ranks must be
-seeded alike. `eval` does not change the generators.
+Every `train_step` draws its dropout seed from each rank's default generator: all ranks must be
+seeded alike.
 
 Cost: per boundary and micro-batch, one tensor each way. Memory: a stage, and the activations that
 the schedule keeps alive. Tied weights (GPT-2's embedding is on the first and the last rank) take
@@ -42,9 +40,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -58,13 +55,12 @@ from runtime.recompute import NEVER
 from runtime.recorder import Recorder, acting
 from runtime.unseen import refuse_hooks
 
-from . import microbatch
+from . import microbatch, ownership
 from .catalogue import plan
 from .dataflow import Dataflow, Losses, LossFunction, channels
-from .delivery import deliver, gradients_by_stage, hooks_held
+from .delivery import deliver, hooks_held
 from .messages import PeerError
 from .neighbours import Neighbours
-from .ownership import Ownership
 from .partition import containers, split_into
 from .schedule import (
     BACKWARD,
@@ -129,20 +125,19 @@ class ProcessPipe:
         self.peak_alive = 0
         self._parts = split_into(layers, sizes)  # by stage, other ranks' too
         self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
-        by_rank = [nn.Sequential() for _ in range(world_size)]  # by rank, the layers of its stages
-        for part, r in zip(self._parts, self.ranks, strict=True):
-            by_rank[r].extend(part)
-        self.module = by_rank[self.rank]
+        self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
         self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
         self._by_layer, self._early, self._recompute = by_layer, early_gradients, recompute
-        # names first: `materialize` replaces this rank's meta tensors
-        self._ownership = Ownership(by_rank, self.rank, layers if model is None else model)
-        self._ownership.materialize(self.device, initialize)  # this rank's only
-        # name -> the ranks that share it
-        tied = {name: users for name, users in self._ownership.ranks.items() if len(users) > 1}
+        self._names = ownership.names_of(layers if model is None else model)
+        uses = ownership.users(self._parts, self.ranks, self._names)
+        self._users = {name: sorted({*ranks}) for name, ranks in uses.items()}
+        # of several stages; the same order on all ranks
+        self._tied = {name: self._users[name] for name in sorted(uses) if len(uses[name]) > 1}
+        ownership.materialize(self.module, self._names, self.device, initialize)
         # connects: all ranks are here together
         self._neighbours = Neighbours(
-            self.ranks, self.rank, tied, group, self.device, share_memory, timeout, self._acting,
+            self.ranks, self.rank, self._tied, group, self.device, share_memory, timeout,
+            acting=lambda *what: acting(self.recorder, *what),
         )  # fmt: skip
         self._broken: str | None = None
 
@@ -181,59 +176,46 @@ class ProcessPipe:
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
             inputs, targets = microbatch.cut(x, target, sizes)
             lists, _ = plan(schedule, self.ranks, len(inputs))  # by rank
-            tied = self._ownership.tied()
-            self._deliver_early(stages, tied.values())
-            # inside, the last backward delivers what is complete
-            with hooks_held(list(self.module.parameters())):
+            mine = self.named_parameters()
+            tied = {name: mine[name] for name in self._tied if name in mine}
+            # During the last backward a stage delivers layer by layer, so that data-parallel
+            # buckets can leave before it ends. Not parameters with parts on other stages, nor those
+            # with hooks, which `hooks_held` silences.
+            held_back = {*tied.values(), *(p for p in mine.values() if p._backward_hooks)}
+            for stage in stages:
+                stage.deliver, stage.held_back = deliver, held_back
+            with hooks_held(list(mine.values())):
                 loss = self._run(stages, inputs, targets, loss_fn, lists, scale)
-            # per stage, what is left: read before `gradients_by_stage` takes it
-            found = [(k.index, dict(zip(k.parameters, k.gradients, strict=True))) for k in stages]
-            parts = {  # by name, then by stage: this rank's
-                name: {s: gradients[p] for s, gradients in found if p in gradients}
+            # what is left; of tied parameters, by name and stage
+            left = {
+                stage.index: {p: g for p, g in stage.take_gradients() if g is not None}
+                for stage in stages
+            }
+            parts = {
+                name: {s: found.pop(p) for s, found in left.items() if p in found}
                 for name, p in tied.items()
             }
-            own, both = gradients_by_stage(stages, {})  # both: of several stages of this rank
-            for p in tied.values():  # their sums are over all ranks, and come next
-                for gradients in (*own, both):
-                    gradients.pop(p, None)
             sums = self._neighbours.sum_tied(tied, parts)  # waits for the ranks that share them
-            for gradients in (*own, both, sums):
+            for gradients in (*left.values(), sums):
                 deliver(gradients)
             return loss
 
-    def eval(
-        self,
-        x: Any,
-        target: Any = None,
-        loss_fn: LossFunction | None = None,
-        num_microbatches: int = 1,
-        scale: float | Tensor = 1.0,
-        beside: Any = None,
-    ) -> tuple[Tensor | None, Any]:
-        """The loss, on all ranks, and the last layer's output, on the rank with the last stage;
-        None elsewhere.
+    def eval(self, x: Any, beside: Any = None) -> Any:
+        """The last layer's output, on the rank with the last stage; None elsewhere.
 
-        Runs the layers in evaluation mode. Without ``loss_fn`` the loss is None. ``beside`` (e.g. a
-        cache) belongs to this rank: its layers get it as the last element of their input tuple, and
-        it is not sent on.
+        Runs the layers in evaluation mode. ``beside`` (e.g. a cache) belongs to this rank: its
+        layers get it as the last element of their input tuple, and it is not sent on.
         """
-        outputs: dict[int, Any] = {}  # by micro-batch; empty without the last stage
+        outputs: list[Any] = []  # empty without the last stage
 
-        def loss_of(output: Any, numbered: tuple[int, Any]) -> Tensor:
-            i, part = numbered
-            outputs[i] = output
-            return torch.zeros(()) if loss_fn is None else loss_fn(output, part)
+        def keep(output: Any, _: None) -> Tensor:
+            outputs.append(output)
+            return torch.zeros(())  # passed on as the loss is, so that every rank waits for it
 
-        target = x if loss_fn is None else target  # not looked at, only cut
-        sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         with self._step(), torch.no_grad(), _evaluating(self.layers):
-            inputs, targets = microbatch.cut(x, target, sizes)
-            numbered = list(enumerate(targets))  # `loss_of` needs i
             stages = self._stages(StepSeed(peek=True), beside)
-            lists = forwards(self.ranks, len(inputs))  # by rank
-            loss = self._run(stages, inputs, numbered, loss_of, lists, scale)
-            joined = microbatch.join([outputs[i] for i in sorted(outputs)]) if outputs else None
-        return (None if loss_fn is None else loss), joined
+            self._run(stages, [x], [None], keep, forwards(self.ranks, 1), scale=1.0)
+        return outputs[0] if outputs else None
 
     def from_last(self, value: Tensor | None) -> Tensor:
         """``value`` from the rank with the last stage, on all ranks."""
@@ -246,15 +228,16 @@ class ProcessPipe:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank's stages, by the model's names."""
-        return self._ownership.parameters()
+        return {self._names[p]: p for p in self.module.parameters()}
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank owns. Over all ranks: each of the model's once."""
-        return self._ownership.owned()
+        mine = self.named_parameters()
+        return {name: p for name, p in mine.items() if self._users[name][0] == self.rank}
 
     def users(self, name: str) -> list[int]:
         """The ranks that hold a parameter: several if it is tied."""
-        return self._ownership.ranks[name]
+        return self._users[name]
 
     def train(self, mode: bool = True) -> None:
         """Sets the mode of all layers, like nn.Module.train."""
@@ -290,16 +273,6 @@ class ProcessPipe:
             first_layer += len(part)  # other ranks' layers count, too
         return stages
 
-    def _deliver_early(self, stages: Sequence[Stage], tied: Collection[nn.Parameter]) -> None:
-        """Delivers a layer's gradients to ``.grad`` during the last backward, so that data-parallel
-        buckets can leave before it ends. Held back: parameters with parts on other stages, and
-        those with hooks, which `hooks_held` silences."""
-        uses = Counter(p for stage in stages for p in {*stage.parameters})  # stages of this rank
-        several = {p for p, n in uses.items() if n > 1}
-        hooked = {p for p in uses if p._backward_hooks}
-        for stage in stages:
-            stage.deliver, stage.held_back = deliver, {*tied, *several, *hooked}
-
     def _run(
         self,
         stages: Sequence[Stage],
@@ -329,15 +302,11 @@ class ProcessPipe:
         rank, so that it is sent in between."""
         result: list[Action] = []
         for action in actions:
-            sent = action.stage in self._neighbours.down
-            if self._early and sent and action.kind is BACKWARD:
-                result += [action._replace(kind=kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT)]
-            else:
-                result.append(action)
+            kinds = [action.kind]
+            if self._early and action.kind is BACKWARD and action.stage in self._neighbours.down:
+                kinds = [BACKWARD_INPUT, BACKWARD_WEIGHT]
+            result += [action._replace(kind=kind) for kind in kinds]
         return result
-
-    def _acting(self, *what: Any) -> AbstractContextManager[None]:
-        return acting(self.recorder, *what)
 
 
 class _With(nn.Module):

@@ -1,26 +1,24 @@
-"""Messages between CPU ranks of one machine, through memory mapped by both.
+"""Messages between CPU ranks of one machine, through memory mapped by the sender.
 
 Problem. gloo sends through the loopback interface: kernel and library copy every byte several
 times, on the core that should compute. A message takes at least 0.7 ms, and 2 ms for 2 MB: as long
 as a small model computes on a micro-batch.
 
-Idea. The sender packs the body of a message into one of its buffers and sends the buffer's number
-and the head over a socket. The receiver copies the body out and sends the number back, which frees
-the buffer. One copy on each side, 0.1 ms for 2 MB, and no thread.
+Idea. The sender writes the message into a free buffer of its memory, and the buffer's place into a
+pipe. The receiver copies the message out and sets the buffer's first byte back: it is free. One
+copy on each side, 0.1 ms for 2 MB, and no thread.
 
-    a     buffers [ 3 | 4 | - ]    b
-          ── message: head, buffer 1 ─▸         (with the buffer's descriptor, if it is new)
-          ◂───────── free: buffer 0 ──
-          ── failed: why ─────────────▸
+    a's memory  [ unread | free | unread | ... ]     pipe to b  ── place, lengths ─▸
+                     b reads, then sets free                    ── why a failed ───▸
 
 A sender never waits for a buffer: if none is free, it makes another. So there are as many buffers
-as messages in transit under the schedule. The system closes a socket when its process ends, in
+as messages in transit under the schedule. The system closes a pipe when its process ends, in
 whatever way, so a rank that waits for it notices.
 
 Cost: the buffers, one message per micro-batch alive at the same time.
 
-Ownership: memory is anonymous (a memfd), so nothing can be left behind; socket names vanish with
-their sockets. Linux only: elsewhere `open_shared_links` returns None.
+Ownership: memory (a memfd) and pipes are anonymous, so nothing can be left behind. A rank opens
+its neighbour's through /proc, as in runtime/shared_memory.py: Linux only.
 """
 
 from __future__ import annotations
@@ -29,225 +27,131 @@ import contextlib
 import mmap
 import os
 import select
-import socket
-import struct
-from collections import deque
 from collections.abc import Sequence
+from io import FileIO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .messages import Message, PeerError
+from runtime.shared_memory import ALIGNMENT, SharedBuffers
 
-_PLACE = struct.Struct("<cqq")  # a message's kind, buffer, and bytes of body
-_MESSAGE, _FREE, _FAILED = b"m", b"-", b"f"
-_PACKET = 1 << 17  # bytes, the longest packet
-_CONNECT = 30.0  # seconds
+from .messages import Link, Message, PeerError
+
+_FREE, _UNREAD = 0, 1  # a buffer's first byte; the message starts at byte ALIGNMENT
+_LONGEST_REASON = 1000  # characters, 4 bytes each at most: a pipe takes 4096 bytes at once
 
 
-class SharedLink:
-    """A link with the rank at the other end of ``connection``, which the link owns."""
+class SharedLink(Link):
+    """``own``: the memory that this rank writes messages to; ``other``: that of the other end.
+    Closed with the link."""
 
-    def __init__(self, connection: socket.socket, timeout: float) -> None:
-        self._socket, self._timeout = connection, timeout
-        connection.setblocking(False)
-        self._buffers: list[Tensor] = []  # for what this rank sends
-        self._free: list[int] = []  # numbers of those that the other end has copied out
-        self._theirs: dict[int, Tensor] = {}  # the other end's buffers, by number
-        self._arrived: deque[tuple[bytes, int, int]] = deque()  # head, buffer, bytes of body
-        self._lost: str | None = None
+    def __init__(
+        self, inbox: Connection, outbox: Connection, own: FileIO, other: FileIO, timeout: float
+    ) -> None:
+        super().__init__()
+        self._inbox, self._outbox = inbox, outbox
+        self._own, self._other = own, other
+        self._timeout = timeout
+        self._buffers: list[tuple[int, mmap.mmap]] = []  # in `own`, from a byte on
+        self._end = 0  # bytes of `own`
 
     def send(self, message: Message) -> None:
-        """Does not wait until it is received."""
-        self._look()  # above all, which buffers are free again
-        if self._lost is not None:
-            raise PeerError(self._lost)
-        if len(message.head) > _PACKET - _PLACE.size:
-            raise ValueError(
-                f"a value that passes between stages has {len(message.head):,} bytes beside the "
-                f"contents of its tensors, and at most {_PACKET - _PLACE.size:,} are sent: make "
-                "tensors of them"
-            )
-        k, descriptors = self._buffer(message.nbytes)
+        nbytes, length = message.nbytes, len(message.head)
+        begin, buffer = self._buffer(ALIGNMENT + nbytes + length)
+        message.write(torch.frombuffer(buffer, dtype=torch.uint8, offset=ALIGNMENT))
+        buffer[ALIGNMENT + nbytes : ALIGNMENT + nbytes + length] = message.head  # after the body
+        buffer[0] = _UNREAD
+        if not self._has_room(self._timeout):  # the other end has left 1,000 messages unread
+            raise PeerError(f"it has been silent for {self._timeout:g} s")
         try:
-            message.write(self._buffers[k])  # before the packet: it may be read at once
-            self._send(_PLACE.pack(_MESSAGE, k, message.nbytes) + message.head, descriptors)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)  # mapped here, and sent: the receiver has its own
+            self._outbox.send((begin, nbytes, length))
+        except BrokenPipeError:
+            while True:  # until it raises: the other end may have said why
+                self._next()
 
     def receive(self) -> tuple[bytes, Tensor]:
-        """Wait for the next message: its head and its body."""
-        while not self._arrived:
-            if self._lost is not None:
-                raise PeerError(self._lost)
-            self._wait(select.POLLIN)
-            self._look()
-        head, k, nbytes = self._arrived.popleft()
-        body = self._theirs[k][:nbytes].clone()  # a copy: the buffer is about to be overwritten
-        with contextlib.suppress(PeerError):  # the sender may have ended since
-            self._send(_PLACE.pack(_FREE, k, 0), [])
-        return head, body
-
-    def flush(self) -> None:
-        """Nothing to wait for: the receiver has mapped the memory and keeps it."""
+        begin, nbytes, length = self._next()
+        copy = torch.empty(nbytes + length, dtype=torch.uint8, device="cpu")
+        target, done = memoryview(copy.numpy().data), 0
+        while done < len(target):  # a read may stop early
+            start = begin + ALIGNMENT + done
+            done += os.preadv(self._other.fileno(), [target[done:]], start)
+        os.pwrite(self._other.fileno(), bytes([_FREE]), begin)
+        return copy[nbytes:].numpy().tobytes(), copy[:nbytes]
 
     def fail(self, reason: str) -> None:
-        """Tell the other end why nothing more will come. Call `close` next."""
-        with contextlib.suppress(OSError):
-            self._socket.send(_FAILED + reason.encode()[-_PACKET // 2 :])
+        with contextlib.suppress(OSError):  # it may have ended
+            if self._has_room(0):
+                self._outbox.send(reason[-_LONGEST_REASON:])
 
     def close(self) -> None:
-        self._socket.close()
+        for file in (self._inbox, self._outbox, self._own, self._other):
+            file.close()
         self._buffers.clear()
-        self._theirs.clear()
-        self._lost = "the link is closed"
 
-    def _buffer(self, nbytes: int) -> tuple[int, list[int]]:
-        """The number of a free buffer that is large enough, and its descriptor if it is new."""
-        for k in reversed(self._free):  # the last one used is most likely in cache
-            if self._buffers[k].numel() >= nbytes:
-                self._free.remove(k)
-                return k, []
-        nbytes = max(1, nbytes)
-        if self._free:  # all are too small: replace one by a larger one
-            k = self._free.pop()
-            nbytes = max(nbytes, self._buffers[k].numel() * 5 // 4)  # leave room to grow
-        else:
-            k = len(self._buffers)
-            self._buffers.append(torch.empty(0))
-        descriptor = os.memfd_create("pipeline")  # closed by `send`
-        os.ftruncate(descriptor, nbytes)
-        self._buffers[k] = _mapped(descriptor)
-        return k, [descriptor]
+    def _buffer(self, nbytes: int) -> tuple[int, mmap.mmap]:
+        """A free buffer that is large enough: where it begins, and its memory."""
+        free = [entry for entry in self._buffers if entry[1][0] == _FREE]
+        for begin, buffer in free:  # the first, which is most likely in cache
+            if len(buffer) >= nbytes:
+                return begin, buffer
+        if free:  # all are too small: replace one by a larger one
+            self._buffers.remove(free[0])
+            small = free[0][1]
+            nbytes = max(nbytes, len(small) * 5 // 4)  # leave room to grow
+            small.madvise(mmap.MADV_REMOVE)  # gives its memory back to the system
+        begin = self._end
+        self._end += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages
+        os.ftruncate(self._own.fileno(), self._end)  # the new part is zero: free
+        buffer = mmap.mmap(self._own.fileno(), self._end - begin, offset=begin)
+        self._buffers.append((begin, buffer))
+        return begin, buffer
 
-    def _send(self, packet: bytes, descriptors: Sequence[int]) -> None:
-        while True:
-            try:
-                socket.send_fds(self._socket, [packet], descriptors)  # all of it or nothing
-                return
-            except BlockingIOError:  # the other end has left hundreds of messages unread
-                self._wait(select.POLLIN | select.POLLOUT)  # read, too: both ends may be full
-                self._look()
-            except ConnectionError:
-                self._look()  # it may have said why
-                raise PeerError(self._lost or "it has ended") from None
-
-    def _wait(self, event: int) -> None:
+    def _has_room(self, seconds: float) -> bool:
+        """Whether `send` would not wait, now or within some seconds."""
         poll = select.poll()
-        poll.register(self._socket, event)
-        if not poll.poll(self._timeout * 1000):  # milliseconds
-            raise PeerError(f"it has been silent for {self._timeout:g} s")
+        poll.register(self._outbox, select.POLLOUT)
+        return bool(poll.poll(seconds * 1000))
 
-    def _look(self) -> None:
-        """Read all packets that have arrived."""
-        with contextlib.suppress(BlockingIOError):
-            while self._lost is None:  # until BlockingIOError: all are read
-                packet, descriptors = _read(self._socket)
-                if packet[:1] in (_MESSAGE, _FREE):
-                    kind, k, nbytes = _PLACE.unpack_from(packet)
-                    if kind == _FREE:
-                        self._free.append(k)  # one of our own buffers
-                        continue
-                    for descriptor in descriptors:  # new, or larger than the one before
-                        self._theirs[k] = _mapped(descriptor)
-                        os.close(descriptor)
-                    self._arrived.append((packet[_PLACE.size :], k, nbytes))
-                elif packet:
-                    self._lost = f"it has failed: {packet[1:].decode(errors='replace')}"
-                else:  # end of file
-                    self._lost = "it has ended"
+    def _next(self) -> tuple[int, int, int]:
+        """Wait for the place of the next message, and the lengths of its body and head."""
+        if not self._inbox.poll(self._timeout):
+            raise PeerError(f"it has been silent for {self._timeout:g} s")
+        try:
+            note = self._inbox.recv()
+        except EOFError:
+            raise PeerError("it has ended") from None
+        if isinstance(note, str):
+            raise PeerError(f"it has failed: {note}")
+        begin, nbytes, length = note
+        return begin, nbytes, length
 
 
 def open_shared_links(
     pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup | None, timeout: float
 ) -> dict[int, SharedLink] | None:
-    """This rank's links, by peer; None, on all ranks, if any pair cannot connect.
-
-    In each of the ``pairs`` the lower rank connects to the higher one. All ranks of ``group`` must
-    call it together.
-    """
+    """This rank's links, by peer, for the ``pairs`` of ranks; None, on all ranks, if they are not
+    on one machine. All ranks of ``group`` must call it together."""
+    if SharedBuffers.open(1, group) is None:  # tried, not inferred
+        return None
     rank = dist.get_rank(group)
-    listener = _listen(len(pairs))
-    secret = os.urandom(16)  # this rank's; only the ranks of the group learn it
-    own = (listener.getsockname(), secret) if listener else None
+    peers = sorted({r for pair in pairs if rank in pair for r in pair} - {rank})
+    memory = {r: FileIO(os.memfd_create("pipeline"), "r+b") for r in peers}
+    pipes = {r: Pipe(duplex=False) for r in peers}  # (to read from, to write to)
+    here = f"/proc/{os.getpid()}/fd"
+    own = {r: (f"{here}/{pipes[r][1].fileno()}", f"{here}/{memory[r].fileno()}") for r in peers}
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group)  # now all are listening
-    connections: dict[int, socket.socket] = {}
-    works = all(everyone)
-    with contextlib.suppress(OSError):
-        for low, high in pairs if works else ():
-            if low == rank:
-                connections[high] = _connect(everyone[high], rank)  # accepted later, from a backlog
-    works = works and len(connections) == sum(low == rank for low, _ in pairs)
-    dist.all_gather_object(everyone, works, group)  # now: who has connected
-    try:
-        if listener is None or not all(everyone):
-            for connection in connections.values():
-                connection.close()
-            return None
-        for _ in [low for low, high in pairs if high == rank]:  # one for each lower peer; any order
-            peer, connection = _accept(listener, secret)
-            connections[peer] = connection
-        return {peer: SharedLink(c, timeout) for peer, c in sorted(connections.items())}
-    finally:
-        if listener is not None:
-            listener.close()
-
-
-def _listen(backlog: int) -> socket.socket | None:
-    """A listening socket with a unique name; None if the system has none."""
-    if not hasattr(os, "memfd_create"):
-        return None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.settimeout(_CONNECT)
-        # An abstract name, no file. The system chooses from few names, so that a socket of this
-        # run on another machine could have the same one.
-        listener.bind(b"\0" + os.urandom(16))
-        listener.listen(backlog)
-    except OSError:
-        listener.close()
-        return None
-    return listener
-
-
-def _connect(place: tuple[bytes, bytes], rank: int) -> socket.socket:
-    address, secret = place
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.settimeout(_CONNECT)
-        connection.connect(address)
-        connection.sendall(secret + b"%d" % rank)
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def _accept(listener: socket.socket, secret: bytes) -> tuple[int, socket.socket]:
-    """The next connection that sends the secret: anybody on the machine may connect."""
-    while True:
-        connection, _ = listener.accept()
-        connection.settimeout(_CONNECT)
-        with contextlib.suppress(OSError):
-            hello = connection.recv(64)
-            if hello[: len(secret)] == secret:
-                return int(hello[len(secret) :]), connection  # the peer's rank
-        connection.close()
-
-
-def _mapped(descriptor: int) -> Tensor:
-    size = os.fstat(descriptor).st_size
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)  # keeps the mapping
-
-
-def _read(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """A packet with its descriptors; an empty packet at the end."""
-    for _ in range(2):  # a reset is reported once, ahead of packets sent before it
-        with contextlib.suppress(ConnectionError):
-            packet, descriptors, _, _ = socket.recv_fds(connection, _PACKET, 1)
-            return packet, descriptors
-    return b"", []
+    dist.all_gather_object(everyone, own, group)  # by rank, then by peer
+    links = {}
+    for r in peers:
+        pipe, file = everyone[r][rank]
+        outbox = Connection(os.open(pipe, os.O_WRONLY), readable=False)
+        links[r] = SharedLink(pipes[r][0], outbox, memory[r], FileIO(file, "r+b"), timeout)
+    dist.barrier(group)  # all have opened theirs
+    for _, writer in pipes.values():
+        writer.close()  # only the peer can write now, so that its end shows
+    return links

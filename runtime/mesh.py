@@ -15,6 +15,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 
@@ -44,20 +45,16 @@ def make_mesh(dp: int, pp: int, tp: int, timeout: float) -> Mesh:
     Raises:
         ValueError: there are not dp * pp * tp ranks.
     """
-    sizes = (dp, pp, tp)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if dp * pp * tp != world_size:
         raise ValueError(f"{dp} x {pp} x {tp} is not the number of ranks, {world_size}")
-    rank = dist.get_rank() if world_size > 1 else 0
-    axes = []
-    for axis, size in enumerate(sizes):
-        stride = (pp * tp, tp, 1)[axis]  # from one member of a group to the next, in ranks
-        own, group = rank // stride % size, None
+    if world_size == 1:
+        return Mesh()
+    ranks, axes = torch.arange(world_size).view(dp, pp, tp), []
+    for axis, size in enumerate(ranks.shape):
         # Every rank must help to make every group, in the same order.
-        for first in range(world_size if world_size > 1 else 0):  # alone: no groups
-            if first // stride % size == 0:  # coordinate 0: the first rank of a group
-                members = [first + k * stride for k in range(size)]
-                made = dist.new_group(members, timeout=timedelta(seconds=timeout))
-                group = made if rank in members else group
-        axes.append(Axis(own, size, group))
+        for members in ranks.movedim(axis, -1).reshape(-1, size).tolist():
+            group = dist.new_group(members, timeout=timedelta(seconds=timeout))
+            if dist.get_rank() in members:
+                axes.append(Axis(members.index(dist.get_rank()), size, group))
     return Mesh(*axes)

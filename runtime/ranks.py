@@ -38,7 +38,7 @@ Finish = Callable[[], Tensor]
 """Waits for a started collective and returns its result. Must be called before the next start."""
 
 _SLOTS = 2
-_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER = 1, 2, 3  # what ranks announce
+_KINDS = ("all_reduce", "reduce_scatter", "all_gather")  # their numbers are announced
 
 
 class Ranks:
@@ -65,27 +65,12 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self._share = share_memory and self.size > 1
         self._memory: SharedBuffers | None = None
-        self._slot_bytes = 0  # room in each slot
+        self._slot_bytes = -1  # room in each slot; -1: not opened
         self._turn = 0  # collectives through memory so far; odd and even ones have a slot each
-        self._under_way = False  # announced, not yet waited for
 
     def start_all_reduce(self, x: Tensor) -> Finish:
         """Begins the sum of all ranks' `x`."""
-        if self.size == 1:
-            return lambda: x
-        if not self._through_memory(x):
-            total = x.to(wide(x), copy=True, memory_format=torch.contiguous_format)  # x is kept
-            work = dist.all_reduce(total, group=self.group, async_op=True)
-            return self._finish("all_reduce", work, lambda: total.to(x.dtype))
-        wait = self._publish(x, _ALL_REDUCE)
-
-        def result() -> Tensor:  # after the wait: all ranks' slots are written
-            total = torch.empty_like(x, memory_format=torch.contiguous_format)
-            parts = [self._view(r, x.shape, x.dtype).flatten() for r in range(self.size)]
-            sum_into(parts, [total.view(-1)])
-            return total
-
-        return self._finish("all_reduce", wait, result)
+        return self._start("all_reduce", x, 0)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`."""
@@ -94,21 +79,7 @@ class Ranks:
     def start_reduce_scatter(self, x: Tensor, dim: int) -> Finish:
         """Begins to sum all ranks' `x`; the result is this rank's part of the sum along `dim`.
         The number of ranks must divide that dimension."""
-        if self.size == 1:
-            return lambda: x
-        if not self._through_memory(x):
-            whole = torch.cat(x.chunk(self.size, dim)).to(wide(x))  # parts by rank, along dim 0
-            shape = self.part_of(x, dim).shape
-            mine = torch.empty(shape, dtype=whole.dtype, device=x.device)  # rounded at the end
-            work = reduce_scatter(mine, whole, group=self.group, async_op=True)
-            return self._finish("reduce_scatter", work, lambda: mine.to(x.dtype))
-        wait = self._publish(x, _REDUCE_SCATTER)
-
-        def result() -> Tensor:
-            views = [self._view(r, x.shape, x.dtype) for r in range(self.size)]  # by rank
-            return add_up([self.part_of(view, dim) for view in views])
-
-        return self._finish("reduce_scatter", wait, result)
+        return self._start("reduce_scatter", x, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part along `dim` of the sum of all ranks' `x`."""
@@ -116,18 +87,7 @@ class Ranks:
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' `x`, concatenated along `dim`."""
-        if self.size == 1:
-            return x
-        if not self._through_memory(x):
-            whole = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)  # by rank
-            work = all_gather(whole.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
-            return self._finish("all_gather", work, lambda: torch.cat(whole.unbind(), dim))()
-        wait = self._publish(x, _ALL_GATHER)
-
-        def result() -> Tensor:
-            return torch.cat([self._view(r, x.shape, x.dtype) for r in range(self.size)], dim)
-
-        return self._finish("all_gather", wait, result)()
+        return self._start("all_gather", x, dim)()
 
     def part_of(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor along `dim`: a view."""
@@ -138,59 +98,74 @@ class Ranks:
             )
         return x.narrow(dim, self.rank * size, size)
 
-    # Shared memory
-
-    def _through_memory(self, x: Tensor) -> bool:
-        if not self._share or x.device.type != "cpu":
-            return False
-        if self._memory is None or x.nbytes > self._slot_bytes:
-            self._open(x.nbytes)  # also finds out whether memory can be shared
-        return self._share
-
-    def _open(self, nbytes: int) -> None:
-        """Makes room for tensors of `nbytes`. Pages that are never touched take no memory."""
-        self._slot_bytes = aligned(max(2 * nbytes, 1 << 24))  # 16 MiB or more
-        self._memory = SharedBuffers.open(_SLOTS * self._slot_bytes, self.group)
-        self._share = self._memory is not None
-
-    def _publish(self, x: Tensor, what: int) -> Any:
-        """Writes `x` where the others can read it, and announces it."""
-        if self._under_way:
-            raise RuntimeError("a collective is to be finished before the next one is started")
-        self._turn += 1  # the other slot, which all have read
-        self._view(self.rank, x.shape, x.dtype).copy_(x)  # before it is announced
-        # A rank that announces another number makes another call: its tensor must not be used.
-        mine = what + 4 * self._turn + (x.numel() % 2**12 << 40)  # call, turn, size
-        said = torch.tensor([mine])
-        work = dist.all_reduce(said, group=self.group, async_op=True)
-        self._under_way = True
-
-        def wait() -> None:
-            work.wait()
-            self._under_way = False
-            if int(said) != self.size * mine:  # the sum of all ranks' numbers
-                raise RuntimeError("the ranks diverged: they make different calls")
-
-        return wait
-
-    def _view(self, rank: int, shape: Any, dtype: torch.dtype) -> Tensor:
-        """The tensor in a rank's slot of this turn."""
-        assert self._memory is not None
-        shape = torch.Size(shape)
-        start = self._turn % _SLOTS * self._slot_bytes  # bytes
-        return self._memory.view(rank, start, shape.numel(), dtype).view(shape)
-
-    def _finish(self, kind: str, work: Any, result: Finish) -> Finish:
+    def _start(self, kind: str, x: Tensor, dim: int) -> Finish:
+        if self.size == 1:
+            return lambda: x
         start = time.perf_counter()
+        begin = self._in_memory if self._through_memory(x) else self._in_group
+        wait, result = begin(kind, x, dim)
 
         def finish() -> Tensor:
             with acting(self.recorder, kind, start=start):
-                work() if callable(work) else work.wait()
+                wait()
                 return result()
 
         return finish
 
+    def _in_group(self, kind: str, x: Tensor, dim: int) -> tuple[Callable[[], object], Finish]:
+        """Starts it; returns how to wait for it, and how to read the result then."""
+        options: Any = {"group": self.group, "async_op": True}
+        if kind == "all_reduce":
+            total = x.to(wide(x), copy=True, memory_format=torch.contiguous_format)  # x is kept
+            return dist.all_reduce(total, **options).wait, lambda: total.to(x.dtype)
+        if kind == "reduce_scatter":
+            parts = torch.cat(x.chunk(self.size, dim)).to(wide(x))  # by rank, along dim 0
+            mine = torch.empty_like(self.part_of(x, dim), dtype=parts.dtype,
+                                    memory_format=torch.contiguous_format)  # fmt: skip
+            return reduce_scatter(mine, parts, **options).wait, lambda: mine.to(x.dtype)
+        whole = x.new_empty(self.size, *x.shape)  # by rank
+        work = all_gather(whole.flatten(0, 1), x.contiguous(), **options)
+        return work.wait, lambda: torch.cat(whole.unbind(), dim)
 
-# Renamed in torch 2.13, which warns about the old names.
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    def _through_memory(self, x: Tensor) -> bool:
+        if self._share and x.device.type == "cpu" and x.nbytes > self._slot_bytes:
+            # Pages that are never touched take no memory.
+            self._slot_bytes = aligned(max(2 * x.nbytes, 1 << 24))  # 16 MiB or more
+            self._memory = SharedBuffers.open(_SLOTS * self._slot_bytes, self.group)
+            self._share = self._memory is not None  # found out by the first call
+        return self._share and x.device.type == "cpu"
+
+    def _in_memory(self, kind: str, x: Tensor, dim: int) -> tuple[Callable[[], object], Finish]:
+        """Writes `x` where the others can read it, and announces it; returns as `_in_group`."""
+        assert self._memory is not None
+        self._turn += 1  # the other slot, which all have read
+        begin = self._turn % _SLOTS * self._slot_bytes
+        views = [  # by rank
+            self._memory.view(r, begin, x.numel(), x.dtype).view(x.shape) for r in range(self.size)
+        ]
+        views[self.rank].copy_(x)  # before it is announced
+        # A rank that announces another number makes another call: its tensor must not be used.
+        mine = _KINDS.index(kind) + 4 * self._turn + (x.numel() % 2**12 << 40)  # call, turn, size
+        said = torch.tensor([mine])
+        work = dist.all_reduce(said, group=self.group, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+            if int(said) != self.size * mine:  # the sum of all ranks' numbers
+                raise RuntimeError("the ranks diverged: they make different calls")
+
+        def result() -> Tensor:  # after the wait: all ranks' slots are written
+            if kind == "all_gather":
+                return torch.cat(views, dim)
+            if kind == "reduce_scatter":
+                return add_up([self.part_of(view, dim) for view in views])
+            total = torch.empty_like(x, memory_format=torch.contiguous_format)
+            sum_into([view.flatten() for view in views], [total.view(-1)])
+            return total
+
+        return wait, result
+
+
+# torch 2.13 warns about their older names.
+all_gather: Any = dist.all_gather_single
+reduce_scatter: Any = dist.reduce_scatter_single

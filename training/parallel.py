@@ -333,7 +333,7 @@ class Staged(LaidOutModel):
 
     def _eval(self, x: Any, beside: Any = None) -> Tensor | None:
         with self.plan.autocast(self.devices[0]):
-            _, output = self.pipe.eval(x, beside=beside)
+            output = self.pipe.eval(x, beside)
         return cast(Tensor | None, output)
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:

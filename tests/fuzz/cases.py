@@ -214,7 +214,7 @@ def _process(case: Case, rank: int, group: Any) -> Found:
             return pipe.train_step(x, target, loss_of, case.options["schedule"], m, scale=scale)
 
         found = _train(case, pipe.named_parameters(), step)
-        _, output = pipe.eval(case.batch(0)[0], num_microbatches=m)
+        output = pipe.eval(case.batch(0)[0])
         dist.barrier(group)  # all have received what was sent: a pipe may be closed
         return found if output is None else found | {"output": output}
 

@@ -198,19 +198,16 @@ def ends_in(last: Callable[[Tensor], Any], split_size: int = 2) -> Pipe:
     return Pipe(cut(nn.Sequential(*tower(), Call(last)), (2, 5)), split_size=split_size)
 
 
-NUMBER = "a number per micro-batch cannot be put together"
-
-
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        (lambda x: x.sum(), NUMBER),
-        (lambda x: (x, x.detach().sum()), NUMBER),
-        (lambda x: (x, len(x)), NUMBER),
-        (lambda x: {"rows": x, "norm": float(x.detach().norm())}, NUMBER),
-        (lambda x: (x, x.detach().numpy()), r"values per micro-batch \(ndarray, ndarray"),
-        (lambda x: list(x.split(1)), "gives 2 values for micro-batch 0 and 1 for micro-batch 3"),
+        (lambda x: x.sum(), "Tensor, Tensor"),
+        (lambda x: (x, x.detach().sum()), "Tensor, Tensor"),
+        (lambda x: (x, len(x)), "int, int"),
+        (lambda x: {"rows": x, "norm": float(x.detach().norm())}, "float, float"),
+        (lambda x: (x, x.detach().numpy()), "ndarray, ndarray"),
+        (lambda x: list(x.split(1)), "for micro-batch 0, .* for 3"),
     ],
 )
 def test_outputs_that_cannot_be_put_together(
@@ -219,7 +216,7 @@ def test_outputs_that_cannot_be_put_together(
     """The first micro-batch's is not the batch's, nor is the sum, if it is a mean."""
     x, _ = batch(7)
     with ends_in(last) as pipe, torch.set_grad_enabled(grad):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=rf"(?s)cannot be put together .*{said}"):
             pipe(x)
         pipe.split_size = 7
         pipe(x)  # one micro-batch is the batch
