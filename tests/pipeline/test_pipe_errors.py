@@ -245,12 +245,8 @@ X, Y = batch(4)
             "the loss does not depend on anything",
         ),
         (
-            lambda pipe: pipe.train_step(X, Y, square_error, lambda _, m: sched.gpipe(1, m)),
-            "has 1 lists and the",
-        ),
-        (
             lambda pipe: pipe.train_step(X, Y, square_error, lambda _, m: sched.gpipe(3, m)),
-            "has 3 lists and the",
+            r"on the ranks \[0, 1, 2\], and the pipeline on \[0, 1\]",
         ),
         (lambda _: Pipe(cut(tower()), split_size=0), "split_size=0: at least 1"),
         (
