@@ -141,7 +141,7 @@ class ShardedLayer:
         `gradients` has one entry per leaf of the output, which may be None.
         """
         flat = [p for leaves in graph.leaves.values() for p in leaves]  # all trainable units'
-        of_inputs, found, _ = graph.differentiate(flat, gradients)
+        of_inputs, found = graph.differentiate(flat, gradients)
         return of_inputs, {u: [found.get(p) for p in ps] for u, ps in graph.leaves.items()}
 
     def _parameters(self) -> dict[int, list[nn.Parameter]]:

@@ -60,7 +60,6 @@ _aten = torch.ops.aten
 _CALLED: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: F.linear,
     _aten.addmm.default: torch.addmm,
-    _aten.mm.default: torch.mm,
     _aten.dropout.default: F.dropout,
     _aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
 }
