@@ -242,7 +242,7 @@ class Stage:
             layers.append(tail)
         name = ""
         for k, layer in enumerate(layers, part.first_layer):  # k: in the whole model; seeds draws
-            name = layer_name(k, layer)
+            name = f"layer {k} ({type(layer).__name__})" if layer is not tail else "loss_fn"
             with ExitStack() as around:
                 if training:
                     around.enter_context(self._later.into(graph.products))
@@ -253,7 +253,11 @@ class Stage:
             watch.check(name)  # after each, to name the culprit
             if not self._looked and training:
                 strangers.refuse(value, name)
-        refuse_hidden(value, name)
+        if (kind := hidden_type(value)) is not None:
+            raise TypeError(
+                f"{name} hands on a {kind} with tensors inside, which the pipeline cannot see, "
+                "move or differentiate: return tensors, or tuples, lists and dicts of them"
+            )
         graph.products.clear()  # from a layer that differentiates inside its forward
         return value
 
@@ -289,17 +293,3 @@ class Stage:
         add(kept.sums, {p: g for p, g in found.items() if p in later})
         add(self._totals, {p: g for p, g in found.items() if p not in later})
         return result
-
-
-def layer_name(k: int, layer: Callable[[Any], Any]) -> str:
-    """Names layer ``k`` of the model, counted from 0, in messages."""
-    return f"layer {k} ({type(layer).__name__})" if isinstance(layer, nn.Module) else "loss_fn"
-
-
-def refuse_hidden(value: Any, name: str) -> None:
-    """TypeError if the output of layer ``name`` hides tensors from pytree."""
-    if (kind := hidden_type(value)) is not None:
-        raise TypeError(
-            f"{name} hands on a {kind} with tensors inside, which the pipeline cannot see, move or "
-            "differentiate: return tensors, or tuples, lists and dicts of them"
-        )

@@ -15,8 +15,7 @@ too, with their traceback, and the worker continues.
 A `Crew` is the workers of one Pipe. An error in one task must end a call at once, whatever the
 other workers do; so must Ctrl-C in the waiting thread; and no stale answer may stay in a queue. So
 a failing task calls ``stop``, which wakes workers that wait for each other, and a call collects the
-answer of every task. If it cannot, because it was interrupted or a worker is gone, the next call
-replaces all workers.
+answer of every task. If it is interrupted, the next call starts new workers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -39,9 +38,6 @@ from .streams import Streams
 
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
 Queue: TypeAlias = "SimpleQueue[Any]"
-
-_START_TIMEOUT = 60.0  # seconds for a thread to start
-_POLL = 1.0  # seconds between checks that the workers are alive
 
 
 class Context:
@@ -55,7 +51,6 @@ class Context:
             for kind in ("cpu", "cuda")
             if torch.is_autocast_enabled(kind)
         }
-        self.autocast_cache = torch.is_autocast_cache_enabled()
         self.streams = Streams()
         default = torch.get_default_device()
         self.default_device = None if default.type == "cpu" else default
@@ -67,8 +62,7 @@ class Context:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for kind, dtype in self.autocast.items():
-                cache = self.autocast_cache
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
+                stack.enter_context(torch.autocast(kind, dtype))
             if self.default_device is not None:
                 stack.enter_context(self.default_device)
             stack.enter_context(self.streams.enter())
@@ -137,23 +131,11 @@ def start_workers(
         arguments = (in_queue, out_queue, device, share, up)
         thread = threading.Thread(target=_run, args=arguments, name=f"pipe-{device}", daemon=True)
         thread.start()
-        if not up.wait(_START_TIMEOUT):  # one at a time: each sets the default
-            raise RuntimeError(f"the worker of {device} did not start in {_START_TIMEOUT} s")
+        up.wait()  # one at a time: each sets the default
         crew[device] = (in_queue, out_queue, thread)
     torch.set_num_threads(callers_threads)  # the last worker's count is the default now
     members = [crew[name] for name in names]  # one per entry of `devices`; repeats are the same
     return [m[0] for m in members], [m[1] for m in members], [m[2] for m in members]
-
-
-def wait_for(out_queue: Queue, threads: Sequence[threading.Thread]) -> Any:
-    """The next answer of a worker. RuntimeError if any of ``threads`` is gone: the worker may be
-    waiting for it."""
-    while True:
-        with contextlib.suppress(Empty):
-            return out_queue.get(timeout=_POLL)
-        for thread in threads:
-            if not thread.is_alive() and out_queue.empty():  # it may have answered before it ended
-                raise RuntimeError(f"the worker thread {thread.name} has ended without an answer")
 
 
 def _run(
@@ -247,8 +229,7 @@ class Crew:
     def _run(self, jobs: Sequence[tuple[int, Task]], stop: Callable[[], None]) -> list[Any]:
         if self.closed:
             raise RuntimeError("the Pipe is closed: make a new one")
-        if not self._end.alive or not all(thread.is_alive() for thread in self.threads):
-            self._end()  # ends those that are left
+        if not self._end.alive:  # the last call was interrupted
             self._start()
         answers: list[tuple[bool, Any]] = []
         try:
@@ -256,10 +237,8 @@ class Crew:
                 task.on_failure = stop
                 self.in_queues[s].put(task)
             for s, _ in jobs:  # of two jobs of one worker, the first is answered first
-                answers.append(wait_for(self.out_queues[s], self.threads))
-                if answers[-1] == (False, None):
-                    raise RuntimeError(f"the worker of stage {s} ({self.devices[s]}) has ended")
-        except BaseException:  # Ctrl-C here, or a worker that is gone
+                answers.append(self.out_queues[s].get())
+        except BaseException:  # Ctrl-C here
             stop()  # wakes workers that wait for each other
             self._end()  # uncollected answers may still come: the next call starts new workers
             raise

@@ -81,16 +81,6 @@ def test_an_error_in_run_on_stages_and_a_call_from_a_worker() -> None:
         assert pipe.run_on_stages(lambda s: s) == [0, 1]
 
 
-def test_a_worker_that_ended_between_calls_is_replaced() -> None:
-    _, _, pipe = three_stages()
-    with pipe:
-        for step in STEPS[:2]:
-            step(pipe, *batch(8))
-            pipe.in_queues[1].put(None)
-            pipe._crew.threads[1].join(timeout=30)
-            step(pipe, *batch(8))
-
-
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals")
 def test_ctrl_c_while_waiting_ends_the_step_and_the_pipe_works_again(
     monkeypatch: pytest.MonkeyPatch,
