@@ -14,8 +14,8 @@ too, with their traceback, and the worker continues.
 
 A `Crew` is the workers of one Pipe. An error in one task must end a call at once, whatever the
 other workers do; so must Ctrl-C in the waiting thread; and no stale answer may stay in a queue. So
-a failing task calls ``stop``, which wakes workers that wait for each other, and a call collects the
-answer of every task. If it is interrupted, the next call starts new workers.
+a task that fails wakes those that wait for it (dataflow.py), and a call collects the answer of
+every task. If it is interrupted, it calls ``stop``, and the next call starts new workers.
 """
 
 from __future__ import annotations
@@ -75,15 +75,10 @@ class Task:
     def __init__(self, compute: Callable[[], Any], context: Context | None = None) -> None:
         self._compute = compute
         self._context = context or Context()
-        self.on_failure: Callable[[], None] = lambda: None  # others may wait for its output
 
     def compute(self) -> Any:
-        try:
-            with self._context.enter():  # on the worker's thread
-                return self._compute()
-        except BaseException:
-            self.on_failure()  # before the answer: others may wait for this task's output
-            raise
+        with self._context.enter():  # on the worker's thread
+            return self._compute()
 
 
 def worker(in_queue: Queue, out_queue: Queue, device: torch.device) -> None:
@@ -205,7 +200,26 @@ class Crew:
         Raises the error of the first failing task, with its traceback, after all have ended.
         """
         with self.alone():
-            return self._run(jobs, stop)
+            if self.closed:
+                raise RuntimeError("the Pipe is closed: make a new one")
+            if not self._end.alive:  # the last call was interrupted
+                self._start()
+            try:
+                for s, task in jobs:  # all start before the first answer is awaited
+                    self.in_queues[s].put(task)
+                # of two jobs of one worker, the first is answered first
+                answers = [self.out_queues[s].get() for s, _ in jobs]
+            except BaseException:  # Ctrl-C here
+                stop()  # wakes workers that wait for each other
+                self._end()  # uncollected answers may still come: the next call has new workers
+                raise
+        failures = [payload[1] for ok, payload in answers if not ok]
+        if failures:
+            try:  # the first cause, in job order, or else the first consequence
+                raise min(failures, key=lambda error: isinstance(error, Stopped))
+            finally:
+                del answers, failures  # else the error's traceback would keep the error alive
+        return [payload[1] for _, payload in answers]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -225,32 +239,6 @@ class Crew:
             yield
         finally:
             self._calls.release()
-
-    def _run(self, jobs: Sequence[tuple[int, Task]], stop: Callable[[], None]) -> list[Any]:
-        if self.closed:
-            raise RuntimeError("the Pipe is closed: make a new one")
-        if not self._end.alive:  # the last call was interrupted
-            self._start()
-        answers: list[tuple[bool, Any]] = []
-        try:
-            for s, task in jobs:  # all start before the first answer is awaited
-                task.on_failure = stop
-                self.in_queues[s].put(task)
-            for s, _ in jobs:  # of two jobs of one worker, the first is answered first
-                answers.append(self.out_queues[s].get())
-        except BaseException:  # Ctrl-C here
-            stop()  # wakes workers that wait for each other
-            self._end()  # uncollected answers may still come: the next call starts new workers
-            raise
-        failures = [payload[1] for ok, payload in answers if not ok]
-        failures.sort(key=lambda error: isinstance(error, Stopped))  # causes first, in job order
-        if failures:
-            del answers
-            try:
-                raise failures[0]
-            finally:
-                failures.clear()  # else the error's traceback would keep the error alive
-        return [payload[1] for _, payload in answers]
 
 
 def _end_all(in_queues: list[Queue], threads: list[threading.Thread]) -> None:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import schedule as sched
-from pipeline.dataflow import Channel, Dataflow
+from pipeline.dataflow import Dataflow
 from pipeline.partition import place
 from pipeline.pipe import Pipe
-from pipeline.worker import Crew, Task
 from tests.pipeline.pipeline_models import (
     STEPS,
     Call,
@@ -118,25 +117,6 @@ def test_ctrl_c_while_waiting_ends_the_step_and_the_pipe_works_again(
             assert len(calls) == 5
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def test_ctrl_c_between_two_puts_stops_those_that_were_put() -> None:
-    """Stage 0 has its work and waits for the others, who will never have theirs."""
-    crew = Crew([torch.device("cpu:0"), torch.device("cpu:1")])
-    channel = Channel()
-    put = crew.in_queues[0].put
-
-    class Queue:
-        def put(self, task: Any) -> None:
-            put(task)
-            crew.in_queues[0] = first
-            raise KeyboardInterrupt
-
-    first, crew.in_queues[0] = crew.in_queues[0], Queue()  # type: ignore[call-overload]
-    with pytest.raises(KeyboardInterrupt):
-        crew.run([(0, Task(lambda: channel.get(0))), (1, Task(lambda: None))], stop=channel.stop)
-    assert crew.run([(s, Task(lambda: "new")) for s in (0, 1)]) == ["new", "new"]
-    crew.close()
 
 
 class Gate(nn.Module):
