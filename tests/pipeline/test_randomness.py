@@ -98,14 +98,6 @@ def test_without_dropout_the_callers_generator_is_not_touched(model: nn.Sequenti
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_dropout_drops_the_share_it_should_and_scales_the_rest() -> None:
-    with StageRandomness(CPU).of(StepSeed(), 0, 0):
-        y = F.dropout(torch.ones(100_000), 0.2)
-    kept = (y > 0).double().mean()  # standard deviation 0.4 / sqrt(1e5) = 0.0013
-    assert abs(kept - 0.8) < 0.006
-    assert set(y.tolist()) == {0.0, 1.25}
-
-
 # By the way torch takes to its kernel: functions, operators, methods, Python's, and recurrent
 # layers; kernels that take a generator, and those of which another overload does.
 CALLS: dict[str, Any] = {
@@ -168,17 +160,3 @@ def test_an_operator_that_takes_no_generator_says_so() -> None:
         pytest.raises(RuntimeError, match=r"aten\.native_dropout\.default draws from the gener"),
     ):
         torch.native_dropout(torch.ones(4), 0.5, True)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_is_torchs_but_for_where_the_mask_comes_from(causal: bool) -> None:
-    """An identity value matrix shows the dropped weights: rescaled they are torch's undropped."""
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 3, 6, 8, dtype=torch.float64), torch.randn(2, 3, 6, 8).double()
-    v = torch.eye(6, dtype=torch.float64).expand(2, 3, 6, 6)
-    plain = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    with StageRandomness(CPU).of(StepSeed(), 0, 0):
-        dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, is_causal=causal)
-    kept = dropped != 0
-    assert 0.5 < kept[plain != 0].double().mean() < 0.95
-    torch.testing.assert_close(dropped[kept] * 0.75, plain[kept], rtol=1e-12, atol=1e-12)
