@@ -103,7 +103,7 @@ def test_one_stage_per_rank_holds_and_idles_as_promised(n: int, m: int) -> None:
     assert clocks(zero_bubble) == max(3 * m + n - 1, 2 * m + 2 * n - 1)
     assert len(sched.clock_table(zero_bubble)) == clocks(zero_bubble)
     if m >= n:
-        assert sched.bubble(zero_bubble) == cost.zero_bubble_share(n, m)
+        assert sched.bubble(zero_bubble) == cost.pipeline_bubble(n, m, 3)
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
@@ -114,7 +114,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(n: int, m: int, v: int) -
     sched.validate(schedule, m)
     assert clocks(schedule) == (3 * (v * m + n - 1) if m >= n else 3 * (n * v + m - 1))
     if m >= n:
-        assert sched.bubble(schedule) == cost.interleaved_bubble(n, m, v)
+        assert sched.bubble(schedule) == cost.pipeline_bubble(n, m, v)
     if v == 1:
         assert schedule == sched.one_f_one_b(n, m)
     elif m % n == 0:
