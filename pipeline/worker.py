@@ -33,6 +33,7 @@ from typing import Any, TypeAlias
 import torch
 
 from runtime.cores import core_slice
+from runtime.recompute import Autocast
 
 from .streams import Streams
 
@@ -46,11 +47,7 @@ class Context:
     def __init__(self) -> None:
         self.grad_enabled = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        self.autocast = {
-            kind: torch.get_autocast_dtype(kind)
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        }
+        self.autocast = Autocast()
         self.streams = Streams()
         default = torch.get_default_device()
         self.default_device = None if default.type == "cpu" else default
@@ -61,8 +58,7 @@ class Context:
             if self.inference:  # first, because it changes grad mode
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
-            for kind, dtype in self.autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype))
+            stack.enter_context(self.autocast.entered())
             if self.default_device is not None:
                 stack.enter_context(self.default_device)
             stack.enter_context(self.streams.enter())

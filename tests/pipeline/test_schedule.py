@@ -58,23 +58,6 @@ def test_the_table_in_the_docstring_is_the_schedule(
     assert f"{table}\n" in module.__doc__[module.__doc__.index(f"    {title}") :]
 
 
-def test_clock_by_clock() -> None:
-    assert sched.draw(sched.zero_bubble(2, 4)).splitlines() == [
-        "stage 0: F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 I3 W3",
-        "stage 1: .  F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3",
-    ]
-    assert sched.draw(chunks.v_min(3, 2)).splitlines() == [
-        "rank 0: F0a F1a .   .   .   F0b I0b W0b F1b I1b W1b I0a W0a .   .   I1a W1a",
-        "rank 1: .   F0a F1a .   F0b .   F1b I0b W0b .   I0a I1b W0a W1b I1a W1a .",
-        "rank 2: .   .   F0a F0b F1a F1b .   .   I0b I0a W0b W0a I1b I1a W1b W1a .",
-    ]
-    # Of Narayanan et al. (2021), figure 4, the first of four ranks.
-    first = chunks.interleaved_1f1b(4, 8, 2)[0]
-    names = " ".join(sched.name_of(action, [0, 1, 2, 3] * 2) for action in first)
-    assert names.startswith("F0a F1a F2a F3a F0b F1b F2b F3b F4a F5a F6a B0b F7a B1b F4b B2b")
-    assert names.endswith("B6b B7b B4a B5a B6a B7a")
-
-
 @pytest.mark.parametrize("name", catalogue.SCHEDULES)
 def test_every_schedule_can_run_and_adds_gradients_up_in_order(name: str) -> None:
     for n, m in GRID:
