@@ -114,7 +114,7 @@ class ShardedLayer:
             with ExitStack() as around:
                 around.enter_context(saved_tensors_hooks(self._pack, _unpack))  # notes, not views
                 if forget:
-                    around.enter_context(graph.draws)  # `recompute` draws the same again
+                    around.enter_context(graph.draws.entered())  # `recompute` draws the same again
                 if forget and not self._looked:
                     around.enter_context(unchanged(self.module, self.name))
                 output = self.module(entered)
