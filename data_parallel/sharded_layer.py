@@ -114,7 +114,7 @@ class ShardedLayer:
             with ExitStack() as around:
                 around.enter_context(saved_tensors_hooks(self._pack, _unpack))  # notes, not views
                 if forget:
-                    around.enter_context(graph.draws)  # `recompute` draws the same again
+                    around.enter_context(graph.draws.entered())  # `recompute` draws the same again
                     around.enter_context(unchanged(self.module, self.name))
                 output = self.module(entered)
         finally:
@@ -133,7 +133,7 @@ class ShardedLayer:
         `gradients` has one entry per leaf of the output, which may be None.
         """
         flat = [p for leaves in graph.leaves.values() for p in leaves]  # all trainable units'
-        of_inputs, found, _ = graph.differentiate(flat, gradients)
+        of_inputs, found = graph.differentiate(flat, gradients)
         return of_inputs, {u: [found.get(p) for p in ps] for u, ps in graph.leaves.items()}
 
     def _gathered(self) -> dict[int, list[nn.Parameter]]:

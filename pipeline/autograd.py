@@ -1,9 +1,10 @@
-"""A pipeline's forward as autograd sees it: one function of the input and the parameters.
+"""A pipeline's forward as autograd sees it: one function of the micro-batches and the parameters.
 
-The stages keep their own graphs (stage.py). The caller's graph has one node. Its inputs are the
-input tensors and all parameters; its backward runs the clocks in reverse on the workers. So the
-parameters' gradients come *through* autograd: `torch.autograd.grad` returns them, hooks see each
-gradient once and complete, and a parameter on two stages gets the sum of both.
+The stages keep their own graphs (stage.py). The caller's graph has one node for all of them; around
+it the batch is cut and joined as any tensor is, so autograd cuts and joins the gradients. The
+node's backward runs the clocks in reverse on the workers. So the parameters' gradients come
+*through* autograd: `torch.autograd.grad` returns them, hooks see each gradient once and complete,
+and a parameter on two stages gets the sum of both.
 """
 
 from __future__ import annotations
@@ -27,78 +28,43 @@ if TYPE_CHECKING:
 
 def pipelined(pipe: Pipe, stages: Sequence[Stage], x: Any, sizes: Sequence[int]) -> Any:
     """Run ``x``, in micro-batches of ``sizes``, forward through the stages."""
-    inputs = pytree.tree_leaves(x)
-    wanted = _differentiable(inputs)  # positions of leaves that require grad
+    batches = microbatch.split(x, sizes)
     parameters = trained_parameters(stages, pipe.replicas)
-    if not torch.is_grad_enabled() or not (wanted or parameters):
-        batches = microbatch.split(x, sizes)
+    inputs = [leaf for leaf in pytree.tree_leaves(batches) if _has_gradient(leaf)]
+    if not torch.is_grad_enabled() or not (inputs or parameters):
         pipe.forward_all(batches)
         return microbatch.join(batches)
-    with torch.no_grad():  # keep micro-batches out of the caller's graph: stages have their own
-        batches = microbatch.split(pytree.tree_map_only(Tensor, Tensor.detach, x), sizes)
-    for batch in batches:
-        pieces = pytree.tree_leaves(batch)
-        for k in wanted:
-            pieces[k].requires_grad_()  # tells the first stage
+    batches = pytree.tree_map_only(  # out of the caller's graph: stages have their own
+        Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), batches
+    )
+    call = _Call(pipe, stages, parameters, _marks(batches))
     pipe.forward_all(batches)  # outputs replace the inputs
-    with torch.no_grad():
-        outputs, spec = pytree.tree_flatten(microbatch.join(batches))  # of the whole batch
-    leaves = [pytree.tree_leaves(batch) for batch in batches]  # by micro-batch
-    carried = _differentiable(leaves[0])  # positions of outputs with gradients
-    lengths = {k: [len(row[k]) if row[k].dim() else 0 for row in leaves] for k in carried}
-    results = [outputs[k].detach() for k in carried]
-    call = _Call(pipe, stages, parameters, wanted, list(sizes), len(outputs), lengths, results)
-    if carried:
-        tensors = [inputs[k] for k in wanted]
+    call.outputs = _marks(batches)
+    call.results = [leaf.detach() for leaf in pytree.tree_leaves(batches) if _has_gradient(leaf)]
+    if call.results:
         # the parameters are arguments, so that autograd asks for their gradients, too
-        results = _Pipelined.apply(call, *tensors, *parameters)
-        for k, result in zip(carried, results, strict=True):
-            outputs[k] = result  # now with a grad_fn
-    return pytree.tree_unflatten(outputs, spec)
+        results = iter(_Pipelined.apply(call, *inputs, *parameters))
+        batches = pytree.tree_map_only(
+            Tensor, lambda t: next(results) if t.requires_grad else t, batches
+        )
+    return microbatch.join(batches)
+
+
+Marks = list[list[bool]]  # per micro-batch and leaf: whether it has a gradient
 
 
 @dataclass
 class _Call:
     """What the backward of one forward needs. It is freed with the caller's graph, and frees the
-    stages' graphs with it. Leaves of input and output are numbered as by pytree."""
+    stages' graphs with it."""
 
     pipe: Pipe
     stages: Sequence[Stage]
     parameters: list[nn.Parameter]
-    wanted: list[int]  # leaves of the input that want gradients
-    sizes: list[int]  # per micro-batch, examples of the input
-    num_outputs: int
-    lengths: dict[int, list[int]]  # leaf of the output with gradients: rows per micro-batch
-    results: list[Tensor]
+    inputs: Marks
+    outputs: Marks = field(default_factory=list)
+    results: list[Tensor] = field(default_factory=list)  # all outputs with gradients
     streams: Streams = field(default_factory=Streams)  # of the forward
-
-    def split(self, gradients: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
-        """Per micro-batch, the gradient of each leaf of its output."""
-        pieces: list[list[Tensor | None]] = [[None] * self.num_outputs for _ in self.sizes]
-        for (k, lengths), gradient in zip(self.lengths.items(), gradients, strict=True):
-            if gradient is None:
-                continue
-            parts = gradient.split(lengths) if gradient.dim() else [gradient]
-            for piece, part in zip(pieces, parts, strict=True):  # part: its rows
-                piece[k] = part
-        return pieces  # [micro-batch][leaf]
-
-    def join(self, gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-        """The gradients of the input's leaves in ``wanted``."""
-        joined: list[Tensor | None] = []
-        for k in self.wanted:
-            like = next((row[k] for row in gradients if row[k] is not None), None)
-            if like is None:  # no micro-batch has a gradient for it
-                joined.append(None)
-                continue
-            parts = [row[k] for row in gradients]
-            shapes = [(size, *like.shape[1:]) if like.dim() else () for size in self.sizes]
-            full = [
-                like.new_zeros(shape) if part is None else part  # this micro-batch has none
-                for part, shape in zip(parts, shapes, strict=True)
-            ]
-            joined.append(torch.cat(full) if like.dim() else torch.stack(full).sum())
-        return joined
 
 
 class _Pipelined(torch.autograd.Function):
@@ -120,15 +86,25 @@ class _Pipelined(torch.autograd.Function):
         with call.pipe._crew.alone(), call.streams.resume():
             for stage in call.stages:
                 stage.take_gradients()  # drop what a failed backward left
+            given = iter(gradients)
+            pieces = [[next(given) if mark else None for mark in row] for row in call.outputs]
             with hooks_held(call.parameters):
-                pieces = call.split(gradients)
                 call.pipe.backward_all(call.stages, pieces, retain_graph)  # pieces: now the inputs'
             own, sums = gradients_by_stage(call.stages, call.pipe.replicas)
             for gradients_of_stage in own:  # no parameter is in two of them
                 sums.update(gradients_of_stage)
-            of_inputs = call.join(pieces)
+            of_inputs = [
+                dx
+                for row, marks in zip(pieces, call.inputs, strict=True)
+                for dx, mark in zip(row, marks, strict=True)
+                if mark
+            ]
         return None, *of_inputs, *(sums.get(p) for p in call.parameters)  # None: for `call`
 
 
-def _differentiable(leaves: Sequence[Any]) -> list[int]:
-    return [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _marks(batches: Sequence[Any]) -> Marks:
+    return [[_has_gradient(leaf) for leaf in pytree.tree_leaves(batch)] for batch in batches]

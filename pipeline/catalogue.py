@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache, partial
 
-from .chunks import folded, interleaved_1f1b, looped, v_half, v_min, zb_v
+from .chunks import interleaved_1f1b, v_half, v_min, zb_v
 from .schedule import (
     Action,
     BuildSchedule,
@@ -53,7 +53,7 @@ def chunks_of(name: str, chunks: int | None = None) -> int:
     if chunks not in (None, own):
         raise ValueError(
             f"schedule {name} with {chunks} chunks: a rank has {own} stage{'s' * (own > 1)} there; "
-            f"schedule interleaved takes any number of chunks"
+            "schedule interleaved takes any number of chunks"
         )
     return own
 
@@ -71,8 +71,7 @@ def find(name: str, chunks: int | None = None) -> BuildSchedule:
 
 def places(name: str, num_ranks: int, chunks: int | None = None) -> list[int]:
     """The rank of each stage. Raises ValueError like `chunks_of`."""
-    chunks = chunks_of(name, chunks)
-    return folded(num_ranks) if name in V_SHAPED else looped(num_ranks, chunks)
+    return ranks_of(find(name, chunks)(num_ranks, 1))
 
 
 def plan(
@@ -90,21 +89,15 @@ def _plan(
     schedule: str | BuildSchedule, ranks: tuple[int, ...], num_microbatches: int
 ) -> tuple[Schedule, list[Action]]:
     num_ranks = len(set(ranks))
-    build = schedule
-    if isinstance(build, str):
-        build = find(build, len(ranks) // num_ranks)  # stages per rank
-    lists = build(num_ranks, num_microbatches)
-    if len(lists) != num_ranks:
-        raise ValueError(
-            f"the schedule has {len(lists)} lists and the pipeline {num_ranks} ranks: a list of "
-            "actions for each rank is needed, of the number the schedule is called with"
-        )
-    validate(lists, num_microbatches)  # it can run; its stages may still be on other ranks
+    if isinstance(schedule, str):
+        schedule = find(schedule, len(ranks) // num_ranks)  # stages per rank
+    lists = schedule(num_ranks, num_microbatches)
     if (found := ranks_of(lists)) != list(ranks):
         raise ValueError(
-            f"the schedule has the {len(found)} stages on the ranks {found}, and the pipeline its "
-            f"{len(ranks)} on {list(ranks)}: make the pipeline with the ranks of the schedule"
+            f"the schedule has its stages on the ranks {found}, and the pipeline on {list(ranks)}: "
+            "make the pipeline with the ranks of the schedule"
         )
+    validate(lists, num_microbatches)
     return lists, in_order(lists)
 
 

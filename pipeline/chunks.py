@@ -49,26 +49,16 @@ from .schedule import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
+    BORN,
     FORWARD,
     Action,
     Schedule,
-    check_sizes,
+    alternate,
     dependencies,
 )
 
 _PERIOD = 6  # clocks for F, I and W of a rank's two chunks
-_BORN = {FORWARD: 1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
 Pattern = list[tuple[int, Action]]  # a rank's actions for micro-batch 0, with their clocks
-
-
-def looped(num_ranks: int, chunks: int) -> list[int]:
-    """The rank of each stage: 0, 1, ..., the last, and again from 0."""
-    return [*range(num_ranks)] * chunks
-
-
-def folded(num_ranks: int) -> list[int]:
-    """The rank of each stage: 0, 1, ..., the last, and back: a V. The last stage is on rank 0."""
-    return [*range(num_ranks), *reversed(range(num_ranks))]
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
@@ -77,9 +67,6 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> 
     Micro-batches pass in groups of n. If n does not divide their number, the groups are fewer and
     larger, their sizes at most one apart: no rank waits longer, but it holds up to n - 1 more.
     """
-    check_sizes(num_ranks, num_microbatches)
-    if chunks < 1:
-        raise ValueError(f"{chunks} chunks per rank: at least 1, e.g. 2")
     n, m = num_ranks, num_microbatches
     count = max(1, m // n)  # groups
     edges = [m * k // count for k in range(count + 1)]  # group k: from edges[k] to edges[k + 1]
@@ -92,12 +79,9 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> 
         # While a micro-batch travels to the last rank and its gradient comes back, a rank does one
         # forward per rank on the way. With one chunk this is not needed: it would only hold more.
         ahead = (n - r - 1) * (2 if chunks > 1 else 1)
-        warm_up = min(m * chunks, (chunks - 1) * largest + ahead)
         forwards = [Action(FORWARD, c * n + r, i) for c, i in ups]
         backwards = [Action(BACKWARD, c * n + r, i) for c, i in downs]
-        steady = zip(forwards[warm_up:], backwards, strict=False)  # ends with the forwards
-        pairs = [action for pair in steady for action in pair]
-        schedule.append(forwards[:warm_up] + pairs + backwards[len(ups) - warm_up :])  # F, pairs, B
+        schedule.append(alternate(forwards, backwards, (chunks - 1) * largest + ahead))
     return schedule
 
 
@@ -118,7 +102,6 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def _v_shaped(num_ranks: int, num_microbatches: int, steps: tuple[int, int, int, int]) -> Schedule:
     """The pattern that holds least, repeated, sorted by clock, and closed up."""
-    check_sizes(num_ranks, num_microbatches)
     found = []
     for waits in product(range(_PERIOD), repeat=3):  # 216 ways to wait
         patterns = list(_patterns(num_ranks, steps, waits))
@@ -205,7 +188,7 @@ def _close_up(lists: Schedule, num_stages: int, most: int) -> Schedule:
             if k is not None:
                 started.append((r, actions.pop(k)))
         for r, action in started:
-            alive[r] += _BORN[action.kind]
+            alive[r] += BORN[action.kind]
             closed[r].append(action)
             done.add(action)
     return closed
@@ -222,7 +205,7 @@ def _next(
     """The index of the action to do now; None: wait."""
     peak, weight = alive, None  # peak: the most held if the list is followed up to k
     for k, action in enumerate(actions):
-        born = _BORN[action.kind]
+        born = BORN[action.kind]
         if all(needed in done for needed in dependencies(action, num_stages)):
             if action.kind is BACKWARD_WEIGHT and weights_last:  # only if nothing after it is ready
                 weight = k if weight is None else weight

@@ -213,10 +213,7 @@ class Dataflow:
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
     """Autocast is for forwards only: the backward of an operator chooses its own types."""
-    with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
 

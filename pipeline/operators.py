@@ -181,17 +181,14 @@ def _why(error: Exception, module: nn.Module) -> str:
     where, line = type(module).__name__, ""
     if outside:  # [-1]: the innermost
         where, line = f"{outside[-1].filename}:{outside[-1].lineno}", f"`{outside[-1].line}` "
+    first = next(iter(str(error).strip().splitlines()), repr(error))
+    said = f"cannot be traced ({first}): change it"
     if isinstance(error, GuardOnDataDependentSymNode):
-        return (
-            f"{where}: {line}asks for the values of a tensor, and a trace has none. Keep it a "
-            "tensor, as torch.where(condition, a, b) does instead of an if; or cut the model by "
-            "hand: nn.Sequential(*layers)"
+        said = (
+            "asks for the values of a tensor, and a trace has none. Keep it a tensor, as "
+            "torch.where(condition, a, b) does instead of an if"
         )
-    said = str(error).strip().split("\n")[0] or repr(error)
-    return (
-        f"{where}: {line}cannot be traced ({said}): change it, or cut the model by hand: "
-        "nn.Sequential(*layers)"
-    )
+    return f"{where}: {line}{said}; or cut the model by hand: nn.Sequential(*layers)"
 
 
 def _attribute(module: Any, name: str) -> Tensor | None:

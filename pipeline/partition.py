@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from runtime.graph import Graph
+
 
 class WithDevice(nn.Module):
     """A layer with the device to run it on: ``WithDevice(nn.Dropout(), 'cpu:1')``."""
@@ -76,13 +78,7 @@ def _split_module(modules: nn.Sequential) -> tuple[nn.ModuleList, list[torch.dev
 def split_into(modules: nn.Sequential, sizes: Sequence[int]) -> list[nn.Sequential]:
     """``sizes[s]`` layers for each stage s; a nested Sequential counts as one layer and is then
     flattened. ValueError unless the sizes add up to the layers."""
-    if sum(sizes) != len(modules) or min(sizes, default=0) < 1:
-        raise ValueError(
-            f"sizes {list(sizes)} for {len(modules)} layers: one number per stage, each at least "
-            "1, their sum the layers"
-        )
-    layers = list(modules)
-    parts = [layers[end - n : end] for n, end in zip(sizes, accumulate(sizes), strict=True)]
+    parts = _groups(list(modules), sizes)
     return [nn.Sequential(*(layer for layer, _ in flatten(nn.Sequential(*p)))) for p in parts]
 
 
@@ -90,20 +86,26 @@ def split_by_sizes(
     modules: nn.Sequential, sizes: Sequence[int]
 ) -> tuple[nn.ModuleList, list[torch.device]]:
     """Like `_split_module`, but cut by ``sizes`` like `split_into`."""
-    partitions, devices, first = nn.ModuleList(), [], 0
-    layers = list(modules)
-    for part, n in zip(split_into(modules, sizes), sizes, strict=True):
-        # for the devices; it also moves layers that `WithDevice` puts on a GPU
-        _, found = _split_module(nn.Sequential(*layers[first : first + n]))
-        if len(found) > 1:
+    partitions, devices = nn.ModuleList(), []
+    for s, part in enumerate(_groups(list(modules), sizes)):
+        found, on = _split_module(nn.Sequential(*part))
+        if len(on) > 1:
             raise ValueError(
-                f"the {n} layers from number {first} are a stage, but on "
-                f"{' and '.join(map(str, found))}: a stage is on one device"
+                f"stage {s} is on {' and '.join(map(str, on))}: a stage is on one device"
             )
-        partitions.append(part)
-        devices += found
-        first += n
+        partitions += found
+        devices += on
     return partitions, devices
+
+
+def _groups(layers: Sequence[nn.Module], sizes: Sequence[int]) -> list[Sequence[nn.Module]]:
+    """The next ``sizes[s]`` layers for each stage s."""
+    if sum(sizes) != len(layers) or min(sizes, default=0) < 1:
+        raise ValueError(
+            f"sizes {list(sizes)} for {len(layers)} layers: one number per stage, each at least "
+            "1, their sum the layers"
+        )
+    return [layers[end - n : end] for n, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def flatten(
@@ -204,26 +206,20 @@ def measure_costs(
 def _forward_backward(layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any] | None) -> Any:
     """One forward and backward; returns the detached output, the next layer's input."""
     parameters = [p for p in layer.parameters() if p.requires_grad]
-    device = parameters[0].device if parameters else None
-
-    def enter(t: Tensor) -> Tensor:
-        moved = t.detach() if device is None else t.detach().to(device)
-        return moved.requires_grad_(t.requires_grad)  # a leaf: this layer's graph begins here
-
+    tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+    device = [*parameters, *tensors][0].device
+    graph = Graph(device)
     with torch.enable_grad():
-        value = pytree.tree_map_only(Tensor, enter, value)
-        output = layer(value)
-        result = output if loss_fn is None else loss_fn(output)
-    ends = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
-    starts = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.requires_grad]
-    if ends and (starts or parameters):
-        inputs = [*starts, *parameters]
-        torch.autograd.grad(ends, inputs, [torch.ones_like(t) for t in ends], allow_unused=True)
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return pytree.tree_map_only(
-        Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), output
+        output = graph.record(
+            value, lambda x: layer(x) if loss_fn is None else loss_fn(layer(x)), is_first=False
+        )
+    ends = pytree.tree_leaves(output)
+    graph.differentiate(
+        parameters, [torch.ones_like(t) if isinstance(t, Tensor) else None for t in ends]
     )
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return output
 
 
 def place(
@@ -234,21 +230,14 @@ def place(
     A parameter shared by stages on different GPUs stays on the first of these stages; the others
     get a copy, put into their layers in place: ``replicas[copy]`` is the original.
     """
-    if len(sizes) != len(devices) or sum(sizes) != len(layers):
-        raise ValueError(
-            f"sizes {list(sizes)} on {len(devices)} devices: one number per device, their sum the "
-            f"{len(layers)} layers"
-        )
     home: dict[nn.Parameter, torch.device] = {}  # of each parameter, its first stage's
     replicas: dict[nn.Parameter, nn.Parameter] = {}
     placed: list[nn.Module] = []
-    rest = iter(layers)
-    for size, name in zip(sizes, devices, strict=True):
+    for stage, name in zip(_groups(layers, sizes), devices, strict=True):
         device = torch.device(name)  # may be logical: cpu:1
         physical = torch.device("cpu") if device.type == "cpu" else device
         copies: dict[nn.Parameter, nn.Parameter] = {}  # original -> copy, for this stage
-        for _ in range(size):
-            layer = next(rest)
+        for layer in stage:
             for module in layer.modules():
                 for key, parameter in list(module._parameters.items()):
                     if parameter is not None and home.setdefault(parameter, physical) != physical:

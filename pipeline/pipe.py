@@ -95,10 +95,9 @@ class Pipe(nn.Module):
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
         # Stages on one device share a worker: by stage, the first stage with the same worker.
         self._workers = [self.in_queues.index(queue) for queue in self.in_queues]
-        workers = sorted(set(self._workers))
-        self._ranks = [workers.index(k) for k in self._workers]  # as schedules count them
-        if sizes is None:  # a rank per stage, even where a device has several
-            self._ranks = [*range(len(self.devices))]
+        workers = list(dict.fromkeys(self._workers))
+        # As schedules count them. Without sizes: a rank per stage, even where a device has several.
+        self._ranks = [workers.index(k) if sizes else s for s, k in enumerate(self._workers)]
         self._stages: list[Stage] = []  # of the forward in progress
 
     def close(self) -> None:
@@ -211,11 +210,25 @@ class Pipe(nn.Module):
         post-accumulate hook, such as an all-reduce, all gradients are delivered on the calling
         thread, stage by stage, in order.
         """
+        if num_microbatches is None:
+            sizes = partial(microbatch.sizes_by_split, split_size=self.split_size)
+        else:
+            sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
+        inputs, targets = microbatch.cut(x, target, sizes)  # one each per micro-batch
+        refuse_hooks([*self._uncalled, ("the Pipe", self)])
         with self._crew.alone():
             self._refresh_replicas()
-            stages = self._new_stages()
+            stages = self._new_stages(len(inputs))
+            losses, n = Losses(loss_fn, targets, scale, stages[-1].memory), len(stages)
+            # up: into every stage, none for the loss; down: into every stage but the last
+            up, down = channels(range(n)), channels(range(1, n))
+            for i, value in enumerate(inputs):
+                up[0].put(i, value)  # all at once: the channel holds them
+            _, actions = plan(schedule, self._ranks, len(targets))  # of all ranks, by clock
+            flow = Dataflow(stages, up, down, losses, self.recorder)
             with hooks_held(trained_parameters(stages, self.replicas)), torch.enable_grad():
-                loss = self._run(stages, x, target, loss_fn, schedule, num_microbatches, scale)
+                self.peak_alive = self._run_flow(flow, actions)
+                loss = losses.total()
             own, tied = gradients_by_stage(stages, self.replicas)  # all workers are done
             if any(has_hooks(p) for gradients in own for p in gradients):
                 for gradients in own:
@@ -240,34 +253,6 @@ class Pipe(nn.Module):
             owned.append([p for p in partition.parameters() if p not in seen])
             seen.update(owned[-1])
         return owned
-
-    def _run(
-        self,
-        stages: Sequence[Stage],
-        x: Any,
-        target: Any,
-        loss_fn: LossFunction,
-        schedule: str | BuildSchedule,
-        num_microbatches: int | None,
-        scale: float | Tensor,
-    ) -> Tensor:
-        if num_microbatches is None:
-            sizes = partial(microbatch.sizes_by_split, split_size=self.split_size)
-        else:
-            sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
-        inputs, targets = microbatch.cut(x, target, sizes)  # one each per micro-batch
-        refuse_hooks([*self._uncalled, ("the Pipe", self)])
-        losses = Losses(loss_fn, targets, scale, stages[-1].memory)
-        n = len(stages)
-        for stage in stages:
-            stage.num_microbatches = len(inputs)
-        # up: into every stage, none for the loss; down: into every stage but the last
-        flow = Dataflow(stages, channels(range(n)), channels(range(1, n)), losses, self.recorder)
-        for i, value in enumerate(inputs):
-            flow.up[0].put(i, value)  # all at once: the channel holds them
-        _, actions = plan(schedule, self._ranks, len(targets))  # of all ranks, by clock
-        self.peak_alive = self._run_flow(flow, actions)
-        return losses.total()
 
     def _new_stages(self, num_microbatches: int = 0) -> list[Stage]:
         seed = StepSeed()  # one for all stages

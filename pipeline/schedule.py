@@ -46,9 +46,11 @@ Glossary: m micro-batches, n ranks, i micro-batch, r rank, s stage, k clock.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from fractions import Fraction
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -82,37 +84,18 @@ Schedule = list[list[Action]]  # per rank, its actions in order
 BuildSchedule = Callable[[int, int], Schedule]  # (ranks, micro-batches) -> lists
 
 _HALVES = (BACKWARD_INPUT, BACKWARD_WEIGHT)
-_BORN = {FORWARD: 1, BACKWARD: -1, BACKWARD_WEIGHT: -1}  # change in live micro-batches
+# Change in live micro-batches. I frees nothing: W still needs its operands.
+BORN = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards: the clocks of `clock_cycles` up the stages, then the same
-    clocks down."""
-    check_sizes(num_stages, num_microbatches)
-    schedule: Schedule = [[] for _ in range(num_stages)]
-    clocks = list(clock_cycles(num_microbatches, num_stages))  # per clock, its (i, s)
-    for clock in clocks:
-        for i, s in clock:
-            schedule[s].append(Action(FORWARD, s, i))
-    for clock in clocks:
-        # mirrored: here s counts from the last stage
-        for i, s in clock:
-            schedule[-1 - s].append(Action(BACKWARD, num_stages - 1 - s, i))
-    return schedule
+    """All forwards, then all backwards."""
+    return _whole_backwards(num_microbatches, [num_microbatches] * num_stages)
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """One forward, one backward: the least activations at GPipe's bubble."""
-    check_sizes(num_stages, num_microbatches)
-    schedule = []
-    for s in range(num_stages):
-        warm_up = min(num_microbatches, num_stages - s - 1)  # forwards ahead of the pairs F, B
-        actions = [Action(FORWARD, s, i) for i in range(warm_up)]
-        for i in range(warm_up, num_microbatches):  # steady state
-            actions += [Action(FORWARD, s, i), Action(BACKWARD, s, i - warm_up)]
-        cool_down = range(num_microbatches - warm_up, num_microbatches)  # their forwards are done
-        schedule.append(actions + [Action(BACKWARD, s, i) for i in cool_down])
-    return schedule
+    return _whole_backwards(num_microbatches, [num_stages - s - 1 for s in range(num_stages)])
 
 
 def sequential(num_stages: int, num_microbatches: int) -> Schedule:
@@ -120,11 +103,26 @@ def sequential(num_stages: int, num_microbatches: int) -> Schedule:
 
     This is naive model parallelism, the baseline for a pipeline.
     """
-    check_sizes(num_stages, num_microbatches)
-    return [  # the same list for every stage: F0 B0 F1 B1 ...
-        [Action(kind, s, i) for i in range(num_microbatches) for kind in (FORWARD, BACKWARD)]
-        for s in range(num_stages)
+    return _whole_backwards(num_microbatches, [0] * num_stages)
+
+
+def _whole_backwards(num_microbatches: int, warm_ups: Sequence[int]) -> Schedule:
+    """Stage s starts with ``warm_ups[s]`` forwards."""
+    every = range(num_microbatches)
+    return [
+        alternate(
+            [Action(FORWARD, s, i) for i in every], [Action(BACKWARD, s, i) for i in every], w
+        )
+        for s, w in enumerate(warm_ups)
     ]
+
+
+def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
+    """The order of one rank: ``warm_up`` forwards, then a forward and a backward in turn until the
+    forwards end, then the other backwards."""
+    steady = zip(forwards[warm_up:], backwards, strict=False)
+    pairs = [action for pair in steady for action in pair]
+    return forwards[:warm_up] + pairs + backwards[len(pairs) // 2 :]
 
 
 def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
@@ -151,19 +149,12 @@ def forwards(ranks: Sequence[int], num_microbatches: int) -> Schedule:
 
 def ranks_of(schedule: Schedule) -> list[int]:
     """The rank of each stage. ValueError unless each stage is on exactly one rank."""
-    ranks: dict[int, int] = {}  # by stage
-    for r, actions in enumerate(schedule):
-        for action in actions:
-            if ranks.setdefault(action.stage, r) != r:
-                raise ValueError(
-                    f"rank {r}: {action!r} does not belong here: rank {ranks[action.stage]} has "
-                    "that stage"
-                )
-    if sorted(ranks) != list(range(len(ranks))):
+    found = sorted({(action.stage, r) for r, actions in enumerate(schedule) for action in actions})
+    if [s for s, _ in found] != list(range(len(found))):
         raise ValueError(
-            f"the lists have the stages {sorted(ranks)}: they are counted from 0, none left out"
+            f"the lists have these (stage, rank): {found}; each stage, counted from 0, has one rank"
         )
-    return [ranks[s] for s in sorted(ranks)]
+    return [r for _, r in found]
 
 
 def clock_cycles(num_batches: int, num_partitions: int) -> Iterator[list[tuple[int, int]]]:
@@ -190,22 +181,20 @@ def clock_table(schedule: Schedule) -> list[list[Action | None]]:
     Raises ValueError, naming a waiting action, if the schedule deadlocks.
     """
     num_stages = len(ranks_of(schedule))
-    position = [0] * len(schedule)  # by rank: the index of its next action
+    waiting = [deque(actions) for actions in schedule]  # by rank
     done: set[Action] = set()  # ended before this clock
     rows: list[list[Action | None]] = []
-    while any(p < len(actions) for p, actions in zip(position, schedule, strict=True)):
-        row: list[Action | None] = []
-        for p, actions in zip(position, schedule, strict=True):
-            ready = p < len(actions) and all(
-                needed in done for needed in dependencies(actions[p], num_stages)
-            )
-            row.append(actions[p] if ready else None)
+    while any(waiting):
+        row = [
+            rest[0] if rest and done.issuperset(dependencies(rest[0], num_stages)) else None
+            for rest in waiting
+        ]
         if not any(row):  # nobody can start, now or ever
-            raise ValueError(_deadlock(schedule, position, done))
-        for r, action in enumerate(row):  # after the row: its actions start at the same time
+            stuck = (f"{rest[0]} on stage {rest[0].stage}" for rest in waiting if rest)
+            raise ValueError(f"deadlock: what comes first never can: {', '.join(stuck)}")
+        for rest, action in zip(waiting, row, strict=True):  # all start at the same time
             if action is not None:
-                position[r] += 1
-                done.add(action)
+                done.add(rest.popleft())
         rows.append(row)
     return rows
 
@@ -228,39 +217,26 @@ def validate(schedule: Schedule, num_microbatches: int) -> None:
     each micro-batch. Nothing deadlocks (B waits for B and I for I, so all stages must split a
     micro-batch alike).
     """
-    ranks = ranks_of(schedule)
-    for r, actions in enumerate(schedule):
-        halved = {(s, i) for kind, s, i in actions if kind in _HALVES}  # backward is in two halves
-        expected = {  # what rank r must do, each once
-            Action(kind, s, i)
-            for s in range(len(ranks))
-            if ranks[s] == r
-            for i in range(num_microbatches)
-            for kind in (FORWARD, *(_HALVES if (s, i) in halved else (BACKWARD,)))
-        }
-        seen: set[Action] = set()
-        for action in actions:
-            if action not in expected:
-                raise ValueError(f"rank {r}: {action!r} does not belong here")
-            if action in seen:
-                raise ValueError(f"stage {action.stage}: {action} is there twice")
-            seen.add(action)
-        for action in sorted(expected - seen):  # the first one raises
-            raise ValueError(f"stage {action.stage}: {action} is missing")
+    counts = Counter(action for actions in schedule for action in actions)
+    halved = {(s, i) for kind, s, i in counts if kind in _HALVES}  # backward is in two halves
+    expected = {
+        Action(kind, s, i)
+        for s in range(len(ranks_of(schedule)))
+        for i in range(num_microbatches)
+        for kind in (FORWARD, *(_HALVES if (s, i) in halved else (BACKWARD,)))
+    }
+    for action in sorted(expected | counts.keys()):
+        if counts[action] != (times := int(action in expected)):
+            raise ValueError(
+                f"stage {action.stage}: {action} is there {counts[action]} times, not {times}"
+            )
     clock_table(schedule)  # raises if the lists deadlock
 
 
 def peak_alive(schedule: Schedule) -> list[int]:
     """Per rank, the most micro-batches whose activations (F until B or W) it holds at once, counted
     once for each of its stages."""
-    peaks = []
-    for actions in schedule:
-        alive = peak = 0
-        for action in actions:
-            alive += _BORN.get(action.kind, 0)  # I frees nothing: W still needs its operands
-            peak = max(peak, alive)
-        peaks.append(peak)
-    return peaks
+    return [max(accumulate(BORN[a.kind] for a in actions)) for actions in schedule]
 
 
 def bubble(schedule: Schedule) -> Fraction:
@@ -292,21 +268,3 @@ def in_order(schedule: Schedule) -> list[Action]:
     """The actions of all ranks in order of their clocks: each comes after its dependencies. So one
     worker can do the actions of several ranks in this order without deadlock."""
     return [action for row in clock_table(schedule) for action in row if action is not None]
-
-
-def _deadlock(schedule: Schedule, position: Sequence[int], done: set[Action]) -> str:
-    stuck, num_stages = [], len(ranks_of(schedule))
-    for p, actions in zip(position, schedule, strict=True):
-        if p < len(actions):
-            needed = next(a for a in dependencies(actions[p], num_stages) if a not in done)
-            stuck.append(f"{actions[p]} on stage {actions[p].stage} waits for {needed} on stage "
-                         f"{needed.stage}")  # fmt: skip
-    return "deadlock: " + "; ".join(stuck)
-
-
-def check_sizes(num_stages: int, num_microbatches: int) -> None:
-    """ValueError unless there is at least one of each."""
-    if num_stages < 1 or num_microbatches < 1:
-        raise ValueError(
-            f"{num_stages} stages, {num_microbatches} micro-batches: at least 1 of each, e.g. 2, 4"
-        )

@@ -48,7 +48,7 @@ from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments, unchanged
 from runtime.sharing import Watch
 from runtime.unseen import Strangers, hidden_type
 
-from .zero_bubble import Product, WeightsLater, add_in_place, add_products, add_to
+from .zero_bubble import Product, WeightsLater, add, add_products
 
 
 class _Part:
@@ -74,8 +74,7 @@ class _Kept:
     """A micro-batch between its forward and the end of its backward."""
 
     graphs: list[_Graph] = field(default_factory=list)  # one per part
-    sums: Gradients = field(default_factory=dict)  # not yet complete
-    halved: bool = False  # only the second half remains
+    sums: Gradients = field(default_factory=dict)  # of parameters that get more from it
     tail: Callable[[Any], Any] | None = None
 
 
@@ -168,43 +167,29 @@ class Stage:
         kept = self._with_graph(i)
         if not retain_graph:
             del self._kept[i]  # no longer alive, even if what follows raises
-        graphs = list(kept.graphs) if retain_graph else kept.graphs  # popped: freed part by part
-        sums: Gradients = {}  # of parameters that get more from this micro-batch
-        for k, part in reversed(list(enumerate(self._parts))):  # dx is the next part's dy
-            self._run_again(i, kept, k)
-            graph = graphs.pop()
-            gradients = self._differentiate(graph, part, gradients, sums, retain_graph)
-            add_products(graph.products, self._totals, sums, self._shared)  # the weights' half
-            self._hand_over(part, sums)
-        add_in_place(self._totals, sums, gradients)  # not in the memory of the input's gradients
-        self._ended += 1
+        kept.sums.clear()  # of a backward that failed
+        for k in reversed(range(len(self._parts))):  # dx is the next part's dy
+            gradients = self._differentiate(i, kept, k, gradients, retain_graph)
+            self._add_products(kept, k)
+            if not retain_graph:
+                kept.graphs.pop()  # freed part by part
+        self._end(kept)
         return list(gradients)
 
     def backward_input(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """`backward` without the weight gradients of matrix products, left to `backward_weight`."""
         kept = self._with_graph(i)
-        for k, part in reversed(list(enumerate(self._parts))):
-            self._run_again(i, kept, k)
-            graph = kept.graphs[k]
-            gradients = self._differentiate(graph, part, gradients, kept.sums)
-            graph.release()  # x and y; products keep what the second half needs
-        kept.halved = True
+        for k in reversed(range(len(self._parts))):
+            gradients = self._differentiate(i, kept, k, gradients)
+            kept.graphs[k].release()  # x and y; products keep what the second half needs
         return list(gradients)
 
     def backward_weight(self, i: int) -> None:
         """Compute what `backward_input` left; free the micro-batch."""
-        if i not in self._kept or not self._kept[i].halved:
-            raise RuntimeError(
-                f"micro-batch {i} has no weight gradients to come on stage {self.index}: "
-                "call backward_input first, and this once"
-            )
         kept = self._kept.pop(i)
-        for part in reversed(self._parts):  # in the order of the first half
-            products = kept.graphs.pop().products
-            add_products(products, self._totals, kept.sums, self._shared)
-            self._hand_over(part, kept.sums)
-        add_in_place(self._totals, kept.sums, [])
-        self._ended += 1
+        for k in reversed(range(len(self._parts))):  # in the order of the first half
+            self._add_products(kept, k)
+        self._end(kept)
 
     def take_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
         """Return the sums over all micro-batches so far, and reset them."""
@@ -212,14 +197,19 @@ class Stage:
         self._totals = {}
         return pairs
 
-    def _hand_over(self, part: _Part, sums: Gradients) -> None:
-        """In the last backward, deliver the gradients of a part. Those in ``sums`` are not yet
-        complete, and stay."""
-        if self.deliver is None or self._ended + 1 != self.num_microbatches:
-            return
-        kept = {*sums, *self._shared, *self.held_back}  # incomplete, or held back by the pipe
-        whole = [p for p in part.parameters if p in self._totals and p not in kept]
-        self.deliver({p: self._totals.pop(p) for p in whole})  # popped: `deliver` owns them now
+    def _add_products(self, kept: _Kept, k: int) -> None:
+        """The second half of the backward of part k. In the last backward, deliver its gradients:
+        those in the sums of the micro-batch are not yet complete, and stay."""
+        part, shared = self._parts[k], self._shared
+        add_products(kept.graphs[k].products, self._totals, kept.sums, shared)
+        if self.deliver is not None and self._ended + 1 == self.num_microbatches:
+            later = {*kept.sums, *shared, *self.held_back}  # incomplete, or held back by the pipe
+            whole = [p for p in part.parameters if p in self._totals and p not in later]
+            self.deliver({p: self._totals.pop(p) for p in whole})  # popped: `deliver` owns them now
+
+    def _end(self, kept: _Kept) -> None:
+        add(self._totals, kept.sums)
+        self._ended += 1
 
     def _forgets(self, i: int, part: _Part, tail: Callable[[Any], Any] | None) -> bool:
         if self._recompute == EXCEPT_LAST:
@@ -252,7 +242,7 @@ class Stage:
             layers.append(tail)
         name = ""
         for k, layer in enumerate(layers, part.first_layer):  # k: in the whole model; seeds draws
-            name = layer_name(k, layer)
+            name = f"layer {k} ({type(layer).__name__})" if layer is not tail else "loss_fn"
             with ExitStack() as around:
                 if training:
                     around.enter_context(self._later.into(graph.products))
@@ -263,12 +253,16 @@ class Stage:
             watch.check(name)  # after each, to name the culprit
             if not self._looked and training:
                 strangers.refuse(value, name)
-        refuse_hidden(value, name)
+        if (kind := hidden_type(value)) is not None:
+            raise TypeError(
+                f"{name} hands on a {kind} with tensors inside, which the pipeline cannot see, "
+                "move or differentiate: return tensors, or tuples, lists and dicts of them"
+            )
         graph.products.clear()  # from a layer that differentiates inside its forward
         return value
 
     def _with_graph(self, i: int) -> _Kept:
-        if i not in self._kept or self._kept[i].halved:
+        if i not in self._kept:
             raise RuntimeError(
                 f"micro-batch {i} holds no graph on stage {self.index}: a second backward needs "
                 "backward(retain_graph=True) the first time"
@@ -277,37 +271,25 @@ class Stage:
 
     def _differentiate(
         self,
-        graph: _Graph,
-        part: _Part,
+        i: int,
+        kept: _Kept,
+        k: int,
         gradients: Sequence[Tensor | None],
-        sums: Gradients,
         retain_graph: bool = False,
     ) -> list[Tensor | None]:
-        """The gradients of the input. Parameter gradients are added to the totals, or to ``sums``
-        if this micro-batch has more to add: one sum per micro-batch, as in autograd."""
+        """The first half of the backward of part k: the gradients of its input. Those of parameters
+        are added to the totals, or to the sums of this micro-batch if it has more to add: one sum
+        per micro-batch, as in autograd."""
+        self._run_again(i, kept, k)
+        graph, part = kept.graphs[k], self._parts[k]
         with (
             self._later.into(graph.products),  # for a forward that checkpointing repeats
             NoDraws(),
         ):
-            result, found, others = graph.differentiate(part.parameters, gradients, retain_graph)
-        # these get more when the products are computed: so they are not complete
-        late = {p for product in graph.products for p in (product.weight, product.bias)}
-        add_to(sums, found, {*late, *self._shared}, others)  # moves them out of `found`
-        # memory that is still read: no total may lie there
-        held = [*others, *sums.values(), *(product.dy for product in graph.products)]
-        add_in_place(self._totals, found, held)
+            result, found = graph.differentiate(part.parameters, gradients, retain_graph)
+        # these get more when the products are computed, or from another part
+        later = {p for product in graph.products for p in (product.weight, product.bias)}
+        later |= self._shared
+        add(kept.sums, {p: g for p, g in found.items() if p in later})
+        add(self._totals, {p: g for p, g in found.items() if p not in later})
         return result
-
-
-def layer_name(k: int, layer: Callable[[Any], Any]) -> str:
-    """Names layer ``k`` of the model, counted from 0, in messages."""
-    return f"layer {k} ({type(layer).__name__})" if isinstance(layer, nn.Module) else "loss_fn"
-
-
-def refuse_hidden(value: Any, name: str) -> None:
-    """TypeError if the output of layer ``name`` hides tensors from pytree."""
-    if (kind := hidden_type(value)) is not None:
-        raise TypeError(
-            f"{name} hands on a {kind} with tensors inside, which the pipeline cannot see, move or "
-            "differentiate: return tensors, or tuples, lists and dicts of them"
-        )

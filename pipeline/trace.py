@@ -22,13 +22,12 @@ shared parameter is on every stage that uses it, and the pipe adds up its gradie
 Modes. Dropout and batch norm behave differently in evaluation, and a trace has one mode. So there
 are two traces, and ``stage.training`` chooses one: a whole stage is in one mode.
 
-Sizes are symbols, not numbers: a trace of 2 x 8 tokens runs 3 x 5. Assumptions of the trace (the
-branch taken at ``if x.size(1) > 4``) are checked for every input. A batch of one example runs the
-same operators as larger batches.
+Sizes are symbols, not numbers: a trace of 2 x 8 tokens runs 3 x 5, and a batch of one example runs
+the same operators as larger batches. Assumptions (the branch taken at ``if x.size(1) > 4``) are
+checked for every input.
 
-With ``stages=n`` the model is cut where, if possible, one activation crosses, and the costliest
-stage has the fewest floating-point operations. These are counted, not measured, because every
-process must find the same cut.
+With ``stages=n`` the costliest stage has the fewest floating-point operations, and if possible one
+activation crosses each cut. Operations are counted, not measured: every process must find one cut.
 
 Cost: two traces, about a second each for a small GPT-2, once. A step costs as much as calling the
 layers by hand; a value that passes through a stage is sent twice.
@@ -60,7 +59,6 @@ _aten = torch.ops.aten
 _CALLED: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: F.linear,
     _aten.addmm.default: torch.addmm,
-    _aten.mm.default: torch.mm,
     _aten.dropout.default: F.dropout,
     _aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
 }

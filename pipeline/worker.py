@@ -14,9 +14,8 @@ too, with their traceback, and the worker continues.
 
 A `Crew` is the workers of one Pipe. An error in one task must end a call at once, whatever the
 other workers do; so must Ctrl-C in the waiting thread; and no stale answer may stay in a queue. So
-a failing task calls ``stop``, which wakes workers that wait for each other, and a call collects the
-answer of every task. If it cannot, because it was interrupted or a worker is gone, the next call
-replaces all workers.
+a task that fails wakes those that wait for it (dataflow.py), and a call collects the answer of
+every task. If it is interrupted, it calls ``stop``, and the next call starts new workers.
 """
 
 from __future__ import annotations
@@ -27,21 +26,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
 
 from runtime.cores import core_slice
+from runtime.recompute import Autocast
 
 from .streams import Streams
 
 ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
 Queue: TypeAlias = "SimpleQueue[Any]"
-
-_START_TIMEOUT = 60.0  # seconds for a thread to start
-_POLL = 1.0  # seconds between checks that the workers are alive
 
 
 class Context:
@@ -50,12 +47,7 @@ class Context:
     def __init__(self) -> None:
         self.grad_enabled = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        self.autocast = {
-            kind: torch.get_autocast_dtype(kind)
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        }
-        self.autocast_cache = torch.is_autocast_cache_enabled()
+        self.autocast = Autocast()
         self.streams = Streams()
         default = torch.get_default_device()
         self.default_device = None if default.type == "cpu" else default
@@ -66,9 +58,7 @@ class Context:
             if self.inference:  # first, because it changes grad mode
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
-            for kind, dtype in self.autocast.items():
-                cache = self.autocast_cache
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
+            stack.enter_context(self.autocast.entered())
             if self.default_device is not None:
                 stack.enter_context(self.default_device)
             stack.enter_context(self.streams.enter())
@@ -81,15 +71,10 @@ class Task:
     def __init__(self, compute: Callable[[], Any], context: Context | None = None) -> None:
         self._compute = compute
         self._context = context or Context()
-        self.on_failure: Callable[[], None] = lambda: None  # others may wait for its output
 
     def compute(self) -> Any:
-        try:
-            with self._context.enter():  # on the worker's thread
-                return self._compute()
-        except BaseException:
-            self.on_failure()  # before the answer: others may wait for this task's output
-            raise
+        with self._context.enter():  # on the worker's thread
+            return self._compute()
 
 
 def worker(in_queue: Queue, out_queue: Queue, device: torch.device) -> None:
@@ -137,23 +122,11 @@ def start_workers(
         arguments = (in_queue, out_queue, device, share, up)
         thread = threading.Thread(target=_run, args=arguments, name=f"pipe-{device}", daemon=True)
         thread.start()
-        if not up.wait(_START_TIMEOUT):  # one at a time: each sets the default
-            raise RuntimeError(f"the worker of {device} did not start in {_START_TIMEOUT} s")
+        up.wait()  # one at a time: each sets the default
         crew[device] = (in_queue, out_queue, thread)
     torch.set_num_threads(callers_threads)  # the last worker's count is the default now
     members = [crew[name] for name in names]  # one per entry of `devices`; repeats are the same
     return [m[0] for m in members], [m[1] for m in members], [m[2] for m in members]
-
-
-def wait_for(out_queue: Queue, threads: Sequence[threading.Thread]) -> Any:
-    """The next answer of a worker. RuntimeError if any of ``threads`` is gone: the worker may be
-    waiting for it."""
-    while True:
-        with contextlib.suppress(Empty):
-            return out_queue.get(timeout=_POLL)
-        for thread in threads:
-            if not thread.is_alive() and out_queue.empty():  # it may have answered before it ended
-                raise RuntimeError(f"the worker thread {thread.name} has ended without an answer")
 
 
 def _run(
@@ -223,7 +196,26 @@ class Crew:
         Raises the error of the first failing task, with its traceback, after all have ended.
         """
         with self.alone():
-            return self._run(jobs, stop)
+            if self.closed:
+                raise RuntimeError("the Pipe is closed: make a new one")
+            if not self._end.alive:  # the last call was interrupted
+                self._start()
+            try:
+                for s, task in jobs:  # all start before the first answer is awaited
+                    self.in_queues[s].put(task)
+                # of two jobs of one worker, the first is answered first
+                answers = [self.out_queues[s].get() for s, _ in jobs]
+            except BaseException:  # Ctrl-C here
+                stop()  # wakes workers that wait for each other
+                self._end()  # uncollected answers may still come: the next call has new workers
+                raise
+        failures = [payload[1] for ok, payload in answers if not ok]
+        if failures:
+            try:  # the first cause, in job order, or else the first consequence
+                raise min(failures, key=lambda error: isinstance(error, Stopped))
+            finally:
+                del answers, failures  # else the error's traceback would keep the error alive
+        return [payload[1] for _, payload in answers]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -243,35 +235,6 @@ class Crew:
             yield
         finally:
             self._calls.release()
-
-    def _run(self, jobs: Sequence[tuple[int, Task]], stop: Callable[[], None]) -> list[Any]:
-        if self.closed:
-            raise RuntimeError("the Pipe is closed: make a new one")
-        if not self._end.alive or not all(thread.is_alive() for thread in self.threads):
-            self._end()  # ends those that are left
-            self._start()
-        answers: list[tuple[bool, Any]] = []
-        try:
-            for s, task in jobs:  # all start before the first answer is awaited
-                task.on_failure = stop
-                self.in_queues[s].put(task)
-            for s, _ in jobs:  # of two jobs of one worker, the first is answered first
-                answers.append(wait_for(self.out_queues[s], self.threads))
-                if answers[-1] == (False, None):
-                    raise RuntimeError(f"the worker of stage {s} ({self.devices[s]}) has ended")
-        except BaseException:  # Ctrl-C here, or a worker that is gone
-            stop()  # wakes workers that wait for each other
-            self._end()  # uncollected answers may still come: the next call starts new workers
-            raise
-        failures = [payload[1] for ok, payload in answers if not ok]
-        failures.sort(key=lambda error: isinstance(error, Stopped))  # causes first, in job order
-        if failures:
-            del answers
-            try:
-                raise failures[0]
-            finally:
-                failures.clear()  # else the error's traceback would keep the error alive
-        return [payload[1] for _, payload in answers]
 
 
 def _end_all(in_queues: list[Queue], threads: list[threading.Thread]) -> None:

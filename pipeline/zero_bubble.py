@@ -82,55 +82,27 @@ def add_products(
     while products:
         product = products.pop()
         for p in (product.weight, product.bias):
-            if p is None:
-                continue
-            if uses[p] > 1 or p in sums or p in apart:  # this micro-batch has more for p
-                gradient = product.gradient(p)
-                sums[p] = sums[p] + gradient if p in sums else gradient
-            elif p in totals:
-                product.add_gradient(p, totals[p])  # in place
-            else:
-                totals[p] = product.gradient(p)  # new memory, not a view: may be written to
+            if p is not None:
+                several = uses[p] > 1 or p in sums or p in apart  # this micro-batch has more for p
+                target = sums if several else totals
+                if p in target:
+                    product.add_gradient(p, target[p])  # in place
+                else:
+                    target[p] = product.gradient(p)  # new memory, not a view: may be written to
 
 
-def add_to(
-    sums: Gradients,
-    found: Gradients,
-    chosen: Collection[nn.Parameter | None],
-    others: Sequence[Tensor | None],
-) -> None:
-    """Move the gradients of the chosen parameters from ``found`` to ``sums``; a first gradient is
-    copied if it shares memory with one of ``others``."""
-    for p in [p for p in found if p in chosen]:
-        gradient = found.pop(p)
-        if p in sums:
-            sums[p] = sums[p] + gradient
-        else:
-            shared = _storage(gradient) in {_storage(t) for t in others if t is not None}
-            sums[p] = gradient.clone() if shared else gradient
-
-
-def add_in_place(
-    totals: dict[nn.Parameter, Tensor], new: Gradients, others: Sequence[Tensor | None]
-) -> None:
+def add(totals: Gradients, new: Gradients) -> None:
     """Add the gradients to their totals, in one call for all.
 
-    A first gradient becomes the total itself. It is copied if it shares memory with another
-    gradient or one of ``others``, because totals are written to. (Autograd hands the same tensor to
-    both terms of a sum.)
+    The first one is copied: totals are written to, and its memory may be another gradient's, too.
+    (Autograd hands the same tensor to both terms of a sum.)
     """
-    seen = {_storage(t) for t in others if t is not None}  # memory already in use
-    sums, terms = [], []  # totals, and what each gets
+    known = [p for p in new if p in totals]
+    if known:
+        torch._foreach_add_([totals[p] for p in known], [new[p] for p in known])
     for p, gradient in new.items():
-        if p in totals:
-            sums.append(totals[p])
-            terms.append(gradient)
-            continue
-        shared = _storage(gradient) in seen or not _owns_storage(gradient)
-        seen.add(_storage(gradient))
-        totals[p] = gradient.clone() if shared else gradient
-    if sums:
-        torch._foreach_add_(sums, terms)
+        if p not in totals:
+            totals[p] = gradient.clone()
 
 
 class WeightsLater(TorchFunctionMode):
@@ -157,22 +129,18 @@ class WeightsLater(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.addmm and len(args) == 3 and not kwargs:  # transformers' Conv1D
             bias, x, weight = args
-            if self._is_ours(x, weight, bias) and bias is not None and bias.dim() == 1:
+            if self._is_ours(weight, bias) and bias.dim() == 1:
                 return self._product(x, weight, bias, transposed=False)
-        elif func is torch.mm and len(args) == 2 and not kwargs:
-            if self._is_ours(*args, None):
-                return self._product(*args, None, transposed=False)
         elif func is F.linear:
             x, weight, bias = _linear_arguments(*args, **kwargs)
-            if self._is_ours(x, weight, bias) and x.dim() > 1:  # a vector has no rows
+            if self._is_ours(weight, bias) and x.dim() > 1:  # a vector has no rows
                 return self._product(x, weight, bias, transposed=True)
         return func(*args, **kwargs)
 
-    def _is_ours(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    def _is_ours(self, weight: Tensor, bias: Tensor | None) -> bool:
         return (
             weight in self._parameters
             and (bias is None or not bias.requires_grad or bias in self._parameters)
-            and type(x) in (Tensor, nn.Parameter)
             and torch.is_grad_enabled()
         )
 
@@ -224,7 +192,8 @@ class _Multiply(torch.autograd.Function):
             # For three dimensions the result is a view. Autograd forbids in-place changes of a view
             # made by a function; .data is no view, and costs no kernel.
             return F.linear(x, w, b).data
-        return torch.mm(x, w) if b is None else torch.addmm(b, x, w)
+        assert b is not None  # `torch.addmm` has a bias
+        return torch.addmm(b, x, w)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -237,13 +206,3 @@ class _Multiply(torch.autograd.Function):
             return (None,) * 7
         dx = rows.mm(w if transposed else w.t()).view(x.shape)  # R K, then as x
         return dx, *(None,) * 6
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
-
-
-def _owns_storage(tensor: Tensor) -> bool:
-    if tensor.layout != torch.strided:
-        return True
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

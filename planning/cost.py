@@ -34,7 +34,6 @@ class State:
 
 FP32 = State(4, 4, 4 + 4)  # Adam's two moments
 MIXED = State(2, 2, 4 + 4 + 4)  # computes in fp16 or bf16; fp32 weights, two moments
-SGD_FP32 = State(4, 4, 0)
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,7 @@ class Link:
 
 def zero(stage: int, parameters: float, workers: int, state: State = MIXED) -> State:
     """Bytes on each worker under ZeRO (Rajbhandari et al., 2020): 0 is data parallelism, 1 shards
-    the optimizer state, 2 also the gradients, 3 also the parameters.
-
-    Raises:
-        ValueError: there is no such stage.
-    """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"ZeRO stage {stage}: 0 (data parallel), 1, 2 or 3")
+    the optimizer state, 2 also the gradients, 3 also the parameters."""
     share = [1 / workers if stage >= first else 1.0 for first in (3, 2, 1)]
     return State(
         parameters * state.parameters * share[0],
@@ -98,34 +91,20 @@ def pipeline_state(parameters: float, stages: int, state: State = MIXED) -> Stat
 
 
 def held_microbatches(schedule: str, stages: int, microbatches: int, stage: int) -> int:
-    """The most micro-batches whose activations a stage holds at once.
-
-    Raises:
-        ValueError: no formula for this schedule.
-    """
+    """The most micro-batches whose activations a stage holds at once, with one stage per rank."""
     n, m, s = stages, microbatches, stage
-    held = {"gpipe": m, "1f1b": min(m, n - s), "zb": min(m, n), "sequential": 1}
-    if schedule not in held:
-        raise ValueError(f"schedule={schedule!r}: one of {', '.join(held)}")
-    return held[schedule]
+    return {"gpipe": m, "1f1b": min(m, n - s), "zb": min(m, n), "sequential": 1}[schedule]
 
 
 def held_chunks(schedule: str, ranks: int, chunks: int = 2) -> int:
     """The most chunks of micro-batches whose activations a rank holds at once, if each rank has
     several chunks of layers and there are enough micro-batches. `interleaved`: on the first rank;
-    V-shaped schedules (two chunks): on every rank, give or take one or two chunks.
-
-    Raises:
-        ValueError: no formula for this schedule.
-    """
+    V-shaped schedules (two chunks): on every rank, give or take one or two chunks."""
     n = ranks
-    held = {
+    return {
         "interleaved": (chunks - 1) * n + 2 * (n - 1) + 1,  # the first rank's warm-up, and one more
         "zbv": 2 * n, "vhalf": 2 * math.ceil((n + 1) / 2), "vmin": 2 * math.ceil((n + 2) / 3),
-    }  # fmt: skip
-    if schedule not in held:
-        raise ValueError(f"schedule={schedule!r}: one of {', '.join(held)}")
-    return held[schedule]
+    }[schedule]  # fmt: skip
 
 
 def held_activations(
@@ -189,7 +168,6 @@ def zero_traffic(
     reduce-scattered, updated parameters all-gathered. Sharded tensors cannot wait for the last
     micro-batch: ZeRO-2 and 3 reduce the gradients of each micro-batch, and ZeRO-3 gathers the
     parameters twice for each, for forward and for backward."""
-    zero(stage, parameters, workers, state)  # raises for an unknown stage
     if stage == 0:
         return all_reduce_bytes(parameters * state.gradients, workers)
     reductions = microbatches if stage >= 2 else 1  # reduce-scatters of the gradients
@@ -208,31 +186,15 @@ def boundary_bytes(sequences: int, positions: int, width: int, element: int = 2)
 # --- idle time ------------------------------------------------------------------------------------
 
 
-def pipeline_bubble(stages: int, microbatches: int) -> Fraction:
-    """The share of a step in which a stage of GPipe or 1F1B idles: (n-1)/(m+n-1)."""
-    return Fraction(stages - 1, microbatches + stages - 1)
+def pipeline_bubble(stages: int, microbatches: int, work: int = 1) -> Fraction:
+    """The share of a step in which a rank idles: (n-1)/(work m + n-1).
 
-
-def interleaved_bubble(ranks: int, microbatches: int, chunks: int) -> Fraction:
-    """The same under interleaved 1F1B with m >= n: (n-1)/(v m + n-1) for v chunks per rank."""
-    return Fraction(ranks - 1, chunks * microbatches + ranks - 1)
-
-
-def v_shaped_bubble(ranks: int, microbatches: int) -> Fraction:
-    """The least possible under ZB-V, with one clock each for F, I and W of a chunk, and m >= n: the
-    last rank waits n-1 clocks for its first input, and a rank has 6m clocks of work."""
-    return Fraction(ranks - 1, 6 * microbatches + ranks - 1)
-
-
-def zero_bubble_share(stages: int, microbatches: int) -> Fraction:
-    """The same under ZB-H1 with one clock each for F, I and W, and m >= n: (n-1)/(3m+n-1)."""
-    return Fraction(stages - 1, 3 * microbatches + stages - 1)
-
-
-def pipeline_seconds(stages: int, microbatches: int, forward: float, backward: float) -> float:
-    """A step of GPipe or 1F1B, if each stage needs `forward` and `backward` seconds per
-    micro-batch: m + n - 1 times both."""
-    return (microbatches + stages - 1) * (forward + backward)
+    Args:
+        work: the clocks of a rank's work on a micro-batch, if the next rank can start one clock
+            after it: 1 for GPipe and 1F1B (F and B as one clock); 3 for ZB-H1 (F, I, W); 6 for ZB-V
+            (of two chunks); v for interleaved 1F1B with v chunks. All but the first two: m >= n.
+    """
+    return Fraction(stages - 1, work * microbatches + stages - 1)
 
 
 def pipeline_speedup(stages: int, microbatches: int) -> float:

@@ -37,12 +37,15 @@ class Graph:
         self.shared: tuple[int, ...] = ()  # leaves of x that share memory with another leaf
         self._memory = memory
         self._forgotten: tuple[Any, list[int], Autocast] | None = None  # x as given
-        # Positions count the leaves of x and of y.
-        self.inputs: list[Tensor] = []
-        self._input_positions: list[int] = []
+        # By position among the leaves of x and of y: those with a gradient.
+        self._x: dict[int, Tensor] = {}
+        self._y: dict[int, Tensor] = {}
         self._num_inputs = 0
-        self._outputs: list[Tensor] = []
-        self._output_positions: list[int] = []
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The leaves of x with a gradient, as the graph has them."""
+        return list(self._x.values())
 
     @property
     def forgotten(self) -> bool:
@@ -93,8 +96,7 @@ class Graph:
                 wanted = leaf.requires_grad and torch.is_grad_enabled()
                 inner = move(leaf.detach(), self._memory, copy and torch.is_grad_enabled())
                 if wanted:
-                    self.inputs.append(inner.requires_grad_())  # the leaf that gets dx
-                    self._input_positions.append(k)
+                    self._x[k] = inner.requires_grad_()  # the leaf that gets dx
                     inner = _Alias.apply(inner)  # what the layers get
                 entered[id(leaf)] = inner  # on x's own memory, unless copied or moved
         leaves = [entered.get(id(leaf), leaf) for leaf in leaves]
@@ -103,8 +105,7 @@ class Graph:
         for k, result in enumerate(results):
             if isinstance(result, Tensor):
                 if result.requires_grad and torch.is_grad_enabled():
-                    self._outputs.append(result)
-                    self._output_positions.append(k)
+                    self._y[k] = result
                 if id(result) not in left:
                     left[id(result)] = result.detach().requires_grad_(result.requires_grad)
         return pytree.tree_unflatten([left.get(id(leaf), leaf) for leaf in results], spec)
@@ -114,41 +115,36 @@ class Graph:
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor | None],
         retain_graph: bool = False,
-    ) -> tuple[list[Tensor | None], Gradients, list[Tensor | None]]:
-        """The gradients of x and of the parameters, and the tensors that may share their memory.
+    ) -> tuple[list[Tensor | None], Gradients]:
+        """The gradients of x and of the parameters. They may share memory, with each other and with
+        ``gradients``.
 
         ``gradients`` has one entry per leaf of y, and the first result one per leaf of x: None
         for a leaf without a gradient.
         """
-        pairs = []  # (y, dy)
-        for output, position in zip(self._outputs, self._output_positions, strict=True):
-            gradient = gradients[position]
-            if gradient is not None:
-                pairs.append((output, move(gradient, self._memory)))
+        given = {k: gradients[k] for k in self._y}
+        incoming = {k: move(dy, self._memory) for k, dy in given.items() if dy is not None}
         result: list[Tensor | None] = [None] * self._num_inputs  # by leaf of x
-        if not pairs or not (self.inputs or parameters):
-            return result, {}, []
-        incoming = [dy for _, dy in pairs]
+        if not incoming or not (self._x or parameters):
+            return result, {}
         # torch.autograd.grad without its checks: they would switch a TorchFunctionMode off.
         found = Variable._execution_engine.run_backward(
-            tuple(y for y, _ in pairs),
-            tuple(incoming),
+            tuple(self._y[k] for k in incoming),
+            tuple(incoming.values()),
             retain_graph,
             False,  # create_graph
-            (*self.inputs, *parameters),  # what to differentiate by: x first
+            (*self._x.values(), *parameters),  # what to differentiate by: x first
             allow_unreachable=True,
             accumulate_grad=False,
         )
-        of_inputs: list[Tensor | None] = list(found[: len(self.inputs)])
-        of_parameters = zip(parameters, found[len(self.inputs) :], strict=True)
-        for position, dx in zip(self._input_positions, of_inputs, strict=True):
-            result[position] = dx
-        return result, {p: g for p, g in of_parameters if g is not None}, [*incoming, *of_inputs]
+        for k, dx in zip(self._x, found, strict=False):
+            result[k] = dx
+        of_parameters = zip(parameters, found[len(self._x) :], strict=True)
+        return result, {p: g for p, g in of_parameters if g is not None}
 
     def release(self) -> None:
         """Let go of x and y. Weight products still to be computed keep their own operands."""
-        self.inputs, self._outputs = [], []
-        self._input_positions, self._output_positions = [], []
+        self._x, self._y = {}, {}
 
 
 def _versions(value: Any) -> list[int]:

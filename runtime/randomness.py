@@ -21,7 +21,7 @@ Not seen: draws by `torch.jit`, torch.compile'd code, C++ extensions, numpy and 
 
 Cost: about 1 us per torch call in Python, 0.1 ms for a GPT-2 block's forward, which computes for
 10 to 100 ms; about 6 us per kernel inside a function that may draw (recurrent layers: per step of
-the sequence). Masks are as fast as torch's own.
+the sequence).
 
 Backward draws nothing, unless it repeats a forward (activation checkpointing). Other masks would
 make its gradients wrong, so `NoDraws` refuses. It sees only calls from Python; a plain backward
@@ -33,9 +33,7 @@ action and restored after it. Only one worker uses a device.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
 import threading
 from types import FunctionType, TracebackType
 from typing import Any
@@ -109,10 +107,6 @@ class StageRandomness(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _may_draw(func):
             return func(*args, **kwargs)
-        if func is F.dropout:  # inside, the mode is off: F.dropout there is torch's own
-            return self._dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
         with _Kernels(self):
             return func(*args, **kwargs)
 
@@ -128,49 +122,6 @@ class StageRandomness(TorchFunctionMode):
                     torch.cuda.manual_seed(seed)
             self._seeded = True
         return self._generator
-
-    def _dropout(
-        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
-        """`F.dropout` with the arithmetic of torch's CPU kernel, without a `TorchDispatchMode`."""
-        if not training or not 0.0 < p < 1.0:
-            return F.dropout(input, p, training, inplace)
-        generator = self.generator()  # on a GPU this seeds the device's, too
-        if input.device.type != "cpu":
-            return F.dropout(input, p, training, inplace)  # from the device's generator
-        mask = torch.empty_like(input).bernoulli_(1 - p, generator=generator).div_(1 - p)
-        return input.mul_(mask) if inplace else input * mask  # mask: 0 or 1 / (1 - p)
-
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        **others: Any,
-    ) -> Tensor:
-        """Attention B H T E with dropout: a tenth faster than torch's own, whose CPU kernel for
-        dropout is not fused either."""
-        if dropout_p == 0.0 or others.get("enable_gqa") or query.device.type != "cpu":
-            with _Kernels(self) if dropout_p else contextlib.nullcontext():
-                return F.scaled_dot_product_attention(
-                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **others
-                )
-        assert not is_causal or attn_mask is None  # which torch refuses, too
-        factor = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        scores = (query * factor) @ key.transpose(-2, -1)  # [B, H, T, S] for S keys
-        # As torch: a fully masked row gives 0. A causal mask has no such row.
-        softmax = torch.softmax if attn_mask is None else torch._safe_softmax
-        if is_causal:  # True: a query may look there
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -math.inf)
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        return self._dropout(softmax(scores, -1), dropout_p) @ value
 
 
 class NoDraws(StageRandomness):

@@ -78,35 +78,24 @@ class Autocast:
 
 
 class SameDraws:
-    """The first ``with`` notes the state of torch's generators; later ones start from that state
-    and restore the current one at the end. Not for threads, which share the CPU generator."""
+    """Inside the first ``with draws.entered():`` torch draws as usual; later ones draw the same
+    again, and restore the generators at the end. Not for threads, which share the CPU generator."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device if device.type == "cuda" else None
-        self._first: list[Tensor] | None = None
-        self._before: list[Tensor] | None = None
+        self._gpus = [device] if device.type == "cuda" else []
+        self._states: list[Tensor] = []  # of the generators at the first entry, the CPU's first
 
-    def __enter__(self) -> None:
-        now = self._states()
-        if self._first is None:
-            self._first = now  # the first forward draws as usual
-        else:
-            self._before = now  # a repeated forward: this state comes back afterwards
-            self._set(self._first)
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            self._set(self._before)
-            self._before = None
-
-    def _states(self) -> list[Tensor]:
-        more = [] if self._cuda is None else [torch.cuda.get_rng_state(self._cuda)]
-        return [torch.get_rng_state(), *more]
-
-    def _set(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(states[1], self._cuda)
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        if not self._states:
+            self._states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
+            yield
+            return
+        with torch.random.fork_rng(self._gpus):
+            torch.set_rng_state(self._states[0])
+            for gpu, state in zip(self._gpus, self._states[1:], strict=True):
+                torch.cuda.set_rng_state(state, gpu)
+            yield
 
 
 @contextlib.contextmanager

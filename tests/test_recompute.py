@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from data_parallel.fsdp import FullyShardedDataParallel
 from pipeline.pipe import Pipe
 from pipeline.stage import Stage
-from runtime.recompute import segments, unchanged
+from runtime.recompute import segments
 from tests.pipeline.pipeline_models import (
     STEPS,
     Call,
@@ -169,13 +169,6 @@ def _shards_of_a_batch_norm(_: int, __: int) -> None:
 
 def test_a_layer_with_state_is_refused_in_shards(ranks: Ranks) -> None:
     ranks.run(_shards_of_a_batch_norm)
-
-
-def test_a_buffer_that_holds_nan_is_not_changed() -> None:
-    layer = nn.Linear(3, 3)
-    layer.register_buffer("nothing", torch.tensor([float("nan")]))
-    with unchanged(layer, "layer 0"):
-        layer(torch.ones(2, 3))
 
 
 def test_an_input_that_was_written_to_is_not_computed_from() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.sharded_optimizer import ShardedOptimizer
-from pipeline import autograd, dataflow, pipe, trace
+from pipeline import dataflow, pipe, trace
 from pipeline.delivery import gradients_by_stage
 from pipeline.neighbours import Neighbours
 from runtime.randomness import StageRandomness, StepSeed
@@ -97,7 +97,7 @@ def a_micro_batch_is_not_scaled() -> Broken:
 
 def two_micro_batches_are_swapped() -> Broken:
     """A stage gets for micro-batch 0 the gradient of its output for 1, and the reverse."""
-    make, split = dataflow.Dataflow.__init__, autograd._Call.split
+    make, backward_all = dataflow.Dataflow.__init__, pipe.Pipe.backward_all
 
     class Swapping(dataflow.Channel):
         def put(self, i: int, value: Any) -> None:
@@ -108,14 +108,13 @@ def two_micro_batches_are_swapped() -> Broken:
         if self._losses is not None:  # the gradients of pipe(x) are swapped below
             self.down = {s: Swapping() for s in self.down}
 
-    def split_wrongly(self: autograd._Call, gradients: Any) -> Any:
-        pieces = split(self, gradients)
-        pieces[:2] = pieces[1::-1]
-        return pieces
+    def swapped(self: pipe.Pipe, stages: Any, gradients: Any, retain_graph: bool) -> None:
+        gradients[:2] = gradients[1::-1]
+        backward_all(self, stages, gradients, retain_graph)
 
     return _both(
         patch.object(dataflow.Dataflow, "__init__", swapping),
-        patch.object(autograd._Call, "split", split_wrongly),
+        patch.object(pipe.Pipe, "backward_all", swapped),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
-from pipeline.model_parallel import Block, GPT2LMHeadModelParallel, GPT2ModelParallel
+from pipeline.model_parallel import GPT2LMHeadModelParallel, GPT2ModelParallel
 from pipeline.partition import place
 from pipeline.pipe import Pipe
 from tests.pipeline.pipeline_models import (
@@ -47,15 +47,6 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(
             assert_close(take_gradients(same), gradients(plain))
             assert_close({"loss": loss}, {"loss": expected})
     assert list(same.state_dict()) == list(plain.state_dict())
-
-
-def test_a_block_of_transformers_4_returns_a_tuple() -> None:
-    block = gpt2().transformer.h[0]
-    hidden = torch.randn(2, 5, 16).double()
-    expected = Block(block)(hidden)
-    inner = block.forward
-    block.forward = lambda *args, **kwargs: (inner(*args, **kwargs), "presents")
-    assert torch.equal(Block(block)(hidden), expected)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
@@ -162,7 +153,7 @@ def test_the_body_alone_and_a_device_map() -> None:
     parallel._prepare_pipeline_parallel(split_size=4)
     assert [len(partition) for partition in parallel.h_pp.partitions] == [1, 2, 1]
     inputs = {"inputs_embeds": plain.wte(ids()), "position_ids": torch.arange(7).flip(0)[None]}
-    found, expected = parallel(**inputs), plain(**inputs)
+    found, expected = (model(**inputs, use_cache=False) for model in (parallel, plain))
     assert_close({"h": found.last_hidden_state}, {"h": expected.last_hidden_state})
     parallel.deparallelize()
 

@@ -82,12 +82,6 @@ def test_layers_without_parameters_and_nested_sequentials(
     assert split(nn.Sequential(*layers)) == (expected, ["cpu:0", "cpu:1"])
 
 
-def test_with_device_is_transparent_outside_a_pipe() -> None:
-    layer = linear()
-    x = torch.ones(1, 2)
-    assert torch.equal(WithDevice(layer, "cpu:1")(x), layer(x))
-
-
 def test_what_cannot_be_cut_says_so() -> None:
     two_devices = nn.Linear(2, 2)
     two_devices.bias = nn.Parameter(torch.empty(2, device="meta"))

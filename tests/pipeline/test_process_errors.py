@@ -160,7 +160,7 @@ FIT = r"for 6 layers, on .* of 1: one number per stage"
         (lambda: ProcessPipe(on_meta(), [6]), r"0\.weight is on the meta device, .* initialize"),
         (
             lambda: ProcessPipe(tower(), [6]).train_step(*batch(4), square_error, "zbv"),
-            "a rank has 2 stages there",
+            "zbv",
         ),
         (closed, "cannot be used any more: it is closed; make a new"),
     ],

@@ -110,18 +110,6 @@ def test_a_half_frees_what_the_other_does_not_need() -> None:
     assert all(gradient is not None for gradient in stage.gradients)
 
 
-def test_halves_out_of_order_say_so() -> None:
-    stage = Stage(0, dense(), CPU)
-    with pytest.raises(RuntimeError, match="micro-batch 0 has no weight gradients to come"):
-        stage.backward_weight(0)
-    one = [torch.ones_like(stage.forward(0, batch(8)[0]))]
-    with pytest.raises(RuntimeError, match="no weight gradients to come on stage 0"):
-        stage.backward_weight(0)
-    stage.backward_input(0, one)
-    with pytest.raises(RuntimeError, match="micro-batch 0 holds no graph on stage 0"):
-        stage.backward_input(0, one)
-
-
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_a_parameter_that_layers_share_and_that_is_another_s_gradient(by_layer: bool) -> None:
     """y = x + p: the gradients of p, of q and of x are one tensor, and sums are written to."""

@@ -76,8 +76,7 @@ def modes() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(), torch.get_default_dtype(),
-        torch.get_default_device().type,
+        torch.get_default_dtype(), torch.get_default_device().type,
     )  # fmt: skip
 
 
@@ -94,7 +93,7 @@ def test_a_task_runs_under_the_modes_of_its_creator() -> None:
     plain = modes()
     for mode in (
         torch.no_grad(), torch.inference_mode(), torch.device("meta"),
-        torch.autocast("cpu", torch.float16, cache_enabled=False), default_dtype(torch.float64),
+        torch.autocast("cpu", torch.float16), default_dtype(torch.float64),
     ):  # fmt: skip
         with mode:
             assert ask(in_queue, out_queue, modes) == modes() != plain
