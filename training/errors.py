@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 GRACE = 5.0  # seconds for the rank with the original error to report, or for a process to end
-OF_TERMINAL = [getattr(signal, n) for n in ("SIGINT", "SIGHUP") if hasattr(signal, n)]
+OF_TERMINAL: list[int] = [signal.SIGINT, signal.SIGHUP]
 ASKED = [*OF_TERMINAL, signal.SIGTERM]
 
 
