@@ -123,7 +123,7 @@ def signals_end() -> Iterator[None]:
         late[0].start()
         raise Interrupted(128 + number)
 
-    if torchrun_world_size() is None and threading.current_thread() is threading.main_thread():
+    if torchrun_world_size() is None:
         atexit.register(_ignore_signals)
         for number in ASKED:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):

@@ -73,18 +73,12 @@ LOOPBACK = "127.0.0.1"
 def listen(port: int = 0) -> socket.socket:
     """A socket that listens on the loopback interface, on `port`; by default on a free one. Raises
     UserError if it cannot."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port just left works, too
     try:
-        sock.bind((LOOPBACK, port))
-        sock.listen(128)
-    except (OSError, OverflowError) as error:
-        sock.close()
+        return socket.create_server((LOOPBACK, port), backlog=128)
+    except OSError as error:
         raise UserError(
-            f"--master_port {port}: cannot listen on {LOOPBACK}:{port} ({error}); "
-            "without the option a free port is chosen"
+            f"--master_port {port}: {error.strerror}; without the option a free port is chosen"
         ) from None
-    return sock
 
 
 def setup(
@@ -187,8 +181,7 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
         if starter.pid is not None:  # it was started
             starter.kill()  # on Linux its ranks end with it
             starter.join()
-        with suppress(OSError, EOFError):  # waits for the ranks, which share the pipe's other end
-            ours.poll(GRACE)
+        ours.poll(GRACE)  # waits for the ranks, which share the pipe's other end
     if failure is None:
         return
     if failure.explained is not None:  # the program reports it, in one line
@@ -347,7 +340,7 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
         # torchrun keeps one store for all attempts of a run and never clears it: restarted ranks
         # could find addresses of the attempt before. (On several machines no rank knows which
         # attempt all are at.)
-        if local_size == world_size and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if local_size == world_size:
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
             kept = dist.TCPStore(host, port, world_size, False, limit)  # type: ignore[attr-defined]
             store = dist.PrefixStore(f"attempt {attempt}", kept)  # type: ignore[attr-defined]
@@ -372,8 +365,7 @@ def _end_with_parent() -> None:
     """Makes this process end when its parent ends, however that happens."""
     parent = parent_process()  # None: torchrun
     if sys.platform == "linux":  # at once, even while it is stopped
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if parent and os.getppid() != parent.pid:
             os._exit(1)  # the parent ended before the prctl
     elif parent:

@@ -217,12 +217,11 @@ def test_a_given_port_is_used_or_said_to_be_taken() -> None:
         ports = [sock.getsockname()[1] for sock in (first, second)]
         assert [sock.getsockname()[0] for sock in (first, second)] == ["127.0.0.1"] * 2
         assert len({0, *ports}) == 3
-        for given in (ports[0], 65536):
-            with pytest.raises(UserError) as error:
-                launch(programs.user_error, Settings(1, device="cpu", master_port=given))
-            said = f"--master_port {given}: cannot listen on 127.0.0.1:{given} ("
-            assert str(error.value).startswith(said)
-            assert str(error.value).endswith("); without the option a free port is chosen")
+        with pytest.raises(UserError) as error:
+            launch(programs.user_error, Settings(1, device="cpu", master_port=ports[0]))
+        said = str(error.value)
+        assert said.startswith(f"--master_port {ports[0]}: Address already in use")
+        assert said.endswith("; without the option a free port is chosen")
     with listen(ports[0]) as again:
         assert again.getsockname()[1] == ports[0]
 
@@ -261,10 +260,8 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend("auto", 2) == "gloo"
     with pytest.raises(UserError, match=r"^--device cuda: no GPU .*--device cpu works"):
         choose_device("cuda", 0, 2)
-    with pytest.raises(UserError, match=r"^--device mps with 2 ranks: .*--world_size 1, or --dev"):
-        choose_device("mps", 0, 2)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(UserError, match=r"^--device mps: no Apple GPU is visible"):
+    with pytest.raises(UserError, match=r"^--device mps: it takes an Apple GPU, and one rank"):
         choose_device("mps", 0, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(choose_device("auto", r, 3)) for r in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
