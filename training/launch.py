@@ -40,7 +40,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -300,19 +300,18 @@ def _rank_main(
     main: Callable[..., None],
     args: Sequence[Any],
 ) -> None:
-    """A rank's main. Sends None when it is done, else its `Failure`."""
+    """The main of a rank that the starter forks. Sends None when it is done, else its `Failure`."""
     _end_with_parent()
     world_size, port = settings.world_size, listener.getsockname()[1]
     if rank > 0:  # only rank 0's store listens
         listener.close()
-    last[rank].note("start")
-    try:
-        device = _claim(settings, rank, world_size)
-        backend = choose_backend(settings.device, world_size)
+
+    def join(backend: str) -> None:
         setup(rank, world_size, backend, port=port, listener=listener, timeout=settings.timeout)
-        main(World(rank, world_size, rank, device, last[rank]), *args)
-        last[rank].note("end")
-        _finish(device)  # all ranks meet, see `watch`
+
+    try:
+        world = World(rank, world_size, rank, last=last[rank])
+        _run_rank(world, world_size, settings, join, main, args)
     except BaseException as error:
         explained = error if isinstance(error, (UserError, RunError)) else None
         text = format_error(error)
@@ -324,18 +323,18 @@ def _rank_main(
 
 
 def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence[Any]) -> None:
+    """The same for a rank that torchrun starts."""
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a wait in gloo would not see torchrun's Ctrl-C
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    local_size, world_size = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    limit, store = timedelta(seconds=settings.timeout), None
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     last: Any = (LastAction * local_size)()  # of this rank alone
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../ATTEMPT/RANK/error.json
         last = in_file(Path(error_file).parents[1] / "last_actions", local_size)  # of its machine
-    last[local_rank].note("start")
-    try:
-        device = _claim(settings, local_rank, local_size)
+
+    def join(backend: str) -> None:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        limit, store = timedelta(seconds=settings.timeout), None
         stay_on_interface_to(LOOPBACK if local_size == world_size else host)
         # torchrun keeps one store for all attempts of a run and never clears it: restarted ranks
         # could find addresses of the attempt before. (On several machines no rank knows which
@@ -345,12 +344,12 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
             kept = dist.TCPStore(host, port, world_size, False, limit)  # type: ignore[attr-defined]
             store = dist.PrefixStore(f"attempt {attempt}", kept)  # type: ignore[attr-defined]
         dist.init_process_group(
-            choose_backend(settings.device, local_size), store=store, rank=rank,
-            world_size=world_size, timeout=limit,
-        )  # fmt: skip
-        main(World(rank, world_size, local_rank, device, last[local_rank]), *args)
-        last[local_rank].note("end")
-        _finish(device)
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit
+        )
+
+    try:
+        world = World(rank, world_size, local_rank, last=last[local_rank])
+        _run_rank(world, local_size, settings, join, main, args)
     except (UserError, RunError):  # the program reports it, in one line
         raise
     except BaseException as error:
@@ -359,6 +358,31 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
             text += table(last, rank - local_rank)
             time.sleep(GRACE)  # torchrun has seen the other rank end and now ends this one
         leave(text, 1)
+
+
+def _run_rank(
+    world: World,
+    local_size: int,
+    settings: Settings,
+    join: Callable[[str], None],
+    main: Callable[..., None],
+    args: Sequence[Any],
+) -> None:
+    """A rank's life: binds it to its GPU or its slice of the cores, joins the process group, runs
+    main, and waits for all ranks."""
+    world.last.note("start")
+    device = choose_device(settings.device, world.local_rank, local_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif cores := core_slice(world.local_rank, local_size, settings.cores_per_rank):
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+        keep_freed_memory()
+    join(choose_backend(settings.device, local_size))
+    main(replace(world, device=device), *args)
+    world.last.note("end")
+    dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+    dist.destroy_process_group()
 
 
 def _end_with_parent() -> None:
@@ -375,21 +399,3 @@ def _end_with_parent() -> None:
             os._exit(1)
 
         threading.Thread(target=follow, daemon=True).start()
-
-
-def _claim(settings: Settings, local_rank: int, local_size: int) -> torch.device:
-    """Binds this process to its GPU, or to its slice of the cores."""
-    device = choose_device(settings.device, local_rank, local_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif cores := core_slice(local_rank, local_size, settings.cores_per_rank):
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
-        keep_freed_memory()
-    return device
-
-
-def _finish(device: torch.device) -> None:
-    """Waits for all ranks, then leaves the process group."""
-    dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
-    dist.destroy_process_group()
