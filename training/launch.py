@@ -4,10 +4,10 @@ Problem: one command must start N processes that find each other and are not rea
 this machine. If one of them fails, all must end quickly, with the one traceback that matters.
 
 Idea: the program binds the meeting point (a TCP store) to 127.0.0.1 *before* it starts any process
-and passes the socket to rank 0. So no other run can take the port, and nothing listens on another
+and passes the socket on. So no other run can take the port, and nothing listens on another
 interface, as torch's store does by default. The program may have threads, so it does not fork: it
-starts one new process, the starter, which imports what ranks need, forks them, and watches. Each
-rank reports to the starter, through a pipe, how it ended.
+starts one new process, the starter, which imports what ranks need, forks them, hosts the store, and
+watches. Each rank reports to the starter, through a pipe, how it ended.
 
     what happens to a rank         who notices it                    what is printed
     it raises                      the starter, by its report        the rank, its traceback
@@ -87,26 +87,34 @@ def setup(
     backend: str,
     *,
     port: int = DEFAULT_PORT,
-    listener: socket.socket | None = None,
+    hosted: bool = False,
     timeout: float = 300.0,
 ) -> None:
     """Joins the default process group of the ranks on this machine, over loopback only.
 
-    Rank 0 hosts the store, on `listener` if given, else on `port`.
+    The ranks meet in a store on `port`: rank 0 hosts it, unless another process has it `hosted`.
 
     Raises:
         UserError: rank 0 cannot listen on the port.
         torch.distributed.DistError: a rank did not join within `timeout` seconds.
     """
     stay_on_interface_to(LOOPBACK)
-    limit, socket_number = timedelta(seconds=timeout), None
-    if rank == 0:
-        listener = listener or listen(port)
-        port, socket_number = listener.getsockname()[1], listener.detach()  # the store's now
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        LOOPBACK, port, world_size, rank == 0, limit, False, master_listen_fd=socket_number
-    )
+    limit = timedelta(seconds=timeout)
+    if rank == 0 and not hosted:
+        store = host_store(listen(port), limit)
+    else:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            LOOPBACK, port, None, False, limit, False
+        )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def host_store(listener: socket.socket, limit: timedelta) -> Any:
+    """The store of a process group, at a socket that it takes over. It waits for nobody."""
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK, port, None, True, limit, False, master_listen_fd=listener.detach()
+    )
 
 
 def stay_on_interface_to(host: str) -> None:
@@ -202,17 +210,19 @@ def _start_ranks(settings: Settings, listener: socket.socket, report: Any) -> No
         gc.freeze()  # no rank's garbage collector scans, and so copies, the libraries' objects
         # Memory that the starter shares with the ranks, an entry for each.
         last = context.RawArray(LastAction, settings.world_size)
+        port = listener.getsockname()[1]
         processes, pipes = [], []
         for rank in range(settings.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(rank, settings, listener, theirs, last, main, args)
+                target=_rank_main, args=(rank, port, settings, theirs, last, main, args)
             )
             process.start()
             theirs.close()  # else the starter and later ranks would keep the pipe open
             processes.append(process)
             pipes.append(ours)
-        listener.close()
+        # Here, where it answers although a rank is stopped; its thread is not there to be forked.
+        _store = host_store(listener, timedelta(seconds=settings.timeout))
         failure = watch(processes, pipes, settings.timeout, last)
         if failure is None:
             for process in processes:
@@ -293,8 +303,8 @@ def _received(pipe: Any, process: Any, rank: int | None) -> Failure | None:
 
 def _rank_main(
     rank: int,
+    port: int,
     settings: Settings,
-    listener: socket.socket,
     pipe: Any,
     last: Sequence[LastAction],
     main: Callable[..., None],
@@ -302,12 +312,10 @@ def _rank_main(
 ) -> None:
     """The main of a rank that the starter forks. Sends None when it is done, else its `Failure`."""
     _end_with_parent()
-    world_size, port = settings.world_size, listener.getsockname()[1]
-    if rank > 0:  # only rank 0's store listens
-        listener.close()
+    world_size = settings.world_size
 
     def join(backend: str) -> None:
-        setup(rank, world_size, backend, port=port, listener=listener, timeout=settings.timeout)
+        setup(rank, world_size, backend, port=port, hosted=True, timeout=settings.timeout)
 
     try:
         world = World(rank, world_size, rank, last=last[rank])
