@@ -148,7 +148,7 @@ class Processes:
     cores_per_rank: Count | None = None
     """CPU cores per process; by default all cores are shared out"""
     master_port: Whole | None = None
-    """port on 127.0.0.1 where the processes meet; default: 11868, or a free one"""
+    """port on 127.0.0.1 where the processes meet; default: a free one"""
     timeout: Positive = 300.0
     """seconds after which a process that does not answer ends the run"""
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import gc
 import multiprocessing as mp
-import socket
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
-from training.launch import listen, setup
+from training.launch import host_store, listen, setup
 
 LIMIT = 60.0  # seconds that a function may take
 LIBRARIES = ["torch._dynamo", "transformers.models.gpt2.modeling_gpt2"]
@@ -31,12 +31,10 @@ def server() -> Any:
     return context
 
 
-def _serve(
-    rank: int, world_size: int, port: int, inbox: Connection, listener: socket.socket | None
-) -> None:
+def _serve(rank: int, world_size: int, port: int, inbox: Connection) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what the libraries hold is not searched for garbage any more
-    setup(rank, world_size, "gloo", port=port, listener=listener, timeout=LIMIT)
+    setup(rank, world_size, "gloo", port=port, hosted=True, timeout=LIMIT)
     while True:
         function, args = inbox.recv()
         try:
@@ -53,22 +51,20 @@ class Ranks:
     def __init__(self, world_size: int, limit: float = LIMIT) -> None:
         self.world_size, self.limit = world_size, limit
         context = server()
-        listener = listen(0)
-        port = listener.getsockname()[1]
+        self.store = host_store(listen(), timedelta(seconds=LIMIT))
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, world_size, port, theirs, listener if rank == 0 else None),
+                args=(rank, world_size, self.store.port, theirs),
                 daemon=True,
             )
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
-        listener.close()
         self.broken = False
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 GRACE = 5.0  # seconds for the rank with the original error to report, or for a process to end
-OF_TERMINAL = [getattr(signal, n) for n in ("SIGINT", "SIGHUP") if hasattr(signal, n)]
+OF_TERMINAL: list[int] = [signal.SIGINT, signal.SIGHUP]
 ASKED = [*OF_TERMINAL, signal.SIGTERM]
 
 
@@ -123,7 +123,7 @@ def signals_end() -> Iterator[None]:
         late[0].start()
         raise Interrupted(128 + number)
 
-    if torchrun_world_size() is None and threading.current_thread() is threading.main_thread():
+    if torchrun_world_size() is None:
         atexit.register(_ignore_signals)
         for number in ASKED:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):

@@ -3,28 +3,28 @@
 Problem: one command must start N processes that find each other and are not reachable from outside
 this machine. If one of them fails, all must end quickly, with the one traceback that matters.
 
-Idea: the parent binds the meeting point (a TCP store) to 127.0.0.1 *before* it starts any process
-and passes the socket to rank 0. So no other run can take the port, and nothing listens on another
-interface, as torch's store does by default. The parent may have threads, and libraries that ranks
-do not need. So it does not fork: it starts one new process, the starter, which imports what ranks
-need, forks them, and watches. Each rank reports to the starter, through a pipe, how it ended.
+Idea: the program binds the meeting point (a TCP store) to 127.0.0.1 *before* it starts any process
+and passes the socket on. So no other run can take the port, and nothing listens on another
+interface, as torch's store does by default. The program may have threads, so it does not fork: it
+starts one new process, the starter, which imports what ranks need, forks them, hosts the store, and
+watches. Each rank reports to the starter, through a pipe, how it ended.
 
     what happens to a rank         who notices it                    what is printed
     it raises                      the starter, by its report        the rank, its traceback
     it is killed, or just exits    the starter, by the pipe's end    the rank, how it died
     it is stopped                  the others, after `timeout`       the rank does not answer, and
                                                                      what each rank did last
-    parent or starter die          the system ends it (on Linux)
-
-Cost: about four seconds of imports, once instead of per rank: one step of eight ranks of a tiny
-model takes 10 CPU seconds instead of 55. (Outside Linux, where forking is not safe, each rank
-imports for itself.)
+    program or starter die         the system ends it (on Linux)
 
 A rank that lost its connection to another, or timed out waiting for it, reports that as a
 consequence: it is printed only if no other cause is found. No collective waits longer than
 `timeout`, and no rank counts as done until all are.
 
-Rejected: `torch.distributed.elastic.multiprocessing`; see docs/log.md.
+Cost: about four seconds of imports, once instead of per rank: one step of eight ranks of a tiny
+model takes 10 CPU seconds instead of 55. (Outside Linux, where forking is not safe, each rank
+imports for itself.)
+
+Rejected: `torch.distributed.elastic.multiprocessing`, and Python's fork server; see docs/log.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -68,26 +68,17 @@ from training.world import World, choose_backend, choose_device, quiet_libraries
 
 DEFAULT_PORT = 11868
 LOOPBACK = "127.0.0.1"
-_PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
-def listen(port: int | None = None) -> socket.socket:
-    """A socket that listens on the loopback interface, on `port`; by default on 11868 or, if that
-    is taken, on a free port. Raises UserError if it cannot."""
-    for candidate in (port,) if port is not None else (DEFAULT_PORT, 0):
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port just left works, too
-        try:
-            sock.bind((LOOPBACK, candidate))
-            sock.listen(128)
-            return sock
-        except (OSError, OverflowError) as error:
-            sock.close()
-            reason = error
-    raise UserError(
-        f"--master_port {candidate}: cannot listen on {LOOPBACK}:{candidate} ({reason}); "
-        "without the option a free port is chosen"
-    )
+def listen(port: int = 0) -> socket.socket:
+    """A socket that listens on the loopback interface, on `port`; by default on a free one. Raises
+    UserError if it cannot."""
+    try:
+        return socket.create_server((LOOPBACK, port), backlog=128)
+    except OSError as error:
+        raise UserError(
+            f"--master_port {port}: {error.strerror}; without the option a free port is chosen"
+        ) from None
 
 
 def setup(
@@ -96,26 +87,34 @@ def setup(
     backend: str,
     *,
     port: int = DEFAULT_PORT,
-    listener: socket.socket | None = None,
+    hosted: bool = False,
     timeout: float = 300.0,
 ) -> None:
     """Joins the default process group of the ranks on this machine, over loopback only.
 
-    Rank 0 hosts the store, on `listener` if given, else on `port`.
+    The ranks meet in a store on `port`: rank 0 hosts it, unless another process has it `hosted`.
 
     Raises:
         UserError: rank 0 cannot listen on the port.
         torch.distributed.DistError: a rank did not join within `timeout` seconds.
     """
     stay_on_interface_to(LOOPBACK)
-    limit, socket_number = timedelta(seconds=timeout), None
-    if rank == 0:
-        listener = listener or listen(port)
-        port, socket_number = listener.getsockname()[1], listener.detach()  # the store's now
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        LOOPBACK, port, world_size, rank == 0, limit, False, master_listen_fd=socket_number
-    )
+    limit = timedelta(seconds=timeout)
+    if rank == 0 and not hosted:
+        store = host_store(listen(port), limit)
+    else:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            LOOPBACK, port, None, False, limit, False
+        )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+
+
+def host_store(listener: socket.socket, limit: timedelta) -> Any:
+    """The store of a process group, at a socket that it takes over. It waits for nobody."""
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK, port, None, True, limit, False, master_listen_fd=listener.detach()
+    )
 
 
 def stay_on_interface_to(host: str) -> None:
@@ -171,80 +170,66 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
         RunError: a rank raised it.
         SystemExit: a rank failed (status 1); its traceback has been printed.
     """
+    quiet_libraries()  # here, since ranks import libraries before they run our code
     if torchrun_world_size() is not None:
         _join_torchrun(main, settings, args)
         return
-    quiet_libraries()  # here, since ranks import libraries before they run our code
-    backend = choose_backend(settings.device, settings.world_size)
-    listener = listen(settings.master_port)  # before any process starts: nobody else can take it
-    port = listener.getsockname()[1]
-    if settings.master_port is None and port != DEFAULT_PORT and settings.world_size > 1:
-        say(f"Port {DEFAULT_PORT} is taken; the ranks meet on {port}.\n")
+    listener = listen(settings.master_port or 0)  # before any process starts
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    starter = context.Process(target=_start_ranks, args=(settings, backend, listener, theirs))
+    starter = context.Process(target=_start_ranks, args=(settings, listener, theirs))
     try:
-        with terminal_ignored():
+        with listener, terminal_ignored():  # the starter has a duplicate of the socket
             starter.start()
-        listener.close()  # the starter has a duplicate
         theirs.close()  # only the children hold it: it ends when they have ended
         with suppress(OSError):  # the starter has died: `_received` reports it
             ours.send((main, args))
         failure = _received(ours, starter, None)  # waits for the end of the run
     finally:
-        listener.close()
         if starter.pid is not None:  # it was started
             starter.kill()  # on Linux its ranks end with it
             starter.join()
-        with suppress(OSError, EOFError):  # waits for the ranks, which share the pipe's other end
-            ours.poll(GRACE)
-    if failure is not None and failure.kind is not None:  # the program reports it, in one line
-        raise failure.kind(failure.text)
-    if failure is not None:
-        who = (
-            "the process that starts the ranks" if failure.rank is None else f"rank {failure.rank}"
-        )
-        say(f"\n{who} failed; the run has been ended.\n{failure.text}")
-        raise SystemExit(1)
+        ours.poll(GRACE)  # waits for the ranks, which share the pipe's other end
+    if failure is None:
+        return
+    if failure.explained is not None:  # the program reports it, in one line
+        raise failure.explained
+    who = "the process that starts the ranks" if failure.rank is None else f"rank {failure.rank}"
+    say(f"\n{who} failed; the run has been ended.\n{failure.text}")
+    raise SystemExit(1)
 
 
-def _start_ranks(settings: Settings, backend: str, listener: socket.socket, report: Any) -> None:
+def _start_ranks(settings: Settings, listener: socket.socket, report: Any) -> None:
     """The starter's main. Sends None when all ranks are done, else the first `Failure`."""
     _end_with_parent()
+    context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
     try:
         main, args = report.recv()
         for library in settings.libraries:  # once for all ranks, which are forked from here
             importlib.import_module(library)
-        failure = _fork_and_watch(settings, backend, listener, main, args)
+        gc.freeze()  # no rank's garbage collector scans, and so copies, the libraries' objects
+        # Memory that the starter shares with the ranks, an entry for each.
+        last = context.RawArray(LastAction, settings.world_size)
+        port = listener.getsockname()[1]
+        processes, pipes = [], []
+        for rank in range(settings.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main, args=(rank, port, settings, theirs, last, main, args)
+            )
+            process.start()
+            theirs.close()  # else the starter and later ranks would keep the pipe open
+            processes.append(process)
+            pipes.append(ours)
+        # Here, where it answers although a rank is stopped; its thread is not there to be forked.
+        _store = host_store(listener, timedelta(seconds=settings.timeout))
+        failure = watch(processes, pipes, settings.timeout, last)
+        if failure is None:
+            for process in processes:
+                process.join(GRACE)  # they end after the barrier
     except BaseException as error:
         failure = Failure(None, format_error(error))
     report.send(failure)
-
-
-def _fork_and_watch(
-    settings: Settings, backend: str, listener: socket.socket, main: Any, args: Any
-) -> Failure | None:
-    """Forks the ranks and returns as `watch` does."""
-    gc.freeze()  # no rank's garbage collector scans, and so copies, the libraries' objects
-    context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
-    # Memory that the starter shares with the ranks, an entry for each.
-    last = context.RawArray(LastAction, settings.world_size)
-    processes, pipes = [], []
-    for rank in range(settings.world_size):
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_rank_main, args=(rank, settings, backend, listener, theirs, last, main, args)
-        )
-        process.start()
-        theirs.close()  # else the starter and later ranks would keep the pipe open
-        processes.append(process)
-        pipes.append(ours)
-    listener.close()
-    failure = watch(processes, pipes, settings.timeout, last)
-    if failure is None:
-        for process in processes:
-            process.join(GRACE)  # they end after the barrier
-    return failure
 
 
 @contextmanager
@@ -261,12 +246,12 @@ def terminal_ignored() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank, or the starter (None), failed. `kind` is set for UserError and RunError, whose
-    text needs no traceback."""
+    """How a rank, or the starter (None), failed. `explained` is a UserError or RunError, which
+    needs no traceback."""
 
     rank: int | None
     text: str
-    kind: type[Exception] | None = None
+    explained: Exception | None = None
     is_consequence: bool = False
 
 
@@ -280,16 +265,14 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def watch(
-    processes: Sequence[Any], pipes: Sequence[Any], timeout: float,
-    last: Sequence[LastAction] = (),
-) -> Failure | None:  # fmt: skip
+    processes: Sequence[Any], pipes: Sequence[Any], timeout: float, last: Sequence[LastAction]
+) -> Failure | None:
     """Returns None when every rank has reported that it is done, else the first failure. If that is
     a consequence, the other ranks have GRACE seconds to report its cause."""
     silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     consequences: list[Failure] = []
-    deadline = float("inf")
-    while silent and (left := deadline - time.monotonic()) > 0:
-        ready: list[Any] = wait([*silent], min(left, 3600))  # a report, or the end of a pipe
+    limit = None  # until the first report
+    while silent and (ready := wait([*silent], limit)):
         for pipe in ready:
             rank = silent.pop(pipe)  # it has reported, or its pipe has ended
             failure = _received(pipe, processes[rank], rank)
@@ -297,9 +280,9 @@ def watch(
                 return failure
             if failure is not None:
                 consequences.append(failure)
-            # One rank is done only after all have met at the final barrier.
-            deadline = min(deadline, time.monotonic() + (GRACE if consequences else timeout))
-    if silent:  # the deadline has passed
+        # One rank is done only after all have met at the final barrier.
+        limit = GRACE if consequences else timeout
+    if silent:
         seen = consequences[0].text if consequences else table(last)
         return Failure(min(silent.values()), f"It does not answer.\n{seen}")
     return consequences[0] if consequences else None
@@ -313,72 +296,68 @@ def _received(pipe: Any, process: Any, rank: int | None) -> Failure | None:
     except (EOFError, OSError):  # the latter: in the middle of its report
         process.join(GRACE)  # for its exit code
     code = process.exitcode
-    if code is None:
-        return Failure(rank, "It closed its connection before it was done, and did not end.\n")
-    if code < 0:
-        name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
-        return Failure(rank, f"It was killed by {name}.\n")
+    if code is not None and code < 0:
+        return Failure(rank, f"It was killed by {signal.Signals(-code).name}.\n")
     return Failure(rank, f"It exited with status {code} before it was done.\n")
 
 
 def _rank_main(
     rank: int,
+    port: int,
     settings: Settings,
-    backend: str,
-    listener: socket.socket,
     pipe: Any,
     last: Sequence[LastAction],
     main: Callable[..., None],
     args: Sequence[Any],
 ) -> None:
-    """A rank's main. Sends None when it is done, else its `Failure`."""
+    """The main of a rank that the starter forks. Sends None when it is done, else its `Failure`."""
     _end_with_parent()
-    world_size, port = settings.world_size, listener.getsockname()[1]
-    if rank > 0:  # only rank 0's store listens
-        listener.close()
-    last[rank].note("start")
+    world_size = settings.world_size
+
+    def join(backend: str) -> None:
+        setup(rank, world_size, backend, port=port, hosted=True, timeout=settings.timeout)
+
     try:
-        device = _claim(settings, rank, world_size)
-        setup(rank, world_size, backend, port=port, listener=listener, timeout=settings.timeout)
-        main(World(rank, world_size, rank, device, last[rank]), *args)
-        last[rank].note("end")
-        _finish(device)  # all ranks meet, see `watch`
+        world = World(rank, world_size, rank, last=last[rank])
+        _run_rank(world, world_size, settings, join, main, args)
     except BaseException as error:
-        kind = next((k for k in (UserError, RunError) if isinstance(error, k)), None)
-        text = str(error) if kind else format_error(error)
+        explained = error if isinstance(error, (UserError, RunError)) else None
+        text = format_error(error)
         if waited := is_consequence(error):
             text += table(last)
-        pipe.send(Failure(rank, text, kind, waited))  # the parent prints it
+        pipe.send(Failure(rank, text, explained, waited))  # the program prints it
         leave("", 1)
     pipe.send(None)  # after the barrier: all ranks are done
 
 
 def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence[Any]) -> None:
+    """The same for a rank that torchrun starts."""
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a wait in gloo would not see torchrun's Ctrl-C
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    local_size, world_size = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    limit, store = timedelta(seconds=settings.timeout), None
-    last = _last_actions(local_size)  # of this machine's ranks
-    last[local_rank].note("start")
-    try:
-        device = _claim(settings, local_rank, local_size)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    last: Any = (LastAction * local_size)()  # of this rank alone
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../ATTEMPT/RANK/error.json
+        last = in_file(Path(error_file).parents[1] / "last_actions", local_size)  # of its machine
+
+    def join(backend: str) -> None:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        limit, store = timedelta(seconds=settings.timeout), None
         stay_on_interface_to(LOOPBACK if local_size == world_size else host)
         # torchrun keeps one store for all attempts of a run and never clears it: restarted ranks
         # could find addresses of the attempt before. (On several machines no rank knows which
         # attempt all are at.)
-        if local_size == world_size and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if local_size == world_size:
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
             kept = dist.TCPStore(host, port, world_size, False, limit)  # type: ignore[attr-defined]
             store = dist.PrefixStore(f"attempt {attempt}", kept)  # type: ignore[attr-defined]
         dist.init_process_group(
-            choose_backend(settings.device, local_size), store=store, rank=rank,
-            world_size=world_size, timeout=limit,
-        )  # fmt: skip
-        main(World(rank, world_size, local_rank, device, last[local_rank]), *args)
-        last[local_rank].note("end")
-        _finish(device)
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit
+        )
+
+    try:
+        world = World(rank, world_size, local_rank, last=last[local_rank])
+        _run_rank(world, local_size, settings, join, main, args)
     except (UserError, RunError):  # the program reports it, in one line
         raise
     except BaseException as error:
@@ -389,19 +368,36 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
         leave(text, 1)
 
 
-def _last_actions(local_size: int) -> Any:
-    """The last actions of torchrun's ranks on this machine, in a file beside their error files."""
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../ATTEMPT/RANK/error.json
-        with suppress(OSError):
-            return in_file(Path(error_file).parents[1] / "last_actions", local_size)
-    return (LastAction * local_size)()  # of this rank alone
+def _run_rank(
+    world: World,
+    local_size: int,
+    settings: Settings,
+    join: Callable[[str], None],
+    main: Callable[..., None],
+    args: Sequence[Any],
+) -> None:
+    """A rank's life: binds it to its GPU or its slice of the cores, joins the process group, runs
+    main, and waits for all ranks."""
+    world.last.note("start")
+    device = choose_device(settings.device, world.local_rank, local_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif cores := core_slice(world.local_rank, local_size, settings.cores_per_rank):
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+        keep_freed_memory()
+    join(choose_backend(settings.device, local_size))
+    main(replace(world, device=device), *args)
+    world.last.note("end")
+    dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+    dist.destroy_process_group()
 
 
 def _end_with_parent() -> None:
     """Makes this process end when its parent ends, however that happens."""
     parent = parent_process()  # None: torchrun
     if sys.platform == "linux":  # at once, even while it is stopped
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if parent and os.getppid() != parent.pid:
             os._exit(1)  # the parent ended before the prctl
     elif parent:
@@ -411,23 +407,3 @@ def _end_with_parent() -> None:
             os._exit(1)
 
         threading.Thread(target=follow, daemon=True).start()
-
-
-def _claim(settings: Settings, local_rank: int, local_size: int) -> torch.device:
-    """Binds this process to its GPU, or to its slice of the cores."""
-    quiet_libraries()
-    device = choose_device(settings.device, local_rank, local_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif cores := core_slice(local_rank, local_size, settings.cores_per_rank):
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
-        keep_freed_memory()
-    return device
-
-
-def _finish(device: torch.device) -> None:
-    """Waits for all ranks, then leaves the process group."""
-    if dist.is_initialized():
-        dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
-        dist.destroy_process_group()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,21 +22,15 @@ def keep_freed_memory() -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The peak memory of this process: resident, or allocated on a GPU.
-
-    Linux has a process' own peak in /proc; in a child, the peak of getrusage starts at the memory
-    of its parent.
-    """
+    """The peak memory of this process: resident, or allocated on a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    if found:
-        return int(found[1]) * 1024
+    if sys.platform == "linux":  # in a child, getrusage's peak starts at its parent's memory
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])  # kB
     import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def state_bytes(

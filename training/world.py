@@ -42,13 +42,8 @@ def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
         raise UserError("--device cuda: no GPU is visible here; --device cpu works everywhere")
-    if device == "mps" and local_world_size > 1:
-        raise UserError(
-            f"--device mps with {local_world_size} ranks: an Apple GPU takes one rank; "
-            "--world_size 1, or --device cpu, works"
-        )
-    if device == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device mps: no Apple GPU is visible here; --device cpu works everywhere")
+    if device == "mps" and (local_world_size > 1 or not torch.backends.mps.is_available()):
+        raise UserError("--device mps: it takes an Apple GPU, and one rank; --device cpu works")
     if device == "cuda" or (device == "auto" and gpus):
         return torch.device("cuda", local_rank % gpus)
     return torch.device("mps" if device == "mps" else "cpu")

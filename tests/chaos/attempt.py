@@ -30,7 +30,6 @@ class Attempt:
     kind: str
     random: Random
     wrong: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
     said: str = ""
     missed: bool = False
     came: str = "not made"
@@ -38,7 +37,7 @@ class Attempt:
     def make(self) -> None:
         """Does it, and fills in what came of it."""
         program, kind = self.program, KINDS[self.kind]
-        phase = self.random.choice(list(LONGEST)) if kind.at_any_time else TRAINING
+        phase = self.random.choice(list(LONGEST))
         delay, rank = self.random.uniform(0, LONGEST[phase]), self.random.randrange(2)
         rank = 0 if program.launcher == ALONE else rank
         timeout = STOPPED_TIMEOUT if kind.waits else TIMEOUT
@@ -63,13 +62,13 @@ class Attempt:
                         self.wrong.append(f"still there after {limit:.0f} s")
                 self.said = run.said()
                 status = run.process.poll()
-                self.left = run.leftovers()
+                self.wrong += [f"left: {what}" for what in run.leftovers()]
                 if status is not None:
                     self._judge(run, phase, rank, status)
                 if run.launcher != TORCHRUN and (status or 0) >= 0:
                     # What was killed could not, and leaves it to the run that comes next.
                     halves = sorted(workdir.rglob("*.part"))
-                    self.left += [f"half-written {path.relative_to(workdir)}" for path in halves]
+                    self.wrong += [f"left half-written: {path}" for path in halves]
         end = "NOT ENDED" if seconds is None else f"ended in {seconds:.1f} s, status {status}"
         victim = "" if program.launcher == ALONE else f", rank {rank}"
         before = " (over before)" if self.missed else ""

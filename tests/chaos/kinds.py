@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 
@@ -18,7 +16,6 @@ from tests.chaos.run import Run, can_be_armed, until
 SECONDS = 15.0  # within which a run must have ended
 STOPPED = 60.0  # torchrun waits half a minute for a rank that is stopped, before it kills it
 BLOWS = 120.0  # within which an armed process must compute something
-PAUSE = 1.5  # seconds of a stop that does no harm
 TRACEBACK = "Traceback (most recent call last)"
 CAUSE = "The above exception was the direct cause of"  # an error and its cause are one
 LAST_ACTIONS = "rank  last action  "  # the head of a table, see training/last_actions.py
@@ -48,13 +45,12 @@ class End:
 class Kind:
     """A thing that happens: `strike` does it to a run, to the rank of the given number.
 
-    failure: what arm/sitecustomize.py is to do. at_any_time: else only once the run trains.
+    failure: what arm/sitecustomize.py is to do.
     """
 
     strike: Strike
     ends: dict[str, End]
     failure: str = ""
-    at_any_time: bool = True
     waits: bool = False  # for --timeout, before it can be noticed
     seconds: float = SECONDS
 
@@ -95,27 +91,17 @@ def _orphan_stopped(run: Run, rank: int) -> None:
     run.process.kill()
 
 
-def _pause(run: Run, rank: int) -> None:
-    victim = _victim(run, rank)
-    victim.send_signal(signal.SIGSTOP)
-    time.sleep(PAUSE)
-    victim.send_signal(signal.SIGCONT)
-    time.sleep(PAUSE)
-    if run.process.poll() is None:  # it goes on, so: enough
-        run.process.terminate()
-
-
 def _armed(failure: str, words: str) -> Kind:
     once = End((1,), True, (words,), 1)
     under_torchrun = End((1,), True, (words,), 2)  # one is torchrun's
     return Kind(_arm, {OWN: once, TORCHRUN: under_torchrun, ALONE: once}, failure)
 
 
-def _asked(strike: Strike, number: int, **options: Any) -> Kind:
+def _asked(strike: Strike, number: int) -> Kind:
     """Nobody fails: the run is asked to end, by a signal of that number."""
     own, some = End((128 + number,), None), End(None, None, (), None)
     ends = {OWN: own, TORCHRUN: some, ALONE: End((128 + number, -number), None)}
-    return Kind(strike, ends, **options)
+    return Kind(strike, ends)
 
 
 def _killed(strike: Strike) -> Kind:
@@ -123,31 +109,18 @@ def _killed(strike: Strike) -> Kind:
     return Kind(strike, dict.fromkeys((OWN, TORCHRUN), End((-9,), None, (), None)))
 
 
-def _ended(number: signal.Signals) -> Kind:
-    """A rank is, by a signal."""
-    ends = {
-        OWN: End((1,), True, (f"It was killed by {number.name}.",)),
-        TORCHRUN: End((1,), None, (f"failed (exitcode: -{number}) local_rank: {{rank}} ",), 1),
-    }
-    return Kind(_to_rank(number), ends)
-
-
 KINDS = {
-    # A rank, or a stage's thread, raises; also what ends a program silently.
+    # A rank, or a stage's thread, raises; also what would end a program without a word.
     "raise": _armed("raise", "ArithmeticError: on purpose"),
     "exit": _armed("exit", "SystemExit: 0"),
     "interrupt": _armed("interrupt", "KeyboardInterrupt: on purpose"),
-    # A rank leaves by os._exit(0). torchrun believes the 0; the others see the loss.
-    "leave": Kind(
-        _arm,
+    "kill": Kind(
+        _to_rank(signal.SIGKILL),
         {
-            OWN: End((1,), True, ("It exited with status 0 before it was done.",)),
-            TORCHRUN: End((1,), False, (), None),
+            OWN: End((1,), True, ("It was killed by SIGKILL.",)),
+            TORCHRUN: End((1,), None, ("failed (exitcode: -9) local_rank: {rank} ",), 1),
         },
-        "leave",
     ),
-    "kill": _ended(signal.SIGKILL),
-    "terminate": _ended(signal.SIGTERM),
     # A rank is stopped for longer than --timeout; under torchrun another has waited in vain.
     "stop": Kind(
         _to_rank(signal.SIGSTOP),
@@ -158,8 +131,6 @@ KINDS = {
         waits=True,
         seconds=STOPPED,
     ),
-    # ... for a moment: nothing happens, until the run is asked to end.
-    "pause": _asked(_pause, signal.SIGTERM, at_any_time=False),
     "ctrl-c": _asked(lambda run, _: os.killpg(run.process.pid, signal.SIGINT), signal.SIGINT),
     "hang up": _asked(lambda run, _: run.close_terminal(), signal.SIGHUP),
     "ask": _asked(_to_parent(signal.SIGTERM), signal.SIGTERM),

@@ -141,13 +141,6 @@ class Run:
 
     def _left(self) -> list[str]:
         left = [f"process {p.pid} ({' '.join(p.cmdline())[:80]})" for p in self.processes()]
-        ours = (None, *(p.pid for p in self.processes()))  # else another run has the port now
-        open_now = {
-            c.laddr.port
-            for c in psutil.net_connections("tcp")
-            if c.laddr and c.status == psutil.CONN_LISTEN and c.pid in ours
-        }
-        left += [f"port {port}" for _, port in sorted(self.listening) if port in open_now]
         left += [f"shared memory {path}" for path in sorted(self.mapped) if Path(path).exists()]
         files = [path for path in self.tmp.iterdir() if not path.name.startswith(KEPT)]
         return left + [f"temporary file {path.name}" for path in sorted(files)]

@@ -47,14 +47,14 @@ def one_is_other(
 @pytest.mark.parametrize(
     ("program", "what", "named"),
     [
-        ("run_data_parallel", "texts", "--n_train (rank 1), the train data"),
+        ("run_data_parallel", "texts", "--n_train (rank 1 against rank 0), the train data"),
         ("train pipeline", "rate", "--learning_rate"),
     ],
 )
 def test_another_start_is_named_before_the_first_step(
     ranks: Ranks, program: str, what: str, named: str
 ) -> None:
-    said = f"not the same as on rank 0: {named} (rank 1); every host needs the same options, "
+    said = f"not the same on all ranks: {named} (rank 1 against rank 0); every host needs "
     for error, made_a_step in ranks.run(one_is_other, Path.cwd(), f"{program} {LINE}", what):
         assert error is not None and error.startswith(said)
         assert not made_a_step
@@ -70,7 +70,7 @@ def test_another_start_is_named_before_the_first_step(
 def test_replicas_that_come_apart_end_the_run_with_the_epoch(
     ranks: Ranks, line: str, name: str
 ) -> None:
-    expected = f"replicas differ in epoch 2: {name} (rank 1, against rank 0)"
+    expected = f"replicas differ in epoch 2: {name} (rank 1 against rank 0)"
     for error, made_a_step in ranks.run(one_is_other, Path.cwd(), line, "drift"):
         assert error is not None and error.startswith(expected)
         assert made_a_step

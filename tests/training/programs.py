@@ -92,8 +92,7 @@ def misfortunes(world: World, folder: Path) -> None:
 
 if __name__ == "__main__":
     name, *folders = sys.argv[1:]
-    port = None if name == "meet" else 0
-    settings = Settings(torchrun_world_size() or 2, "cpu", port, timeout=60)
+    settings = Settings(torchrun_world_size() or 2, "cpu", timeout=60)
     with signals_end():
         try:
             launch(globals()[name], settings, *map(Path, folders))

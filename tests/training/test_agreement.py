@@ -43,10 +43,10 @@ def test_a_replica_that_is_off_by_one_bit_is_named(three_ranks: Ranks) -> None:
     nor are shards."""
     assert three_ranks.run(replicas, 3, "", []) == [None] * 3
     for name in ("weight", "half", "number"):
-        said = f"replicas differ in epoch 3: {name} (ranks 1, 2, against rank 0)"
+        said = f"replicas differ in epoch 3: {name} (rank 1, 2 against rank 0)"
         assert three_ranks.run(replicas, 1, name, []) == [said] * 3
     held = [["weight", "half"], ["number"], ["weight", "empty"]]
     assert three_ranks.run(replicas, 1, "number", held) == [None] * 3
-    said = "replicas differ in epoch 3: weight (rank 2, against rank 0)"
+    said = "replicas differ in epoch 3: weight (rank 2 against rank 0)"
     assert three_ranks.run(replicas, 2, "weight", held) == [said] * 3
     assert three_ranks.run(replicas, 3, "", [[], [], []]) == [None] * 3
