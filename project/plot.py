@@ -29,10 +29,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 from pipeline.catalogue import SCHEDULES
 from project.plot_timeline import (
     COLOURS,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
+    LINES,
     draw_step,
     handy,
     in_step,
@@ -45,8 +42,6 @@ from project.plot_timeline import (
 from training.command_line import Parser, count
 from training.curves import (
     BLUE,
-    GREEN,
-    GREY,
     INK,
     Epochs,
     finish_panel,
@@ -69,7 +64,6 @@ ALIKE = (  # options that must be the same in all runs of a figure
     "n_train",
 )  # fmt: skip
 FORMATS = (".png", ".pdf", ".svg")
-LINES = (GREY, ORANGE, SKY, BLUE, GREEN, PURPLE, VERMILION, INK)  # wide ones first
 TIMES = ("forward", "recompute", "backward", "optimizer", "other", "communication", "idle")
 
 
@@ -92,25 +86,22 @@ def draw_bars(path: Path, bars: Sequence[Bar], *, title: str, foot: str, ylabel:
     """Draws bars side by side, the sum of each above it, and a legend if they have parts."""
     top = max((bar.total + bar.std for bar in bars), default=0.0) or 1.0
     size, plus_minus = (15, " ± ") if len(bars) < 5 else (12, "\n± ")
-    stacked = any(len(bar.parts) > 1 for bar in bars)
     with picture(path, title, foot, (max(10, 1.25 * len(bars)), 5.6)) as (fig, (ax,)):
         for x, bar in enumerate(bars):
             base = 0.0
             for kind, value in bar.parts.items():
-                colour = COLOURS[kind]
-                white = colour == "white"  # outlined: the ideal, and the peak
-                edge: dict[str, Any] = {
-                    "edgecolor": BLUE if white else "white",
-                    "linewidth": 2 if white else 1,
-                }
-                hatch = "//" if kind == "ideal" else ""
-                ax.bar(x, value, 0.64, base, color=colour, hatch=hatch, **edge)
+                white = COLOURS[kind] == "white"  # outlined: the ideal, and the peak
+                look: dict[str, Any] = {"edgecolor": BLUE if white else "white"}
+                look |= {"color": COLOURS[kind], "lw": 2 if white else 1}
+                look |= {"hatch": "//" if kind == "ideal" else ""}
+                box = ax.bar(x, value, 0.64, base, **look)
                 inside = f"{value / bar.total:.0%}" if len(bar.parts) > 1 else bar.inside
                 if inside and value > 0.07 * top:
                     back = {"color": "white", "pad": 3} if white else None
-                    ink = BLUE if white else on(colour)
-                    at: dict[str, Any] = {"ha": "center", "va": "center", "size": size}
-                    ax.text(x, base + value / 2, inside, color=ink, bbox=back, **at)
+                    ink = BLUE if white else on(COLOURS[kind])
+                    ax.bar_label(
+                        box, [inside], label_type="center", color=ink, size=size, bbox=back
+                    )
                 base += value
             if bar.std:
                 ax.errorbar(x, base, bar.std, color=INK, capsize=7, elinewidth=1.8)
@@ -120,7 +111,7 @@ def draw_bars(path: Path, bars: Sequence[Bar], *, title: str, foot: str, ylabel:
         ax.set_xticks(range(len(bars)), labels, color=INK, size=size)
         ax.set(xlim=(-0.6, max(1, len(bars)) - 0.4), ylim=(0, 1.2 * top), title=ylabel)
         ax.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
-        if stacked:
+        if any(len(bar.parts) > 1 for bar in bars):
             legend(fig, {kind for bar in bars for kind, value in bar.parts.items() if value}, 4.5)
     return path
 
@@ -215,11 +206,14 @@ def check_alike(folders: Sequence[Path], names: Sequence[str] = ALIKE) -> None:
 
 
 def read_ranks(workdir: Path) -> list[Epochs]:
-    """The results of every rank, or of the pipeline. Raises UserError as `read_epochs` does."""
+    """The results of every rank, or of the pipeline. Raises UserError if some are missing."""
     if any(workdir.glob("eval_results_*")):
         return [read_epochs(workdir, "eval_results")]
     world_size = read_options(workdir).get("world_size", 1)
-    return [read_epochs(workdir, f"rank{rank}_results") for rank in range(world_size)]
+    ranks = [read_epochs(workdir, f"rank{rank}_results") for rank in range(world_size)]
+    if len({len(rank) for rank in ranks}) > 1:  # interrupted, or resumed on another number
+        raise UserError(f"{workdir}: its ranks have results of different epochs; make it again")
+    return ranks
 
 
 def over_epochs(ranks: list[Epochs], metric: str) -> tuple[float, float]:
@@ -235,8 +229,6 @@ def timeline_of(folder: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
     options, again = read_options(folder), "make the run again, with --timeline 10"
     try:
         workers, about = read_timelines(folder)
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename} is missing; {again}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{error}; {again}") from None
     if not any(workers.values()):

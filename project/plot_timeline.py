@@ -48,6 +48,7 @@ COLOURS = {  # by kind, in the order of the legend
     "reduce-scatter": VIOLET, "wait for all ranks": INK, "idle": FAINT, "peak resident": "white",
     "baseline": GREY, "measured": BLUE, "ideal": "white",
 }  # fmt: skip
+LINES = (GREY, ORANGE, SKY, BLUE, GREEN, PURPLE, VERMILION, INK)  # of curves
 ACTIONS = ("F", "B", "I", "W", "R")  # a schedule's actions, and recomputation
 Workers = Mapping[str, Sequence[Event]]  # the events of each worker, by its name
 

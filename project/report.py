@@ -156,17 +156,16 @@ def planned(workdir: Path, n_train: int, n_epochs: int) -> dict[str, Run]:
 
 
 def make(run: Run) -> None:
-    """Runs the program to its end; in the run's folder if it writes gradients, which go to the
-    current folder. Raises RunError if it fails."""
+    """Runs the program to its end, in the run's folder, as gradients go to the current folder.
+    Raises RunError if it fails."""
     with writing(run.folder):
         run.folder.mkdir(parents=True, exist_ok=True)
     for name in run.leaves:
         (run.folder / name).unlink(missing_ok=True)
     program, *options = run.command
-    place = None
-    if SUMMARY not in run.leaves:
-        options[-1], place = "--workdir=.", run.folder
-    with subprocess.Popen([sys.executable, str(ROOT / program), *options], cwd=place) as process:
+    options[-1] = f"--workdir={run.folder.resolve()}"
+    command = [sys.executable, str(ROOT / program), *options]
+    with subprocess.Popen(command, cwd=run.folder) as process:
         try:
             status = process.wait()
         except BaseException:  # e.g. Ctrl-C; the run ends its own ranks, and is waited for
@@ -178,11 +177,6 @@ def make(run: Run) -> None:
             f"the run {run.folder.name} ended with status {status}; its command was: python "
             f"{shlex.join(run.command)}"
         )
-
-
-def furthest(a: Sequence[float], b: Sequence[float]) -> float:
-    """The largest relative difference between two runs' losses."""
-    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
 def compare_gradients(one: Run, two: Run) -> list[dict[str, Any]]:
@@ -216,19 +210,17 @@ def speed_up(of: Run, over: Run) -> dict[str, float]:
 
 def draw_all(runs: dict[str, Run], output: Path) -> list[Path]:
     """Draws the figures; returns their paths."""
-    long = [run for run in runs.values() if SUMMARY in run.leaves]
-    flow = runs["pp"].summary
+    folders, flow = {key: run.folder for key, run in runs.items()}, runs["pp"].summary
     sizes = flow["num_devices"], flow["num_microbatches"], flow["chunks"]
-    return [
-        *plot_data_parallel(runs["dp1"].folder, runs["dp2"].folder, output),
-        *plot_pipeline(runs["mp"].folder, runs["pp"].folder, output),
-        plot_losses([r.folder for r in long], output / "losses.png", [r.name for r in long]),
-        *(
-            draw_step(output / f"timeline_{key}.png", *timeline_of(folder), describe(folder))
-            for key, folder in ((key, runs[key].folder) for key in ("dp2", "pp"))
-        ),
-        plot_schedule(flow["schedule"], *sizes, output / "schedule_pp.png"),
-    ]
+    paths = plot_data_parallel(folders["dp1"], folders["dp2"], output)
+    paths += plot_pipeline(folders["mp"], folders["pp"], output)
+    long = ("dp1", "dp2", "mp", "pp")
+    names = [runs[key].name for key in long]
+    paths.append(plot_losses([folders[key] for key in long], output / "losses.png", names))
+    for key in ("dp2", "pp"):
+        path, recorded = output / f"timeline_{key}.png", timeline_of(folders[key])
+        paths.append(draw_step(path, *recorded, describe(folders[key])))
+    return [*paths, plot_schedule(flow["schedule"], *sizes, output / "schedule_pp.png")]
 
 
 def write_page(runs: dict[str, Run], page: Path, output: Path) -> Path:
@@ -243,7 +235,11 @@ def write_page(runs: dict[str, Run], page: Path, output: Path) -> Path:
     environment.filters["number"] = readable
     environment.filters["tiny"] = lambda value: f"{value:.1e}" if value else "0"
     environment.filters["share"] = lambda value: f"{value:.1%}"
-    alone = long["dp1"].summary["loss"]
+
+    def furthest(run: Run) -> float:  # from the losses of one process, relative
+        losses = zip(run.summary["loss"], long["dp1"].summary["loss"], strict=True)
+        return max(abs(loss - alone) / abs(alone) for loss, alone in losses)
+
     text = environment.get_template("report.html").render(
         about=describe(*(run.folder for run in long.values())),
         runs=long,
@@ -251,7 +247,7 @@ def write_page(runs: dict[str, Run], page: Path, output: Path) -> Path:
         cores=os.cpu_count() or 1,
         dp=speed_up(long["dp2"], long["dp1"]),
         pp=speed_up(long["pp"], long["mp"]),
-        apart={key: furthest(run.summary["loss"], alone) for key, run in long.items()},
+        apart={key: furthest(run) for key, run in long.items()},
         gradients=compare_gradients(runs["gradients1"], runs["gradients2"]),
         images={path.stem: base64.b64encode(path.read_bytes()).decode() for path in figures},
         commands=[shlex.join(["python", *run.command]) for run in runs.values()],
