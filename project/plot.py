@@ -64,7 +64,7 @@ ALIKE = (  # options that must be the same in all runs of a figure
     "n_train",
 )  # fmt: skip
 FORMATS = (".png", ".pdf", ".svg")
-TIMES = ("forward", "recompute", "backward", "optimizer", "other", "communication", "idle")
+TIMES = ("forward", "recompute", "backward", "optimizer", "communication", "idle")
 
 
 @dataclass(frozen=True)

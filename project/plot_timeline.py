@@ -10,7 +10,7 @@ backwards predicts.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,8 +24,8 @@ from pipeline.catalogue import SCHEDULES, find
 from pipeline.schedule import (
     FORWARD,
     Action,
+    Schedule,
     bubble,
-    clock_table,
     draw,
     name_of,
     peak_alive,
@@ -35,7 +35,7 @@ from planning.simulate import simulate
 from training.curves import BLUE, FAINT, GREEN, GREY, INK, picture, readable
 from training.errors import UserError
 from training.perfetto import without_crossings
-from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event
+from training.timeline import COMMUNICATION, KINDS, Event
 
 ORANGE, SKY, PURPLE, VERMILION, YELLOW = "#E69F00", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
 AMBER = "#F5CE85"  # a light orange: half of a backward
@@ -43,7 +43,7 @@ BROWN, VIOLET = "#8C510A", "#5E3C99"
 COLOURS = {  # by kind, in the order of the legend
     "parameters": BLUE, "gradients": ORANGE,
     "forward": BLUE, "recompute": YELLOW, "backward": ORANGE, "backward (input)": AMBER,
-    "backward (weight)": GREEN, "optimizer": GREY, "other": SKY, "communication": VERMILION,
+    "backward (weight)": GREEN, "optimizer": GREY, "communication": VERMILION,
     "send": PURPLE, "receive": SKY, "all-reduce": VERMILION, "all-gather": BROWN,
     "reduce-scatter": VIOLET, "wait for all ranks": INK, "idle": FAINT, "peak resident": "white",
     "baseline": GREY, "measured": BLUE, "ideal": "white",
@@ -118,20 +118,16 @@ def shares(workers: Workers) -> dict[str, float]:
     """Seconds of one step by category, the mean over the workers; they add up to its duration.
 
     If two things happen at once, the earlier category counts, so `communication` is the part that
-    no computation hides. `other` is computation of an unknown kind.
+    no computation hides.
     """
+    kinds = {"recompute": "R", "forward": "F", "backward": "BIW", "optimizer": ["optimizer"]}
     total, rows = duration(workers), []
     for events in workers.values():
-        kinds: dict[str, Iterable[str]] = {
-            "recompute": "R", "forward": "F", "backward": "BIW", "optimizer": ["optimizer"],
-            "other": [e.kind for e in events if e.lane == COMPUTE], "communication": KINDS,
-        }  # fmt: skip
-        row, claimed = {}, set[str]()
-        for category, its in kinds.items():
-            before = spent(event for event in events if event.kind in claimed)
-            claimed |= {*its}
-            row[category] = spent(event for event in events if event.kind in claimed) - before
-        rows.append(row | {"idle": total - sum(row.values())})
+        row, before, claimed = {}, 0.0, list[Event]()
+        for category, its in {**kinds, "communication": KINDS}.items():
+            claimed += [event for event in events if event.kind in its]
+            row[category], before = spent(claimed) - before, spent(claimed)
+        rows.append(row | {"idle": total - before})
     return {category: fmean(row[category] for row in rows) for category in rows[0]}
 
 
@@ -148,22 +144,17 @@ def plot_schedule(
     except ValueError as error:
         raise UserError(str(error)) from None
     print(draw(schedule))
-    table, ranks = clock_table(schedule), ranks_of(schedule)
+    ranks = ranks_of(schedule)
     chunks = len(ranks) // num_ranks
-    place, places, each = ("rank", "ranks", f" with {chunks} chunks")
-    if chunks == 1:
-        place, places, each = "stage", "stages", ""
-    workers: dict[str, list[Event]] = {f"{place} {r}": [] for r in range(num_ranks)}
-    for k, clock in enumerate(table):
-        for events, action in zip(workers.values(), clock, strict=True):
-            if action is not None:
-                events.append(Event(action.kind.value, *action[1:], k, k + 1))
+    place, each = ("rank", f" with {chunks} chunks") if chunks > 1 else ("stage", "")
+    places = [f"{place} {r}" for r in range(num_ranks)]
+    clocks = simulated(schedule, places, lambda _: 1.0)
     held = ", ".join(map(str, peak_alive(schedule)))
     return draw_timeline(
-        path, {"": workers}, "clock", ranks,
-        title=f"{name}: {num_ranks} {places}{each}, {num_microbatches} micro-batches, "
-        f"{len(table)} clocks, {float(bubble(schedule)):.0%} idle",
-        foot=f"numbers: micro-batches{', letters: chunks' if each else ''}; the {places} hold the "
+        path, {"": clocks}, "clock", ranks,
+        title=f"{name}: {num_ranks} {place}s{each}, {num_microbatches} micro-batches, "
+        f"{duration(clocks):.0f} clocks, {float(bubble(schedule)):.0%} idle",
+        foot=f"numbers: micro-batches{', letters: chunks' if each else ''}; the {place}s hold the "
         f"activations of at most {held} {'chunks' if each else 'micro-batches'}",
     )  # fmt: skip
 
@@ -234,10 +225,16 @@ def ideal_of(
     }.items():  # fmt: skip
         total = sum(spent(event for event in row if event.kind in own) for row in rows)
         seconds[kind] = total / max(1, sum(event.kind in counted for event in actions))
-    timed = simulate(table, lambda action: seconds[action.kind.value])
+    return simulated(table, list(workers), lambda action: seconds[action.kind.value])
+
+
+def simulated(
+    schedule: Schedule, names: Sequence[str], seconds: Callable[[Action], float]
+) -> dict[str, list[Event]]:
+    """The events of a schedule's workers, of these names, from the duration of each action."""
     return {
         name: [Event(t.action.kind.value, *t.action[1:], t.start, t.end) for t in row]
-        for name, row in zip(workers, timed, strict=True)
+        for name, row in zip(names, simulate(schedule, seconds), strict=True)
     }
 
 
@@ -272,7 +269,7 @@ def draw_timeline(
             for y, events in enumerate(workers.values()):
                 ax.barh(y, duration(workers) * factor, 0.86, color=FAINT)
                 draw_row(ax, y, events, begin, factor, 72 * 11.5 / total, ranks)
-                found |= {kind_of(event) for event in events}
+                found |= {KINDS[event.kind][0] for event in events}
             ax.grid(visible=False)
             ax.spines["bottom"].set_visible(ax is axes[-1])
             ax.set_title(heading, size=13, weight="bold")
@@ -284,11 +281,6 @@ def draw_timeline(
         axes[-1].set_xlabel(f"{unit} ({name})" if name else unit)
         legend(fig, found)
     return path
-
-
-def kind_of(event: Event) -> str:
-    """What an event is called in COLOURS and in the legend."""
-    return KINDS.get(event.kind, ("other",))[0]
 
 
 def by_layer(events: Sequence[Event]) -> bool:
@@ -317,7 +309,7 @@ def draw_row(
     layers = by_layer(events)
     for event, top, high in boxes:
         left, width = (event.start - begin) * factor, event.end - event.start
-        colour = COLOURS[kind_of(event)]
+        colour = COLOURS[KINDS[event.kind][0]]
         ax.barh(
             top, width * factor, high, left, align="edge", color=colour, edgecolor="white",
             linewidth=min(1.2, width * points / 8, high * 40 / 8),  # a row has 40 points or more

@@ -380,7 +380,7 @@ def test_a_timeline_without_a_schedule_has_no_ideal(
     ("name", "kinds"),
     [
         ("pipeline2", "F B I W R optimizer send receive all_reduce barrier"),
-        ("fsdp2", "F R B optimizer all_reduce all_gather reduce_scatter barrier other"),
+        ("fsdp2", "F R B optimizer all_reduce all_gather reduce_scatter barrier"),
     ],
 )
 def test_a_legend_of_all_kinds_fits(
@@ -440,7 +440,7 @@ def test_where_the_time_of_a_step_went() -> None:
     assert bubbles(uneven) == pytest.approx({"a": 0.75, "b": 0.25, "c": 1})
     assert shares(step) == pytest.approx(
         {
-            "recompute": 0.5, "forward": 2, "backward": 2.5, "optimizer": 1, "other": 0,
+            "recompute": 0.5, "forward": 2, "backward": 2.5, "optimizer": 1,
             "communication": 1, "idle": 6,
         }
     )  # fmt: skip
