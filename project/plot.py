@@ -288,11 +288,11 @@ def compare(
         raise UserError(
             f"{folders[0]} and {folders[1]}: both need 2 epochs or more, as the first is left out"
         )
-    facts = [describe(folder) for folder in folders]
-    about = [f"{label}: {fact}" for label, fact in zip(labels[:2], facts, strict=True)]
-    if facts[0] == facts[1]:
-        about = facts[:1]
-    about.append("mean and standard deviation of all epochs but the first")
+    about = [describe(*folders)]  # what both have in common, then what is each one's own
+    for label, folder in zip(labels[:2], folders, strict=True):
+        own = [fact for fact in describe(folder).split("; ") if fact not in about[0].split("; ")]
+        about += [f"{label}: {', '.join(own)}"] if own else []
+    about.append("mean ± standard deviation of all epochs but the first")
     cores = [read_options(folder).get("cores") for folder in folders]
     equal = cores[0] == cores[1]
     if not equal:
