@@ -24,8 +24,8 @@ from pipeline.catalogue import SCHEDULES, find
 from pipeline.schedule import (
     FORWARD,
     Action,
+    Schedule,
     bubble,
-    clock_table,
     draw,
     name_of,
     peak_alive,
@@ -35,7 +35,7 @@ from planning.simulate import simulate
 from training.curves import BLUE, FAINT, GREEN, GREY, INK, picture, readable
 from training.errors import UserError
 from training.perfetto import without_crossings
-from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event
+from training.timeline import COMMUNICATION, KINDS, Event
 
 ORANGE, SKY, PURPLE, VERMILION, YELLOW = "#E69F00", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
 AMBER = "#F5CE85"  # a light orange: half of a backward
@@ -43,11 +43,12 @@ BROWN, VIOLET = "#8C510A", "#5E3C99"
 COLOURS = {  # by kind, in the order of the legend
     "parameters": BLUE, "gradients": ORANGE,
     "forward": BLUE, "recompute": YELLOW, "backward": ORANGE, "backward (input)": AMBER,
-    "backward (weight)": GREEN, "optimizer": GREY, "other": SKY, "communication": VERMILION,
+    "backward (weight)": GREEN, "optimizer": GREY, "communication": VERMILION,
     "send": PURPLE, "receive": SKY, "all-reduce": VERMILION, "all-gather": BROWN,
     "reduce-scatter": VIOLET, "wait for all ranks": INK, "idle": FAINT, "peak resident": "white",
     "baseline": GREY, "measured": BLUE, "ideal": "white",
 }  # fmt: skip
+LINES = (GREY, ORANGE, SKY, BLUE, GREEN, PURPLE, VERMILION, INK)  # of curves
 ACTIONS = ("F", "B", "I", "W", "R")  # a schedule's actions, and recomputation
 Workers = Mapping[str, Sequence[Event]]  # the events of each worker, by its name
 
@@ -113,27 +114,18 @@ def bubbles(workers: Workers) -> dict[str, float]:
     return {name: 1 - spent(events) / total for name, events in actions.items()}
 
 
-def stillness(workers: Workers) -> float:
-    """The share of a step in which no worker runs an action."""
-    actions = actions_of(workers)
-    return 1 - spent(e for events in actions.values() for e in events) / duration(actions)
-
-
 def shares(workers: Workers) -> dict[str, float]:
     """Seconds of one step by category, the mean over the workers; they add up to its duration.
 
     If two things happen at once, the earlier category counts, so `communication` is the part that
-    no computation hides. `other` is computation of an unknown kind.
+    no computation hides.
     """
+    kinds = {"recompute": "R", "forward": "F", "backward": "BIW", "optimizer": ["optimizer"]}
     total, rows = duration(workers), []
     for events in workers.values():
-        row, before = {}, 0.0
-        claimed: list[Event] = []
-        for category, kinds in {
-            "recompute": "R", "forward": "F", "backward": "BIW", "optimizer": ["optimizer"],
-            "other": [e.kind for e in events if e.lane == COMPUTE], "communication": KINDS,
-        }.items():  # fmt: skip
-            claimed += [event for event in events if event.kind in kinds]
+        row, before, claimed = {}, 0.0, list[Event]()
+        for category, its in {**kinds, "communication": KINDS}.items():
+            claimed += [event for event in events if event.kind in its]
             row[category], before = spent(claimed) - before, spent(claimed)
         rows.append(row | {"idle": total - before})
     return {category: fmean(row[category] for row in rows) for category in rows[0]}
@@ -152,24 +144,18 @@ def plot_schedule(
     except ValueError as error:
         raise UserError(str(error)) from None
     print(draw(schedule))
-    table, ranks = clock_table(schedule), ranks_of(schedule)
-    several = len(ranks) > num_ranks
-    word, places = ("rank", "ranks") if several else ("stage", "stages")
-    workers: dict[str, list[Event]] = {f"{word} {r}": [] for r in range(num_ranks)}
-    for k, clock in enumerate(table):
-        for events, action in zip(workers.values(), clock, strict=True):
-            if action is not None:
-                kind, s, i = action
-                events.append(Event(kind.value, s, i, k, k + 1))
-    of_them = f"{places} with {len(ranks) // num_ranks} chunks" if several else places
+    ranks = ranks_of(schedule)
+    chunks = len(ranks) // num_ranks
+    place, each = ("rank", f" with {chunks} chunks") if chunks > 1 else ("stage", "")
+    places = [f"{place} {r}" for r in range(num_ranks)]
+    clocks = simulated(schedule, places, lambda _: 1.0)
     held = ", ".join(map(str, peak_alive(schedule)))
-    letters = ", letters: chunks" if several else ""
     return draw_timeline(
-        path, {"": workers}, "clock", ranks,
-        title=f"{name}: {num_ranks} {of_them}, {num_microbatches} micro-batches, {len(table)} "
-        f"clocks, {float(bubble(schedule)):.0%} idle",
-        foot=f"numbers: micro-batches{letters}; the {places} hold the activations of at most {held}"
-        f" {'chunks' if several else 'micro-batches'}",
+        path, {"": clocks}, "clock", ranks,
+        title=f"{name}: {num_ranks} {place}s{each}, {num_microbatches} micro-batches, "
+        f"{duration(clocks):.0f} clocks, {float(bubble(schedule)):.0%} idle",
+        foot=f"numbers: micro-batches{', letters: chunks' if each else ''}; the {place}s hold the "
+        f"activations of at most {held} {'chunks' if each else 'micro-batches'}",
     )  # fmt: skip
 
 
@@ -190,35 +176,31 @@ def draw_step(
     step = steps[(len(steps) - 1) // 2] if step is None else step
     measured = in_step(workers, step)
     if not any(measured.values()):
-        recorded = {e.step for events in workers.values() for e in events if e.step >= 0}
-        works = " to ".join(map(str, sorted({min(recorded) + 1, max(recorded) + 1})))
-        raise UserError(f"--step {step + 1}: it was not recorded; take {works}")
-    n, ranks = len(measured), about.get("ranks")
+        recorded = [event.step for events in workers.values() for event in events]
+        raise UserError(
+            f"--step {step + 1}: it was not recorded; take {min(recorded) + 1} to "
+            f"{max(recorded) + 1}"
+        )
+    ranks = about.get("ranks")
     ideal = ideal_of(measured, about.get("schedule"), ranks)
-    panels: dict[str, Workers] = {"": measured}
     title = str(about.get("strategy", "run")).replace("_", " ")
+    panels: dict[str, Workers] = {"": measured}
     if ideal:
         panels = {"measured": measured, "ideal": ideal}
-        idle = [fmean(bubbles(panel).values()) for panel in panels.values()]
-        several = f", {len(ranks) // n} chunks each" if ranks else ""
-        title += (
-            f", {about['schedule']}, {n} stages{several}: {idle[0]:.1%} idle, ideal {idle[1]:.1%}"
-        )
+        idle, least = (fmean(bubbles(panel).values()) for panel in panels.values())
+        chunks = f", {len(ranks) // len(measured)} chunks each" if ranks else ""
+        title += f", {about['schedule']}, {len(measured)} stages{chunks}: "
+        title += f"{idle:.1%} idle, ideal {least:.1%}"
         meaning = "ideal: equal stages and micro-batches, transfers take no time"
     else:
         times, total = shares(measured), duration(measured)
-        found = ", ".join(
-            f"{kind} {times[kind] / total:.0%}"
-            for kind in ("optimizer", "communication", "idle")
-            if times[kind]
-        )
-        title += f", {n} worker{'s' * (n > 1)}: {found}"
+        kinds = [kind for kind in ("optimizer", "communication", "idle") if times[kind]]
+        title += f", {len(measured)} worker{'s' * (len(measured) > 1)}: "
+        title += ", ".join(f"{kind} {times[kind] / total:.0%}" for kind in kinds)
         meaning = "communication: exchange and waiting that no computation hides"
-        stages = {event.stage for row in actions_of(measured).values() for event in row}
-        if about.get("schedule") and len(stages) < n:
-            meaning += "; no ideal is drawn, as several ranks share a stage"
-    numbers = "layers" if any(map(by_layer, measured.values())) else "micro-batches"
-    numbers = "micro-batches, letters: chunks" if ranks else numbers
+    numbers = "micro-batches, letters: chunks" if ranks else "micro-batches"
+    if not ranks and any(map(by_layer, measured.values())):
+        numbers = "layers"
     foot = "; ".join(filter(None, [run, f"step {step + 1}", meaning, f"numbers: {numbers}"]))
     return draw_timeline(path, panels, "time", ranks, title=title, foot=foot)
 
@@ -231,10 +213,9 @@ def ideal_of(
     each stage; None: one stage per worker."""
     rows = list(actions_of(workers).values())
     actions = [event for row in rows for event in row]
-    stages = sorted({event.stage for event in actions})
     n, num_stages = len(workers), len(ranks or workers)
-    if schedule not in SCHEDULES or stages != list(range(num_stages)) or n < 2:
-        return None
+    if schedule not in SCHEDULES or n < 2 or len({e.stage for e in actions}) < num_stages:
+        return None  # none was used, or several workers share a stage
     table = find(schedule, num_stages // n)(n, len({event.microbatch for event in actions}))
     seconds = {}
     # Per action: the events to count, and the events whose time it takes. A backward includes its
@@ -244,12 +225,16 @@ def ideal_of(
     }.items():  # fmt: skip
         total = sum(spent(event for event in row if event.kind in own) for row in rows)
         seconds[kind] = total / max(1, sum(event.kind in counted for event in actions))
-    if not all(seconds[action.kind.value] for row in table for action in row):
-        return None
-    timed = simulate(table, lambda action: seconds[action.kind.value])
+    return simulated(table, list(workers), lambda action: seconds[action.kind.value])
+
+
+def simulated(
+    schedule: Schedule, names: Sequence[str], seconds: Callable[[Action], float]
+) -> dict[str, list[Event]]:
+    """The events of a schedule's workers, of these names, from the duration of each action."""
     return {
         name: [Event(t.action.kind.value, *t.action[1:], t.start, t.end) for t in row]
-        for name, row in zip(workers, timed, strict=True)
+        for name, row in zip(names, simulate(schedule, seconds), strict=True)
     }
 
 
@@ -257,7 +242,7 @@ def draw_timeline(
     path: Path,
     panels: Mapping[str, Workers],
     unit: str,
-    ranks: Sequence[int] | None = None,
+    ranks: Sequence[int] | None,
     *,
     title: str,
     foot: str,
@@ -275,13 +260,16 @@ def draw_timeline(
                 labels = [f"{worker}\n{idle[worker]:.0%} idle" for worker in workers]
                 seconds = readable(duration(actions_of(workers)) * factor)
                 heading += f": {seconds} {name}, {fmean(idle.values()):.0%} idle"
-                heading += after_actions(workers)
+                # Drawn, but not in the schedule, so it does not count as busy; of the slowest.
+                after = [[e for e in row if e.kind == "optimizer"] for row in workers.values()]
+                if slowest := max(map(spent, after)):
+                    scale, of_it = handy(slowest)
+                    heading += f"; then the optimizer: {readable(slowest * scale)} {of_it}"
             begin = min(event.start for events in workers.values() for event in events)
             for y, events in enumerate(workers.values()):
                 ax.barh(y, duration(workers) * factor, 0.86, color=FAINT)
-                label = label_of(events, ranks)
-                draw_row(ax, y, events, begin, factor, 72 * 11.5 / total, label)
-                found |= {KINDS.get(event.kind, ("other",))[0] for event in events}
+                draw_row(ax, y, events, begin, factor, 72 * 11.5 / total, ranks)
+                found |= {KINDS[event.kind][0] for event in events}
             ax.grid(visible=False)
             ax.spines["bottom"].set_visible(ax is axes[-1])
             ax.set_title(heading, size=13, weight="bold")
@@ -295,26 +283,9 @@ def draw_timeline(
     return path
 
 
-def after_actions(workers: Workers) -> str:
-    """The part of a heading about the optimizer, which is not in the schedule: it is drawn, but
-    does not count as busy. The time is the slowest worker's."""
-    rows = [spent(e for e in events if e.kind == "optimizer") for events in workers.values()]
-    factor, unit = handy(max(rows))
-    return f"; then the optimizer: {readable(max(rows) * factor)} {unit}" if max(rows) else ""
-
-
 def by_layer(events: Sequence[Event]) -> bool:
     """Whether a worker's actions differ by their layer or stage number."""
     return len({event.stage for event in events if event.kind in ACTIONS}) > 1
-
-
-def label_of(events: Sequence[Event], ranks: Sequence[int] | None) -> Callable[[Event], str]:
-    """Makes the label of an event: the number of its micro-batch, with the letter of its chunk if
-    there are several; or the number of its layer, if a worker has several and no stages."""
-    if ranks:
-        return lambda e: name_of(Action(FORWARD, e.stage, e.microbatch), ranks)[1:]
-    layers = by_layer(events)
-    return lambda e: str(e.stage if layers else e.microbatch)
 
 
 def draw_row(
@@ -324,25 +295,30 @@ def draw_row(
     begin: float,
     factor: float,
     points: float,
-    label: Callable[[Event], str],
+    ranks: Sequence[int] | None,
 ) -> None:
-    """Draws a box per event, with its `label` if that is legible at `points` of the page per
-    second. Transfers are thinner, at the foot of the row, one below the other if they overlap."""
+    """Draws a box per event, `points` of the page per second. If they are legible there, an action
+    has the number of its micro-batch, with the letter of its chunk if there are several; or of its
+    layer, if a worker has several and no stages. Transfers are thinner, at the foot of the row, one
+    below the other if they overlap."""
     strips = without_crossings([event for event in events if event.lane == COMMUNICATION])
     work = [event for event in events if event.lane != COMMUNICATION]
     height, thin = 0.62 if strips else 0.86, 0.22 / max(1, len(strips))
     boxes = [(event, y - 0.43, height) for event in sorted(work, key=lambda e: e.kind == "R")]
     boxes += [(event, y + 0.21 + k * thin, thin) for k, row in enumerate(strips) for event in row]
+    layers = by_layer(events)
     for event, top, high in boxes:
         left, width = (event.start - begin) * factor, event.end - event.start
-        colour = COLOURS[KINDS.get(event.kind, ("other",))[0]]
+        colour = COLOURS[KINDS[event.kind][0]]
         ax.barh(
             top, width * factor, high, left, align="edge", color=colour, edgecolor="white",
             linewidth=min(1.2, width * points / 8, high * 40 / 8),  # a row has 40 points or more
         )  # fmt: skip
         if event.kind not in ACTIONS:
             continue
-        number = label(event)
+        number = str(event.stage if layers else event.microbatch)
+        if ranks:
+            number = name_of(Action(FORWARD, event.stage, event.microbatch), ranks)[1:]
         size = min(14, 1.2 * width * points / max(2, len(number)))
         if size >= 6:
             ax.text(

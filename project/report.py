@@ -17,12 +17,12 @@ import argparse
 import base64
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,35 +30,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.command_line import Parser, count
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--workdir", type=Path, default=Path("workdir_report"), metavar="DIR",
-        help="folder for the runs and the page [%(default)s]")  # fmt: skip
-    add("--output", type=Path, metavar="DIR", help="of the figures [submit_figures]")
-    add("--n_train", type=count, default=1536, metavar="N", help="training examples [%(default)s]")
-    add("--n_epochs", type=count, default=4, metavar="N", help="2 or more [%(default)s]")
-    args = parser.parse_args(argv)
-    if args.n_epochs < 2:
-        parser.error("--n_epochs 1: the first epoch is left out of all times, so take 2 or more")
-    for option, folder in (("workdir", args.workdir), ("output", args.output or args.workdir)):
-        for path in (folder, *folder.parents):
-            if path.exists() and not path.is_dir():
-                parser.error(
-                    f"--{option} {folder}: {path} is a file; name a folder, e.g. my_report"
-                )
-    return args
-
-
-if __name__ == "__main__":  # before torch is imported, which takes seconds
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import may swallow a KeyboardInterrupt
-    parse()
-
+import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline.catalogue import find
@@ -73,10 +45,12 @@ from project.plot import (
     plot_losses,
     plot_pipeline,
     read_options,
+    read_ranks,
     timeline_of,
 )
 from project.plot_timeline import bubbles, draw_step, in_step, plot_schedule, steps_of
-from training.curves import Epochs, read_epochs, readable
+from training.command_line import Parser, count
+from training.curves import Epochs, readable
 from training.errors import RunError, say
 from training.results import SUMMARY, writing
 
@@ -88,9 +62,25 @@ COMMON = {  # options of all runs
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--workdir", type=Path, default=Path("workdir_report"), metavar="DIR",
+        help="folder for the runs and the page [%(default)s]")  # fmt: skip
+    add("--output", type=Path, default=OUTPUT, metavar="DIR", help="of the figures [%(default)s]")
+    add("--n_train", type=count, default=1536, metavar="N", help="training examples [%(default)s]")
+    add("--n_epochs", type=count, default=4, metavar="N", help="2 or more [%(default)s]")
+    args = parser.parse_args(argv)
+    if args.n_epochs < 2:
+        parser.error("--n_epochs 1: the first epoch is left out of all times, so take 2 or more")
+    return args
+
+
+@dataclass
 class Run:
-    """A run of the report: its folder, name, options and output files."""
+    """A run of the report: its folder, name, options and output files; and, once it is made, its
+    results, from its files."""
 
     folder: Path
     name: str
@@ -110,6 +100,40 @@ class Run:
             return False
         found = read_options(self.folder)
         return all(str(found.get(name)) == value for name, value in self.options.items())
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Its summary.json: the options that were used, and the loss of every step."""
+        return read_options(self.folder)
+
+    @cached_property
+    def ranks(self) -> list[Epochs]:
+        """The results of every rank, or of the pipeline."""
+        return read_ranks(self.folder)
+
+    def epochs(self) -> list[tuple[dict[str, float], ...]]:
+        """Per epoch, the results of the ranks."""
+        return list(zip(*self.ranks, strict=True))
+
+    def shown(self, metric: str, unit: str = "") -> str:
+        """The mean over all epochs but the first and its spread: of the slowest rank's time, or of
+        the ranks' sum."""
+        mean, std = over_epochs(self.ranks, metric)
+        spread = f" ± {readable(std)}" if len(self.ranks[0]) > 2 else ""
+        return f"{readable(mean)}{spread}{unit}"
+
+    def positions(self) -> float:
+        """Positions of an epoch, over all ranks, padding included."""
+        return fmean(sum(e[TIME] * e[THROUGHPUT] for e in es) for es in self.epochs()[1:])
+
+    def bubbles(self) -> tuple[float, float]:
+        """The idle part of a step: the mean over workers and recorded steps but the first; and that
+        of the schedule, if all actions take equally long."""
+        workers, _ = timeline_of(self.folder)
+        idle = [fmean(bubbles(in_step(workers, k)).values()) for k in steps_of(workers)]
+        used = self.summary
+        schedule = find(used["schedule"], used["chunks"])
+        return fmean(idle), float(bubble(schedule(used["num_devices"], used["num_microbatches"])))
 
 
 def planned(workdir: Path, n_train: int, n_epochs: int) -> dict[str, Run]:
@@ -132,24 +156,22 @@ def planned(workdir: Path, n_train: int, n_epochs: int) -> dict[str, Run]:
 
 
 def make(run: Run) -> None:
-    """Runs the program to its end; in the run's folder if it writes gradients, which go to the
-    current folder. Raises RunError if it fails."""
+    """Runs the program to its end, in the run's folder, as gradients go to the current folder.
+    Raises RunError if it fails."""
     with writing(run.folder):
         run.folder.mkdir(parents=True, exist_ok=True)
     for name in run.leaves:
         (run.folder / name).unlink(missing_ok=True)
     program, *options = run.command
-    place = None
-    if SUMMARY not in run.leaves:
-        options[-1], place = "--workdir=.", run.folder
-    process = subprocess.Popen([sys.executable, str(ROOT / program), *options], cwd=place)
-    try:
-        status = process.wait()
-    except BaseException:  # e.g. Ctrl-C; the run ends its own ranks
-        process.terminate()
-        process.wait()
-        say("Runs that have finished are kept: the same command makes the others.\n")
-        raise
+    options[-1] = f"--workdir={run.folder.resolve()}"
+    command = [sys.executable, str(ROOT / program), *options]
+    with subprocess.Popen(command, cwd=run.folder) as process:
+        try:
+            status = process.wait()
+        except BaseException:  # e.g. Ctrl-C; the run ends its own ranks, and is waited for
+            process.terminate()
+            say("Runs that have finished are kept: the same command makes the others.\n")
+            raise
     if status:
         raise RunError(
             f"the run {run.folder.name} ended with status {status}; its command was: python "
@@ -157,54 +179,9 @@ def make(run: Run) -> None:
         )
 
 
-# What the files say
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The results of a run, from its files."""
-
-    run: Run
-    ranks: list[Epochs]
-    loss: list[float]  # of every step
-
-    def mean(self, metric: str) -> float:
-        """The mean over all epochs but the first: of the slowest rank's time, or the ranks' sum."""
-        return over_epochs(self.ranks, metric)[0]
-
-    def shown(self, metric: str, unit: str = "") -> str:
-        """The mean and its spread."""
-        mean, std = over_epochs(self.ranks, metric)
-        spread = f" ± {readable(std)}" if len(self.ranks[0]) > 2 else ""  # the first is left out
-        return f"{readable(mean)}{spread}{unit}"
-
-    def positions(self) -> float:
-        """Positions of an epoch, over all ranks, padding included."""
-        return fmean(sum(e[TIME] * e[THROUGHPUT] for e in es) for es in self.epochs()[1:])
-
-    def epochs(self) -> list[tuple[dict[str, float], ...]]:
-        """Per epoch, the results of the ranks."""
-        return list(zip(*self.ranks, strict=True))
-
-
-def read(run: Run) -> Measured:
-    """The results of a run. Raises UserError if its files are missing."""
-    n = int(run.options.get("world_size", 0))
-    prefixes = [f"rank{rank}_results" for rank in range(n)] or ["eval_results"]
-    ranks = [read_epochs(run.folder, prefix) for prefix in prefixes]
-    return Measured(run, ranks, read_options(run.folder)["loss"])
-
-
-def furthest(a: Sequence[float], b: Sequence[float]) -> float:
-    """The largest relative difference between two runs' losses."""
-    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
-
-
 def compare_gradients(one: Run, two: Run) -> list[dict[str, Any]]:
     """Per parameter: its largest gradient on one process; the largest difference between the two
     ranks, and between the first rank and one process."""
-    import torch  # here: figures are drawn without it
-
     alone, *ranks = (
         torch.load(run.folder / name, weights_only=True)
         for run in (one, two)
@@ -222,51 +199,35 @@ def compare_gradients(one: Run, two: Run) -> list[dict[str, Any]]:
     ]
 
 
-def measured_bubble(run: Run) -> float:
-    """The idle part of a step, the mean over workers and recorded steps but the first."""
-    workers, _ = timeline_of(run.folder)
-    return fmean(fmean(bubbles(in_step(workers, k)).values()) for k in steps_of(workers))
-
-
-def predicted_bubble(run: Run) -> float:
-    """The idle part of the schedule if all actions take equally long."""
-    options = read_options(run.folder)
-    schedule = find(options["schedule"], options["chunks"])
-    return float(bubble(schedule(options["num_devices"], options["num_microbatches"])))
-
-
-def speed_up(of: Measured, over: Measured) -> dict[str, float]:
+def speed_up(of: Run, over: Run) -> dict[str, float]:
     """The speed-up by time of an epoch, by positions per second, by real tokens per second."""
-    gains = {name: of.mean(name) / over.mean(name) for name in (THROUGHPUT, REAL)}
-    return {TIME: over.mean(TIME) / of.mean(TIME), **gains}
+    gains = {
+        metric: over_epochs(of.ranks, metric)[0] / over_epochs(over.ranks, metric)[0]
+        for metric in (TIME, THROUGHPUT, REAL)
+    }
+    return gains | {TIME: 1 / gains[TIME]}
 
 
-# The page
-
-
-def draw_all(runs: dict[str, Run], output: Path) -> dict[str, Path]:
-    """Draws the figures; returns them by their names."""
-    paths = plot_data_parallel(runs["dp1"].folder, runs["dp2"].folder, output)
-    paths += plot_pipeline(runs["mp"].folder, runs["pp"].folder, output)
-    long = [run for run in runs.values() if SUMMARY in run.leaves]
-    names = [run.name for run in long]
-    paths.append(plot_losses([run.folder for run in long], output / "losses.png", names))
+def draw_all(runs: dict[str, Run], output: Path) -> list[Path]:
+    """Draws the figures; returns their paths."""
+    folders, flow = {key: run.folder for key, run in runs.items()}, runs["pp"].summary
+    sizes = flow["num_devices"], flow["num_microbatches"], flow["chunks"]
+    paths = plot_data_parallel(folders["dp1"], folders["dp2"], output)
+    paths += plot_pipeline(folders["mp"], folders["pp"], output)
+    long = ("dp1", "dp2", "mp", "pp")
+    names = [runs[key].name for key in long]
+    paths.append(plot_losses([folders[key] for key in long], output / "losses.png", names))
     for key in ("dp2", "pp"):
-        folder = runs[key].folder
-        path = output / f"timeline_{key}.png"
-        paths.append(draw_step(path, *timeline_of(folder), describe(folder)))
-    flow = read_options(runs["pp"].folder)
-    name, sizes = flow["schedule"], (flow["num_devices"], flow["num_microbatches"])
-    paths.append(plot_schedule(name, *sizes, flow["chunks"], output / "schedule_pp.png"))
-    return {path.stem: path for path in paths}
+        path, recorded = output / f"timeline_{key}.png", timeline_of(folders[key])
+        paths.append(draw_step(path, *recorded, describe(folders[key])))
+    return [*paths, plot_schedule(flow["schedule"], *sizes, output / "schedule_pp.png")]
 
 
 def write_page(runs: dict[str, Run], page: Path, output: Path) -> Path:
     """Draws the figures into `output` and writes the page, which embeds them; returns its path.
     Raises UserError if a run's files are missing or cannot be compared."""
     figures = draw_all(runs, output)
-    long = {key: read(run) for key, run in runs.items() if SUMMARY in run.leaves}
-    gradients = compare_gradients(runs["gradients1"], runs["gradients2"])
+    long = {key: run for key, run in runs.items() if SUMMARY in run.leaves}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -274,23 +235,21 @@ def write_page(runs: dict[str, Run], page: Path, output: Path) -> Path:
     environment.filters["number"] = readable
     environment.filters["tiny"] = lambda value: f"{value:.1e}" if value else "0"
     environment.filters["share"] = lambda value: f"{value:.1%}"
+
+    def furthest(run: Run) -> float:  # from the losses of one process, relative
+        losses = zip(run.summary["loss"], long["dp1"].summary["loss"], strict=True)
+        return max(abs(loss - alone) / abs(alone) for loss, alone in losses)
+
     text = environment.get_template("report.html").render(
-        about=describe(*(m.run.folder for m in long.values())),
+        about=describe(*(run.folder for run in long.values())),
         runs=long,
-        load=max(read_options(m.run.folder)["load"] for m in long.values()),
+        load=max(run.summary["load"] for run in long.values()),
         cores=os.cpu_count() or 1,
         dp=speed_up(long["dp2"], long["dp1"]),
         pp=speed_up(long["pp"], long["mp"]),
-        flow=read_options(runs["pp"].folder),
-        cuts={key: read_options(runs[key].folder).get("layout", "") for key in ("mp", "pp")},
-        bubbles={
-            key: (measured_bubble(runs[key]), predicted_bubble(runs[key])) for key in ("mp", "pp")
-        },
-        apart={key: furthest(m.loss, long["dp1"].loss) for key, m in long.items()},
-        gradients=gradients,
-        images={
-            name: base64.b64encode(path.read_bytes()).decode() for name, path in figures.items()
-        },
+        apart={key: furthest(run) for key, run in long.items()},
+        gradients=compare_gradients(runs["gradients1"], runs["gradients2"]),
+        images={path.stem: base64.b64encode(path.read_bytes()).decode() for path in figures},
         commands=[shlex.join(["python", *run.command]) for run in runs.values()],
         TIME=TIME, THROUGHPUT=THROUGHPUT, REAL=REAL,
     )  # fmt: skip
@@ -315,8 +274,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         start = time.perf_counter()
         make(run)
         print(f"{what}: {time.perf_counter() - start:.0f} s\n", flush=True)
-    page = write_page(runs, args.workdir / "report.html", args.output or OUTPUT)
-    print(f"The figures are in {args.output or OUTPUT}/, the page is {page}.")
+    page = write_page(runs, args.workdir / "report.html", args.output)
+    print(f"The figures are in {args.output}/, the page is {page}.")
 
 
 if __name__ == "__main__":

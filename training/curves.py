@@ -1,4 +1,4 @@
-"""Draws a run's curves from its result files, and sets the style of every figure.
+"""Draws the curves of runs from their result files, and sets the style of every figure.
 
 A figure's title states the finding, the line at its foot what was measured. Grey is the baseline,
 blue the subject. The colours are from Okabe and Ito (2008): they can be told apart with any kind of
@@ -54,46 +54,30 @@ def picture(
             fig.savefig(path)
 
 
-SCORES = (
-    ("bleu", "BLEU", "test"), ("accuracy", "accuracy", "test"),
-    ("perplexity", "perplexity", "validation"),
-)  # fmt: skip
-
-
 def readable(value: float) -> str:
-    """A number with about three digits: 0.0123, 4.56, 78.9, 12,345, 6.79 M."""
-    if abs(value) >= 1e6:
-        return f"{value / 1e6:,.3g} M"
+    """A number with about three digits: 0.0123, 4.56, 78.9, 12,345."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 def read_epochs(workdir: Path, *prefixes: str) -> Epochs:
-    """The results of all epochs, in order, each with its number, from 1, as `epoch`. A prefix is
-    `rank0_results` or `eval_results`. Raises UserError if there are none, or one cannot be read."""
+    """The results of all epochs, in order, each with its number, from 1, as `epoch`. By default
+    rank 0's, or the pipeline's. Raises UserError if there are none, or one cannot be read."""
+    prefixes = prefixes or ("rank0_results", "eval_results")
     paths = [path for prefix in prefixes for path in workdir.glob(f"{prefix}_epoch*.json")]
     numbers = {int(path.stem.rpartition("epoch")[2]) + 1: path for path in paths}
-    results = []
+    results: Epochs = []
     for number, path in sorted(numbers.items()):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            values = {key: math.nan if x is None else x for key, x in content.items()}
-        except (ValueError, OSError, AttributeError) as error:
+        except (ValueError, OSError) as error:
             raise UserError(f"{path}: a result file cannot be read ({error})") from error
+        values = {key: math.nan if x is None else x for key, x in content.items()}
         results.append({**values, "epoch": number})
     if not results:
         raise UserError(
             f"{workdir} has no {prefixes[0]}_epoch0.json; name the --workdir of a finished run"
         )
-    for name in ("training_loss", "validation_loss"):
-        if any(name not in epoch for epoch in results):
-            raise UserError(f"{workdir}: a result file has no {name}; make the run again")
     return results
-
-
-def epochs_of(workdir: Path) -> Epochs:
-    """A run's results: rank 0's, or the pipeline's; of a run that was resumed under another layout,
-    both. Raises UserError as `read_epochs` does."""
-    return read_epochs(workdir, "rank0_results", "eval_results")
 
 
 def plot_training(
@@ -106,26 +90,31 @@ def plot_training(
         foot: what was trained and how.
         steps: of a run whose length was given in steps; None: in epochs.
     """
-    epochs = epochs_of(workdir)
-    panels = [("loss (nats per target)", {"training_loss": GREY, "validation_loss": BLUE})]
-    found = f"validation loss {epochs[-1]['validation_loss']:.2f}"
-    for key, name, split in SCORES:
-        if any(math.isfinite(epoch.get(key, math.nan)) for epoch in epochs):
-            panels.append((f"{name} on the {split} split", {key: GREEN}))
-            found = f"{name} {epochs[-1][key]:.1f}, {found}"
-    done = [epoch["epoch"] for epoch in epochs]
+    epochs = read_epochs(workdir)
+    done, last = [epoch["epoch"] for epoch in epochs], epochs[-1]
+    panels = {"loss (nats per target)": {"training_loss": GREY, "validation_loss": BLUE}}
+    found = f"validation loss {last['validation_loss']:.2f}"
+    for name, split in (("BLEU", "test"), ("accuracy", "test"), ("perplexity", "validation")):
+        score = last.get(name.lower(), math.nan)
+        if math.isfinite(score):
+            panels[f"{name} on the {split} split"] = {name.lower(): GREEN}
+            found = f"{name} {score:.1f}, {found}"
     n, unit = (steps, "step") if steps else (done[-1], "epoch")
     title = f"{found} after {n} {unit}{'s' * (n > 1)}"
     path = output or workdir / PICTURE
     with picture(path, title, foot, ncols=len(panels)) as (_, axes):
-        for ax, (heading, names) in zip(axes, panels, strict=True):
-            for name, colour in names.items():
-                values = [epoch[name] for epoch in epochs]
-                label = f"{name.removesuffix('_loss').replace('bleu', 'BLEU')} "
-                label += readable(values[-1])
+        for ax, (heading, keys) in zip(axes, panels.items(), strict=True):
+            for key, colour in keys.items():
+                name = key.removesuffix("_loss").replace("bleu", "BLEU")
+                label = f"{name} {readable(last[key])}"
+                values = [epoch[key] for epoch in epochs]
                 ax.plot(done, values, color=colour, marker="o", label=label, clip_on=False)
-            ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
-            ax.set(title=heading, xlabel="epoch")
-            ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+            finish_panel(ax, heading)
             ax.legend(labelcolor="linecolor", prop={"weight": "bold"})
     return path
+
+
+def finish_panel(ax: Axes, heading: str) -> None:
+    """Finishes a panel of curves over epochs: axes from 0, whole epochs."""
+    ax.set(title=heading, xlabel="epoch", ylim=(0, 1.1 * ax.get_ylim()[1]))
+    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))

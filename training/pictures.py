@@ -78,14 +78,9 @@ def load_pictures(dataset: str, n_train: int | None, n_test: int | None, seed: i
         train, test = (_as_pictures(*draw(n, [seed, s])) for s, n in enumerate(sizes))
         return PictureSets(train, test, CLASSES)
     with refused_if_unreadable(dataset):
-        if path.exists():
-            if path.is_dir():
-                list(path.iterdir())  # raises if unreadable, which the library would not report
-            sets = _read(str(path.resolve()))
-        elif path.is_absolute() or dataset.startswith((".", "~")):
+        if not path.exists() and (path.is_absolute() or dataset.startswith((".", "~"))):
             raise UserError(f"--dataset {dataset}: there is no such folder; {NO_NETWORK}")
-        else:
-            sets = _read(dataset)
+        sets = _read(str(path.resolve()) if path.exists() else dataset)
     return PictureSets(_first(sets.train, n_train), _first(sets.test, n_test), sets.classes)
 
 

@@ -7,6 +7,7 @@ test_a4_1_2.py; `python -m pytest` by running the tests, make and benchmarks by 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,8 +40,9 @@ def left_by_make_report() -> None:
     write_epochs(root / "dp1", "rank0_results", SINGLE, world_size=1)
     for rank, times in enumerate(RANKS):
         write_epochs(root / "dp2", f"rank{rank}_results", times, world_size=2)
-    for name in ("mp", "pp"):
-        write_epochs(root / name, "eval_results", SINGLE)
+    sizes: dict[str, Any] = {"num_microbatches": 2, "num_devices": 2}
+    for name, mode in (("mp", "model_parallel"), ("pp", "pipeline_parallel")):
+        write_epochs(root / name, "eval_results", SINGLE, model_parallel_mode=mode, **sizes)
         write_timelines(root / name, PIPELINE, schedule="gpipe")
 
 

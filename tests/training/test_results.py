@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from training.curves import epochs_of, read_epochs
+from training.curves import read_epochs
 from training.errors import RunError
 from training.results import (
     Results,
@@ -88,7 +88,7 @@ def test_results_are_read_in_the_order_of_epochs(tmp_path: Path) -> None:
     write_json(tmp_path / "eval_results_epoch11.json", losses)  # resumed under another layout
     expected = [losses | {"bleu": epoch, "epoch": epoch + 1} for epoch in (2, 9, 10)]
     assert read_epochs(tmp_path, "rank0_results") == expected
-    assert epochs_of(tmp_path) == [*expected, losses | {"epoch": 12}]
+    assert read_epochs(tmp_path) == [*expected, losses | {"epoch": 12}]
     path = tmp_path / "gen_epoch0.json"
     write_json(path, {**losses, "training_loss": math.nan, "b": [1.5, (-math.inf, 2)], "c": None})
     stored = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(word))
