@@ -105,7 +105,9 @@ class DataPartitioner:
             self.partitions = [indices[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
     def use(self, partition: int) -> Partition:
-        """The partition of rank `partition`. Raises IndexError past the last one."""
+        """The partition of rank `partition`. Raises IndexError if there is no such rank."""
+        if not 0 <= partition < len(self.partitions):
+            raise IndexError(f"partition {partition} of {len(self.partitions)}, counted from 0")
         return Partition(self.data, self.partitions[partition])
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_type_hints
 
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
@@ -40,6 +40,8 @@ WORDS = {  # what a value of the type must be
     "bool": "true or false",
 }
 
+# What an option is called in another program, and by the courses.
+TWINS = {"num_devices": "world_size", "world_size": "num_devices", "num_workers": "num_devices"}
 ALIASES = {
     "num_workers": "world_size",
     "cores_per_worker": "cores_per_rank",
@@ -165,6 +167,18 @@ class Stages:
     """auto (default): by measured time, halves of blocks too; uniform; or 3,5: blocks of each"""
 
 
+@dataclass
+class Tools:
+    """other tools"""
+
+    profile: Whole = 0
+    """what every operator took in N steps after the first, per rank, for ui.perfetto.dev"""
+    tensorboard: bool = False
+    """write metrics.jsonl for TensorBoard, too"""
+    wandb: bool = False
+    """write metrics.jsonl for Weights & Biases, too"""
+
+
 T = TypeVar("T")
 
 
@@ -269,12 +283,19 @@ def _in_one_line(hints: dict[str, Any], message: str) -> str:
     """jsonargparse's message, which names Python types in several lines, as a sentence."""
     if unknown := re.search(r"unrecognized arguments: --(\w+)|Option '(\w+)' is not", message):
         name = unknown[1] or unknown[2]
+        if (other := TWINS.get(name)) in hints:
+            return f"--{name}: there is no such option; is it --{other}?"
+        for group in (Processes, Stages, Tools):
+            if name in {field.name for field in fields(group)}:
+                return f"--{name}: an option for {group.__doc__}, which this program does not have"
         known = [*hints, *(alias for alias, option in ALIASES.items() if option in hints)]
         near = get_close_matches(name, known, 1, cutoff=0.65)
         return f"--{name}: there is no such option" + "".join(f"; is it --{n}?" for n in near)
     key = re.search(r'[Kk]ey "(\w+)"', message)
+    if message.endswith("required: strategy"):
+        return f"name a strategy first: {', '.join(get_args(hints['strategy']))}"
     if key is None or key[1] not in hints:  # no value, or a file that cannot be read
-        return " ".join(message.split())
+        return " ".join(message.replace('Parser key "config"', "--config").split())
     hint = str(hints[key[1]])
     rules = [rule for word, rule in WORDS.items() if re.search(rf"\b{word}\b", hint)]
     if choices := re.search(r"Literal\[(.*?)\]", hint):

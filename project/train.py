@@ -31,6 +31,7 @@ from project.options import (
     Model,
     Processes,
     Stages,
+    Tools,
     Training,
     Whole,
     begin,
@@ -64,18 +65,6 @@ class Strategy:
     """train again on one process and compare every weight by name; exit status 1 if they differ"""
     check_output: bool = False
     """the same for the outputs on a batch of test data"""
-
-
-@dataclass
-class Tools:
-    """other tools"""
-
-    profile: Whole = 0
-    """what every operator took in N steps after the first, per rank, for ui.perfetto.dev"""
-    tensorboard: bool = False
-    """write metrics.jsonl for TensorBoard, too"""
-    wandb: bool = False
-    """write metrics.jsonl for Weights & Biases, too"""
 
 
 @dataclass

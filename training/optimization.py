@@ -32,6 +32,7 @@ from training.errors import RunError
 from training.world import World
 
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
+RISEN = 10  # times the first step's loss: the run diverges
 ADVICE = "try a lower --learning_rate, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip"
 
 Run = Callable[[Callable[[int], Any]], list[Any]]
@@ -106,6 +107,7 @@ class Optimizers:
         self.in_a_row = 0  # the last ones that were not finite
         self.loss_sum = self.loss = math.nan  # of the last step, over all ranks; loss: the mean
         self.norm = self.rate = math.nan  # of its gradient; the learning rate
+        self._first, self._risen = math.nan, False  # the first loss; whether it was far exceeded
         self.target_tokens = 0
         self.counts: list[float] = []
         self._world = world or World()
@@ -129,7 +131,7 @@ class Optimizers:
             counts: what this process has done, e.g. positions.
 
         Returns:
-            None, or why the step was skipped.
+            None, or a remark: why the step was skipped; or, once, that the loss has risen.
 
         Raises:
             RunError: on all processes, if a loss or the gradient is not finite and steps are not
@@ -154,7 +156,11 @@ class Optimizers:
         self.loss = self.loss_sum / target_tokens
         factor = clip_factor(self.norm, self.recipe.max_grad_norm)
         self._run(partial(self._update, factor=factor))  # stages in threads: each on its worker
-        return None
+        self._first = self.loss if math.isnan(self._first) else self._first
+        if self._risen or self.loss <= RISEN * self._first:
+            return None
+        self._risen = True
+        return f"{where}: the loss is {self.loss:.3g} and was {self._first:.3g} at first; {ADVICE}"
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the check and the schedule; optimizer state is saved separately."""

@@ -80,6 +80,8 @@ def load_pictures(dataset: str, n_train: int | None, n_test: int | None, seed: i
     with refused_if_unreadable(dataset):
         if not path.exists() and (path.is_absolute() or dataset.startswith((".", "~"))):
             raise UserError(f"--dataset {dataset}: there is no such folder; {NO_NETWORK}")
+        if path.is_dir():
+            list(path.iterdir())  # raises if unreadable, which the library would not report
         sets = _read(str(path.resolve()) if path.exists() else dataset)
     return PictureSets(_first(sets.train, n_train), _first(sets.test, n_test), sets.classes)
 

@@ -145,11 +145,13 @@ class SequenceTask(Task, ABC):
     def _collate(self, num_microbatches: int | None, drop: int, mine: list[Encoded]) -> Any:
         """A rank's part of a global batch, and its micro-batches. `keys` select the dropout mask of
         each example, and `drop` changes them every epoch; see runtime/dropout.py."""
-        batches = []
-        for part in self._cut(mine, num_microbatches):
-            keys = [(drop + SPREAD * example.number) % 2**63 for example in part]  # [B], int64
-            batches.append(self._batch(part) | {"keys": torch.tensor(keys, device=self.device)})
-        return mine, batches
+        parts = self._cut(mine, num_microbatches)
+        return mine, [self._batch(part) | {"keys": self._keys(part, drop)} for part in parts]
+
+    def _keys(self, examples: Sequence[Encoded], drop: int) -> Tensor:
+        """The dropout keys, [B], int64."""
+        keys = [(drop + SPREAD * example.number) % 2**63 for example in examples]
+        return torch.tensor(keys, dtype=torch.long, device=self.device)
 
     def _batch(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
         args = self.args

@@ -169,13 +169,15 @@ def _rows_of_files(path: Path, src: str, tgt: str) -> Mapping[str, Any]:
     if reader == "csv":  # everything is text, even numbers and what pandas takes for missing
         texts = dict.fromkeys((src, tgt, "text"), str)
         options = {**options, "keep_default_na": False, "converters": texts}
-    files: dict[str, list[str]] = {}
-    for file in (file for file in every if file.suffix == ending):
+    files: dict[str, list[str]] = {}  # by split
+    for file in every:
+        if file.suffix != ending or not file.stat().st_size:  # readers take no empty file
+            continue
         split = "train"  # or the one that the file or its folder is named after
         for part in file.relative_to(path).parts:
             split = next((s for b, s in BEGINNINGS.items() if part.startswith(b)), split)
         files.setdefault(split, []).append(glob.escape(str(file)))
-    return load_splits(str(path), reader, data_files=files, **options)
+    return load_splits(str(path), reader, data_files=files, **options) if files else {}
 
 
 def load_splits(dataset: str, reader: str | None = None, **options: Any) -> Mapping[str, Any]:

@@ -95,3 +95,9 @@ def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
         assert sorted(i for part in together for i in part) == sorted(order[8 * k : 8 * k + 8])
         if key is not None:
             assert all(part == sorted(part, reverse=True) for part in together)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_an_unknown_rank(rank: int) -> None:
+    with pytest.raises(IndexError, match=f"partition {rank} of 2, counted from 0"):
+        DataPartitioner(range(10), [0.5, 0.5]).use(rank)

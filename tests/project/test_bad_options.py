@@ -55,6 +55,8 @@ TABLE = """
 # mistyped
 dp --n_layers 3 => there is no such option; is it --n_layer?
 pp --n_chunks 2 => there is no such option; is it --n_chunk?
+pp --world_size 2 => there is no such option; is it --num_devices?; --help
+dp --schedule zb => an option for stages of a pipeline, which this program does not have
 dp --batch_size => expected one argument
 dp --n_chunk 0 => it must be a whole number, 1 or more;
 dp --n_test none => it must be a whole number, 1 or more, or all;

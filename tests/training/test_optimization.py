@@ -121,6 +121,14 @@ def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
     )
 
 
+def test_a_loss_that_explodes_is_said_once() -> None:
+    (parameter,), optimizers = make(Recipe(1e-3, 10, 10), 1)
+    feed([parameter], 1.0)
+    said = [optimizers.step(torch.tensor(loss), 2) for loss in (6.0, 4.0, 60.0, 61.0, 600.0)]
+    remark = f"epoch 1, step 4 of 10: the loss is 30.5 and was 3 at first; {ADVICE}"
+    assert said == [None, None, None, remark, None]
+
+
 ROWS = [  # of two ranks: losses, and gradients
     ((1.0, 1.0), (1.0, 1.0)),
     ((1.0, NAN), (1.0, 1.0)),
