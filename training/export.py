@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from training.errors import RunError, UserError
-from training.results import METRICS, OPTIONS
+from training.results import OPTIONS, read_metrics
 from training.trained import Trained
 
 CARD = """---
@@ -86,8 +86,7 @@ def _training(workdir: Path, options: Mapping[str, Any]) -> list[str]:
         f"trained on {options['dataset']} in batches of {options['batch_size']}, "
         f"seed {options['seed']}, with `{options['command']}`"
     ]
-    lines = (workdir / METRICS).read_text("utf-8").splitlines()
-    found = [numbers for numbers in map(json.loads, lines) if "validation_loss" in numbers]
+    found = [numbers for numbers in read_metrics(workdir) if "loss" not in numbers]
     if found:
         last = found[-1]
         scores = [f"{name} {last[name]:.1f}" for name in ("bleu", "perplexity") if last.get(name)]

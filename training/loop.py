@@ -165,7 +165,7 @@ def run(
         model.optimizers, recipe_of(args, task), world, counted=model.counted, run=model.run
     )
     results = Results(world, args, task, model)
-    saving = Saving(world, args, task, model, optimizer, results)
+    saving = Saving(world, args, task, model, optimizer)
     before = saving.restore(resume) or NOTHING_YET  # totals of the epoch it was saved in
     check_replicas(world, model.whole_parameters(), "at the start")  # after weights were loaded
     notes = [*plan.notes(world.device), *model.notes, *core_notes(world), *resume.notes]
@@ -186,9 +186,8 @@ def run(
         steps = plan.timeline.over(islice(steps, length - before.steps))  # none if all are done
 
         def after_step(totals: Totals, seconds: float, epoch: int = epoch) -> None:
-            results.add_step(optimizer.loss, seconds)
             metrics.add_step(epoch, optimizer, seconds)
-            saving.after_step(epoch, totals)  # after add_step: the checkpoint has this step's loss
+            saving.after_step(epoch, totals)  # last: metrics.jsonl has what a checkpoint has done
             if plan.timeline.recording and plan.timeline.complete:
                 plan.timeline.save(args.workdir)  # at once: the run may be interrupted later
             note("next batch")

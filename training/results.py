@@ -6,10 +6,11 @@ models, as in a pipeline:
     rank{r}_results_epoch{e}.json  or  eval_results_epoch{e}.json     see `Results.end_epoch`
     rank{r}_gen_epoch{e}.json      or  gen_epoch{e}.json              [{"example": ..., "gen": ...}]
 
-It writes metrics.jsonl step by step (training/metrics.py) and summary.json at the end: speed,
-memory and the loss of every step. options.json has the run's options; config.json and
-tokenizer.json describe the model. Figures are drawn from these files. File names count epochs from
-0, as in the course, and so do metrics.jsonl's; the table, figures and messages count from 1.
+metrics.jsonl (training/metrics.py) is the record of a run, step by step, also through a resume. At
+the end summary.json is made from it: speed, memory and the loss of every step. options.json has the
+run's options; config.json and tokenizer.json describe the model. Figures are drawn from these
+files. File names count epochs from 0, as in the course, and so do metrics.jsonl's; the table,
+figures and messages count from 1.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # figures are drawn without torch
+from runtime.cores import core_slice
+from training.errors import RunError
+from training.memory import peak_bytes
+from training.task import Score, Task
+from training.world import World, gather_over_ranks, sum_over_parts
+
+if TYPE_CHECKING:  # a layout imports training/checkpoint.py, which uses the functions below
     from training.layout import LaidOutModel
-    from training.task import Score, Task
-    from training.world import World
 
 METRICS, OPTIONS, SUMMARY, PICTURE = "metrics.jsonl", "options.json", "summary.json", "training.png"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"  # their folders
@@ -66,13 +71,10 @@ class Results:
     def __init__(self, world: World, args: Any, task: Task, model: LaidOutModel) -> None:
         self.world, self.args, self.task, self.model = world, args, task, model
         self.width = max(10, len(task.score_name) + 2)  # of the column
+        self.resumed = False
         self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
-        self.resumed = 0  # epochs that an earlier run has done or begun
-        self.losses: list[float] = []  # of every step; NaN: skipped
-        self.seconds: list[float] = []  # of every step
         self.generated: list[str] = []  # the last translations
-        self.validation_loss, self.score = math.nan, math.nan
-        self.summary: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}  # on rank 0
 
     def say(self, text: str) -> None:
         """Prints, on rank 0 alone."""
@@ -82,6 +84,7 @@ class Results:
     def begin(self, notes: Sequence[str], resumed: bool = False) -> None:
         """Sets an earlier run aside, unless it is resumed; prints what will be trained."""
         args, task = self.args, self.task
+        self.resumed = resumed
         if self.world.is_main:
             if not resumed and (aside := set_aside(args.workdir)) is not None:
                 notes = [*notes, f"Earlier results were moved to {aside}/."]
@@ -99,11 +102,6 @@ class Results:
         value = score.value if score else math.nan
         self.say(f"{'start':>5}   {'':>10}   {validation_loss:>11.3f}{value:>{self.width}.1f}")
 
-    def add_step(self, loss: float, seconds: float) -> None:
-        """Records a step: its mean loss, or NaN if it was skipped, and its seconds."""
-        self.losses.append(loss)
-        self.seconds.append(seconds)
-
     def end_epoch(
         self, epoch: int, totals: Totals, validation_loss: float, score: Score | None
     ) -> dict[str, float]:
@@ -115,11 +113,10 @@ class Results:
         ranks; training_loss excludes skipped steps.
         """
         seconds = max(1e-9, totals.seconds)
-        self.validation_loss, self.score = validation_loss, score.value if score else math.nan
         self.generated = score.generated if score else []
         training_loss = totals.loss_sum / totals.count if totals.count else math.nan
         speeds = [totals.positions / seconds, totals.tokens / seconds]  # of this rank
-        positions, tokens = self.over_ranks(*speeds)  # collective: every rank comes here
+        positions, tokens = sum_over_parts(speeds, self.model.parts, self.world)  # collective
         if self.model.schedule is not None:  # one file for all
             speeds = [positions, tokens]
         result = {
@@ -129,11 +126,11 @@ class Results:
             "tokens_per_sec": speeds[0],
             "real_tokens_per_sec": speeds[1],
             "skipped_steps": totals.skipped,
-            self.task.score_name.lower(): self.score,
+            self.task.score_name.lower(): score.value if score else math.nan,
         }
         self._write_epoch(epoch, result)
         self.history.append((totals.seconds, positions))
-        shown = f"{self.score:>{self.width}.1f}" if score else f"{'-':>{self.width}}"
+        shown = f"{score.value:>{self.width}.1f}" if score else f"{'-':>{self.width}}"
         units = zip(self.task.units, (positions, tokens), strict=False)
         shown_speeds = "   ".join(f"{speed:>{len(unit)},.0f}" for unit, speed in units)
         self.say(
@@ -141,14 +138,6 @@ class Results:
             f"{totals.seconds:>4.0f}s   {shown_speeds}"
         )
         return result
-
-    def over_ranks(self, *values: float) -> list[float]:
-        """Sums over the data-parallel ranks; the stages of one pipeline count once."""
-        from training.world import gather_over_ranks
-
-        copies = self.world.world_size / self.model.parts  # ranks with the same part of a batch
-        every = gather_over_ranks(values, self.world)
-        return [sum(of_ranks) / copies for of_ranks in zip(*every, strict=True)]
 
     def _write_epoch(self, epoch: int, result: dict[str, float]) -> None:
         rank, workdir = self.world.rank, self.args.workdir
@@ -165,40 +154,38 @@ class Results:
             write_json(workdir / f"{gen}_epoch{epoch}.json", content)
 
     def summarize(self) -> None:
-        """Writes summary.json, from which runs are compared; bytes are per rank."""
-        from runtime.cores import core_slice
-        from training.memory import peak_bytes
-        from training.world import gather_over_ranks
-
+        """Writes summary.json, from which runs are compared, from metrics.jsonl, which ends with
+        the last evaluation; bytes are per rank."""
         world, args, model = self.world, self.args, self.model
         mine = (peak_bytes(world.device), model.state_bytes())
         memory = gather_over_ranks(mine, world)  # by rank
-        later = self.seconds[1:] or self.seconds  # the first step is slower
-        mean = statistics.fmean(later) if later else math.nan
-        positions = statistics.fmean(speed for _, speed in self.history) if self.history else 0.0
-        summary = {
+        if not world.is_main:
+            return
+        *steps, last = read_metrics(args.workdir)
+        steps = [numbers for numbers in steps if "loss" in numbers]
+        seconds = [numbers["seconds"] for numbers in steps]
+        later = seconds[1:] or seconds or [math.nan]  # the first step is slower
+        score = self.task.score_name.lower()
+        self.summary = {
             **options_of(args),
             "layout": model.description,
             "load": os.getloadavg()[0],  # of the machine, over a minute, this run included
             "cores": len(core_slice(0, 1)) if world.device.type == "cpu" else None,  # a process'
             "schedule": model.schedule,
             "num_microbatches": args.num_microbatches or model.num_microbatches,
-            "step_seconds": self.seconds,
-            "examples_per_sec": args.batch_size / mean,
-            "positions_per_sec": positions,
+            "step_seconds": seconds,
+            "examples_per_sec": args.batch_size / statistics.fmean(later),
             "peak_rss_bytes": [peak for peak, _ in memory],
             "state_bytes": {kind: [state[kind] for _, state in memory] for kind in mine[1]},
-            "loss": self.losses,
-            "validation_loss": self.validation_loss,
-            self.task.score_name.lower(): self.score,
+            "loss": [numbers["loss"] for numbers in steps],  # null: skipped
+            "validation_loss": last["validation_loss"],
+            score: last[score],
         }
-        if world.is_main:
-            write_json(args.workdir / SUMMARY, summary)
-        self.summary = summary
+        write_json(args.workdir / SUMMARY, self.summary)
 
     def close(self) -> None:
         """Prints the mean time and speed of an epoch, and a few outputs. On rank 0 alone."""
-        if history := self.history[self.resumed :]:
+        if history := self.history[self.resumed :]:  # an epoch that was begun is not this run's
             seconds, speeds = zip(*(history[1:] or history), strict=True)
             which = "per epoch, without the first" if len(history) > 1 else "the epoch"
             self.say(f"{which}: {spread(seconds, 's')}, {spread(speeds, self.task.units[0])}\n")
@@ -209,6 +196,12 @@ class Results:
 def options_of(args: Any) -> dict[str, Any]:
     """The options of a run as JSON values."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+
+
+def read_metrics(workdir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; those of steps have a `loss`, those of evaluations have none."""
+    text = (workdir / METRICS).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def set_aside(workdir: Path) -> Path | None:
@@ -234,8 +227,6 @@ def writing(path: Path | str) -> Iterator[None]:
         # Libraries in Rust raise plain exceptions: No space left on device (os error 28).
         if not isinstance(error, OSError) and "os error" not in str(error):
             raise
-        from training.errors import RunError  # here: figures are drawn without torch
-
         reason = getattr(error, "strerror", None) or error
         raise RunError(
             f"{path}: cannot be written ({reason}); make room there, or write elsewhere"

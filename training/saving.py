@@ -2,8 +2,8 @@
 
 A checkpoint (training/checkpoint.py) is written at the end of every epoch, before it is evaluated,
 and every --save_every steps. Beside weights, optimizer state and random states it holds the number
-of steps done, the totals of the epoch, the results so far, and the options. The global batch and
-the learning rate of a step are functions of the seed and the step's number.
+of steps done, the totals of the epoch, and the options. The losses so far are in metrics.jsonl. The
+global batch and the learning rate of a step are functions of the seed and the step's number.
 
 Any program can resume a checkpoint that another has saved of the same model. With the same layout
 the result is bit-identical to an uninterrupted run. With another layout the global batches are the
@@ -26,10 +26,10 @@ from training.checkpoint import Checkpoint, Saver, clean, load_training, newest,
 from training.errors import UserError, torchrun
 from training.layout import LaidOutModel
 from training.optimization import Optimizers
-from training.results import CHECKPOINTS, Results, Totals, options_of
+from training.results import CHECKPOINTS, Totals, options_of
 from training.seeds import stream
 from training.task import Task
-from training.world import World, gather_over_ranks
+from training.world import World, gather_over_ranks, sum_over_parts
 
 # Options that decide *what* is computed: a resumed run must have the same. All others say how long
 # to train, where to write, and which devices compute the same thing in which order.
@@ -124,16 +124,10 @@ class Saving:
     """The checkpoints of a run. All ranks call its methods together."""
 
     def __init__(
-        self,
-        world: World,
-        args: Any,
-        task: Task,
-        model: LaidOutModel,
-        optimizer: Optimizers,
-        results: Results,
+        self, world: World, args: Any, task: Task, model: LaidOutModel, optimizer: Optimizers
     ) -> None:
-        self.world, self.args, self.task, self.model = world, args, task, model
-        self.optimizer, self.results = optimizer, results
+        self.world, self.args, self.task = world, args, task
+        self.model, self.optimizer = model, optimizer
         self.fingerprint = task.fingerprints()["train"]
         folder = args.workdir / CHECKPOINTS
         clean(folder)  # on every host, before the ranks meet to make the Saver
@@ -147,9 +141,9 @@ class Saving:
         return self.optimizer.steps
 
     def restore(self, resume: Resume) -> Totals | None:
-        """Restores weights, optimizer, random states and results; returns the totals of the saved
-        epoch, or None without a checkpoint."""
-        world, model, results = self.world, self.model, self.results
+        """Restores weights, optimizer and random states; returns the totals of the saved epoch, or
+        None without a checkpoint."""
+        world, model = self.world, self.model
         if resume.checkpoint is None:
             return None
         state = resume.checkpoint.state
@@ -169,9 +163,6 @@ class Saving:
             )
         self.optimizer.load_state_dict(state)
         self.saved = state["steps"]  # which `save` need not save again
-        results.losses, results.seconds = state["losses"], state["seconds"]
-        results.history = state["history"]
-        results.resumed = len(results.history) + 1  # an epoch that was begun is not this run's
         done, n = Totals(**state["totals"]), model.parts  # of all ranks: each takes on its share
         return replace(done, positions=done.positions // n, tokens=done.tokens // n)
 
@@ -209,15 +200,12 @@ class Saving:
         if not self.args.keep or steps <= self.saved:
             return
         self._prune()  # first: no step has shown yet that what is saved now is finite
-        results = self.results
-        positions, tokens = results.over_ranks(totals.positions, totals.tokens)  # of all ranks
+        counts = (totals.positions, totals.tokens)  # of this rank
+        positions, tokens = sum_over_parts(counts, model.parts, world)
         state = {
             **self.optimizer.state_dict(),
             "random": gather_over_ranks(self._random_states(), world),  # by rank
             "totals": asdict(replace(totals, positions=round(positions), tokens=round(tokens))),
-            "losses": results.losses,
-            "seconds": results.seconds,
-            "history": results.history,
             "options": options_of(self.args),
             "data": self.fingerprint,
             "steps_per_epoch": self.task.steps_per_epoch,

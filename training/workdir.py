@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -81,11 +81,7 @@ def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
 
 def _lock(folder: Path) -> int | None:
     """A descriptor that locks the folder until it is closed, at the latest when this process ends;
-    None if the system has no such locks. Unlike a lock file it leaves nothing behind."""
-    if sys.platform == "win32":
-        return None
-    import fcntl  # here: not on every system
-
+    None if the file system has no locks. Unlike a lock file it leaves nothing behind."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,7 +90,7 @@ def _lock(folder: Path) -> int | None:
         raise UserError(
             f"--workdir {folder}: another run is writing there; --workdir {folder}_2 works"
         ) from None
-    except OSError:  # a file system without locks
+    except OSError:
         os.close(descriptor)
         return None
     return descriptor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -93,6 +93,14 @@ def gather_over_ranks(value: T, world: World, group: Any = None) -> list[T]:
     parts: list[Any] = [None] * world.world_size
     dist.all_gather_object(parts, value, group)
     return parts
+
+
+def sum_over_parts(values: Sequence[float], parts: int, world: World) -> list[float]:
+    """Sums each value over the parts of a batch; ranks with the same part, as the stages of one
+    pipeline, count once. All ranks call it."""
+    copies = world.world_size / parts  # ranks that have the same part
+    every = gather_over_ranks(values, world)
+    return [sum(by_rank) / copies for by_rank in zip(*every, strict=True)]
 
 
 def quiet_libraries() -> None:

@@ -39,7 +39,6 @@ from tests.equivalence.table import Row
 from training.layout import LaidOutModel, Plan
 from training.loop import train
 from training.optimization import Optimizers
-from training.results import Results
 from training.saving import NO_RESUME, Saving, find_resume
 from training.seeds import stream
 from training.task import Step, Task
@@ -168,8 +167,7 @@ def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Tra
         )  # fmt: skip
 
         def saving(training: Training) -> Saving:
-            task, model, optimizer = training.task, training.model, training.optimizer
-            return Saving(world, args, task, model, optimizer, Results(world, args, task, model))
+            return Saving(world, args, training.task, training.model, training.optimizer)
 
         with laid_out(row, world, dtype) as first:
             saver = saving(first)
