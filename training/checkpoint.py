@@ -14,7 +14,7 @@ ranks that hold a rectangle one writes it; a piece is filled from all stored rec
     checkpoints/000007-epoch1-step40/
         __0_0.distcp, __1_0.distcp      what ranks 0 and 1 wrote
         .metadata                       which rectangle of which tensor is where
-        state.json, tokenizer.json      position, random states, options; other small files
+        state.json, tokenizer.json      position, options; other small files
         manifest.json                   size and SHA-256 of each, by rank 0
 
 The folder is `.NAME.part` until all is on disk; then rank 0 renames it, which is atomic. Hosts need

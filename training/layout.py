@@ -59,7 +59,7 @@ class Plan:
         """A warning about the precision on this machine, or nothing."""
         if self.precision != "bf16" or device.type != "cpu":
             return []
-        cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        cpu = torch.cpu.get_capabilities()
         if cpu.get("architecture") != "x86_64" or cpu.get("avx512_bf16") or cpu.get("amx_bf16"):
             return []  # fast, or unknown
         return [

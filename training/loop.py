@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, cast
 
@@ -105,6 +105,15 @@ def _add(totals: Totals, step: Step, loss_sum: float, seconds: float, skipped: b
     )
 
 
+def seeded(steps: Iterable[Step], model: LaidOutModel, seed: int, done: int) -> Iterator[Step]:
+    """The same steps, of which `done` precede the first. Before each torch's generators are seeded
+    by its number. So dropout that draws (fused attention's on a GPU) has other masks on every part
+    and shard, and the same ones in a resumed run."""
+    for number, step in enumerate(steps, done):
+        torch.manual_seed(stream(seed, "dropout", model.part, model.shard, number))
+        yield step
+
+
 @torch.no_grad()
 def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float, float]:
     """The mean loss over all targets of the validation data, and the accuracy from 0 to 1; the same
@@ -158,32 +167,32 @@ def run(
     trackers: Sequence[Tracker] = (),
 ) -> Results:
     """Trains from scratch or from a checkpoint; evaluates after every epoch."""
-    # For dropout that draws (fused attention's on a GPU): other masks on every part and shard.
-    torch.manual_seed(stream(args.seed, "dropout", model.part, model.shard))
     check_same(world, run_things(vars(args), task.fingerprints()))  # all ranks go on, or none
     optimizer = Optimizers(
         model.optimizers, recipe_of(args, task), world, counted=model.counted, run=model.run
     )
     results = Results(world, args, task, model)
     saving = Saving(world, args, task, model, optimizer)
-    before = saving.restore(resume) or NOTHING_YET  # totals of the epoch it was saved in
+    before = saving.restore(resume)
     check_replicas(world, model.whole_parameters(), "at the start")  # after weights were loaded
     notes = [*plan.notes(world.device), *model.notes, *core_notes(world), *resume.notes]
     total, per_epoch = num_steps(args, task), task.steps_per_epoch
+    done = optimizer.steps  # by the run that is resumed
     # An epoch's last checkpoint precedes its evaluation, so a resumed run evaluates it again.
-    first = max(0, saving.steps_done - 1) // per_epoch
-    results.begin(notes, saving.steps_done > 0)
+    first = max(0, done - 1) // per_epoch
+    results.begin(notes, resumed=done > 0)
     note = plan.timeline.last.note
     # After `begin`, which has moved old files away.
-    metrics = Metrics(world, args, task, model, saving.steps_done, trackers)
+    metrics = Metrics(world, args, task, model, done, trackers)
     whole_epochs = args.num_batches is None
-    if whole_epochs and saving.steps_done == 0:
+    if whole_epochs and done == 0:
         note("evaluation")
         results.say_start(*_evaluate(world, task, model))
     for epoch in range(first, -(-total // per_epoch)):  # the last one may be cut short
         length = min(per_epoch, total - epoch * per_epoch)  # steps of this epoch
         steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
-        steps = plan.timeline.over(islice(steps, length - before.steps))  # none if all are done
+        steps = islice(steps, length - before.steps)  # none if all are done
+        steps = plan.timeline.over(seeded(steps, model, args.seed, optimizer.steps))
 
         def after_step(totals: Totals, seconds: float, epoch: int = epoch) -> None:
             metrics.add_step(epoch, optimizer, seconds)

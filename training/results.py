@@ -22,7 +22,7 @@ import os
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,17 +257,8 @@ def write_json(path: Path, content: Any) -> None:
 
 def json_text(content: Any, indent: int | None) -> str:
     """As JSON, with null for NaN and infinities, which JSON does not have."""
-    return json.dumps(_finite(content), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, float):
-        return content if math.isfinite(content) else None
-    if isinstance(content, Mapping):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return content
+    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=indent, ensure_ascii=False) + "\n"
 
 
 def spread(values: Sequence[float], unit: str) -> str:

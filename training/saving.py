@@ -1,9 +1,9 @@
 """Saves the state of a run while it trains, and resumes it in a later run.
 
 A checkpoint (training/checkpoint.py) is written at the end of every epoch, before it is evaluated,
-and every --save_every steps. Beside weights, optimizer state and random states it holds the number
-of steps done, the totals of the epoch, and the options. The losses so far are in metrics.jsonl. The
-global batch and the learning rate of a step are functions of the seed and the step's number.
+and every --save_every steps. Beside weights and optimizer state it holds the number of steps done,
+the totals of the epoch, and the options. The losses so far are in metrics.jsonl. The global batch,
+the learning rate and the dropout of a step are functions of the seed and the step's number.
 
 Any program can resume a checkpoint that another has saved of the same model. With the same layout
 the result is bit-identical to an uninterrupted run. With another layout the global batches are the
@@ -20,14 +20,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_pieces
 from training.errors import UserError, torchrun
 from training.layout import LaidOutModel
 from training.optimization import Optimizers
-from training.results import CHECKPOINTS, Totals, options_of
-from training.seeds import stream
+from training.results import CHECKPOINTS, NOTHING_YET, Totals, options_of
 from training.task import Task
 from training.world import World, gather_over_ranks, sum_over_parts
 
@@ -135,35 +132,18 @@ class Saving:
         self.saver = Saver(folder, world, timeout, args.async_save)
         self.saved = 0  # the steps done at the last checkpoint
 
-    @property
-    def steps_done(self) -> int:
-        """The number of steps done, over all epochs."""
-        return self.optimizer.steps
-
-    def restore(self, resume: Resume) -> Totals | None:
-        """Restores weights, optimizer and random states; returns the totals of the saved epoch, or
-        None without a checkpoint."""
-        world, model = self.world, self.model
+    def restore(self, resume: Resume) -> Totals:
+        """Restores weights and optimizer from the checkpoint, if there is one; returns the totals
+        of the epoch that it was saved in."""
         if resume.checkpoint is None:
-            return None
+            return NOTHING_YET
         state = resume.checkpoint.state
-        load_training(self.saver, resume.checkpoint, model)
+        load_training(self.saver, resume.checkpoint, self.model)
         self.saver.forget_after(resume.checkpoint)
-        random = state["random"][world.rank] if state["layout"] == self._layout() else {}
-        if random.keys() == self._random_states().keys():
-            for device, text in random.items():
-                numbers = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-                if device == "cpu":
-                    torch.set_rng_state(numbers)
-                else:
-                    torch.cuda.set_rng_state(numbers, device)
-        else:  # other masks than the earlier run drew
-            torch.manual_seed(
-                stream(self.args.seed, "dropout", model.part, model.shard, state["steps"])
-            )
         self.optimizer.load_state_dict(state)
         self.saved = state["steps"]  # which `save` need not save again
-        done, n = Totals(**state["totals"]), model.parts  # of all ranks: each takes on its share
+        done, n = Totals(**state["totals"]), self.model.parts
+        # Of all ranks: each takes on its share.
         return replace(done, positions=done.positions // n, tokens=done.tokens // n)
 
     def after_step(self, epoch: int, totals: Totals) -> None:
@@ -182,18 +162,6 @@ class Saving:
         if self.args.keep and not self.optimizer.in_a_row:
             self.saver.prune(self.args.keep)
 
-    def _layout(self) -> list[Any]:
-        axes = [getattr(self.args, axis, 1) for axis in ("dp", "pp", "tp")]
-        ranks = self.model.ranks or ()  # of the stages, if a rank has several
-        return [self.world.world_size, self.model.parts, self.model.schedule, *axes, *ranks]
-
-    def _random_states(self) -> dict[str, str]:
-        """Of torch's generators, from which this rank draws, by device, in hexadecimal."""
-        gpus = [device for device in self.model.devices if device.type == "cuda"]
-        states = {str(gpu): torch.cuda.get_rng_state(gpu) for gpu in gpus}
-        states["cpu"] = torch.get_rng_state()
-        return {device: state.numpy().tobytes().hex() for device, state in states.items()}
-
     def save(self, epoch: int, totals: Totals) -> None:
         """Saves, unless this step was saved already. Removes older checkpoints first."""
         world, model, steps = self.world, self.model, self.optimizer.steps
@@ -204,12 +172,10 @@ class Saving:
         positions, tokens = sum_over_parts(counts, model.parts, world)
         state = {
             **self.optimizer.state_dict(),
-            "random": gather_over_ranks(self._random_states(), world),  # by rank
             "totals": asdict(replace(totals, positions=round(positions), tokens=round(tokens))),
             "options": options_of(self.args),
             "data": self.fingerprint,
             "steps_per_epoch": self.task.steps_per_epoch,
-            "layout": self._layout(),
             "cut": model.cut,
         }
         files = self.task.files if world.is_main else {}

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from runtime.recorder import acting
 from training.last_actions import LastAction
 from training.results import write_text
+from training.world import World, gather_over_ranks
 
 T = TypeVar("T")
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -211,9 +212,7 @@ class Timeline:
         together. training/perfetto.py reads them back. Without a step nothing is written."""
         if not self._begun:
             return
-        texts = [self._text()] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(texts, texts[0])  # by rank
+        texts = gather_over_ranks(self._text(), World(self.rank, self.world_size))
         if self.rank == 0:
             for rank, text in enumerate(texts):
                 write_text(workdir / f"timeline_rank{rank}.json", text)

@@ -37,10 +37,9 @@ from tests.equivalence.plain import Reference
 from tests.equivalence.problems import EPS, LEARNING_RATE, SEED
 from tests.equivalence.table import Row
 from training.layout import LaidOutModel, Plan
-from training.loop import train
+from training.loop import seeded, train
 from training.optimization import Optimizers
 from training.saving import NO_RESUME, Saving, find_resume
-from training.seeds import stream
 from training.task import Step, Task
 from training.world import World, gather_over_ranks
 
@@ -111,8 +110,10 @@ class Training:
             if after_step is not None:
                 after_step(totals, seconds)
 
+        steps = seeded(self._steps(), self.model, SEED, self.optimizer.steps)
+        steps = islice(steps, n_steps)
         train(
-            self.model, self.optimizer, islice(self._steps(), n_steps), "", rank=1,  # no bar
+            self.model, self.optimizer, steps, "", rank=1,  # no bar
             average_gradients_fn=note_gradients, after_step=note_loss,
         )  # fmt: skip
         found.weights = rectangles(self.model, Tensor.detach)
@@ -129,9 +130,8 @@ class Training:
 
 
 @contextmanager
-def laid_out(row: Row, world: World, dtype: torch.dtype, seed: int = 0) -> Iterator[Training]:
-    """A row with nothing done yet. The seed is that of dropout; ranks with different examples draw
-    different masks."""
+def laid_out(row: Row, world: World, dtype: torch.dtype) -> Iterator[Training]:
+    """A row with nothing done yet."""
 
     def adamw(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(list(parameters), LEARNING_RATE, eps=EPS, fused=True)
@@ -143,7 +143,6 @@ def laid_out(row: Row, world: World, dtype: torch.dtype, seed: int = 0) -> Itera
     optimizer = Optimizers(
         model.optimizers, row.problem.recipe, world, counted=model.counted, run=model.run
     )
-    torch.manual_seed(stream(seed, "dropout", model.part, 0))
     try:
         yield Training(world, task, model, optimizer)
     finally:
@@ -157,7 +156,7 @@ def trained(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Traject
 
 
 def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Trajectory:
-    """The same; but half-way it is saved, and another, of other random numbers, resumes it."""
+    """The same; but half-way it is saved, and another resumes it."""
     half = n_steps // 2
     with TemporaryDirectory() as folder:
         workdir = Path(gather_over_ranks(folder, world)[0])
@@ -173,7 +172,7 @@ def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Tra
             saver = saving(first)
             saver.restore(NO_RESUME)
             found = first.run(half, lambda totals, _: saver.after_step(0, totals))
-        with laid_out(row, world, dtype, seed=1) as second:
+        with laid_out(row, world, dtype) as second:
             resume = find_resume(args, second.task.fingerprints()["train"])
             assert resume.checkpoint is not None
             saving(second).restore(resume)

@@ -200,13 +200,8 @@ def dropout_is_drawn() -> Broken:
 
 
 def dropout_is_not_seeded() -> Broken:
-    """Every run goes on with the random numbers that the last one left."""
+    """Every run, also a resumed one, goes on with the random numbers that the last one left."""
     return patch.object(torch, "manual_seed", _left_out)
-
-
-def random_states_are_not_restored() -> Broken:
-    """A resumed run draws other dropout masks."""
-    return patch.object(torch, "set_rng_state", _left_out)
 
 
 def other_dropout_is_recomputed() -> Broken:
@@ -221,7 +216,7 @@ def other_dropout_is_recomputed() -> Broken:
 
     return _both(
         dropout_is_drawn(),
-        random_states_are_not_restored(),
+        patch.object(torch, "set_rng_state", _left_out),
         patch.object(StageRandomness, "of", anew),
     )
 
@@ -352,7 +347,7 @@ _FUNCTIONS = (
     a_rank_loses_what_its_chunks_share, a_rank_keeps_its_part_of_a_tied_gradient,
     a_rank_is_left_out_of_the_sum, micro_batches_replace, a_traced_shortcut_has_no_gradient,
     the_norm_is_of_a_part, gradients_are_kept, dropout_is_drawn, dropout_is_not_seeded,
-    random_states_are_not_restored, other_dropout_is_recomputed, a_piece_is_not_held,
+    other_dropout_is_recomputed, a_piece_is_not_held,
     a_gradient_of_scattered_positions_is_not_gathered, a_softmax_is_of_a_part_of_the_vocabulary,
     a_bias_is_added_by_every_rank, queries_keys_and_values_are_cut_as_one_matrix,
     norms_keep_the_gradient_of_their_positions, all_ranks_count_what_all_have,

@@ -142,8 +142,7 @@ RED = {
         "ddp2-flat-even ddp2-per_parameter-even threads2-1f1b-m3 blocks2-split_size3"
     ),
     "dropout_is_drawn": "ddp2-overlap-dropout pipeline2-zb-dropout mesh2-1x1x2",
-    "dropout_is_not_seeded": "blocks3-twice",
-    "random_states_are_not_restored": "blocks3-resumed",
+    "dropout_is_not_seeded": "blocks3-twice blocks3-resumed",
     "other_dropout_is_recomputed": (
         "ddp2-overlap-recompute_sqrt fsdp2-zero3-recompute_always pipeline2-gpipe-recompute_sqrt "
         "threads2-1f1b-recompute_always blocks3-recompute_sqrt"
@@ -172,7 +171,7 @@ ALSO_IN_WEIGHTS = list(RED)[-3:]
 
 # In the second step.
 SHOWS_LATER = [
-    "gradients_are_kept", "random_states_are_not_restored", "a_shard_is_not_handed_to_the_others",
+    "gradients_are_kept", "dropout_is_not_seeded", "a_shard_is_not_handed_to_the_others",
 ]  # fmt: skip
 
 

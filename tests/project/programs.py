@@ -87,7 +87,7 @@ def on_rank(
 
     def stop(self: Saving, epoch: int, totals: Totals) -> None:
         after_step(self, epoch, totals)
-        if self.steps_done == stop_at:
+        if self.optimizer.steps == stop_at:
             raise _Stop
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from tests.project.programs import (
     VGG,
     losses,
     names_in,
-    on_rank,
     read_json,
     run,
     summary,
@@ -26,8 +26,8 @@ from tests.project.programs import (
     written,
 )
 from tests.ranks import Ranks
+from training.loop import seeded
 from training.optimization import Recipe
-from training.saving import Resume, Saving
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -139,25 +139,16 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
     assert names_in(folder) == [second, "000003-epoch0-step3"]
 
 
-def test_ranks_that_were_not_there_draw_masks_of_their_own(ranks: Ranks) -> None:
-    """A pipeline's ranks have the same generator; ranks with other examples must not."""
-    run(f"train pipeline {LINE} --save_every 1", ranks, stop_at=2)
-    line = f"train ddp {LINE} --resume --workdir {Path('work').resolve()} --world_size 2"
-    assert len(set(ranks.run(_first_number, line))) == 2
+def test_every_part_shard_and_step_draws_masks_of_its_own() -> None:
+    """A resumed run goes on with those that the earlier one would have drawn."""
 
+    def drawn(part: int, shard: int, done: int) -> list[float]:
+        model: Any = SimpleNamespace(part=part, shard=shard)
+        steps: list[Any] = [None, None]
+        return [torch.rand(()).item() for _ in seeded(steps, model, seed=0, done=done)]
 
-def _first_number(rank: int, world_size: int, line: str) -> float:
-    """That a rank draws once it has resumed."""
-    found: list[float] = []
-    restore = Saving.restore
-
-    def note(self: Saving, resume: Resume) -> Any:
-        before = restore(self, resume)
-        found.append(torch.rand(()).item())
-        return before
-
-    on_rank(rank, world_size, line, lambda _, patch: patch.setattr(Saving, "restore", note), 3)
-    return found[0]
+    assert drawn(0, 0, done=1)[0] == drawn(0, 0, done=0)[1]
+    assert len({*drawn(0, 0, 0), *drawn(1, 0, 0), *drawn(0, 1, 0)}) == 6
 
 
 # ------------------------------------------------------------------------- what is not a number
