@@ -66,10 +66,6 @@ class CheckpointError(UserError):
     """A damaged checkpoint, or one of another model."""
 
 
-class SaveError(RunError):
-    """A checkpoint could not be written. No part of it is left."""
-
-
 # What a rank holds
 
 
@@ -231,8 +227,8 @@ class Saver:
             state: JSON values. Rank 0's are written, as are its `files`.
 
         Raises:
-            SaveError: on every rank, if any rank failed to write this checkpoint, or the one before
-                it in the background. Earlier checkpoints stay intact.
+            RunError: on every rank, if any rank failed to write this checkpoint, or the one before
+                it in the background. No part of it is left. Earlier checkpoints stay intact.
         """
 
         def begin() -> str:
@@ -244,7 +240,7 @@ class Saver:
 
         self.wait()  # at most one is being written
         name = self._together(begin, self._cannot_write)[0]  # as rank 0 has named it
-        texts = {STATE: _json(state), **files}
+        texts = {STATE: json_text(state, indent=1).encode(), **files}
         if not self.background:
             self._write(name, pieces, texts)
             return name
@@ -277,7 +273,8 @@ class Saver:
                     for file, content in files.items():
                         (aside / file).write_bytes(content)
                 entries = {path.name: file_entry(path) for path in sorted(aside.iterdir())}
-                (aside / MANIFEST).write_bytes(_json({"format": FORMAT, "files": entries}))
+                manifest = json_text({"format": FORMAT, "files": entries}, indent=1)
+                (aside / MANIFEST).write_text(manifest, encoding="utf-8")
                 put_in_place(aside, self.folder / name)
 
         try:
@@ -287,14 +284,14 @@ class Saver:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
 
-    def _cannot_write(self, why: str) -> SaveError:
-        return SaveError(
+    def _cannot_write(self, why: str) -> RunError:
+        return RunError(
             f"--workdir {self.folder.parent}: a checkpoint cannot be written ({why}); --resume "
             "continues from the one before, and --keep 0 saves none"
         )
 
     def wait(self) -> None:
-        """Waits for the checkpoint that is written in the background. Raises SaveError."""
+        """Waits for the checkpoint that is written in the background. Raises RunError."""
         if self._writing is not None:
             self._writing.result()
 
@@ -479,7 +476,3 @@ def _sync(path: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def _json(content: Any) -> bytes:
-    return json_text(content, indent=1).encode()

@@ -29,7 +29,6 @@ from training.checkpoint import (
     Checkpoint,
     CheckpointError,
     Piece,
-    SaveError,
     Saver,
     clean,
     names,
@@ -37,6 +36,7 @@ from training.checkpoint import (
     open_checkpoint,
     whole,
 )
+from training.errors import RunError
 from training.parallel import flat_pieces
 from training.saving import Resume
 from training.world import World
@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_the_last_one_and_nothing_else(two: Path) -> None:
     before = contents(two)
     errors = [(at, FULL, str(FULL)) for at in range(1, 9)]
     for at, cause, why in (*errors, (1, MemoryError(), "MemoryError()")):  # which has no text
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(SaveError) as error:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError) as error:
             full_at(at, patch, cause)
             save(two, 3)
         assert str(error.value) == (
@@ -245,7 +245,7 @@ def save_rows(
             name = saver.save("a", [Piece("x", row, (rank, 0), (world_size, 2))], {}, {})
             row.fill_(-1.0)  # the run goes on
             saver.wait()
-        except SaveError as error:
+        except RunError as error:
             return str(error).split(": ")[1].split(" (")[0]
     found = torch.zeros(1, 2)
     saver.load(of_main(saver, name), [Piece("x", found, (rank, 0), (world_size, 2))])
