@@ -187,10 +187,7 @@ class ProcessPipe:
             with hooks_held(list(mine.values())):
                 loss = self._run(stages, inputs, targets, loss_fn, lists, scale)
             # what is left; of tied parameters, by name and stage
-            left = {
-                stage.index: {p: g for p, g in stage.take_gradients() if g is not None}
-                for stage in stages
-            }
+            left = {stage.index: stage.take_gradients() for stage in stages}
             parts = {
                 name: {s: found.pop(p) for s, found in left.items() if p in found}
                 for name, p in tied.items()
