@@ -21,6 +21,7 @@ from tests.pipeline.pipeline_models import (
     batch,
     cut,
     square_error,
+    watched,
 )
 
 CPU = torch.device("cpu")
@@ -71,28 +72,10 @@ def test_weights_used_twice_frozen_or_not_by_a_product_alone(autocast: bool) -> 
         assert_close(runs[1], runs[0])
 
 
-def watched(saved: list[Any]) -> Call:
-    """Doubles; ``saved`` gets references to what its backward needs."""
-
-    class Save(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, h: Tensor) -> Tensor:
-            token = h.clone()
-            saved.append(weakref.ref(token))
-            ctx.save_for_backward(token)
-            return h * 2
-
-        @staticmethod
-        def backward(_: Any, g: Tensor) -> Tensor:
-            return g * 2
-
-    return Call(Save.apply)
-
-
 def test_a_half_frees_what_the_other_does_not_need() -> None:
     """After I only x and dy of products are held, after W nothing: the caches are empty."""
     saved: list[Callable[[], Tensor | None]] = []
-    stage = Stage(0, dense().append(watched(saved)), CPU)
+    stage = Stage(0, dense().append(watched(saved, 1)), CPU)
     output = stage.forward(0, batch(8)[0])
     assert [token() is None for token in saved] == [False]
     products = stage._kept[0].graphs[0].products
