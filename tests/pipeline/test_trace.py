@@ -355,8 +355,8 @@ def test_inputs_must_answer_as_the_example_did() -> None:
     assert first({"times": 3, "x": noise(1, 4)})[0].shape == (1, 4)
     for given, said in (
         ({"x": noise(5, 4), "times": 3}, r"\(5, 4\).*only where input\['x'\].shape\[0\]"),
-        ({"x": noise(2, 4), "times": 2}, "traced for 3, and are given 2"),
-        (noise(2, 4), "traced for {'x': 'Tensor', 'times': 'int'}, and are given Tensor"),
+        ({"x": noise(2, 4), "times": 2}, "traced for .*'times': 3}, and are given .*'times': 2}"),
+        (noise(2, 4), "traced for {'x': 'Tensor', 'times': 3}, and are given Tensor"),
     ):
         with pytest.raises(ValueError, match=said):
             first(given)
