@@ -295,12 +295,12 @@ def test_a_forward_repeated_in_backward_must_not_draw(step: Step) -> None:
     assert_close(found, in_one_process(model, x, y))
 
 
-def _between_processes(_: int, __: int, by_layer: bool, share: bool) -> tuple[str, dict[str, Any]]:
+def _between_processes(_: int, __: int, share: bool) -> tuple[str, dict[str, Any]]:
     """What is said of shared memory where only values would differ: the receiver's has others. And
     the gradients where one of two tensors of a message is written to, another saved."""
     torch.manual_seed(0)
     wrong = nn.Sequential(*sharing(lambda h: h.detach())).double()
-    how: dict[str, Any] = {"by_layer": by_layer, "share_memory": share, "timeout": 30}
+    how: dict[str, Any] = {"share_memory": share, "timeout": 30}
     said = ""
     with ProcessPipe(wrong, [3, 2], **how) as pipe:
         try:
@@ -323,9 +323,8 @@ def apart() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_between_processes_too(ranks: Ranks, by_layer: bool, share: bool) -> None:
-    (first, found), (second, others) = ranks.run(_between_processes, by_layer, share)
+def test_between_processes_too(ranks: Ranks, share: bool) -> None:
+    (first, found), (second, others) = ranks.run(_between_processes, share)
     assert first.startswith("PeerError: ")
     assert second.startswith(f"ValueError: {SHARED}")
     assert_close(

@@ -24,7 +24,6 @@ from tests.pipeline.pipeline_models import (
     assert_same_bits,
     batch,
     cut,
-    gpt2,
     gradients,
     in_one_process,
     square_error,
@@ -33,7 +32,6 @@ from tests.pipeline.pipeline_models import (
 )
 from tests.ranks import Ranks
 from tests.recorder import Paused
-from training.model import gpt2_layers
 
 SIZES = {1: (6,), 2: (2, 4), 3: (1, 2, 3), 4: (1, 2, 1, 2), 6: (1,) * 6}
 EVERY = [(name, 1) for name in catalogue.ONE_EACH] + [
@@ -170,28 +168,6 @@ def _heads_and_bodies(rank: int, _: int) -> dict[Any, Found]:
 
 def test_heads_and_bodies_may_go_apart(ranks: Ranks) -> None:
     check(merged(ranks.run(_heads_and_bodies)), 2)
-
-
-def _initial(name: str, tensor: Tensor) -> None:
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
-    tensor.normal_(0.0, 0.3, generator=generator)
-
-
-def _who_holds_what(_: int, __: int) -> list[str]:
-    with torch.device("meta"):
-        model = gpt2()
-    layers = nn.Sequential(*gpt2_layers(model))
-    with ProcessPipe(layers, [3, 5], model=model, initialize=_initial, timeout=20) as pipe:
-        for name, p in pipe.named_parameters().items():
-            expected = torch.empty(p.shape, dtype=p.dtype)
-            _initial(name, expected)
-            assert torch.equal(p.detach(), expected), name
-        real = [name for name, p in pipe.layers.named_parameters() if not p.is_meta]
-    return sorted({name.split(".")[0] for name in real})
-
-
-def test_a_rank_gives_memory_to_its_own_stage_only(ranks: Ranks) -> None:
-    assert ranks.run(_who_holds_what) == [["0", "1", "2"], ["3", "4", "5", "6", "7"]]
 
 
 # What passes between stages

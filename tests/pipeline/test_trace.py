@@ -207,6 +207,7 @@ def _on_ranks(rank: int, _: int) -> dict[str, Any]:
             loss = pipe.train_step(x, target, loss_fn, "1f1b", num_microbatches=3)
             buffers = {n: b for n, b in stages[rank].named_buffers() if not b.is_meta}
             own = {n: p.grad for n, p in pipe.named_parameters().items()}
+        assert all(p.is_meta for p in stages[1 - rank].parameters())  # no memory for another's
         found[name] = own | buffers | {"loss": loss}
     return found
 
