@@ -84,7 +84,7 @@ def worker(in_queue: Queue, out_queue: Queue, device: torch.device) -> None:
     Puts ``(True, (task, result))``, or ``(False, exc_info)`` if the task raised, and at the end
     ``(False, None)``.
     """
-    with _use_device(device):
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         while True:
             task = in_queue.get()
             if task is None:
@@ -155,10 +155,6 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Stopped(BaseException):
