@@ -40,10 +40,10 @@ def pipelined(pipe: Pipe, stages: Sequence[Stage], x: Any, sizes: Sequence[int])
     call = _Call(pipe, stages, parameters, _marks(batches))
     pipe.forward_all(batches)  # outputs replace the inputs
     call.outputs = _marks(batches)
-    call.results = [leaf.detach() for leaf in pytree.tree_leaves(batches) if _has_gradient(leaf)]
-    if call.results:
+    outputs = [leaf.detach() for leaf in pytree.tree_leaves(batches) if _has_gradient(leaf)]
+    if outputs:
         # the parameters are arguments, so that autograd asks for their gradients, too
-        results = iter(_Pipelined.apply(call, *inputs, *parameters))
+        results = iter(_Pipelined.apply(call, outputs, *inputs, *parameters))
         batches = pytree.tree_map_only(
             Tensor, lambda t: next(results) if t.requires_grad else t, batches
         )
@@ -63,7 +63,6 @@ class _Call:
     parameters: list[nn.Parameter]
     inputs: Marks
     outputs: Marks = field(default_factory=list)
-    results: list[Tensor] = field(default_factory=list)  # all outputs with gradients
     streams: Streams = field(default_factory=Streams)  # of the forward
 
 
@@ -71,11 +70,10 @@ class _Pipelined(torch.autograd.Function):
     """Autograd's node. The forward has run before the node is made."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
+    def forward(ctx: Any, call: _Call, outputs: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call  # without the outputs, which will refer to this node: no cycle
         ctx.set_materialize_grads(False)  # None instead of zeros
-        results, call.results = call.results, []  # else a cycle: call, results, this node
-        return tuple(results)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -99,7 +97,8 @@ class _Pipelined(torch.autograd.Function):
                 for dx, mark in zip(row, marks, strict=True)
                 if mark
             ]
-        return None, *of_inputs, *(sums.get(p) for p in call.parameters)  # None: for `call`
+        of_parameters = [sums.get(p) for p in call.parameters]
+        return None, None, *of_inputs, *of_parameters  # None: for `call` and `outputs`
 
 
 def _has_gradient(leaf: Any) -> bool:

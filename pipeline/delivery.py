@@ -39,22 +39,16 @@ def gradients_by_stage(
     stages: Sequence[Stage], replicas: Replicas
 ) -> tuple[list[Gradients], Gradients]:
     """Take the sums from the stages: per stage for its own parameters; then for tied ones."""
-    taken = [
-        [(replicas.get(p, p), gradient) for p, gradient in stage.take_gradients()]
-        for stage in stages
-    ]
-    stages_of = Counter(p for pairs in taken for p, _ in pairs)  # per original, its stages
-    own: list[Gradients] = [{} for _ in stages]
+    own: list[Gradients] = []
+    for stage in stages:
+        taken = ((replicas.get(p, p), gradient) for p, gradient in stage.take_gradients().items())
+        own.append({p: gradient.to(p.device) for p, gradient in taken})  # from a copy's GPU
+    stages_of = Counter(p for gradients in own for p in gradients)  # per original, its stages
     tied: Gradients = {}
-    for s, pairs in enumerate(taken):
-        for p, gradient in pairs:
-            if gradient is None:
-                continue
-            gradient = gradient.to(p.device)  # from a copy's GPU
-            if stages_of[p] == 1:
-                own[s][p] = gradient
-            else:
-                tied[p] = tied[p] + gradient if p in tied else gradient  # in order of the stages
+    for gradients in own:  # in the order of the stages
+        for p in [p for p in gradients if stages_of[p] > 1]:
+            gradient = gradients.pop(p)
+            tied[p] = tied[p] + gradient if p in tied else gradient
     return own, tied
 
 
@@ -68,11 +62,6 @@ def deliver(gradients: Gradients) -> None:
             token = _Deliver.apply(values, *parameters)
         del parameters
         token.backward()  # runs hooks, adds to .grad
-
-
-def has_hooks(p: nn.Parameter) -> bool:
-    """Whether user code runs when a gradient of ``p`` arrives."""
-    return bool(p._backward_hooks) or bool(getattr(p, "_post_accumulate_grad_hooks", None))
 
 
 @contextlib.contextmanager

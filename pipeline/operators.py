@@ -1,7 +1,7 @@
 """The operators of a module in order, as recorded by `torch.export`.
 
 `torch.export` runs ``forward`` once, in Python, on tensors with shapes but without values. The
-trace holds for other sizes under conditions, which `Program.check_inputs` checks: if ``forward``
+trace holds for other sizes under conditions, which `Program.leaves` checks: if ``forward``
 branches on ``x.size(1) > 4``, inputs must take the same branch as the example. A branch on values
 cannot be traced; the error names its line.
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import io
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,27 @@ class Program:
             for name, _ in node.meta.get("nn_module_stack", {}).values():
                 self.starts.setdefault(name.removeprefix("module."), k)
         self.order = {node: k for k, node in enumerate([*self.nodes, self.output])}
-        self.check_inputs = _Inputs(example, self.exported._guards_code)
+        self._outline, self._spec = _outline(example), pytree.tree_structure(example)
+        conditions = self.exported._guards_code
+        self._conditions = [(text, compile(text, "<trace>", "eval")) for text in conditions]
+
+    def leaves(self, value: Any) -> list[Any]:
+        """The first stage's input as a list; ValueError unless it matches the example, except in
+        sizes."""
+        if (found := _outline(value)) != self._outline:
+            raise ValueError(f"the stages were traced for {self._outline}, and are given {found}")
+        leaves = self._spec.flatten_up_to(value)  # the keys of a dict may be in another order
+        # conditions speak of L['value'], and the trace saw at least two examples
+        given = {"value": pytree.tree_map_only(Tensor, at_least_two, value)}
+        for text, code in self._conditions:
+            if not eval(code, {"L": given}):
+                said = text.replace("L['value']", "input").replace(".size()", ".shape")
+                shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+                raise ValueError(
+                    f"inputs of shapes {shapes}: the trace holds only where {said}, on which "
+                    "forward depends; give example_inputs of such shapes"
+                )
+        return leaves
 
     def uses(self, node: fx.Node) -> list[int]:
         """The operators that use a value, by number; the output comes after the last."""
@@ -95,43 +114,9 @@ class Program:
         return {self.tensors[node][0]: self.uses(node) for node in found}
 
 
-class _Inputs:
-    """Flattens the first stage's input to a list; ValueError unless it matches the example, except
-    in sizes."""
-
-    def __init__(self, example: Any, conditions: Sequence[str]) -> None:
-        leaves, self._spec = pytree.tree_flatten(example)
-        self._types = _types(example)
-        self._keys = list(example) if isinstance(example, dict) else None
-        self._fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._conditions = [(text, compile(text, "<trace>", "eval")) for text in conditions]
-
-    def __call__(self, value: Any) -> list[Any]:
-        if isinstance(value, dict) and self._keys is not None and value.keys() == set(self._keys):
-            value = {key: value[key] for key in self._keys}  # the order of keys is part of spec
-        leaves, spec = pytree.tree_flatten(value)
-        if spec != self._spec:
-            found = _types(value)
-            raise ValueError(f"the stages were traced for {self._types}, and are given {found}")
-        for fixed, leaf in zip(self._fixed, leaves, strict=True):
-            if not isinstance(leaf, Tensor) and leaf != fixed:  # fixed by the trace
-                raise ValueError(f"the stages were traced for {fixed}, and are given {leaf}")
-        # conditions speak of L['value'], and the trace saw at least two examples
-        given = {"value": pytree.tree_map_only(Tensor, at_least_two, value)}
-        for text, code in self._conditions:
-            if not eval(code, {"L": given}):
-                said = text.replace("L['value']", "input").replace(".size()", ".shape")
-                shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-                raise ValueError(
-                    f"inputs of shapes {shapes}: the trace holds only where {said}, on which "
-                    "forward depends; give example_inputs of such shapes"
-                )
-        return leaves
-
-
-def _types(value: Any) -> Any:
-    """``value`` with type names instead of leaves, for messages."""
-    return pytree.tree_map(lambda leaf: type(leaf).__name__, value)
+def _outline(value: Any) -> Any:
+    """``value`` with a word for each tensor."""
+    return pytree.tree_map_only(Tensor, lambda _: "Tensor", value)
 
 
 class _AnyInput(nn.Module):

@@ -42,7 +42,6 @@ from .delivery import (
     Replicas,
     deliver,
     gradients_by_stage,
-    has_hooks,
     hooks_held,
     trained_parameters,
 )
@@ -206,9 +205,8 @@ class Pipe(nn.Module):
         *sum* over it; the loss is ``scale`` times all sums. ``scale=1 / number_of_tokens`` gives
         the mean over the target tokens of the whole batch, for any cut into micro-batches. Without
         ``num_microbatches``, micro-batches have ``split_size`` examples; `MicroBatches` are not cut
-        again. If a stage raises, no ``.grad`` changes. If any parameter has a gradient hook or a
-        post-accumulate hook, such as an all-reduce, all gradients are delivered on the calling
-        thread, stage by stage, in order.
+        again. If a stage raises, no ``.grad`` changes. Gradients are delivered on the calling
+        thread, stage by stage, so that hooks such as an all-reduce run in one order everywhere.
         """
         if num_microbatches is None:
             sizes = partial(microbatch.sizes_by_split, split_size=self.split_size)
@@ -230,12 +228,8 @@ class Pipe(nn.Module):
                 self.peak_alive = self._run_flow(flow, actions)
                 loss = losses.total()
             own, tied = gradients_by_stage(stages, self.replicas)  # all workers are done
-            if any(has_hooks(p) for gradients in own for p in gradients):
-                for gradients in own:
-                    deliver(gradients)
-            else:
-                self.run_on_stages(lambda s: deliver(own[s]))  # in parallel, on their workers
-            deliver(tied)  # each a sum over several stages
+            for gradients in (*own, tied):
+                deliver(gradients)
             return loss
 
     def run_on_stages(self, function: Callable[[int], T]) -> list[T]:

@@ -117,7 +117,11 @@ class ProcessPipe:
     ) -> None:
         world_size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.ranks = [*range(len(sizes))] if ranks is None else list(ranks)
-        _check(len(layers), sizes, self.ranks, world_size)
+        if {*self.ranks} != {*range(world_size)} or len(self.ranks) != len(sizes):
+            raise ValueError(
+                f"{len(sizes)} stages on the ranks {self.ranks} of {world_size}: every stage has a "
+                "rank, and every rank has a stage"
+            )
         self.rank = dist.get_rank(group) if world_size > 1 else 0
         self.recorder = recorder
         self.device = torch.device(device)
@@ -187,10 +191,7 @@ class ProcessPipe:
             with hooks_held(list(mine.values())):
                 loss = self._run(stages, inputs, targets, loss_fn, lists, scale)
             # what is left; of tied parameters, by name and stage
-            left = {
-                stage.index: {p: g for p, g in stage.take_gradients() if g is not None}
-                for stage in stages
-            }
+            left = {stage.index: stage.take_gradients() for stage in stages}
             parts = {
                 name: {s: found.pop(p) for s, found in left.items() if p in found}
                 for name, p in tied.items()
@@ -336,13 +337,3 @@ def _in_one_line(error: BaseException) -> str:
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
     notes = [note for note in getattr(error, "__notes__", []) if note not in text]
     return "; ".join([*text.splitlines(), *notes])
-
-
-def _check(num_layers: int, sizes: Sequence[int], ranks: Sequence[int], world_size: int) -> None:
-    counts_fit = sum(sizes) == num_layers and min(sizes, default=0) >= 1
-    if {*ranks} != {*range(world_size)} or len(ranks) != len(sizes) or not counts_fit:
-        raise ValueError(
-            f"sizes {list(sizes)} for {num_layers} layers, on the ranks {list(ranks)} of "
-            f"{world_size}: one number per stage, each at least 1, their sum the layers, and every "
-            "rank has a stage"
-        )

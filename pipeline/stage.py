@@ -125,11 +125,6 @@ class Stage:
     def alive(self) -> int:
         return len(self._kept)
 
-    @property
-    def gradients(self) -> list[Tensor | None]:
-        """The sums so far, in the order of ``parameters``."""
-        return [self._totals.get(p) for p in self.parameters]
-
     def forward(self, i: int, value: Any, tail: Callable[[Any], Any] | None = None) -> Any:
         """Run micro-batch i; return its output, detached, with the same ``requires_grad``.
 
@@ -191,11 +186,10 @@ class Stage:
             self._add_products(kept, k)
         self._end(kept)
 
-    def take_gradients(self) -> list[tuple[nn.Parameter, Tensor | None]]:
-        """Return the sums over all micro-batches so far, and reset them."""
-        pairs = list(zip(self.parameters, self.gradients, strict=True))
-        self._totals = {}
-        return pairs
+    def take_gradients(self) -> Gradients:
+        """Return the sums so far, in the order of ``parameters``, and reset them."""
+        totals, self._totals = self._totals, {}
+        return {p: totals[p] for p in self.parameters if p in totals}
 
     def _add_products(self, kept: _Kept, k: int) -> None:
         """The second half of the backward of part k. In the last backward, deliver its gradients:

@@ -150,7 +150,7 @@ class _Code:
         gives = program.output.args[0] if last else tuple(program.crossing(end))
         used = {node for n in (*nodes, *[program.output] * last) for node in n.all_input_nodes}
         self.tensors = [node for node in program.tensors if node in used]
-        self.enter: Callable[[Any], list[Any]] = program.check_inputs if first else list
+        self.enter: Callable[[Any], list[Any]] = program.leaves if first else list
         spec = program.exported.call_spec.out_spec  # of forward's return value
         self.leave: Callable[[Any], Any] = spec.unflatten if last else tuple
         graph = fx.Graph()

@@ -15,7 +15,8 @@ too, with their traceback, and the worker continues.
 A `Crew` is the workers of one Pipe. An error in one task must end a call at once, whatever the
 other workers do; so must Ctrl-C in the waiting thread; and no stale answer may stay in a queue. So
 a task that fails wakes those that wait for it (dataflow.py), and a call collects the answer of
-every task. If it is interrupted, it calls ``stop``, and the next call starts new workers.
+every task. If it is interrupted, or a worker is gone, it calls ``stop``, and the next call starts
+new workers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -83,7 +84,7 @@ def worker(in_queue: Queue, out_queue: Queue, device: torch.device) -> None:
     Puts ``(True, (task, result))``, or ``(False, exc_info)`` if the task raised, and at the end
     ``(False, None)``.
     """
-    with _use_device(device):
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         while True:
             task = in_queue.get()
             if task is None:
@@ -156,10 +157,6 @@ def _with_index(device: torch.device) -> torch.device:
     return device
 
 
-def _use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 class Stopped(BaseException):
     """Raised in a worker whose call has failed elsewhere; never seen by the caller."""
 
@@ -204,8 +201,8 @@ class Crew:
                 for s, task in jobs:  # all start before the first answer is awaited
                     self.in_queues[s].put(task)
                 # of two jobs of one worker, the first is answered first
-                answers = [self.out_queues[s].get() for s, _ in jobs]
-            except BaseException:  # Ctrl-C here
+                answers = [self._answer(s) for s, _ in jobs]
+            except BaseException:  # Ctrl-C here, or a worker is gone
                 stop()  # wakes workers that wait for each other
                 self._end()  # uncollected answers may still come: the next call has new workers
                 raise
@@ -216,6 +213,15 @@ class Crew:
             finally:
                 del answers, failures  # else the error's traceback would keep the error alive
         return [payload[1] for _, payload in answers]
+
+    def _answer(self, s: int) -> tuple[bool, Any]:
+        """The next answer of stage s. RuntimeError if any worker is gone: s may wait for it."""
+        while all(thread.is_alive() for thread in self.threads):
+            with contextlib.suppress(Empty):
+                answer: tuple[bool, Any] = self.out_queues[s].get(timeout=1.0)
+                if answer != (False, None):  # not a worker's last words
+                    return answer
+        raise RuntimeError("a None in its queue ended a worker; the next call starts new workers")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -89,13 +89,8 @@ class StageRandomness(TorchFunctionMode):
         self._seeded = False  # only a first draw seeds: an action without one pays nothing
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, traceback)
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
         if self._cuda_state is not None:
             torch.cuda.set_rng_state(self._cuda_state, self._cuda or "cuda")
             self._cuda_state = None

@@ -21,6 +21,7 @@ from tests.pipeline.pipeline_models import (
     DEVICES,
     STEPS,
     Call,
+    alive,
     assert_close,
     assert_same_bits,
     batch,
@@ -33,6 +34,7 @@ from tests.pipeline.pipeline_models import (
     square_error,
     take_gradients,
     tower,
+    watched,
 )
 from tests.recorder import Paused
 
@@ -243,20 +245,6 @@ def test_a_copy_of_a_tied_parameter_on_another_device_follows_the_original() -> 
         assert [len(owned) for owned in pipe.stage_parameters()] == [2, 1]
 
 
-def test_frozen_and_unused_parameters_have_no_gradient() -> None:
-    x, y = batch()
-    plain, same = tower(), tower()
-    for model in (plain, same):
-        model.get_parameter("0.weight").requires_grad_(False)
-        model[4].unused = nn.Parameter(torch.ones(2))
-    expected = in_one_process(plain, x, y)
-    assert expected["0.weight"] is expected["4.unused"] is None
-    with Pipe(cut(same), split_size=3) as pipe:
-        for step in STEPS:
-            loss = step(pipe, x, y)
-            assert_close(take_gradients(same) | {"loss": loss}, expected)
-
-
 def test_only_one_of_several_outputs_is_used() -> None:
     x, _ = batch()
     model = nn.Sequential(nn.Linear(4, 4).double(), Call(lambda h: (h, h * 2)))
@@ -281,29 +269,6 @@ def test_garbage_collection_ends_the_threads_once_no_backward_needs_them() -> No
     assert pipe_threads() == []
 
 
-def watched(kept: list[Any], most: int) -> Call:
-    """Doubles; ``kept`` gets references to what its backward needs, ``most`` of which may live."""
-
-    class Save(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, h: Tensor) -> Tensor:
-            ctx.kept = h.exp()
-            kept.append(weakref.ref(ctx.kept))
-            assert alive(kept) <= most
-            return h * 2
-
-        @staticmethod
-        def backward(_: Any, g: Tensor) -> Tensor:
-            return g * 2
-
-    return Call(Save.apply)
-
-
-def alive(kept: list[Any]) -> int:
-    gc.collect()
-    return sum(reference() is not None for reference in kept)
-
-
 def test_activations_are_really_freed_not_just_not_counted() -> None:
     """1F1B holds at most min(m, n-s) on stage s; a forward whose backward never comes, nothing."""
     kept: tuple[list[Any], list[Any]] = ([], [])
@@ -320,33 +285,6 @@ def test_activations_are_really_freed_not_just_not_counted() -> None:
 
 
 # Schedules
-
-
-def test_each_stage_runs_on_its_worker_forward_and_backward() -> None:
-    ran: list[tuple[str, str]] = []
-
-    class Watch(torch.autograd.Function):
-        @staticmethod
-        def forward(_: object, h: Tensor) -> Tensor:
-            ran.append(("forward", threading.current_thread().name))
-            return h.clone()
-
-        @staticmethod
-        def backward(_: object, g: Tensor) -> Tensor:
-            ran.append(("backward", threading.current_thread().name))
-            return g
-
-    module = nn.Sequential(nn.Linear(4, 3).double(), Call(Watch.apply), Call(Watch.apply))
-    with Pipe(cut(module, (2, 1)), split_size=2) as pipe:
-        names = ["pipe-cpu:0", "pipe-cpu:1"]
-        for step in STEPS:
-            step(pipe, *batch(2))
-            assert sorted(ran) == sorted(
-                (w, name) for w in ("forward", "backward") for name in names
-            )
-            ran.clear()
-        found = pipe.run_on_stages(lambda s: (s, threading.current_thread().name))
-        assert found == [*enumerate(names)]
 
 
 def test_the_recorder_sees_every_action_with_its_times() -> None:

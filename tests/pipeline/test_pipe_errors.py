@@ -80,7 +80,15 @@ def test_an_error_in_run_on_stages_and_a_call_from_a_worker() -> None:
         assert pipe.run_on_stages(lambda s: s) == [0, 1]
 
 
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals")
+@pytest.mark.parametrize("s", [0, 1])
+def test_a_worker_ended_through_its_queue_ends_the_call_and_the_next_has_new_ones(s: int) -> None:
+    with Pipe(cut(tower())) as pipe:
+        pipe.in_queues[s].put(None)
+        with pytest.raises(RuntimeError, match="a None in its queue ended a worker"):
+            one_f_one_b(pipe, *batch(8))
+        one_f_one_b(pipe, *batch(8))
+
+
 def test_ctrl_c_while_waiting_ends_the_step_and_the_pipe_works_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,6 +21,7 @@ from tests.pipeline.pipeline_models import (
     batch,
     cut,
     square_error,
+    watched,
 )
 
 CPU = torch.device("cpu")
@@ -71,28 +72,10 @@ def test_weights_used_twice_frozen_or_not_by_a_product_alone(autocast: bool) -> 
         assert_close(runs[1], runs[0])
 
 
-def watched(saved: list[Any]) -> Call:
-    """Doubles; ``saved`` gets references to what its backward needs."""
-
-    class Save(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, h: Tensor) -> Tensor:
-            token = h.clone()
-            saved.append(weakref.ref(token))
-            ctx.save_for_backward(token)
-            return h * 2
-
-        @staticmethod
-        def backward(_: Any, g: Tensor) -> Tensor:
-            return g * 2
-
-    return Call(Save.apply)
-
-
 def test_a_half_frees_what_the_other_does_not_need() -> None:
     """After I only x and dy of products are held, after W nothing: the caches are empty."""
     saved: list[Callable[[], Tensor | None]] = []
-    stage = Stage(0, dense().append(watched(saved)), CPU)
+    stage = Stage(0, dense().append(watched(saved, 1)), CPU)
     output = stage.forward(0, batch(8)[0])
     assert [token() is None for token in saved] == [False]
     products = stage._kept[0].graphs[0].products
@@ -101,13 +84,13 @@ def test_a_half_frees_what_the_other_does_not_need() -> None:
         assert stage.backward_input(0, [torch.ones_like(output)]) == [None]
         assert [token() for token in saved] == [None]
         held = [weakref.ref(products[0].x), weakref.ref(products[0].dy)]
-        assert (stage.alive, len(products), stage.gradients) == (1, 1, [None, None])
+        assert (stage.alive, len(products), stage.take_gradients()) == (1, 1, {})
         stage.backward_weight(0)
         assert [token() for token in held] == [None, None]
     finally:
         gc.enable()
     assert stage.alive == 0
-    assert all(gradient is not None for gradient in stage.gradients)
+    assert list(stage.take_gradients()) == stage.parameters
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
@@ -132,7 +115,7 @@ def test_a_parameter_that_layers_share_and_that_is_another_s_gradient(by_layer: 
         (dx,) = stage.backward(i, [dy])
         assert dx is not None and torch.equal(dx, x.cos())  # p and q are 0
         assert torch.equal(dy, torch.ones_like(dy))
-    totals = dict(zip(stage.parameters, stage.gradients, strict=True))
+    totals = stage.take_gradients()
     torch.testing.assert_close(totals[p], 3 * (x.cos() + 1), rtol=0, atol=1e-14)
     torch.testing.assert_close(totals[q], 3 * x.cos(), rtol=0, atol=1e-14)
 

@@ -207,6 +207,7 @@ def _on_ranks(rank: int, _: int) -> dict[str, Any]:
             loss = pipe.train_step(x, target, loss_fn, "1f1b", num_microbatches=3)
             buffers = {n: b for n, b in stages[rank].named_buffers() if not b.is_meta}
             own = {n: p.grad for n, p in pipe.named_parameters().items()}
+        assert all(p.is_meta for p in stages[1 - rank].parameters())  # no memory for another's
         found[name] = own | buffers | {"loss": loss}
     return found
 
@@ -256,9 +257,9 @@ def test_the_gradients_of_traced_products_can_come_later() -> None:
     stage = Stage(0, split(made(Three), example, []), torch.device("cpu"))
     output = stage.forward(0, example)
     stage.backward_input(0, [torch.ones_like(t) for t in output.values()])
-    assert stage.gradients == [None] * 6
+    assert stage.take_gradients() == {}
     stage.backward_weight(0)
-    assert None not in stage.gradients
+    assert list(stage.take_gradients()) == stage.parameters
 
 
 def test_a_module_is_balanced_by_its_operations() -> None:
@@ -355,8 +356,8 @@ def test_inputs_must_answer_as_the_example_did() -> None:
     assert first({"times": 3, "x": noise(1, 4)})[0].shape == (1, 4)
     for given, said in (
         ({"x": noise(5, 4), "times": 3}, r"\(5, 4\).*only where input\['x'\].shape\[0\]"),
-        ({"x": noise(2, 4), "times": 2}, "traced for 3, and are given 2"),
-        (noise(2, 4), "traced for {'x': 'Tensor', 'times': 'int'}, and are given Tensor"),
+        ({"x": noise(2, 4), "times": 2}, "traced for .*'times': 3}, and are given .*'times': 2}"),
+        (noise(2, 4), "traced for {'x': 'Tensor', 'times': 3}, and are given Tensor"),
     ):
         with pytest.raises(ValueError, match=said):
             first(given)

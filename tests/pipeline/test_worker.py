@@ -167,30 +167,30 @@ def test_a_pipe_computes_on_the_callers_streams_and_its_backward_on_the_forwards
     class Look(torch.autograd.Function):
         @staticmethod
         def forward(_: Any, x: Tensor) -> Tensor:
-            seen.append(("forward", *cuda.state()[1:]))
+            seen.append(("forward", threading.current_thread().name, *cuda.state()[1:]))
             return x.clone()
 
         @staticmethod
         def backward(_: Any, g: Tensor) -> Tensor:
-            seen.append(("backward", *cuda.state()[1:]))
+            seen.append(("backward", threading.current_thread().name, *cuda.state()[1:]))
             return g
 
     x, y = batch(4)
     layers = nn.Sequential(nn.Linear(4, 3).double(), Call(Look.apply), Call(Look.apply))
+    names = ("pipe-cpu:0", "pipe-cpu:1")  # a stage's worker runs its forward and its backward
+    twice = 2 * [(way, name) for way in ("forward", "backward") for name in names]
     with Pipe(cut(layers, (2, 1)), split_size=2) as pipe:
         with cuda.stream(Stream(0, "side", cuda.waits)):
             loss = square_error(pipe(x), y)
         with cuda.stream(Stream(0, "other", cuda.waits)):
             loss.backward()
-        assert seen == [(k, "side", "default 1") for k in ["forward"] * 4 + ["backward"] * 4]
+        assert sorted(seen) == sorted((*what, "side", "default 1") for what in twice)
         assert cuda.waits == ["side for other", "other for side"]
         seen.clear()
         with cuda.stream(Stream(1, "side", cuda.waits)):
             pipe.train_step(x, y, square_error, "zb")
             states = pipe.run_on_stages(lambda _: cuda.state())
-        assert sorted(seen) == [
-            (k, "default 0", "side") for k in ["backward"] * 4 + ["forward"] * 4
-        ]
+        assert sorted(seen) == sorted((*what, "default 0", "side") for what in twice)
         assert states == [[0, "default 0", "side"]] * 2
         assert pipe.run_on_stages(lambda _: cuda.state()) == [[0, "default 0", "default 1"]] * 2
     assert len(cuda.waits) == 2
