@@ -112,8 +112,6 @@ def encode(
     max_length: int,
 ) -> list[Encoded]:
     """Token ids of all pairs, each cut to max_length + 1: max_length inputs and their labels."""
-    if not pairs:
-        return []
     sources = tokenizer([pair[src] + eos(src) for pair in pairs])["input_ids"]  # ids of each pair
     targets = tokenizer([pair[tgt] + eos(tgt) for pair in pairs])["input_ids"]
     return [

@@ -166,6 +166,19 @@ def weights(workdir: str | Path = "work") -> dict[str, Tensor]:
     return found
 
 
+@torch.no_grad()
+def recomputed(model: Any, prompt: list[int], num_tokens: int, stop: int, length: int) -> list[int]:
+    """The likeliest continuation of one prompt, up to `length` tokens in all, without a cache."""
+    ids = list(prompt)
+    while len(ids) < length:
+        logits = model(input_ids=torch.tensor([ids])).logits
+        token = int(logits[0, -1, :num_tokens].argmax())
+        if token == stop:
+            break
+        ids.append(token)
+    return ids[len(prompt) :]
+
+
 def names_in(folder: str | Path) -> list[str]:
     """In their order."""
     return sorted(path.name for path in Path(folder).iterdir())

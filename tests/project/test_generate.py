@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from project import generate
-from tests.project.programs import FLOW, TINY, VGG, run
+from tests.project.programs import FLOW, TINY, VGG, recomputed, run
 from training.data import train_tokenizer
 from training.errors import UserError
 from training.export import export
@@ -41,26 +41,19 @@ def generated(trained: Trained, lines: list[str], *options: str) -> list[list[st
     return generate.generate(trained, lines, generate.parse(["somewhere", *options]))
 
 
-@torch.no_grad()
-def recomputed(trained: Trained, line: str, most: int) -> str:
-    """One line, without a cache."""
-    ids = trained.tokenizer(line + "<eos_de>")["input_ids"]
-    begin = len(ids)
-    while len(ids) < min(64, begin + most):
-        logits = trained.model(input_ids=torch.tensor([ids])).logits
-        token = int(logits[0, -1, : len(trained.tokenizer)].argmax())
-        if token == 2:
-            break
-        ids.append(token)
-    text = trained.tokenizer.decode(ids[begin:], skip_special_tokens=True)
-    return " ".join(text.strip().splitlines())
+def alone(trained: Trained, line: str, most: int) -> str:
+    """What follows one line, without a cache."""
+    model, tokenizer = trained.model, trained.tokenizer
+    prompt = tokenizer(line + "<eos_de>")["input_ids"]
+    ids = recomputed(model, prompt, len(tokenizer), 2, min(64, len(prompt) + most))
+    return " ".join(tokenizer.decode(ids, skip_special_tokens=True).strip().splitlines())
 
 
 def test_a_line_out_per_line_in_whatever_the_batch(trained: Trained) -> None:
     for most, batch_size in ((60, 128), (9, 2)):
         options = ["--max_new_tokens", str(most), "--batch_size", str(batch_size)]
         found = generated(trained, LINES, *options)
-        assert found == [[recomputed(trained, line, most) if line else ""] for line in LINES]
+        assert found == [[alone(trained, line, most) if line else ""] for line in LINES]
         assert len({len(text) for (text,) in found}) > 2
 
 

@@ -16,7 +16,7 @@ from project.generate import generate
 from project.generate import parse as parse_generate
 from project.utils import read_texts
 from tests.project.conftest import Learned
-from tests.project.programs import TEXT, parse, read_json, summary
+from tests.project.programs import TEXT, parse, read_json, recomputed, summary
 from training.errors import UserError
 from training.export import export
 from training.language import LanguageTask
@@ -86,11 +86,8 @@ def test_a_text_is_continued_and_an_empty_line_begins_one(one: Learned) -> None:
         (said,) = generate(trained, [row["example"]], options)
         assert said[0].split()[:4] == (row["example"] + row["gen"]).split()[:4]
     end = trained.tokenizer.convert_tokens_to_ids(END)
-    ids = [end]
-    while len(ids) < 9:
-        logits = trained.model(input_ids=torch.tensor([ids])).logits[0, -1]
-        ids.append(int(logits[: len(trained.tokenizer)].argmax()))
-    text = trained.tokenizer.decode(ids[1:]).partition(END)[0]
+    ids = recomputed(trained.model, [end], len(trained.tokenizer), end, 9)
+    text = trained.tokenizer.decode(ids)
     found = generate(trained, ["", "Line", ""], options)
     assert found[0] == found[2] == [" ".join(text.splitlines())]
     assert text and found[1][0].startswith("Line")

@@ -4,9 +4,7 @@ process does without one. No rank needs the whole model for it."""
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from project.run_pipeline import choose_devices
 from project.utils import plan_of, read_texts
-from tests.project.programs import FLOW, TINY, parse, run
+from tests.project.programs import FLOW, TINY, parse, recomputed, run
 from tests.ranks import Ranks
 from training.errors import RunError
 from training.generation import evaluate_bleu, translate
@@ -109,26 +107,13 @@ def translations(
     model.close()
     assert found[0] == found[1]
     one = materialize(task, torch.device("cpu"), torch.float64).eval()
-    return found[0], [recomputed(one, source, task.tokenizer) for source in test], parts
-
-
-@torch.no_grad()
-def recomputed(model: Any, source: str, tokenizer: Any) -> tuple[str, int]:
-    """Without a cache."""
-    prompt = [*tokenizer(source)["input_ids"], 1]
-    ids = list(prompt)
-    while len(ids) < LENGTH:
-        token = int(model(input_ids=torch.tensor([ids])).logits[0, -1, : len(tokenizer)].argmax())
-        if token == 2:
-            break
-        ids.append(token)
-    return tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True).strip(), len(ids)
-
-
-def test_nothing_to_translate() -> None:
-    decoder: Any = SimpleNamespace(end=lambda: None)
-    tokenizer: Any = MagicMock(convert_tokens_to_ids=lambda _: 2)
-    assert translate(decoder, [], "de", "en", tokenizer, 16, "cpu") == []
+    plain, tokenizer = [], task.tokenizer
+    for source in test:
+        prompt = [*tokenizer(source)["input_ids"], 1]
+        ids = recomputed(one, prompt, len(tokenizer), 2, LENGTH)
+        text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+        plain.append((text, len(prompt) + len(ids)))
+    return found[0], plain, parts
 
 
 def test_bleu_is_of_the_corpus() -> None:
