@@ -41,6 +41,9 @@ class DistributedDataParallel(nn.Module):
         module: already on its device.
         group: the ranks; by default all.
         bucket_bytes, comm_dtype, share_memory, recorder: see `GradientBuckets`.
+
+    Raises:
+        ValueError: names, shapes or types differ between ranks; or there is nothing to train.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.group = group
         self._bucket_bytes = bucket_bytes
+        self._check_that_all_have_the_same_module()
         self.broadcast_params()
         self.buckets = GradientBuckets(
             module.parameters(), group, bucket_bytes, comm_dtype, share_memory, recorder
@@ -87,3 +91,17 @@ class DistributedDataParallel(nn.Module):
     def close(self) -> None:
         """Removes the hooks from the parameters."""
         self.buckets.close()
+
+    def _check_that_all_have_the_same_module(self) -> None:
+        """Otherwise broadcasts of different sizes would hang or mix up the weights."""
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors]
+        every: list[Any] = [None] * dist.get_world_size(self.group)  # by rank
+        dist.all_gather_object(every, mine, self.group)
+        for rank, theirs in enumerate(every):  # the same comparison everywhere: all raise, or none
+            if theirs != every[0]:
+                names = ", ".join(sorted({name for name, *_ in set(theirs) ^ set(every[0])})[:3])
+                raise ValueError(
+                    f"rank {rank} has another module than rank 0, see {names}; all ranks must "
+                    "construct the same one"
+                )

@@ -95,6 +95,7 @@ class Exchange:
             lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device),
             keep=device.type == "cpu",
         )
+        self._hear_last: Finish = lambda: None  # the announcement of the update before
 
     def storage(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeroed memory, never given back. All ranks ask for the same sizes in the same order."""
@@ -130,6 +131,32 @@ class Exchange:
 
     def barrier(self) -> None:
         """Waits for all ranks, if they read each other's memory."""
+
+    def after_update(self, backwards: int) -> None:
+        """All ranks have updated their shards, by the gradients of so many backwards. Nobody need
+        wait here: what was announced is compared at the next update."""
+        self._hear_last()
+        self._hear_last = self._announce(-backwards)
+
+    def _announce(self, what: int) -> Finish:
+        """Tells all ranks what this one does. The result waits until all have told the same.
+
+        It raises RuntimeError if they have not.
+        """
+        said = torch.tensor([what, -what], device=self.device)
+        work = dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        assert work is not None
+
+        def wait() -> None:
+            work.wait()
+            largest, smallest = said.tolist()
+            if largest != -smallest:
+                raise RuntimeError(
+                    "the ranks diverged: all must make the same calls, with forward(None) and "
+                    "backward(None) where they have no examples"
+                )
+
+        return wait
 
 
 class SharedExchange(Exchange):
@@ -190,23 +217,8 @@ class SharedExchange(Exchange):
 
     def barrier(self) -> None:
         """Nobody reads my shards before, nobody reads old ones after it."""
-        self._announce(0)()
+        self.after_update(0)
 
-    def _announce(self, what: int) -> Finish:
-        """Tells all ranks what this one does. The result waits until all have told the same.
-
-        It raises RuntimeError if they have not.
-        """
-        said = torch.tensor([what])
-        work = dist.all_reduce(said, group=self.group, async_op=True)
-        assert work is not None
-
-        def wait() -> None:
-            work.wait()
-            if int(said) != self.world_size * what:  # the sum of all ranks' numbers
-                raise RuntimeError(
-                    "the ranks diverged: all must make the same calls, with forward(None) and "
-                    "backward(None) where they have no examples"
-                )
-
-        return wait
+    def after_update(self, backwards: int) -> None:
+        """The same after an update, by the gradients of so many backwards."""
+        self._announce(-backwards)()

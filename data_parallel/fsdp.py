@@ -280,7 +280,7 @@ class FullyShardedDataParallel:
         self._gradients.clear()
         for u in self._trained:
             u.publish()
-        self._barrier()  # nobody gathers old values
+        self._barrier(self._microbatch)  # nobody gathers old values
         self._microbatch = 0
 
     # What this rank holds
@@ -394,11 +394,14 @@ class FullyShardedDataParallel:
             with self._record("reduce_scatter", -1):
                 self._gradients.settle()
 
-    def _barrier(self) -> None:
-        """Waits for all ranks, if they read each other's memory."""
+    def _barrier(self, backwards: int | None = None) -> None:
+        """Waits for all ranks, if they read each other's memory. After an update, by so many
+        backwards, they also compare their number."""
         if isinstance(self.exchange, SharedExchange):
             with self._record("barrier", -1):
-                self.exchange.barrier()
+                self.exchange.after_update(backwards or 0)
+        elif backwards is not None:
+            self.exchange.after_update(backwards)
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype) if self.compute_dtype and x.is_floating_point() else x

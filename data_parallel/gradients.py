@@ -67,6 +67,8 @@ def average_gradients_flat(model: nn.Module, group: dist.ProcessGroup | None = N
 def _gradients(model: nn.Module, group: dist.ProcessGroup | None) -> list[Tensor]:
     """The gradients that exist on any rank, in one order on all; zeros where this one has none."""
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        return []
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
     has = has.to(parameters[0].device)
     dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
@@ -147,6 +149,9 @@ class GradientBuckets:
         share_memory: sum in shared memory between CPU ranks of one machine, if possible.
         recorder: is told of each bucket's `all_reduce`, from start to result, and of the `barrier`
             after shared memory.
+
+    Raises:
+        ValueError: the model has nothing to train.
     """
 
     def __init__(
@@ -161,6 +166,8 @@ class GradientBuckets:
     ) -> None:
         # Backward reaches the parameters roughly in reverse order of creation.
         trained = [p for p in parameters if p.requires_grad][::-1]
+        if not trained:
+            raise ValueError("the model has no parameter that requires a gradient")
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.comm_dtype = comm_dtype

@@ -67,6 +67,7 @@ class Ranks:
         self._memory: SharedBuffers | None = None
         self._slot_bytes = -1  # room in each slot; -1: not opened
         self._turn = 0  # collectives through memory so far; odd and even ones have a slot each
+        self._under_way = False  # one that is not finished yet
 
     def start_all_reduce(self, x: Tensor) -> Finish:
         """Begins the sum of all ranks' `x`."""
@@ -138,6 +139,9 @@ class Ranks:
     def _in_memory(self, kind: str, x: Tensor, dim: int) -> tuple[Callable[[], object], Finish]:
         """Writes `x` where the others can read it, and announces it; returns as `_in_group`."""
         assert self._memory is not None
+        if self._under_way:
+            raise RuntimeError("finish a collective before the next one is started")
+        self._under_way = True
         self._turn += 1  # the other slot, which all have read
         begin = self._turn % _SLOTS * self._slot_bytes
         views = [  # by rank
@@ -145,13 +149,14 @@ class Ranks:
         ]
         views[self.rank].copy_(x)  # before it is announced
         # A rank that announces another number makes another call: its tensor must not be used.
-        mine = _KINDS.index(kind) + 4 * self._turn + (x.numel() % 2**12 << 40)  # call, turn, size
-        said = torch.tensor([mine])
-        work = dist.all_reduce(said, group=self.group, async_op=True)
+        mine = _KINDS.index(kind) + 4 * self._turn + (x.numel() % 4093 << 40)  # call, turn, size
+        said = torch.tensor([mine, -mine])
+        work = dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
         def wait() -> None:
             work.wait()
-            if int(said) != self.size * mine:  # the sum of all ranks' numbers
+            self._under_way = False
+            if said.sum():  # the largest number less the smallest
                 raise RuntimeError("the ranks diverged: they make different calls")
 
         def result() -> Tensor:  # after the wait: all ranks' slots are written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -77,3 +78,19 @@ def test_three_ranks_are_one_process(three_ranks: Ranks) -> None:
         torch.testing.assert_close(first[name], tensor, rtol=1e-12, atol=1e-13, msg=name)
     for other in others:
         assert [name for name in first if not torch.equal(first[name], other[name])] == []
+
+
+def unequal(rank: int, _: int) -> list[str]:
+    longer = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(1 + rank)])
+    said = []
+    for net in (nn.Linear(2, 3 + rank), longer):
+        with pytest.raises(ValueError, match="rank 1 has another module") as error:
+            DistributedDataParallel(net)
+        said.append(str(error.value))
+    return said
+
+
+def test_other_modules_on_other_ranks_are_refused_everywhere(ranks: Ranks) -> None:
+    for other_shape, longer in ranks.run(unequal):
+        assert "than rank 0, see bias, weight" in other_shape
+        assert "than rank 0, see 1.weight; all ranks must construct the same one" in longer

@@ -91,10 +91,12 @@ ALONE: dict[str, Callable[[FullyShardedDataParallel], object]] = {
 }
 
 
-def _alone(rank: int, _: int, alone: str, when: str) -> tuple[str, list[list[float]]]:
+def _alone(
+    rank: int, _: int, alone: str, when: str, share_memory: bool = True
+) -> tuple[str, list[list[float]]]:
     """Three steps; in the second the first rank does more. A group of their own: an error leaves
     what they have sent each other unread."""
-    fsdp = sharded(group=dist.new_group())
+    fsdp = sharded(group=dist.new_group(), share_memory=share_memory)
 
     def at(step: int, place: str) -> None:
         if (rank, step, place) == (0, 1, when):
@@ -131,4 +133,10 @@ def test_a_rank_may_evaluate_by_itself_in_shared_memory(ranks: Ranks) -> None:
 def test_ranks_that_come_apart(ranks: Ranks, alone: str, when: str) -> None:
     """Over shared memory, where no rank sees from the reading that another is elsewhere."""
     for error, _ in ranks.run(_alone, alone, when):
+        assert error.startswith("the ranks diverged: all must make the same calls")
+
+
+def test_gradients_that_one_rank_forgets(ranks: Ranks) -> None:
+    """Over the group it makes the same collectives. All hear of it when they next update."""
+    for error, _ in ranks.run(_alone, "zero_grad", "between two backwards", False):
         assert error.startswith("the ranks diverged: all must make the same calls")
