@@ -292,7 +292,7 @@ def compare(
     for label, folder in zip(labels[:2], folders, strict=True):
         own = [fact for fact in describe(folder).split("; ") if fact not in about[0].split("; ")]
         about += [f"{label}: {', '.join(own)}"] if own else []
-    about.append("mean ± standard deviation of all epochs but the first")
+    about.append("mean of all epochs but the first, ± standard deviation if there are several")
     cores = [read_options(folder).get("cores") for folder in folders]
     equal = cores[0] == cores[1]
     if not equal:
@@ -309,6 +309,12 @@ def compare(
             "of the slowest rank; tokens/s are the ranks' sum and count padding, which depends on "
             "how batches are cut"
         )
+    if equal and max(gains.values()) > 1.01 * ideal:
+        before, after = (read_options(f).get("num_microbatches") or 1 for f in folders)
+        reason = "the ideal assumes that the baseline loses no time between its actions"
+        if before < after:
+            reason = "smaller pieces of a batch stay in the caches, the baseline's larger ones less"
+        about.append(f"more than ideal: {reason}")
     paths = []
     for metric, file in ((TIME, "training_time"), (THROUGHPUT, "throughput")):
         (base, std), after = (over_epochs(run, metric) for run in runs)
@@ -343,11 +349,11 @@ def plot_losses(workdirs: Sequence[Path], path: Path, names: Sequence[str] | Non
     if len({*names}) < len(names):
         names = [str(workdir) for workdir in workdirs]
     runs = dict(zip(names, map(read_epochs, workdirs), strict=True))
-    ends = ", ".join(f"{run[-1]['validation_loss']:.3f} ({name})" for name, run in runs.items())
-    done = sorted({len(run) for run in runs.values()})
-    title = (
-        f"validation loss after {' or '.join(map(str, done))} epoch{'s' * (done != [1])}: {ends}"
+    ends = ", ".join(
+        f"{run[-1]['validation_loss']:.3f} ({name}, epoch {run[-1]['epoch']})"
+        for name, run in runs.items()
     )
+    title = f"validation loss: {ends}"
     with picture(path, title, describe(*workdirs), (12, 5.6), ncols=2) as (_, axes):
         for ax, kind in zip(axes, ("training", "validation"), strict=True):
             for k, (name, run) in enumerate(runs.items()):
@@ -447,7 +453,7 @@ def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
     return draw_bars(
         path, bars, title=title, ylabel="examples per second, all workers together",
         foot=f"{describe(*(run.folder for run in runs))}; all examples by all seconds of the steps "
-        "but the first; ±: standard deviation of a step",
+        "but the first; ± standard deviation of a step, if there are several",
     )  # fmt: skip
 
 
@@ -526,8 +532,17 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
     """Draws what the command line asks for; returns the paths."""
     name, output = args.figure, args.output or OUTPUT
 
+    is_picture = output.suffix.lower() in FORMATS and not output.is_dir()
+    if is_picture and name in ("data_parallel", "pipeline"):
+        raise UserError(f"--output {output}: {name} draws two pictures; name a folder")
+    if output.suffix and not is_picture and not output.is_dir():
+        raise UserError(
+            f"--output {output}: it must be a folder, or a picture that ends in "
+            f"{', '.join(FORMATS)}"
+        )
+
     def path(stem: str) -> Path:
-        return output if output.suffix in FORMATS else output / f"{stem}.png"
+        return output if is_picture else output / f"{stem}.png"
 
     if name == "data_parallel":
         return plot_data_parallel(args.single, args.multiple, output)

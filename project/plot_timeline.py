@@ -198,6 +198,8 @@ def draw_step(
         title += f", {len(measured)} worker{'s' * (len(measured) > 1)}: "
         title += ", ".join(f"{kind} {times[kind] / total:.0%}" for kind in kinds)
         meaning = "communication: exchange and waiting that no computation hides"
+        if about.get("schedule") in SCHEDULES and len(measured) > 1:
+            meaning += "; no ideal is drawn, as several ranks share a stage"
     numbers = "micro-batches, letters: chunks" if ranks else "micro-batches"
     if not ranks and any(map(by_layer, measured.values())):
         numbers = "layers"

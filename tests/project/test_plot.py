@@ -151,7 +151,9 @@ def test_data_parallel(
     assert [text for text in inside(ax) if text.endswith("x")] == ["2.00x", "1.82x", "2x"]
     assert [bool(bar.get_hatch()) for bar in boxes(ax)] == [False, False, False, True]
     for fig in (time, throughput):
-        assert foot(fig).startswith("mean ± standard deviation of all epochs but the first; 1.8")
+        assert foot(fig).startswith(
+            "mean of all epochs but the first, ± standard deviation if there are several; 1.8"
+        )
         assert "; 1.82x by time, 1.92x by tokens/s: the time is that of the slowest" in foot(fig)
     (ax,) = throughput.axes
     one = (8400 / 19 + 8400 / 21) / 2
@@ -176,7 +178,8 @@ def test_processes_of_unequal_cores_have_no_ideal(tmp_path: Path, drawn: dict[st
     assert title(time) == "2 processes: 1.82x as fast as one"
     assert foot(time).startswith(
         "1 process: batches of 64, 2 cores per process; 2 processes: batches of 128, 1 core per "
-        "process; mean ± standard deviation of all epochs but the first; no ideal is drawn, "
+        "process; mean of all epochs but the first, ± standard deviation if there are several; "
+        "no ideal is drawn, "
         "since a process has 2 cores in one run and 1 in the other: "
     )
 
@@ -201,7 +204,10 @@ def test_pipeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     assert heights(fig.axes[0]) == pytest.approx([36.0, 24.0, 36 / 2.4])  # 3*8 / 10
     assert title(fig) == "pipeline: 1.50x as fast as model parallel (ideal 2.4x)"
     about = "batches of 64; 3 stages, zb, 8 micro-batches; "
-    assert foot(fig) == f"{about}mean ± standard deviation of all epochs but the first"
+    assert (
+        foot(fig)
+        == f"{about}mean of all epochs but the first, ± standard deviation if there are several"
+    )
     (ax,) = drawn["pipeline_throughput.png"].axes
     rates = [8400 / 36, (8400 / 23 + 8400 / 25) / 2, 8400 / 36 * 2.4]
     assert heights(ax) == pytest.approx(rates)
@@ -243,10 +249,10 @@ def test_losses_of_runs_are_named_by_their_folders(
     assert curves(fig) == [
         {"a": [4.0, 3.0], "b": [4.0, 1.0]}, {"a": [4.5, 3.5], "b": [4.5, 2.0]}
     ]  # fmt: skip
-    assert title(fig) == "validation loss after 2 epochs: 3.500 (a), 2.000 (b)"
+    assert title(fig) == "validation loss: 3.500 (a, epoch 2), 2.000 (b, epoch 2)"
     (b / "rank0_results_epoch1.json").unlink()
     fig = draw(tmp_path, drawn, "training", str(a), str(b))
-    assert title(fig) == "validation loss after 1 or 2 epochs: 3.500 (a), 4.500 (b)"
+    assert title(fig) == "validation loss: 3.500 (a, epoch 2), 4.500 (b, epoch 1)"
     assert {line.get_marker() for ax in fig.axes for line in ax.lines} == {"o"}  # of one epoch, too
     other = write_epochs(tmp_path / "c" / "a", "rank0_results", [1.0])
     fig = draw(tmp_path, drawn, "training", str(a), str(other))
