@@ -184,6 +184,34 @@ def test_processes_of_unequal_cores_have_no_ideal(tmp_path: Path, drawn: dict[st
     )
 
 
+def test_more_than_ideal_is_explained(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    """By the pieces of the baseline, where they are larger."""
+    for m, reason in (
+        (1, "smaller pieces of a batch stay"),
+        (4, "the ideal assumes that the base"),
+    ):
+        model, pipe = (
+            write_epochs(
+                tmp_path / f"{name}{m}", "eval_results", [80.0, seconds, seconds],
+                num_microbatches=pieces, num_devices=2, batch_size=64, model_parallel_mode=name,
+            )
+            for name, seconds, pieces in (
+                ("model_parallel", 60.0, m), ("pipeline_parallel", 20.0, 4)
+            )
+        )  # fmt: skip
+        plot.plot_pipeline(model, pipe, tmp_path)
+        assert f"; more than ideal: {reason}" in foot(drawn["pipeline_training_time.png"])
+
+
+def test_where_a_picture_may_go() -> None:
+    for line, why in (
+        ("schedule --output x.txt", "it must be a folder, or a picture that ends in .png, .pdf"),
+        ("pipeline --output x.png", "pipeline draws two pictures; name a folder"),
+    ):
+        with pytest.raises(UserError, match=f"^--output x.*: {why}"):
+            plot.draw_figure(plot.parse(line.split()))
+
+
 def test_pipeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     options: dict[str, Any] = {
         "num_microbatches": 8,
