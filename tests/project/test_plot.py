@@ -206,7 +206,10 @@ def test_more_than_ideal_is_explained(tmp_path: Path, drawn: dict[str, Figure]) 
 def test_where_a_picture_may_go() -> None:
     for line, why in (
         ("schedule --output x.txt", "it must be a folder, or a picture that ends in .png, .pdf"),
-        ("pipeline --output x.png", "pipeline draws two pictures; name a folder"),
+        (
+            "pipeline --model_parallel a --pipeline_parallel b --output x.png",
+            "pipeline draws two pictures; name a folder",
+        ),
     ):
         with pytest.raises(UserError, match=f"^--output x.*: {why}"):
             plot.draw_figure(plot.parse(line.split()))
