@@ -27,16 +27,20 @@ if TYPE_CHECKING:
     Whole = int
     Positive = float
     Fraction = float
+    Seconds = float
 else:
     Count = restricted_number_type("Count", int, [(">=", 1)])
     Whole = restricted_number_type("Whole", int, [(">=", 0), ("<", 2**32)])
     Positive = restricted_number_type("Positive", float, [(">", 0), ("<", float("inf"))])
     Fraction = restricted_number_type("Fraction", float, [(">=", 0), ("<", 1)])
+    # At most a month: libraries count in milliseconds, which must not overflow.
+    Seconds = restricted_number_type("Seconds", float, [(">", 0), ("<=", 30 * 24 * 3600)])
 WORDS = {  # what a value of the type must be
     "Count": "a whole number, 1 or more",
     "Whole": f"a whole number from 0 to {2**32 - 1}",
     "Positive": "a positive, finite number, as 0.5",
     "Fraction": "at least 0 and less than 1, as 0.1",
+    "Seconds": "a positive number of seconds, at most 2592000 (a month)",
     "bool": "true or false",
 }
 
@@ -151,7 +155,7 @@ class Processes:
     """CPU cores per process; by default all cores are shared out"""
     master_port: Whole | None = None
     """port on 127.0.0.1 where the processes meet; default: a free one"""
-    timeout: Positive = 300.0
+    timeout: Seconds = 300.0
     """seconds after which a process that does not answer ends the run"""
 
 

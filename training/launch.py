@@ -75,9 +75,10 @@ def listen(port: int = 0) -> socket.socket:
     UserError if it cannot."""
     try:
         return socket.create_server((LOOPBACK, port), backlog=128)
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the latter: no such port
+        reason = getattr(error, "strerror", None) or "ports go from 0 to 65535"
         raise UserError(
-            f"--master_port {port}: {error.strerror}; without the option a free port is chosen"
+            f"--master_port {port}: {reason}; without the option a free port is chosen"
         ) from None
 
 

@@ -45,6 +45,7 @@ RULES: dict[str, tuple[list[str], str]] = {
     "Whole": (["-1", "0.5", str(2**32)], f"a whole number from 0 to {2**32 - 1}"),
     "Positive": (["0", "-1", "nan", "inf", "big"], "a positive, finite number, as 0.5"),
     "Fraction": (["1", "-0.1", "nan"], "at least 0 and less than 1, as 0.1"),
+    "Seconds": (["0", "-1", "nan", "1e12"], "a positive number of seconds, at most 2592000 (a m"),
     "bool": (["perhaps", "2"], "true or false"),
     "Literal": (["0", "other"], " or "),
 }

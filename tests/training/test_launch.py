@@ -222,6 +222,8 @@ def test_a_given_port_is_used_or_said_to_be_taken() -> None:
         said = str(error.value)
         assert said.startswith(f"--master_port {ports[0]}: Address already in use")
         assert said.endswith("; without the option a free port is chosen")
+    with pytest.raises(UserError, match=r"^--master_port 99999: ports go from 0 to 65535; "):
+        listen(99999)
     with listen(ports[0]) as again:
         assert again.getsockname()[1] == ports[0]
 
