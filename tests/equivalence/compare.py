@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from project.train import TrainOptions
-from tests.equivalence.plain import Reference
+from tests.equivalence.plain import Key, Reference
 from tests.equivalence.problems import EPS, LEARNING_RATE, SEED
 from tests.equivalence.table import Row
 from training.layout import LaidOutModel, Plan
@@ -46,18 +46,8 @@ from training.world import World, gather_over_ranks
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}  # relative, of ten steps
 KINDS = ("loss", "gradient", "weight")
 
-Place = tuple[str, tuple[int, ...]]  # a parameter's name, and where in it a rectangle begins
-Rectangles = dict[Place, Tensor]
-
-
-@dataclass
-class Trajectory:
-    """What a rank has of a run: losses of the global batches, and copies of its rectangles of the
-    gradients that the optimizer was given at each step, and of the weights after the last."""
-
-    losses: list[float] = field(default_factory=list)
-    gradients: list[Rectangles] = field(default_factory=list)
-    weights: Rectangles = field(default_factory=dict)
+Found = dict[Key, dict[tuple[int, ...], Tensor]]
+"""What a rank has of a `Reference`: rectangles, by where in the whole tensor they begin."""
 
 
 @dataclass(frozen=True, order=True)
@@ -94,30 +84,30 @@ class Training:
     model: LaidOutModel
     optimizer: Optimizers
 
-    def run(
-        self, n_steps: int, after_step: Callable[[Any, float], None] | None = None
-    ) -> Trajectory:
-        """The next steps, over as many epochs as they take."""
-        found, average = Trajectory(), getattr(self.model, "average_gradients", None)
+    def run(self, n_steps: int, after_step: Callable[[Any, float], None] | None = None) -> Found:
+        """The next steps, over as many epochs as they take: their losses and gradients, and the
+        weights after the last."""
+        found: Found = {}
+        average = getattr(self.model, "average_gradients", None)
 
         def note_gradients(module: torch.nn.Module | None) -> None:
             if average is not None:
                 average(module)
-            found.gradients.append(rectangles(self.model, lambda p: p.grad))
+            step = self.optimizer.steps + 1
+            found.update(rectangles(self.model, "gradient", step, lambda p: p.grad))
 
         def note_loss(totals: Any, seconds: float) -> None:
-            found.losses.append(self.optimizer.loss)
+            loss = torch.tensor(self.optimizer.loss, dtype=torch.float64)
+            found["loss", "", self.optimizer.steps] = {(): loss}
             if after_step is not None:
                 after_step(totals, seconds)
 
         steps = seeded(self._steps(), self.model, SEED, self.optimizer.steps)
-        steps = islice(steps, n_steps)
         train(
-            self.model, self.optimizer, steps, "", rank=1,  # no bar
+            self.model, self.optimizer, islice(steps, n_steps), "", rank=1,  # no bar
             average_gradients_fn=note_gradients, after_step=note_loss,
         )  # fmt: skip
-        found.weights = rectangles(self.model, Tensor.detach)
-        return found
+        return found | rectangles(self.model, "weight", 0, Tensor.detach)
 
     def _steps(self) -> Iterator[Step]:
         model = self.model
@@ -149,13 +139,13 @@ def laid_out(row: Row, world: World, dtype: torch.dtype) -> Iterator[Training]:
         model.close()
 
 
-def trained(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Trajectory:
+def trained(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Found:
     """So many steps of a row."""
     with laid_out(row, world, dtype) as training:
         return training.run(n_steps)
 
 
-def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Trajectory:
+def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Found:
     """The same; but half-way it is saved, and another resumes it."""
     half = n_steps // 2
     with TemporaryDirectory() as folder:
@@ -176,19 +166,25 @@ def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Tra
             resume = find_resume(args, second.task.fingerprints()["train"])
             assert resume.checkpoint is not None
             saving(second).restore(resume)
-            rest = second.run(n_steps - half)
+            found |= second.run(n_steps - half)
         gather_over_ranks(None, world)  # all have read
-    return Trajectory(found.losses + rest.losses, found.gradients + rest.gradients, rest.weights)
+    return found
+
+
+def rectangles(
+    model: LaidOutModel, kind: str, step: int, value: Callable[[Tensor], Tensor | None]
+) -> Found:
+    """Copies, in the CPU's memory, of `value` of all that this rank holds and that has one."""
+    found: Found = {}
+    for p in model.held():
+        tensor = value(p)
+        for piece in [] if tensor is None else model.pieces(p, tensor):
+            copy = piece.tensor.detach().cpu().clone()
+            found.setdefault((kind, piece.name, step), {})[tuple(piece.offsets)] = copy
+    return found
 
 
 # Comparing
-
-
-def rectangles(model: LaidOutModel, value: Callable[[Tensor], Tensor | None]) -> Rectangles:
-    """Copies, in the CPU's memory, of `value` of all that this rank holds and that has one."""
-    values = [(p, value(p)) for p in model.held()]
-    pieces = [piece for p, t in values if t is not None for piece in model.pieces(p, t)]
-    return {(x.name, tuple(x.offsets)): x.tensor.detach().cpu().clone() for x in pieces}
 
 
 def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: torch.dtype) -> Result:
@@ -196,13 +192,15 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
     begin, failure = time.perf_counter(), ""
     found, bound = trained(row, world, dtype, n_steps), BOUNDS[dtype] * max(1.0, n_steps / 10)
     if row.beside == "one process":
-        worst = compare(found, like(found, reference), reference)
+        wanted = same_places(reference, found)
     else:
         bound = 0.0
         again = interrupted if row.beside == "resumed run" else trained
         other = replace(row, recompute="never") if row.beside == "nothing recomputed" else row
-        worst = compare(found, again(other, world, dtype, n_steps), reference)
-    by_rank = gather_over_ranks((worst, held(found, reference)), world)
+        wanted = again(other, world, dtype, n_steps)
+    sizes = {key: {at: t.shape for at, t in mine.items()} for key, mine in found.items()}
+    by_rank = gather_over_ranks((compare(found, wanted, reference), sizes), world)
+    worst: dict[str, Difference] = {}
     for kind in KINDS:
         rank, worst[kind] = max(
             ((r, differences[kind]) for r, (differences, _) in enumerate(by_rank)),
@@ -211,8 +209,8 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
         if worst[kind].where and len(by_rank) > 1:
             worst[kind] = replace(worst[kind], where=f"{worst[kind].where} (rank {rank})")
     kind = max(KINDS, key=lambda kind: worst[kind].value)
-    if lacking := missing([boxes for _, boxes in by_rank], reference.weights):
-        failure = f"gradient of {lacking}: not all of it is on some rank"
+    if lacking := missing([sizes for _, sizes in by_rank], reference):
+        failure = f"{lacking[0]} of {where(lacking)}: not all of it is on some rank"
     elif not worst[kind].value <= bound:
         failure = f"{kind} of {worst[kind].where}: off by {worst[kind].value:.1e}"
     return Result(
@@ -220,58 +218,39 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
     )
 
 
-def like(found: Trajectory, reference: Reference) -> Trajectory:
-    """The same rectangles of the reference; of a step that must be left out, what was found."""
-
-    def part(place: Place, mine: Tensor, whole: Mapping[str, Tensor]) -> Tensor:
-        name, offsets = place
-        box = tuple(slice(o, o + n) for o, n in zip(offsets, mine.shape, strict=True))
-        return whole[name][box] if name in whole else mine.new_empty(0)
-
-    def parts(mine: Rectangles, whole: Mapping[str, Tensor] | None) -> Rectangles:
-        if whole is None:
-            return mine
-        return {place: part(place, tensor, whole) for place, tensor in mine.items()}
-
-    steps = zip(found.gradients, reference.gradients, strict=True)
-    gradients = [parts(mine, whole) for mine, whole in steps]
-    return Trajectory(reference.losses, gradients, parts(found.weights, reference.weights))
+def where(key: Key) -> str:
+    """In words."""
+    _, name, step = key
+    return ", ".join([name] * bool(name) + [f"step {step}"] * bool(step))
 
 
-def compare(found: Trajectory, wanted: Trajectory, reference: Reference) -> dict[str, Difference]:
-    """The largest difference of each kind; the reference says how large a parameter is."""
-    steps = zip(found.gradients, wanted.gradients, reference.gradients, strict=True)
-    gradients = [
-        difference(mine, theirs, whole, f", step {k}")
-        for k, (mine, theirs, whole) in enumerate(steps, 1)
-        if whole is not None
-    ]
-    pair = [torch.tensor(run.losses, dtype=torch.float64) for run in (found, wanted)]
-    losses = [
-        Difference(relative(mine, theirs, theirs.abs().item()), f"step {k}")
-        for k, (mine, theirs) in enumerate(zip(*pair, strict=True), 1)
-    ]
+def box(offsets: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The place of a rectangle."""
+    return tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
+
+
+def same_places(reference: Reference, found: Found) -> Found:
+    """The rectangles of the reference that a rank has found."""
     return {
-        "loss": largest(losses),
-        "gradient": largest(gradients),
-        "weight": difference(found.weights, wanted.weights, reference.weights),
+        key: {at: whole[box(at, mine.shape)] for at, mine in found.get(key, {}).items()}
+        for key, whole in reference.items()
     }
 
 
-def difference(
-    found: Rectangles, wanted: Rectangles, whole: Mapping[str, Tensor], when: str = ""
-) -> Difference:
-    """The largest difference of rectangles at the same places."""
-    differences = []
-    for place in found.keys() | wanted.keys():
-        name, mine, theirs = place[0], found.get(place), wanted.get(place)
-        if mine is None or theirs is None or mine.shape != theirs.shape or name not in whole:
-            differences.append(Difference(math.inf, f"{name} at {place[1]}, not expected{when}"))
-            continue
-        finite = whole[name][whole[name].isfinite()]
+def compare(found: Found, wanted: Found, reference: Reference) -> dict[str, Difference]:
+    """The largest difference of each kind; the reference says how large a tensor is."""
+    every: dict[str, list[Difference]] = {kind: [] for kind in KINDS}
+    for key, whole in reference.items():
+        mine, theirs = found.get(key, {}), wanted.get(key, {})
+        finite = whole[whole.isfinite()]
         scale = finite.abs().max().item() if finite.numel() else 0.0
-        differences.append(Difference(relative(mine, theirs, scale), name + when))
-    return largest(differences)
+        for at in mine.keys() | theirs.keys():
+            value = math.inf
+            if at in mine and at in theirs and mine[at].shape == theirs[at].shape:
+                value = relative(mine[at], theirs[at], scale)
+            every[key[0]].append(Difference(value, where(key)))
+    none = Difference()
+    return {k: max(ds, key=lambda d: d.value, default=none) for k, ds in every.items()}
 
 
 def relative(mine: Tensor, theirs: Tensor, scale: float) -> float:
@@ -282,31 +261,16 @@ def relative(mine: Tensor, theirs: Tensor, scale: float) -> float:
     if furthest == 0:
         return 0.0
     value = furthest / scale if scale > 0 else math.inf
-    return math.inf if math.isnan(value) else value  # max() would pass over NaN
+    return math.inf if math.isnan(value) else value  # no comparison is true of NaN
 
 
-def largest(differences: list[Difference]) -> Difference:
-    """The first of the largest ones."""
-    return max(differences, key=lambda difference: difference.value, default=Difference())
-
-
-def held(found: Trajectory, reference: Reference) -> dict[Place, tuple[int, ...]]:
-    """The places of which this rank has a weight, and a gradient at every step; and their sizes."""
-    steps = zip(found.gradients, reference.gradients, strict=True)
-    taken = [gradients.keys() for gradients, whole in steps if whole is not None]
-    places = set(found.weights).intersection(*taken)
-    return {place: tuple(found.weights[place].shape) for place in places}
-
-
-def missing(by_rank: list[dict[Place, tuple[int, ...]]], whole: Mapping[str, Tensor]) -> str:
-    """The first parameter of which no rank holds some element; empty if there is none."""
-    for name, parameter in whole.items():
-        lacking = torch.ones(parameter.shape, dtype=torch.bool)
-        for boxes in by_rank:
-            for (of, offsets), sizes in boxes.items():
-                if of == name:
-                    ends = (o + n for o, n in zip(offsets, sizes, strict=True))
-                    lacking[tuple(map(slice, offsets, ends))] = False
+def missing(by_rank: list[dict[Key, Any]], reference: Reference) -> Key | None:
+    """The first tensor of which no rank holds some element; ``by_rank``: shapes by offsets."""
+    for key, whole in reference.items():
+        lacking = torch.ones(whole.shape, dtype=torch.bool)
+        for sizes in by_rank:
+            for at, shape in sizes.get(key, {}).items():
+                lacking[box(at, shape)] = False
         if lacking.any():
-            return name
-    return ""
+            return key
+    return None

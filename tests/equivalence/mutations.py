@@ -35,6 +35,18 @@ from training.task import Step
 from training.tensor import Shared
 
 Broken = AbstractContextManager[Any]
+MUTATIONS: dict[str, Callable[[], Broken]] = {"nothing": nullcontext}
+RED: dict[str, list[str]] = {}  # by mutation, rows that it must turn red
+
+
+def reds(rows: str) -> Callable[[Callable[[], Broken]], Callable[[], Broken]]:
+    """Decorates a mutation: enters it in MUTATIONS, and in RED the rows that it must turn red."""
+
+    def enter(mutation: Callable[[], Broken]) -> Callable[[], Broken]:
+        MUTATIONS[mutation.__name__], RED[mutation.__name__] = mutation, rows.split()
+        return mutation
+
+    return enter
 
 
 @contextmanager
@@ -49,6 +61,7 @@ def _left_out(*_: Any, **__: Any) -> None:
     """In the place of what is forgotten."""
 
 
+@reds("ddp2-per_parameter-even ddp2-flat-one_more ddp2-overlap-m2 ddp2-gloo-even")
 def a_bucket_is_not_reduced() -> Broken:
     """The first all-reduce of gradients, and where they are summed in shared memory the first sum,
     is left out on every rank."""
@@ -72,6 +85,7 @@ def a_bucket_is_not_reduced() -> Broken:
     )
 
 
+@reds("ddp2-overlap-even ddp2-flat-m2 ddp2-per_parameter-one_more")
 def a_mean_over_ranks() -> Broken:
     """Each rank divides by its own target tokens: the mean of the ranks' means."""
     backward = Replicated.backward
@@ -83,6 +97,9 @@ def a_mean_over_ranks() -> Broken:
     return patch.object(Replicated, "backward", wrong)
 
 
+@reds(
+    "ddp2-overlap-m2 pipeline2-zb-m8 fsdp2-zero1-m2 fsdp2-zero3-m2 threads2-gpipe-m3 threads3-zb-m3"
+)
 def a_micro_batch_is_not_scaled() -> Broken:
     """The gradient of the second micro-batch of the first step is too large. Its loss is right."""
     calls: list[int] = []
@@ -95,6 +112,10 @@ def a_micro_batch_is_not_scaled() -> Broken:
     return patch.object(sequences, "loss_of_targets", louder)
 
 
+@reds(
+    "threads2-gpipe-same_length threads2-zb-same_length blocks3-split_size3 "
+    "threads2-interleaved-same_length"
+)
 def two_micro_batches_are_swapped() -> Broken:
     """A stage gets for micro-batch 0 the gradient of its output for 1, and the reverse."""
     make, backward_all = dataflow.Dataflow.__init__, pipe.Pipe.backward_all
@@ -118,6 +139,7 @@ def two_micro_batches_are_swapped() -> Broken:
     )
 
 
+@reds("threads2-1f1b-m3 threads3-zb-m3")
 def a_tied_weight_loses_a_gradient() -> Broken:
     """Of the embedding's two uses, on the first stage and on the last, only the first counts."""
 
@@ -130,11 +152,13 @@ def a_tied_weight_loses_a_gradient() -> Broken:
     return patch.object(pipe, "gradients_by_stage", first_only)
 
 
+@reds("pipeline2-zbv-clipped")
 def a_rank_loses_what_its_chunks_share() -> Broken:
     """In a V the embedding and the head are on one rank: their gradients are forgotten."""
     return patch.object(Neighbours, "sum_tied", lambda *_: {})
 
 
+@reds("pipeline2-1f1b-m3 pipeline2-interleaved-v2_m3")
 def a_rank_keeps_its_part_of_a_tied_gradient() -> Broken:
     """Of the embedding's two uses, on the first rank and on the last, each counts its own."""
 
@@ -144,6 +168,7 @@ def a_rank_keeps_its_part_of_a_tied_gradient() -> Broken:
     return patch.object(Neighbours, "sum_tied", own)
 
 
+@reds("fsdp2-zero1-m2 fsdp2-zero2-m2 fsdp2-zero3-m2")
 def a_rank_is_left_out_of_the_sum() -> Broken:
     """Each rank sums its shard's gradients over all ranks but the last."""
 
@@ -153,6 +178,7 @@ def a_rank_is_left_out_of_the_sum() -> Broken:
     return patch("data_parallel.exchange.sum_into", all_but_one)
 
 
+@reds("fsdp2-zero1-m2 fsdp2-zero2-m2 fsdp2-zero3-m2 ddp2-flat-m2 ddp2-overlap-m2")
 def micro_batches_replace() -> Broken:
     """The gradients of a micro-batch take the place of those before it."""
     forward, backward = nn.Sequential.forward, FullyShardedDataParallel.backward
@@ -174,6 +200,7 @@ def micro_batches_replace() -> Broken:
     )
 
 
+@reds("threads2-1f1b-traced")
 def a_traced_shortcut_has_no_gradient() -> Broken:
     """Of a sum, one term is cut off: forwards are right."""
 
@@ -183,27 +210,35 @@ def a_traced_shortcut_has_no_gradient() -> Broken:
     return patch.dict(trace._CALLED, {torch.ops.aten.add.Tensor: add})
 
 
+@reds("ddp2-overlap-clipped fsdp2-zero3-clipped pipeline2-1f1b-clipped threads2-1f1b-clipped")
 def the_norm_is_of_a_part() -> Broken:
     """Gradients are clipped by the norm of half of the parameters."""
     norms = optimization.squared_norms
     return patch.object(optimization, "squared_norms", lambda tensors: norms(tensors[::2]))
 
 
+@reds("ddp2-flat-even ddp2-per_parameter-even threads2-1f1b-m3 blocks2-split_size3")
 def gradients_are_kept() -> Broken:
     """The optimizer forgets no gradient before a step."""
     return patch.object(torch.optim.Optimizer, "zero_grad", _left_out)
 
 
+@reds("ddp2-overlap-dropout pipeline2-zb-dropout mesh2-1x1x2")
 def dropout_is_drawn() -> Broken:
     """Masks come from the rank's generator, and depend on which examples it has."""
     return patch.object(model, "_keys", _left_out)
 
 
+@reds("blocks3-twice blocks3-resumed")
 def dropout_is_not_seeded() -> Broken:
     """Every run, also a resumed one, goes on with the random numbers that the last one left."""
     return patch.object(torch, "manual_seed", _left_out)
 
 
+@reds(
+    "ddp2-overlap-recompute_sqrt fsdp2-zero3-recompute_always pipeline2-gpipe-recompute_sqrt "
+    "threads2-1f1b-recompute_always blocks3-recompute_sqrt"
+)
 def other_dropout_is_recomputed() -> Broken:
     """Masks are drawn, and the second forward draws others."""
     of, seen = StageRandomness.of, set[tuple[int, int, int]]()
@@ -221,16 +256,19 @@ def other_dropout_is_recomputed() -> Broken:
     )
 
 
+@reds("ddp2-flat-even fsdp2-zero2-m2 pipeline2-1f1b-m3 single-one_more")
 def a_piece_is_not_held() -> Broken:
     """No rank says that it holds the first rows of the embedding."""
     from tests.equivalence import compare
 
     rectangles = compare.rectangles
 
-    def fewer(*args: Any) -> compare.Rectangles:
+    def fewer(*args: Any) -> compare.Found:
         found = rectangles(*args)
-        first = [k for k in found if k[0] == "transformer.wte.weight" and not any(k[1])]
-        return {k: v for k, v in found.items() if k not in first}
+        for (_, name, _), pieces in found.items():
+            if name == "transformer.wte.weight":
+                pieces.pop((0, 0), None)
+        return found
 
     return patch.object(compare, "rectangles", fewer)
 
@@ -260,8 +298,8 @@ class _Mute:
         return lambda: self.reduce_scatter(x, dim)
 
 
-def _mute(function: Any, way: str) -> Callable[[], Broken]:
-    """`function`, forward or backward, without its sums."""
+def _mute(name: str, function: Any, way: str, rows: str) -> None:
+    """Enters a mutation: `function`, forward or backward, without its sums."""
     wrapped = getattr(function, way)
 
     def muted(ctx: Any, *args: Any) -> Any:
@@ -270,9 +308,22 @@ def _mute(function: Any, way: str) -> Callable[[], Broken]:
         ctx.ranks = _Mute(ctx.ranks)
         return wrapped(ctx, *args)
 
-    return lambda: patch.object(function, way, staticmethod(muted))
+    RED[name] = rows.split()
+    MUTATIONS[name] = lambda: patch.object(function, way, staticmethod(muted))
 
 
+BOTH = "mesh2-1x1x2 mesh2-1x1x2-sequence"
+_mute("a_gradient_of_the_head_is_not_summed", collectives._Replicate, "backward", "mesh2-1x1x2")
+_mute("a_gradient_between_matrices_is_not_summed", layers._Columns, "backward", BOTH)
+_mute("a_row_parallel_product_is_not_summed", collectives._AddUp, "forward", "mesh2-1x1x2")
+for _name, _function, _way in (
+    ("a_part_of_the_sequence_is_not_summed", collectives._Scatter, "forward"),
+    ("a_gradient_of_gathered_positions_is_not_summed", collectives._Gather, "backward"),
+):
+    _mute(_name, _function, _way, "mesh2-1x1x2-sequence")
+
+
+@reds("mesh2-1x1x2-sequence")
 def a_gradient_of_scattered_positions_is_not_gathered() -> Broken:
     """Every rank takes its own in the place of all."""
 
@@ -282,6 +333,7 @@ def a_gradient_of_scattered_positions_is_not_gathered() -> Broken:
     return patch.object(collectives._Scatter, "backward", staticmethod(own))
 
 
+@reds("mesh2-1x1x2 mesh2-1x1x2-sequence")
 def a_softmax_is_of_a_part_of_the_vocabulary() -> Broken:
     of = loss._Chunk.of
 
@@ -293,6 +345,7 @@ def a_softmax_is_of_a_part_of_the_vocabulary() -> Broken:
     return patch.object(loss._Chunk, "of", wrong)
 
 
+@reds("mesh2-1x1x2")
 def a_bias_is_added_by_every_rank() -> Broken:
     forward = layers.RowParallelLinear.forward
 
@@ -302,6 +355,7 @@ def a_bias_is_added_by_every_rank() -> Broken:
     return patch.object(layers.RowParallelLinear, "forward", wrong)
 
 
+@reds("mesh2-1x1x2")
 def queries_keys_and_values_are_cut_as_one_matrix() -> Broken:
     """Rank 0 of 2 has all of q and half of k."""
 
@@ -313,16 +367,19 @@ def queries_keys_and_values_are_cut_as_one_matrix() -> Broken:
     return patch.object(Part, "ranges", property(ranges))
 
 
+@reds("mesh2-1x1x2-sequence")
 def norms_keep_the_gradient_of_their_positions() -> Broken:
     """With sequence parallelism, what all ranks have is not summed."""
     return patch.object(Shared, "sum_gradients", _left_out)
 
 
+@reds("mesh2-1x1x2")
 def all_ranks_count_what_all_have() -> Broken:
     """Where gradients are clipped."""
     return patch.object(Shared, "counted", lambda *_: True)
 
 
+@reds("mesh2-2x1x1 mesh2-2x1x1-zero1")
 def replicas_keep_their_gradients() -> Broken:
     reduce = ShardedOptimizer.reduce
 
@@ -337,28 +394,6 @@ def replicas_keep_their_gradients() -> Broken:
     )
 
 
+@reds("mesh2-2x1x1-zero1")
 def a_shard_is_not_handed_to_the_others() -> Broken:
     return patch.object(ShardedOptimizer, "publish", _left_out)
-
-
-_FUNCTIONS = (
-    a_bucket_is_not_reduced, a_mean_over_ranks, a_micro_batch_is_not_scaled,
-    two_micro_batches_are_swapped, a_tied_weight_loses_a_gradient,
-    a_rank_loses_what_its_chunks_share, a_rank_keeps_its_part_of_a_tied_gradient,
-    a_rank_is_left_out_of_the_sum, micro_batches_replace, a_traced_shortcut_has_no_gradient,
-    the_norm_is_of_a_part, gradients_are_kept, dropout_is_drawn, dropout_is_not_seeded,
-    other_dropout_is_recomputed, a_piece_is_not_held,
-    a_gradient_of_scattered_positions_is_not_gathered, a_softmax_is_of_a_part_of_the_vocabulary,
-    a_bias_is_added_by_every_rank, queries_keys_and_values_are_cut_as_one_matrix,
-    norms_keep_the_gradient_of_their_positions, all_ranks_count_what_all_have,
-    replicas_keep_their_gradients, a_shard_is_not_handed_to_the_others,
-)  # fmt: skip
-MUTATIONS: dict[str, Callable[[], Broken]] = {
-    "nothing": nullcontext,
-    **{function.__name__: function for function in _FUNCTIONS},
-    "a_gradient_of_the_head_is_not_summed": _mute(collectives._Replicate, "backward"),
-    "a_gradient_between_matrices_is_not_summed": _mute(layers._Columns, "backward"),
-    "a_row_parallel_product_is_not_summed": _mute(collectives._AddUp, "forward"),
-    "a_part_of_the_sequence_is_not_summed": _mute(collectives._Scatter, "forward"),
-    "a_gradient_of_gathered_positions_is_not_summed": _mute(collectives._Gather, "backward"),
-}

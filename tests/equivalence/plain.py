@@ -8,7 +8,6 @@ examples and the initial weights.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any
 
@@ -32,20 +31,16 @@ from training.seeds import stream
 from training.vgg import vgg16
 from training.world import World
 
+Key = tuple[str, str, int]
+Reference = dict[Key, Tensor]
+"""A run, by kind, parameter and step:
 
-@dataclass
-class Reference:
-    """A run of so many steps. A step that must be left out has loss NaN and gradients None.
+    ("loss", "", k)            the mean loss of global batch k, in nats per target
+    ("gradient", name, k)      after it, before gradients are clipped
+    ("weight", name, 0)        after all steps
 
-    Attributes:
-        losses: of each global batch before its step, in nats per target.
-        gradients: at each step, by parameter name, before they are clipped.
-        weights: after all steps.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor] | None] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
+A step that must be left out has loss NaN and no gradients. The first step is 1.
+"""
 
 
 def plain(problem: Problem, n_steps: int, dtype: torch.dtype) -> Reference:
@@ -59,21 +54,21 @@ def plain(problem: Problem, n_steps: int, dtype: torch.dtype) -> Reference:
         task.initialize(name, p)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    found = Reference()
+    found: Reference = {}
     batches = ((epoch, batch) for epoch in count() for batch in problem.batches(epoch))
-    for epoch, batch in islice(batches, n_steps):
+    for k, (epoch, batch) in enumerate(islice(batches, n_steps), 1):
         loss = mean_loss(problem, model, batch, task, epoch)
         optimizer.zero_grad()
         loss.backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        gradients = {("gradient", name, k): p.grad.clone() for name, p in model.named_parameters()}
         norm = nn.utils.clip_grad_norm_(model.parameters(), problem.max_grad_norm or math.inf)
-        if fine := bool(loss.isfinite() and norm.isfinite()):
+        found["loss", "", k] = torch.tensor(math.nan, dtype=torch.float64)
+        if loss.isfinite() and norm.isfinite():
             optimizer.step()
+            found["loss", "", k] = loss.detach().double()
+            found |= gradients
         scheduler.step()
-        found.losses.append(loss.item() if fine else math.nan)
-        found.gradients.append(gradients if fine else None)
-    found.weights = {name: p.detach() for name, p in model.named_parameters()}
-    return found
+    return found | {("weight", name, 0): p.detach() for name, p in model.named_parameters()}
 
 
 def rate(step: int) -> float:

@@ -11,6 +11,7 @@ import pickle
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,21 +28,19 @@ TIMEOUT = 60.0  # seconds that a rank may wait for another
 Show = Callable[[Result], None]
 
 
+@dataclass(frozen=True)
 class Run:
     """What all rows of a run have in common, on every rank.
 
-    Args:
+    Attributes:
         show: is called with each result as soon as it is there, by the process that has it.
     """
 
-    def __init__(
-        self, rows: Sequence[Row], n_steps: int, dtype: torch.dtype, device: str, show: Show
-    ) -> None:
-        self.n_steps, self.dtype, self.device, self.show = n_steps, dtype, device, show
-        problems = dict.fromkeys(row.problem.reference for row in rows)
-        self.references: Mapping[Problem, Reference] = {
-            problem: plain(problem, n_steps, dtype) for problem in problems
-        }
+    references: Mapping[Problem, Reference]
+    n_steps: int
+    dtype: torch.dtype
+    device: str
+    show: Show
 
     def check(self, row: Row, world: World) -> Result:
         """All ranks call it together."""
@@ -58,7 +57,9 @@ def check_all(
     """The results of the rows, those of one process first."""
     # In matrices as small as these, threads would wait for each other.
     torch.set_num_threads(1)
-    run = Run(rows, n_steps, dtype, device, show)
+    problems = dict.fromkeys(row.problem.reference for row in rows)
+    references = {problem: plain(problem, n_steps, dtype) for problem in problems}
+    run = Run(references, n_steps, dtype, device, show)
     here: list[Result] = []
     alone = [row for row in rows if row.ranks == 1]
     beside = threading.Thread(target=_check_here, args=(run, alone, here), daemon=True)
