@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from runtime.dropout import attention, dropout, place
 
@@ -12,20 +13,15 @@ KEYS = torch.randint(2**62, (64,), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.arange(32)
 
 
-def mask(
-    keys: torch.Tensor = KEYS,
-    p: float = 0.1,
-    where: str = "drop",
-    positions: torch.Tensor = POSITIONS,
-) -> torch.Tensor:
+def mask(keys: Tensor = KEYS, where: str = "drop", positions: Tensor = POSITIONS) -> Tensor:
     ones = torch.ones(len(keys), len(positions), 128)
-    return dropout(ones, p, keys, place(where), positions) == 0
+    return dropout(ones, 0.1, keys, place(where), positions) == 0
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.9])
 def test_the_share_that_is_dropped(p: float) -> None:
-    dropped = mask(p=p).double()
     left = dropout(torch.full((64, 32, 128), 3.0), p, KEYS, place("drop"), POSITIONS)
+    dropped = (left == 0).double()
     assert left.unique().tolist() == pytest.approx([0, 3 / (1 - p)])  # so that the mean stays
     for dims in ((0, 1, 2), (1, 2), (0, 2), (0, 1)):  # of all, by example, position, channel
         share = dropped.mean(dims)
@@ -40,7 +36,7 @@ def test_the_share_that_is_dropped(p: float) -> None:
         mask(where="h.0.attn"), mask(KEYS + 1), mask(KEYS + 2**40),
     ],
 )  # fmt: skip
-def test_neighbours_examples_and_places_are_independent(other: torch.Tensor) -> None:
+def test_neighbours_examples_and_places_are_independent(other: Tensor) -> None:
     both = (mask() & other).double().mean()
     deviation = (0.01 * 0.99 / mask().numel()) ** 0.5
     assert abs(both - 0.01) < 5 * deviation
@@ -50,13 +46,6 @@ def test_a_mask_does_not_depend_on_who_holds_the_activation() -> None:
     assert mask(KEYS[5:9]).equal(mask()[5:9])
     for some in (POSITIONS[:12], POSITIONS[8:12]):
         assert mask(positions=some).equal(mask()[:, some])
-
-
-def test_the_gradient_is_dropped_where_the_value_is() -> None:
-    x = torch.rand(4, 6, 8, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x: dropout(x, 0.3, KEYS[:4], 5, torch.arange(6)), (x,), check_batched_grad=False
-    )
 
 
 def test_attention_without_dropout_is_torchs_and_heads_are_independent() -> None:

@@ -54,21 +54,15 @@ def test_it_learns_and_agrees_with_one_process(
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=NAMES)
-def test_it_is_short_imports_only_earlier_chapters_and_names_what_is_there(chapter: Path) -> None:
-    assert NAMES[:4] == ["1_one_process", "2_data_parallel", "3_pipeline", "4_sharded"]
+def test_it_is_short_stands_alone_and_names_what_is_there(chapter: Path) -> None:
     source = chapter.read_text("utf-8")
     assert len(source.splitlines()) <= 120
     tree = ast.parse(source)
     imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imported |= {n.module or "." for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     assert not {name.split(".")[0] for name in imported} & OURS
-    chapters = re.findall(r'import_module\("(.*)"\)', source)
-    assert source.count("import_module") == len(chapters)
-    assert chapters == [name for name in NAMES if name in chapters and name < chapter.stem]
     files = re.findall(r"\w+(?:/\w+)+\.py", ast.get_docstring(tree) or "")
-    assert files[0] == f"tutorial/{chapter.name}"
-    assert len(files) > 1
-    assert [file for file in files if not (ROOT / file).is_file()] == []
+    assert len(files) > 1 and [file for file in files if not (ROOT / file).is_file()] == []
 
 
 def test_the_orders_in_the_docstring_are_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
