@@ -12,25 +12,14 @@ batch, in float64 and by name. The first difference, error or hang ends the run 
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections import Counter
-from collections.abc import Sequence
 from itertools import count
 
-from tests.fuzz.cases import KINDS, TOLERANCE, WORLD_SIZE, Verdict, draw, kind_of, run
+from tests.fuzz.cases import KINDS, WORLD_SIZE, draw, kind_of, run, wrong
 from tests.ranks import Ranks
 
 LIMIT = 180.0  # seconds for a case: on a busy machine ranks need a minute to start
-
-
-def wrong(verdicts: Sequence[Verdict | None]) -> list[str]:
-    """What the ranks have found that differs; what is missing is infinitely far off."""
-    said = [v for v in verdicts if v is not None]
-    worst = {name: math.inf for v in said for name in v.expected}
-    for name in sorted({name for v in said for name in v.differences}):
-        worst[name] = max(v.differences.get(name, 0.0) for v in said)
-    return [f"{name}: {d:.1e}" for name, d in worst.items() if not d <= TOLERANCE]
 
 
 def fuzz(args: argparse.Namespace) -> int:
@@ -40,7 +29,7 @@ def fuzz(args: argparse.Namespace) -> int:
     try:
         for seed in (s for s in count(args.seed) if args.only in (None, kind_of(s))):
             try:
-                found = wrong(ranks.run(run, seed))
+                found = wrong(seed, ranks.run(run, seed))
             except (AssertionError, EOFError, OSError) as error:  # an error, a hang, an end
                 found = [f"{type(error).__name__}: {error}"]
             if found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -15,6 +14,7 @@ from tests.data_parallel.sharded_models import DTYPE, Head, fill
 from tests.pipeline.pipeline_models import Call
 
 WORDS = 7
+DOMAINS = ("flat", "sequence", "ids", "image")
 
 
 class Shift(nn.Module):
@@ -63,51 +63,43 @@ def _add(pair: tuple[Tensor, Tensor]) -> Tensor:
     return pair[0] + pair[1]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is drawn of a model before its layers."""
-
-    seed: str
-    domain: str  # flat, sequence, ids or image
-    dropout: float
-
-    def build(self, device: str = "cpu") -> nn.Sequential:
-        """The model, always the same; its values depend on the names alone."""
-        rng = Random(self.seed)
-        with torch.device(device), torch.random.fork_rng(devices=[]):
-            model = nn.Sequential(*_layers(rng, self))
-            if rng.random() < 0.2:
-                model[-1].register_parameter("unused", nn.Parameter(torch.ones(3)))
-            model.to(DTYPE)
-        first = rng.randint(1, len(model)) if rng.random() < 0.2 else 0
-        frozen = set(model[:first].parameters())
-        for p in model.parameters():
-            p.requires_grad_(p not in frozen and rng.random() < 0.85)
-        if device == "cpu":
-            for name, t in [*model.named_parameters(), *model.named_buffers()]:
-                fill(name, t)
-        return model
-
-    def input(self, seed: int, batch: int, length: int) -> Tensor:
-        """A batch: B C, B T C, or words B T, or B C H W."""
-        generator = torch.Generator().manual_seed(seed)
-        shapes = {"flat": (4,), "sequence": (length, 4), "ids": (length,), "image": (4, 5, length)}
-        shape = (batch, *shapes[self.domain])
-        if self.domain == "ids":
-            return torch.randint(WORDS, shape, generator=generator)
-        return torch.randn(shape, dtype=DTYPE, generator=generator)
+def build(name: str, domain: str, device: str) -> nn.Sequential:
+    """The model of that name, always the same; its values depend on its parameters' names alone."""
+    rng = Random(f"model {name}")
+    with torch.device(device), torch.random.fork_rng(devices=[]):
+        model = nn.Sequential(*_layers(rng, domain))
+        if rng.random() < 0.2:
+            model[-1].register_parameter("unused", nn.Parameter(torch.ones(3)))
+        model.to(DTYPE)
+    first = rng.randint(1, len(model)) if rng.random() < 0.2 else 0
+    frozen = set(model[:first].parameters())
+    for p in model.parameters():
+        p.requires_grad_(p not in frozen and rng.random() < 0.85)
+    if device == "cpu":
+        for full_name, t in [*model.named_parameters(), *model.named_buffers()]:
+            fill(full_name, t)
+    return model
 
 
-def _layer(rng: Random, C: int, plan: Plan) -> list[nn.Module]:
+def make_input(domain: str, seed: int, batch: int, length: int) -> Tensor:
+    """A batch: B C, B T C, or words B T, or B C H W."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"flat": (4,), "sequence": (length, 4), "ids": (length,), "image": (4, 5, length)}
+    shape = (batch, *shapes[domain])
+    if domain == "ids":
+        return torch.randint(WORDS, shape, generator=generator)
+    return torch.randn(shape, dtype=DTYPE, generator=generator)
+
+
+def _layer(rng: Random, C: int, domain: str) -> list[nn.Module]:
     """A layer for C features; or two that belong together."""
-    p, out, bias = plan.dropout, rng.choice((4, 5, 6, 8)), rng.random() < 0.7
+    out, bias = rng.choice((4, 5, 6, 8)), rng.random() < 0.7
     made: list[Callable[[], Any]]
-    if plan.domain == "image":
+    if domain == "image":
         out = rng.choice((2, 4))
         made = [
             lambda: nn.Conv2d(C, out, 3, padding=1, bias=bias), lambda: nn.GroupNorm(2, C),
-            lambda: nn.ReLU(inplace=True), lambda: nn.MaxPool2d(3, 1, 1), lambda: nn.Dropout(p),
-            lambda: Shift(1),
+            lambda: nn.ReLU(inplace=True), lambda: nn.MaxPool2d(3, 1, 1), lambda: Shift(1),
         ]  # fmt: skip
     else:
         made = [
@@ -116,23 +108,23 @@ def _layer(rng: Random, C: int, plan: Plan) -> list[nn.Module]:
             lambda: rng.choice((nn.ReLU(True), nn.ELU(inplace=True))),
             lambda: Shift(C), lambda: Products(C),
             lambda: nn.Sequential(nn.Linear(C, C), nn.ReLU(inplace=True)),
-            lambda: nn.Dropout(p, inplace=bias), lambda: [Skip(C), Call(_add)],
+            lambda: [Skip(C), Call(_add)],
         ]  # fmt: skip
-    if plan.domain in ("sequence", "ids"):
+    if domain in ("sequence", "ids"):
         made += [
-            lambda: nn.TransformerEncoderLayer(C, 1, 6, p, batch_first=True),
+            lambda: nn.TransformerEncoderLayer(C, 1, 6, 0.0, batch_first=True),
             lambda: Call(_other_strides),
         ]  # fmt: skip
     layer = rng.choice(made)()
     return layer if isinstance(layer, list) else [layer]
 
 
-def _layers(rng: Random, plan: Plan) -> list[nn.Module]:
+def _layers(rng: Random, domain: str) -> list[nn.Module]:
     C = 4
     embedding = nn.Embedding(WORDS, C, padding_idx=rng.choice((None, 0)))
-    layers: list[nn.Module] = [embedding] if plan.domain == "ids" else []
+    layers: list[nn.Module] = [embedding] if domain == "ids" else []
     for _ in range(rng.randint(3, 8)):
-        layers += _layer(rng, C, plan)
+        layers += _layer(rng, C, domain)
         if isinstance(layers[-1], nn.Linear):
             C = layers[-1].out_features
         elif isinstance(layers[-1], nn.Conv2d):
@@ -142,9 +134,9 @@ def _layers(rng: Random, plan: Plan) -> list[nn.Module]:
             other = rng.choice(again)
             C = other.out_features
             layers += [rng.choice((other, Head(other.weight))), nn.LayerNorm(C)]
-    if plan.domain == "ids" and rng.random() < 0.7:
+    if domain == "ids" and rng.random() < 0.7:
         return [*layers, nn.Linear(C, 4), Head(embedding.weight)]  # as a language model
-    return [*layers, nn.Conv2d(C, 2, 1) if plan.domain == "image" else nn.Linear(C, 3)]
+    return [*layers, nn.Conv2d(C, 2, 1) if domain == "image" else nn.Linear(C, 3)]
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ tests/test_mathematics.py. Those of schedules: tests/pipeline/test_schedule.py."
 
 from __future__ import annotations
 
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -69,7 +70,5 @@ def test_the_boundary_carries_what_the_formula_says() -> None:
     x, y = torch.randn(2, 8, 5, 16).unbind(0)
     with Pipe(nn.Sequential(*layers)) as pipe:
         for m in (1, 4):
-            carried = measured.boundary_traffic(
-                lambda m=m: pipe.train_step(x, y, measured._squares, num_microbatches=m)
-            )
-            assert carried == 2 * 2 * cost.boundary_bytes(8, 5, 16, 4)
+            step = partial(pipe.train_step, x, y, measured._squares, num_microbatches=m)
+            assert measured.boundary_traffic(step) == 2 * 2 * cost.boundary_bytes(8, 5, 16, 4)
