@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -276,51 +277,42 @@ def a_piece_is_not_held() -> Broken:
 # Tensor parallelism: one for every collective, and what goes wrong around them
 
 
-class _Mute:
-    """Ranks that say nothing: each has its own part of what is to be summed."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ranks, name)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
-        return lambda: x
-
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self._ranks.part_of(x, dim).clone()
-
-    def start_reduce_scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
-        return lambda: self.reduce_scatter(x, dim)
+_start = Ranks._start
 
 
-def _mute(name: str, function: Any, way: str, rows: str) -> None:
-    """Enters a mutation: `function`, forward or backward, without its sums."""
+def _alone(self: Ranks, kind: str, x: Tensor, dim: int) -> Callable[[], Tensor]:
+    """In the place of `Ranks._start`: each rank has its own part of what is to be summed."""
+    if kind == "all_gather":
+        return _start(self, kind, x, dim)
+    return lambda: x if kind == "all_reduce" else self.part_of(x, dim).clone()
+
+
+def _unsummed(function: Any, way: str) -> Broken:
+    """`function` without the sums in `way`, its forward or its backward."""
     wrapped = getattr(function, way)
 
-    def muted(ctx: Any, *args: Any) -> Any:
-        if way == "forward":
-            return wrapped(ctx, args[0], _Mute(args[1]), *args[2:])
-        ctx.ranks = _Mute(ctx.ranks)
-        return wrapped(ctx, *args)
+    def alone(*args: Any) -> Any:
+        with patch.object(Ranks, "_start", _alone):
+            return wrapped(*args)
 
-    RED[name] = rows.split()
-    MUTATIONS[name] = lambda: patch.object(function, way, staticmethod(muted))
+    return patch.object(function, way, staticmethod(alone))
 
 
-BOTH = "mesh2-1x1x2 mesh2-1x1x2-sequence"
-_mute("a_gradient_of_the_head_is_not_summed", collectives._Replicate, "backward", "mesh2-1x1x2")
-_mute("a_gradient_between_matrices_is_not_summed", layers._Columns, "backward", BOTH)
-_mute("a_row_parallel_product_is_not_summed", collectives._AddUp, "forward", "mesh2-1x1x2")
-for _name, _function, _way in (
-    ("a_part_of_the_sequence_is_not_summed", collectives._Scatter, "forward"),
-    ("a_gradient_of_gathered_positions_is_not_summed", collectives._Gather, "backward"),
-):
-    _mute(_name, _function, _way, "mesh2-1x1x2-sequence")
+_BOTH = "mesh2-1x1x2 mesh2-1x1x2-sequence"
+for _name, _function, _way, _rows in (
+    ("a_gradient_of_the_head_is_not_summed", collectives._Replicate, "backward", "mesh2-1x1x2"),
+    ("a_gradient_between_matrices_is_not_summed", layers._Columns, "backward", _BOTH),
+    ("a_row_parallel_product_is_not_summed", collectives._AddUp, "forward", "mesh2-1x1x2"),
+    (
+        "a_part_of_the_sequence_is_not_summed", collectives._Scatter, "forward",
+        "mesh2-1x1x2-sequence",
+    ),
+    (
+        "a_gradient_of_gathered_positions_is_not_summed", collectives._Gather, "backward",
+        "mesh2-1x1x2-sequence",
+    ),
+):  # fmt: skip
+    MUTATIONS[_name], RED[_name] = partial(_unsummed, _function, _way), _rows.split()
 
 
 @reds("mesh2-1x1x2-sequence")
@@ -383,14 +375,13 @@ def all_ranks_count_what_all_have() -> Broken:
 def replicas_keep_their_gradients() -> Broken:
     reduce = ShardedOptimizer.reduce
 
-    def nothing(self: ShardedOptimizer) -> None:
-        self.ranks, ranks = _Mute(self.ranks), self.ranks  # type: ignore[assignment]
-        reduce(self)
-        self.ranks = ranks
+    def own(self: ShardedOptimizer) -> None:
+        with patch.object(Ranks, "_start", _alone):
+            reduce(self)
 
     return _both(
         patch.object(SharedBuffers, "average", _left_out),
-        patch.object(ShardedOptimizer, "reduce", nothing),
+        patch.object(ShardedOptimizer, "reduce", own),
     )
 
 

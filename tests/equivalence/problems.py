@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,11 +58,6 @@ class Problem:
             on_nan="skip",
         )  # fmt: skip
 
-    @property
-    def reference(self) -> Problem:
-        """What one plain process trains."""
-        return self
-
     def batches(self, epoch: int) -> list[list[int]]:
         """Which examples form each global batch of an epoch."""
         order = shuffled_indices(self.num_examples, stream(SEED, "data order", epoch))
@@ -97,11 +92,6 @@ class Sentences(Problem):
     dropout: float = 0.0
     positions: int = CPU_POSITIONS
     traced: bool = False
-
-    @property
-    def reference(self) -> Sentences:
-        """The same; micro-batches and tracing change nothing."""
-        return replace(self, positions=CPU_POSITIONS, traced=False)
 
     def config(self) -> GPT2Config:
         """The model's sizes."""

@@ -44,7 +44,7 @@ class Run:
 
     def check(self, row: Row, world: World) -> Result:
         """All ranks call it together."""
-        reference = self.references[row.problem.reference]
+        reference = self.references[row.problem]
         result = check(row, reference, world, self.n_steps, self.dtype)
         if world.is_main:
             self.show(result)
@@ -57,7 +57,7 @@ def check_all(
     """The results of the rows, those of one process first."""
     # In matrices as small as these, threads would wait for each other.
     torch.set_num_threads(1)
-    problems = dict.fromkeys(row.problem.reference for row in rows)
+    problems = dict.fromkeys(row.problem for row in rows)
     references = {problem: plain(problem, n_steps, dtype) for problem in problems}
     run = Run(references, n_steps, dtype, device, show)
     here: list[Result] = []

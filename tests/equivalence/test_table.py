@@ -24,7 +24,7 @@ def reference(problem: Problem, steps: int) -> Reference:
 def on_a_rank(rank: int, world_size: int, name: str, steps: int, mutation: str) -> str:
     """What is said of a row, with code that is broken."""
     row = find(name)
-    expected = reference(row.problem.reference, steps)
+    expected = reference(row.problem, steps)
     with MUTATIONS[mutation]():
         return check(row, expected, World(rank, world_size), steps, torch.float64).failure
 
