@@ -28,9 +28,6 @@ class State:
         """The sum."""
         return self.parameters + self.gradients + self.optimizer
 
-    def __mul__(self, factor: float) -> State:
-        return State(self.parameters * factor, self.gradients * factor, self.optimizer * factor)
-
 
 FP32 = State(4, 4, 4 + 4)  # Adam's two moments
 MIXED = State(2, 2, 4 + 4 + 4)  # computes in fp16 or bf16; fp32 weights, two moments
@@ -68,10 +65,10 @@ def zero(stage: int, parameters: float, workers: int, state: State = MIXED) -> S
     )
 
 
-def gathered(layer_parameters: float, state: State = MIXED, layers: int = 2) -> float:
+def gathered(layer_parameters: float, state: State = MIXED) -> float:
     """Bytes that ZeRO-3 holds besides its shards: the whole parameters of the layer that computes
-    and of the layers being fetched (`layers` in all), and one layer's whole gradients."""
-    return layer_parameters * (layers * state.parameters + state.gradients)
+    and of the one being fetched, and one layer's whole gradients."""
+    return layer_parameters * (2 * state.parameters + state.gradients)
 
 
 def padded(numel: int, workers: int, alignment: int = 16) -> int:
@@ -87,7 +84,8 @@ def padded(numel: int, workers: int, alignment: int = 16) -> int:
 
 def pipeline_state(parameters: float, stages: int, state: State = MIXED) -> State:
     """Bytes on each worker of a pipeline with evenly cut layers."""
-    return state * (parameters / stages)
+    share = parameters / stages
+    return State(share * state.parameters, share * state.gradients, share * state.optimizer)
 
 
 def held_microbatches(schedule: str, stages: int, microbatches: int, stage: int) -> int:

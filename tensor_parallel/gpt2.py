@@ -69,18 +69,13 @@ class Part:
         start = self.rank * length
         return [(k * block + start, min(length, block - start)) for k in range(self.blocks)]
 
-    @property
-    def padding(self) -> int:
-        """Zeros after the part, so that all ranks' parts have one size."""
-        length = -(-(self.shape[self.dim] // self.blocks) // self.size)
-        return self.blocks * length - sum(n for _, n in self.ranges)
-
     def of(self, whole: Tensor) -> Tensor:
-        """The rank's part of the whole parameter."""
+        """The rank's part of the whole parameter, and zeros, so that all ranks' have one size."""
+        mine = torch.cat([whole.narrow(self.dim, *at) for at in self.ranges], self.dim)
         sizes = list(whole.shape)
-        sizes[self.dim] = self.padding  # the zeros
-        ranges = [whole.narrow(self.dim, *at) for at in self.ranges]
-        return torch.cat([*ranges, whole.new_zeros(sizes)], self.dim)
+        length = -(-(self.shape[self.dim] // self.blocks) // self.size)  # of a range, of rank 0
+        sizes[self.dim] = self.blocks * length - mine.size(self.dim)
+        return torch.cat([mine, whole.new_zeros(sizes)], self.dim)
 
     def rectangles(
         self, offsets: Sequence[int], tensor: Tensor

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from runtime.ranks import Ranks
+from runtime.shared_memory import wide
 
 CHUNK = 1 << 22  # logits at a time
 
@@ -58,10 +59,10 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, ranks: Ranks,
         first: int,
     ) -> Tensor:  # fmt: skip
-        wide = _at_least_fp32(hidden.dtype)
+        dtype = wide(hidden)
         d_hidden = torch.empty_like(hidden)  # [N, C], from this rank's tokens only
-        d_weight = torch.zeros_like(weight, dtype=wide)  # a sum over the chunks
-        total = hidden.new_zeros((), dtype=wide)
+        d_weight = torch.zeros_like(weight, dtype=dtype)  # a sum over the chunks
+        total = hidden.new_zeros((), dtype=dtype)
         for at in _chunks(len(hidden), weight, ranks, first):
             chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
             count = weights[at].to(total.dtype)  # [n], the positions' weights
@@ -72,7 +73,7 @@ class _HeadLoss(torch.autograd.Function):
             d_logits[rows, (labels[at] - first)[rows]] -= count[rows]
             d_logits = d_logits.to(weight.dtype)  # the type of the products
             torch.mm(d_logits, weight, out=d_hidden[at])
-            if weight.dtype == wide:
+            if weight.dtype == dtype:
                 d_weight.addmm_(d_logits.t(), hidden[at])
             else:  # addmm_ adds only to its own type
                 d_weight += d_logits.t() @ hidden[at]
@@ -131,7 +132,7 @@ class _Chunk(NamedTuple):
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int) -> _Chunk:
         logits = hidden @ weight.t()  # [n, rows]
-        logits = logits.to(_at_least_fp32(logits.dtype))
+        logits = logits.to(wide(logits))
         local = labels - first
         here = (local >= 0) & (local < len(weight))
         column = local.clamp(0, len(weight) - 1)[:, None]  # [n, 1]; any row if it is elsewhere
@@ -149,7 +150,3 @@ def _chunks(positions: int, weight: Tensor, ranks: Ranks, first: int) -> list[sl
     rows = first // ranks.rank if ranks.rank else len(weight)  # of rank 0: a full part
     size = max(1, CHUNK // rows)
     return [slice(begin, begin + size) for begin in range(0, positions, size)]
-
-
-def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
