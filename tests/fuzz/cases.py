@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.fsdp import FullyShardedDataParallel
-from data_parallel.gradients import average_gradients, average_gradients_flat
 from pipeline.catalogue import ONE_EACH
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
@@ -108,7 +107,6 @@ def _draw(seed: int, name: str) -> Case:
         "m": rng.choice((1, 2, 3, 4, 5, 12)),
         "workers": rng.choice((2, 5)),  # stages may share one
         "schedule": rng.choice(ONE_EACH),
-        "flat": rng.random() < 0.5,
         "bucket_bytes": rng.choice((100, 4 << 20)),
         "share_memory": rng.random() < 0.6,
         "meta": rng.random() < 0.6,
@@ -188,31 +186,24 @@ def _process(case: Case, _rank: int, group: Any) -> Found:
         return found if output is None else found | {"output": output}
 
 
-def _data_parallel(case: Case, rank: int, group: Any) -> Found:
-    """`average_gradients`, at once or per parameter, and DistributedDataParallel."""
-    run: nn.Module
-    model = run = case.model()
-    later: Callable[[], Any] = contextlib.nullcontext
-    average: Callable[[], None]
-    if case.kind == "ddp":
-        _only_on_first(rank, model)
-        nbytes, share_memory = case.options["bucket_bytes"], case.options["share_memory"]
-        run = ddp = DistributedDataParallel(model, group, nbytes, share_memory=share_memory)
-        average, later = ddp.average_gradients, ddp.no_sync
-    else:
-        flat = case.options["flat"]
-        average = partial(average_gradients_flat if flat else average_gradients, model, group)
+def _ddp(case: Case, rank: int, group: Any) -> Found:
+    """DistributedDataParallel."""
+    model = case.model()
+    _only_on_first(rank, model)
+    ddp = DistributedDataParallel(
+        model, group, case.options["bucket_bytes"], share_memory=case.options["share_memory"]
+    )
 
     def step(k: int, x: Tensor, target: Tensor, scale: float) -> Tensor:
         mine, total = case.shares(k, rank), torch.zeros((), dtype=DTYPE)
         for i, part in enumerate(mine, 1):
-            with later() if i < len(mine) else contextlib.nullcontext():
-                total += _backward(run(x[part].clone()), target[part], scale * case.n)
-        average()
+            with ddp.no_sync() if i < len(mine) else contextlib.nullcontext():
+                total += _backward(ddp(x[part].clone()), target[part], scale * case.n)
+        ddp.average_gradients()
         dist.all_reduce(total, group=group)
         return total / case.n
 
-    return _train(case, dict(model.named_parameters()), step) | _evaluated(case, model, run)
+    return _train(case, dict(model.named_parameters()), step) | _evaluated(case, model, ddp)
 
 
 def _only_on_first(rank: int, model: nn.Module) -> None:
@@ -246,8 +237,7 @@ def _fsdp(case: Case, rank: int, group: Any) -> Found:
 
 KINDS: dict[str, Callable[[Case, int, Any], Found]] = {
     "forward": _threads, "train_step": _threads, "process": _process,
-    "average": _data_parallel, "ddp": _data_parallel,
-    "fsdp1": _fsdp, "fsdp2": _fsdp, "fsdp3": _fsdp,
+    "ddp": _ddp, "fsdp1": _fsdp, "fsdp2": _fsdp, "fsdp3": _fsdp,
 }  # fmt: skip
 
 
