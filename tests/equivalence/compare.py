@@ -50,7 +50,7 @@ Found = dict[Key, dict[tuple[int, ...], Tensor]]
 """What a rank has of a `Reference`: rectangles, by where in the whole tensor they begin."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Difference:
     """The largest difference of a kind, relative, and where it is."""
 
@@ -198,16 +198,10 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
         again = interrupted if row.beside == "resumed run" else trained
         other = replace(row, recompute="never") if row.beside == "nothing recomputed" else row
         wanted = again(other, world, dtype, n_steps)
+    rank = f" (rank {world.rank})" if world.world_size > 1 else ""
     sizes = {key: {at: t.shape for at, t in mine.items()} for key, mine in found.items()}
-    by_rank = gather_over_ranks((compare(found, wanted, reference), sizes), world)
-    worst: dict[str, Difference] = {}
-    for kind in KINDS:
-        rank, worst[kind] = max(
-            ((r, differences[kind]) for r, (differences, _) in enumerate(by_rank)),
-            key=lambda item: item[1].value,
-        )
-        if worst[kind].where and len(by_rank) > 1:
-            worst[kind] = replace(worst[kind], where=f"{worst[kind].where} (rank {rank})")
+    by_rank = gather_over_ranks((compare(found, wanted, reference, rank), sizes), world)
+    worst = {kind: largest([differences[kind] for differences, _ in by_rank]) for kind in KINDS}
     kind = max(KINDS, key=lambda kind: worst[kind].value)
     if lacking := missing([sizes for _, sizes in by_rank], reference):
         failure = f"{lacking[0]} of {where(lacking)}: not all of it is on some rank"
@@ -221,7 +215,8 @@ def check(row: Row, reference: Reference, world: World, n_steps: int, dtype: tor
 def where(key: Key) -> str:
     """In words."""
     _, name, step = key
-    return ", ".join([name] * bool(name) + [f"step {step}"] * bool(step))
+    words = (name, f"step {step}" if step else "")
+    return ", ".join(word for word in words if word)
 
 
 def box(offsets: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -237,7 +232,7 @@ def same_places(reference: Reference, found: Found) -> Found:
     }
 
 
-def compare(found: Found, wanted: Found, reference: Reference) -> dict[str, Difference]:
+def compare(found: Found, wanted: Found, reference: Reference, rank: str) -> dict[str, Difference]:
     """The largest difference of each kind; the reference says how large a tensor is."""
     every: dict[str, list[Difference]] = {kind: [] for kind in KINDS}
     for key, whole in reference.items():
@@ -248,9 +243,13 @@ def compare(found: Found, wanted: Found, reference: Reference) -> dict[str, Diff
             value = math.inf
             if at in mine and at in theirs and mine[at].shape == theirs[at].shape:
                 value = relative(mine[at], theirs[at], scale)
-            every[key[0]].append(Difference(value, where(key)))
-    none = Difference()
-    return {k: max(ds, key=lambda d: d.value, default=none) for k, ds in every.items()}
+            every[key[0]].append(Difference(value, where(key) + rank))
+    return {kind: largest(differences) for kind, differences in every.items()}
+
+
+def largest(differences: list[Difference]) -> Difference:
+    """The first of the largest ones."""
+    return max(differences, key=lambda difference: difference.value, default=Difference())
 
 
 def relative(mine: Tensor, theirs: Tensor, scale: float) -> float:

@@ -1,5 +1,5 @@
-"""Sums, through shared memory and through the process group, and ranks that diverge. That each
-collective and its gradient is right: tests/equivalence leaves them out, one by one."""
+"""Collectives through shared memory and through the process group, and ranks that diverge. Their
+gradients: tests/equivalence leaves the sums out, one by one."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ from runtime.ranks import Ranks
 from tests import ranks as processes
 
 
-def sums(_rank: int, _world_size: int, share: bool) -> list[Tensor]:
-    """Of many sizes, the later ones larger than the first memory; and of 16-bit numbers."""
+def calls(_rank: int, _world_size: int, share: bool) -> list[Tensor]:
+    """Sums of many sizes, the later ones larger than the first memory; of 16-bit numbers; and each
+    call along a dimension in the middle."""
     mine = Ranks(torch.distributed.group.WORLD, share_memory=share)
     sizes = (1, 1000, 5 << 20, 3)
     x = torch.full((3,), 256.0 if mine.rank == 0 else 1.0, dtype=torch.bfloat16)
-    return [
-        *(mine.all_reduce(torch.full((n,), 0.1 * (mine.rank + 1)))[-2:] for n in sizes),
-        mine.all_reduce(x),
-        mine.reduce_scatter(x, 0),
-    ]
+    wide = [mine.all_reduce(torch.full((n,), 0.1 * (mine.rank + 1)))[-2:] for n in sizes]
+    ramp = RAMP * 10**mine.rank
+    along = [mine.all_reduce(ramp), mine.reduce_scatter(ramp, 1), mine.all_gather(ramp, 1)]
+    return [torch.cat(wide), mine.all_reduce(x), mine.reduce_scatter(x, 0), *along]
+
+
+RAMP = torch.arange(36).view(2, 6, 3)
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_every_rank_has_the_same_bits_of_tensors_of_any_size(
-    three_ranks: processes.Ranks, share: bool
-) -> None:
+def test_collectives_of_any_size_and_type(three_ranks: processes.Ranks, share: bool) -> None:
     """16-bit numbers are rounded once. Next to 256 comes 258 in bf16: 256 + 1, rounded, and + 1,
     rounded, is 256."""
-    first, *others = three_ranks.run(sums, share)
-    *wide, total, part = first
-    torch.testing.assert_close(torch.cat(wide), torch.full((7,), 0.6))
-    assert total.dtype == part.dtype == torch.bfloat16
-    assert (total.tolist(), part.tolist()) == ([258.0] * 3, [258.0])
-    for found in others:
-        assert all(a.equal(b) for a, b in zip(found, first, strict=True))
+    found = three_ranks.run(calls, share)
+    for rank, (wide, total, part, *along) in enumerate(found):
+        torch.testing.assert_close(wide, torch.full((7,), 0.6))
+        assert wide.equal(found[0][0])  # every rank has the same bits
+        assert total.dtype == part.dtype == torch.bfloat16
+        assert (total.tolist(), part.tolist()) == ([258.0] * 3, [258.0])
+        whole = torch.cat([RAMP, 10 * RAMP, 100 * RAMP], 1)
+        wanted = [111 * RAMP, 111 * RAMP[:, 2 * rank : 2 * rank + 2], whole]
+        assert [x.tolist() for x in along] == [x.tolist() for x in wanted]
 
 
 def apart(rank: int, _world_size: int) -> None:
