@@ -7,7 +7,6 @@ have found is compared, by name, with plain PyTorch on one process: the full bat
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ from tests.fuzz.models import DOMAINS, build, loss_of, make_input
 from tests.pipeline.pipeline_models import cut
 
 WORLD_SIZE = 3
-TIMEOUT = 30.0  # seconds
+ON_ONE = ("forward", "train_step")  # kinds that need one process
 # Relative to the largest value of a gradient or weight. Sums of less than 1e3 terms of like size
 # are off by 1e-13; the rest is for what cancels, and for three steps.
 TOLERANCE = 1e-9
@@ -101,7 +100,7 @@ def _draw(seed: int, name: str) -> Case:
     rng, kind = Random(name), kind_of(seed)
     domain = rng.choice(DOMAINS)
     num_layers = len(build(name, domain, "meta"))
-    n = rng.randint(1, min(num_layers, 4 if kind in ("forward", "train_step") else WORLD_SIZE))
+    n = rng.randint(1, 4) if kind in ON_ONE else WORLD_SIZE  # there are four layers and more
     ends = [0, *sorted(rng.sample(range(1, num_layers), n - 1)), num_layers]
     options = {
         "m": rng.choice((1, 2, 3, 4, 5, 12)),
@@ -155,7 +154,7 @@ def _evaluated(case: Case, model: nn.Module, run: Callable[[Any], Any]) -> Found
         return {"output": run(case.batch(0)[0])}
 
 
-def _threads(case: Case, _rank: int, _group: Any) -> Found:
+def _threads(case: Case, _: int) -> Found:
     """`Pipe.forward` and a plain backward, or `Pipe.train_step`."""
     model, m = case.model(), case.options["m"]
     devices = [f"cpu:{s % case.options['workers']}" for s in range(case.n)]
@@ -170,29 +169,26 @@ def _threads(case: Case, _rank: int, _group: Any) -> Found:
         return found | _evaluated(case, model, pipe)
 
 
-def _process(case: Case, _rank: int, group: Any) -> Found:
+def _process(case: Case, _: int) -> Found:
     """`ProcessPipe`."""
     share_memory, m = case.options["share_memory"], case.options["m"]
-    with ProcessPipe(
-        case.model(), case.sizes, group=group, timeout=TIMEOUT, share_memory=share_memory
-    ) as pipe:
+    with ProcessPipe(case.model(), case.sizes, timeout=30.0, share_memory=share_memory) as pipe:
 
         def step(_: int, x: Tensor, target: Tensor, scale: float) -> Tensor:
             return pipe.train_step(x, target, loss_of, case.options["schedule"], m, scale=scale)
 
         found = _train(case, pipe.named_parameters(), step)
         output = pipe.eval(case.batch(0)[0])
-        dist.barrier(group)  # all have received what was sent: a pipe may be closed
+        dist.barrier()  # all have received what was sent: a pipe may be closed
         return found if output is None else found | {"output": output}
 
 
-def _ddp(case: Case, rank: int, group: Any) -> Found:
+def _ddp(case: Case, rank: int) -> Found:
     """DistributedDataParallel."""
     model = case.model()
     _only_on_first(rank, model)
-    ddp = DistributedDataParallel(
-        model, group, case.options["bucket_bytes"], share_memory=case.options["share_memory"]
-    )
+    bucket_bytes, share_memory = case.options["bucket_bytes"], case.options["share_memory"]
+    ddp = DistributedDataParallel(model, None, bucket_bytes, share_memory=share_memory)
 
     def step(k: int, x: Tensor, target: Tensor, scale: float) -> Tensor:
         mine, total = case.shares(k, rank), torch.zeros((), dtype=DTYPE)
@@ -200,7 +196,7 @@ def _ddp(case: Case, rank: int, group: Any) -> Found:
             with ddp.no_sync() if i < len(mine) else contextlib.nullcontext():
                 total += _backward(ddp(x[part].clone()), target[part], scale * case.n)
         ddp.average_gradients()
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total)
         return total / case.n
 
     return _train(case, dict(model.named_parameters()), step) | _evaluated(case, model, ddp)
@@ -213,7 +209,7 @@ def _only_on_first(rank: int, model: nn.Module) -> None:
             t.mul_(rank == 0)
 
 
-def _fsdp(case: Case, rank: int, group: Any) -> Found:
+def _fsdp(case: Case, rank: int) -> Found:
     """FullyShardedDataParallel. Rank 0 has the whole gradients and weights."""
     meta = case.options["meta"]
     model = case.model("meta" if meta else "cpu")
@@ -221,21 +217,21 @@ def _fsdp(case: Case, rank: int, group: Any) -> Found:
         _only_on_first(rank, model)
     fsdp = FullyShardedDataParallel(
         model, OPTIMIZER, init=fill if meta else None, zero=int(case.kind[-1]),
-        group=group, share_memory=case.options["share_memory"],
+        share_memory=case.options["share_memory"],
     )  # fmt: skip
     found: Found = {}
     for k, (B, _) in enumerate(case.steps):
         (x, target), mine = case.batch(k), case.shares(k, rank)
         xs, targets = [x[part].clone() for part in mine], [target[part] for part in mine]
         found[f"loss {k}"] = loss = fsdp.train_step(xs, targets, loss_of, 1 / B).to(DTYPE)
-        dist.all_reduce(loss, group=group)
+        dist.all_reduce(loss)
         found |= {f"gradient {k} of {n}": t for n, t in whole(fsdp, "gradients").items()}
         fsdp.optimizer_step()
     found |= {f"weight {name}": t for name, t in whole(fsdp, "parameters").items()}
     return found | _evaluated(case, model, fsdp)
 
 
-KINDS: dict[str, Callable[[Case, int, Any], Found]] = {
+KINDS: dict[str, Callable[[Case, int], Found]] = {
     "forward": _threads, "train_step": _threads, "process": _process,
     "ddp": _ddp, "fsdp1": _fsdp, "fsdp2": _fsdp, "fsdp3": _fsdp,
 }  # fmt: skip
@@ -245,20 +241,11 @@ KINDS: dict[str, Callable[[Case, int, Any], Found]] = {
 
 
 def run(rank: int, _: int, seed: int) -> bytes:
-    """What this rank of three has found; nothing if the case needs fewer. As bytes: torch would
-    share each tensor as a file."""
-    groups, case = _groups(), draw(seed)
-    n = 1 if KINDS[case.kind] is _threads else case.n
-    first = WORLD_SIZE - n  # a group's ranks are not those of the world
-    return pickle.dumps({} if rank < first else KINDS[case.kind](case, rank - first, groups[n]))
-
-
-@cache
-def _groups() -> dict[int, Any]:
-    """The last n ranks of the world, made once."""
-    limit, ranks = datetime.timedelta(seconds=TIMEOUT), range(WORLD_SIZE)
-    parts = {n: dist.new_group(ranks[-n:], limit) for n in ranks[1:]}
-    return {**parts, WORLD_SIZE: None}
+    """What this rank of three has found; nothing if the case needs one process. As bytes: torch
+    would share each tensor as a file."""
+    case = draw(seed)
+    idle = rank > 0 and case.kind in ON_ONE
+    return pickle.dumps({} if idle else KINDS[case.kind](case, rank))
 
 
 def wrong(seed: int, by_rank: Sequence[bytes]) -> list[str]:
