@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from data_parallel.fsdp import FullyShardedDataParallel
 from pipeline.pipe import Pipe
 from pipeline.stage import Stage
+from runtime.recompute import segments
 from tests.pipeline.pipeline_models import (
     Call,
     assert_same_bits,
@@ -26,6 +27,10 @@ from tests.pipeline.pipeline_models import (
 )
 from tests.ranks import Ranks
 from training.replicated import Recomputed
+
+
+def test_sqrt_keeps_about_as_many_inputs_as_a_segment_has_layers() -> None:
+    assert segments(range(10), "sqrt") == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
 
 
 def layers(runs: list[int] | None = None) -> nn.Sequential:
