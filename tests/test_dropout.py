@@ -48,6 +48,13 @@ def test_a_mask_does_not_depend_on_who_holds_the_activation() -> None:
         assert mask(positions=some).equal(mask()[:, some])
 
 
+def test_the_gradient_is_dropped_where_the_value_is() -> None:
+    x = torch.ones(64, 32, 128).requires_grad_()
+    y = dropout(x, 0.3, KEYS, 5, POSITIONS)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.equal(y)
+
+
 def test_attention_without_dropout_is_torchs_and_heads_are_independent() -> None:
     q, k, v = torch.randn(3, 2, 4, 6, 8).double()
     keys, heads = KEYS[:2], torch.arange(4)
