@@ -34,8 +34,11 @@ ON_ONE = ("forward", "train_step")  # kinds that need one process
 # Relative to the largest value of a gradient or weight. Sums of less than 1e3 terms of like size
 # are off by 1e-13; the rest is for what cancels, and for three steps.
 TOLERANCE = 1e-9
-# A gradient that is 0 but for rounding must not become a step of lr: hence eps.
-OPTIMIZER = partial(torch.optim.AdamW, lr=1e-2, eps=1e-2, weight_decay=0.0)
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    # A gradient that is 0 but for rounding must not become a step of lr: hence eps.
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, eps=1e-2, weight_decay=0.0),
+}
 Found = dict[str, Tensor | None]  # losses, gradients, weights and outputs by name
 Step = Callable[[int, Tensor, Tensor, float], Tensor]  # its number, x, target, scale; to the loss
 
@@ -106,6 +109,7 @@ def _draw(seed: int, name: str) -> Case:
         "m": rng.choice((1, 2, 3, 4, 5, 12)),
         "workers": rng.choice((2, 5)),  # stages may share one
         "schedule": rng.choice(ONE_EACH),
+        "optimizer": rng.choice(tuple(OPTIMIZERS)),
         "bucket_bytes": rng.choice((100, 4 << 20)),
         "share_memory": rng.random() < 0.6,
         "meta": rng.random() < 0.6,
@@ -137,7 +141,8 @@ def _backward(output: Tensor, target: Tensor, scale: float) -> Tensor:
 def _train(case: Case, parameters: Mapping[str, nn.Parameter], step: Step) -> Found:
     """Some optimizer steps; ``step`` does forward and backward."""
     found: Found = {}
-    optimizer = OPTIMIZER(list(parameters.values()) or [torch.zeros(1)])
+    make = OPTIMIZERS[case.options["optimizer"]]
+    optimizer = make(list(parameters.values()) or [torch.zeros(1)])
     for k, (B, _) in enumerate(case.steps):
         found[f"loss {k}"] = step(k, *case.batch(k), 1 / B)
         for name, p in parameters.items():
@@ -216,9 +221,12 @@ def _fsdp(case: Case, rank: int) -> Found:
     if not meta:
         _only_on_first(rank, model)
     fsdp = FullyShardedDataParallel(
-        model, OPTIMIZER, init=fill if meta else None, zero=int(case.kind[-1]),
+        model,
+        OPTIMIZERS[case.options["optimizer"]],
+        init=fill if meta else None,
+        zero=int(case.kind[-1]),
         share_memory=case.options["share_memory"],
-    )  # fmt: skip
+    )
     found: Found = {}
     for k, (B, _) in enumerate(case.steps):
         (x, target), mine = case.batch(k), case.shares(k, rank)
