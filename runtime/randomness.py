@@ -153,12 +153,8 @@ class _Kernels(TorchDispatchMode):
         device = kwargs.get("device") or (torch.device("cpu") if tensor is None else tensor.device)
         if device.type != "cpu":
             return func(*args, **kwargs)  # from the device's default generator, seeded above
-        if not _takes_generator(func.overloadpacket):
-            raise RuntimeError(
-                f"{func} draws from the generator that all stages share, and takes no other: the "
-                "same seed would give other bits in every run. Use torch.nn.functional.dropout"
-            )
-        # For functions without the argument, such as rand, another overload takes it.
+        # For functions without the argument, such as rand, another overload takes it. Where none
+        # does, as of native_dropout, torch raises.
         return func.overloadpacket(*args, **{**kwargs, "generator": generator})
 
 
@@ -169,7 +165,9 @@ def _may_draw(func: Any) -> bool:
         return func not in _DRAW_NOTHING  # what it calls inside is unknown
     name = getattr(func, "__name__", "").split(".")[0]  # an overload's name ends in .overload
     packet = getattr(torch.ops.aten, name, None)
-    return isinstance(packet, OpOverloadPacket) and any(map(_is_tagged, _overloads(packet)))
+    return isinstance(packet, OpOverloadPacket) and any(
+        _is_tagged(getattr(packet, overload)) for overload in packet.overloads()
+    )
 
 
 @functools.lru_cache(4096)
@@ -179,18 +177,8 @@ def _draws(overload: Any) -> bool:
     return _is_tagged(overload) and overload.overloadpacket.__name__ not in chooses
 
 
-@functools.lru_cache(4096)
-def _takes_generator(packet: OpOverloadPacket) -> bool:
-    arguments = (a for overload in _overloads(packet) for a in overload._schema.arguments)
-    return any(argument.name == "generator" for argument in arguments)
-
-
 def _is_tagged(overload: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in overload.tags
-
-
-def _overloads(packet: OpOverloadPacket) -> list[Any]:
-    return [getattr(packet, name) for name in packet.overloads()]
 
 
 def _mix(step: int, layer: int, microbatch: int) -> int:
