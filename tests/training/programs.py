@@ -27,17 +27,14 @@ def describe(world: World, folder: Path, *_: object) -> None:
     dist.all_reduce(total)
     process = psutil.Process()
     listening = [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+    device = str(world.device)
     known = {
-        "rank": world.rank,
-        "world_size": world.world_size,
-        "local_rank": world.local_rank,
-        "device": str(world.device),
-        "is_main": world.is_main,
+        "place": [world.rank, world.world_size, world.local_rank, device, world.is_main],
         "sum": total.item(),
         "cores": process.cpu_affinity(),
         "threads": torch.get_num_threads(),
         "listening": listening,
-        "all ips": [c.laddr.ip for c in process.net_connections()],
+        "ips": [c.laddr.ip for c in process.net_connections()],
         "returned": [returned(process, size << 20) for size in (16, 48)],
     }
     dist.barrier()  # nobody has left while another looks for its sockets
