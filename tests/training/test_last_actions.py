@@ -105,4 +105,3 @@ def test_the_columns_of_the_table() -> None:
         "   8                                                                       not yet",
         "   9  reduce-scatter                                12            3     0  61.0 s ago",
     ]
-    assert table([]) == ""
