@@ -38,7 +38,10 @@ class Attempt:
     def make(self) -> None:
         """Does it, and fills in what came of it."""
         program, kind = self.program, KINDS[self.kind]
-        phase = self.random.choice(list(LONGEST))
+        phases = list(LONGEST)
+        if kind.waits and program.launcher == TORCHRUN:
+            phases.remove(ENDING)  # after the last barrier only torchrun would wait, without limit
+        phase = self.random.choice(phases)
         delay, rank = self.random.uniform(0, LONGEST[phase]), self.random.randrange(2)
         victim = None if program.launcher == ALONE else rank
         timeout = STOPPED_TIMEOUT if kind.waits else TIMEOUT

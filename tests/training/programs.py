@@ -62,14 +62,12 @@ def user_error(_: World) -> None:
 
 
 def meet(world: World, folder: Path) -> NoReturn:
-    """Writes down whom the ranks have met: the parents of all, and of rank 0; and stays."""
+    """Writes down whom the ranks have met, by the parents of all; and stays."""
     parent = torch.tensor([os.getppid()])
     parents = [torch.zeros_like(parent) for _ in range(world.world_size)]
     dist.all_gather(parents, parent)
-    dist.broadcast(parent, 0)
-    met = [int(p) for p in (*parents, parent)]
     aside = folder / f".{world.rank}"
-    aside.write_text(json.dumps(met))
+    aside.write_text(json.dumps([int(p) for p in parents]))
     aside.rename(folder / f"{world.rank}.json")
     while True:
         threading.Event().wait()
