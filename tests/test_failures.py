@@ -9,76 +9,59 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-
 from tests.chaos.kinds import FAILED, TRACEBACK
-from tests.chaos.programs import OWN, TORCHRUN
+from tests.chaos.programs import OWN, TORCHRUN, TORCHRUN_COMMAND
 from tests.chaos.run import Run, until
 
 START = 120.0  # seconds that the start of ranks may take here, on a busy machine
 SOON = 30.0  # ... and their end
 LIGHT = [sys.executable, "-m", "tests.training.programs"]
 RESTARTED = [
-    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-    "--max-restarts", "2", "-m", "tests.training.programs",
+    sys.executable, *TORCHRUN_COMMAND, "--max-restarts", "2", "-m", "tests.training.programs",
 ]  # fmt: skip
 
 
-@pytest.fixture
-def two_runs(tmp_path: Path) -> Iterator[tuple[Run, Run]]:
-    """Two runs on one machine at once, whose ranks have met."""
-    folders = [tmp_path / "a", tmp_path / "b"]
+def test_three_runs_at_once(tmp_path: Path) -> None:
+    """They do not meet, listen on loopback alone, and leave nothing, whatever is killed: the
+    parent of one, a rank of another, or what starts the ranks of the third."""
     with ExitStack() as stack:
-        runs = []
+        folders, runs = [tmp_path / name for name in "abc"], []
         for folder in folders:
             folder.mkdir()
             run = Run([*LIGHT, "meet", str(folder)], folder, OWN)
             runs.append(stack.enter_context(run))
         files = [folder / f"{rank}.json" for folder in folders for rank in range(2)]
         assert until(lambda: all(file.exists() for file in files), START), runs[0].said()
-        yield runs[0], runs[1]
+        starters, ports = [], []
+        for run, folder in zip(runs, folders, strict=True):
+            starter = run.starter()
+            assert starter is not None
+            met = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+            assert met == [[starter.pid] * 2] * 2
+            run.look()
+            assert {ip for ip, _ in run.listening} == {"127.0.0.1"}
+            starters.append(starter)
+            ports += [port for _, port in run.listening]
+        assert len(set(ports)) == len(ports)
 
-
-def test_two_runs_at_once(two_runs: tuple[Run, Run]) -> None:
-    """They do not meet, listen on loopback alone, and leave nothing: not when the parent of one is
-    killed, and not when a rank of the other is."""
-    for run in two_runs:
-        met = [json.loads((run.tmp.parent / f"{r}.json").read_text()) for r in range(2)]
-        starter = run.starter()
-        assert starter is not None
-        assert met == [[starter.pid] * 3] * 2
-        run.look()
-        assert {ip for ip, _ in run.listening} == {"127.0.0.1"}
-    first, second = two_runs
-    assert not {port for _, port in first.listening} & {port for _, port in second.listening}
-
-    first.process.kill()
-    second.ranks()[0].kill()
-    for run, status in ((first, -signal.SIGKILL), (second, 1)):
-        assert run.wait(SOON) is not None
-        assert (run.process.returncode, run.leftovers()) == (status, [])
-    assert [FAILED.findall(run.said()) for run in two_runs] == [[], ["0"]]
-    assert [run.said().count("It was killed by SIGKILL") for run in two_runs] == [0, 1]
-    assert [run.said().count(TRACEBACK) for run in two_runs] == [0, 0]
-
-
-def test_what_starts_the_ranks_is_killed(tmp_path: Path) -> None:
-    """The ranks end with it."""
-    with Run([*LIGHT, "meet", str(tmp_path)], tmp_path, OWN) as run:
-        assert until(lambda: (tmp_path / "1.json").exists(), START), run.said()
-        starter = run.starter()
-        assert starter is not None
-        starter.kill()
-        assert run.wait(SOON) is not None
-        assert (run.process.returncode, run.leftovers()) == (1, [])
-        assert run.said().endswith(
-            "\nthe process that starts the ranks failed; the run has been ended.\n"
-            "It was killed by SIGKILL.\n"
-        )
+        runs[0].process.kill()
+        runs[1].ranks()[0].kill()
+        starters[2].kill()
+        for run, status, who in zip(
+            runs,
+            (-signal.SIGKILL, 1, 1),
+            (None, "rank 0", "the process that starts the ranks"),
+            strict=True,
+        ):
+            assert run.wait(SOON) is not None
+            assert (run.process.returncode, run.leftovers()) == (status, [])
+            ended = f"\n{who} failed; the run has been ended.\nIt was killed by SIGKILL.\n"
+            assert run.said().endswith(ended if who else "")
+            assert run.said().count("failed") == bool(who)
+            assert TRACEBACK not in run.said()
 
 
 def test_ctrl_c_while_ranks_import_their_libraries_prints_nothing(tmp_path: Path) -> None:

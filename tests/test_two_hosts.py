@@ -5,19 +5,17 @@ Two network namespaces with one link between them, and torchrun on each.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.chaos.programs import TINY
-from tests.project.programs import names_in, run
+from tests.project.programs import names_in, read_json, run
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,9 +26,9 @@ PROGRAM = [
 ]  # fmt: skip
 
 
-def ip(*words: str) -> None:
+def ip(words: str) -> None:
     """One command of `ip`."""
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -39,13 +37,12 @@ def hosts() -> Iterator[list[str]]:
     names = [f"host{i}-{os.getpid()}" for i in range(2)]
     try:
         for name in names:
-            ip("netns", "add", name)
-        ip("-n", names[0], "link", "add", "link0", "type", "veth", "peer", "link1",
-           "netns", names[1])  # fmt: skip
+            ip(f"netns add {name}")
+        ip(f"-n {names[0]} link add link0 type veth peer link1 netns {names[1]}")
         for i, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.213.7.{i + 1}/30", "dev", f"link{i}")
-            ip("-n", name, "link", "set", f"link{i}", "up")
-            ip("-n", name, "link", "set", "lo", "up")
+            ip(f"-n {name} addr add 10.213.7.{i + 1}/30 dev link{i}")
+            ip(f"-n {name} link set link{i} up")
+            ip(f"-n {name} link set lo up")
     except (OSError, subprocess.CalledProcessError) as error:
         why = getattr(error, "stderr", None) or error
         pytest.skip(f"NOT TESTED: no network namespaces here; it takes root and `ip` ({why})")
@@ -54,13 +51,7 @@ def hosts() -> Iterator[list[str]]:
     finally:
         for name in names:
             with suppress(OSError, subprocess.CalledProcessError):
-                ip("netns", "del", name)
-
-
-def losses(workdir: Path, rank: int) -> list[float]:
-    """What a rank has written down of the only epoch."""
-    result: dict[str, Any] = json.loads((workdir / f"rank{rank}_results_epoch0.json").read_text())
-    return [result["training_loss"], result["validation_loss"]]
+                ip(f"netns del {name}")
 
 
 def test_two_hosts_train_as_two_ranks_of_one(
@@ -70,18 +61,17 @@ def test_two_hosts_train_as_two_ranks_of_one(
     try:
         for i, (host, folder) in enumerate(zip(hosts, folders, strict=True)):
             folder.mkdir()
-            torchrun = [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
-                "--nproc-per-node", "1", "--node-rank", str(i), "--rdzv-endpoint", f"{MEET}:29400",
+            command = [
+                "ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run",
+                "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(i),
+                "--rdzv-endpoint", f"{MEET}:29400", *PROGRAM, "--workdir", "work",
             ]  # fmt: skip
-            command = ["ip", "netns", "exec", host, *torchrun, *PROGRAM, "--workdir", f"work{i}"]
+            environment = {**os.environ, "TMPDIR": str(folder)}  # torchrun leaves a folder there
             with (folder / "said").open("w") as said:
-                processes.append(
-                    subprocess.Popen(
-                        command, cwd=folder, stdout=said, stderr=said,
-                        env={**os.environ, "TMPDIR": str(folder)},  # torchrun leaves a folder there
-                    )
-                )  # fmt: skip
+                process = subprocess.Popen(
+                    command, cwd=folder, env=environment, stdout=said, stderr=said
+                )
+            processes.append(process)
         statuses = [process.wait(LIMIT) for process in processes]
     finally:
         for process in processes:  # torchrun ends its ranks
@@ -91,9 +81,11 @@ def test_two_hosts_train_as_two_ranks_of_one(
     alone = " ".join(["run_data_parallel", *PROGRAM[1:], "--workdir", str(tmp_path / "work")])
     assert run(alone, ranks)[1] is None
     for i, folder in enumerate(folders):
-        # Sums over a network are taken in another order than those in shared memory.
-        expected = pytest.approx(losses(tmp_path / "work", i), rel=1e-6)
-        assert losses(folder / f"work{i}", i) == expected
-    assert (folders[0] / "work0" / "summary.json").exists()
-    assert names_in(folders[0] / "work0" / "checkpoints") == ["000001-epoch0-step8"]
-    assert names_in(folders[1] / "work1" / "checkpoints") == []
+        results = f"work/rank{i}_results_epoch0.json"
+        found, expected = (read_json(where / results) for where in (folder, tmp_path))
+        for loss in ("training_loss", "validation_loss"):
+            # Sums over a network are taken in another order than those in shared memory.
+            assert found[loss] == pytest.approx(expected[loss], rel=1e-6)
+    assert (folders[0] / "work" / "summary.json").exists()
+    saved = [names_in(folder / "work" / "checkpoints") for folder in folders]
+    assert saved == [["000001-epoch0-step8"], []]

@@ -275,7 +275,10 @@ class Saver:
                 entries = {path.name: file_entry(path) for path in sorted(aside.iterdir())}
                 manifest = json_text({"format": FORMAT, "files": entries}, indent=1)
                 (aside / MANIFEST).write_text(manifest, encoding="utf-8")
-                put_in_place(aside, self.folder / name)
+                for path in (*sorted(aside.iterdir()), aside):  # contents first, then the name
+                    _sync(path)
+                aside.rename(self.folder / name)  # atomic
+                _sync(self.folder)  # the name, too
 
         try:
             self._together(work, self._cannot_write)  # ends when rank 0 has renamed the folder
@@ -458,15 +461,6 @@ def file_entry(path: Path) -> dict[str, Any]:
 def aside_of(folder: Path) -> Path:
     """The temporary name of a folder that must appear whole."""
     return folder.with_name(f".{folder.name}.part")
-
-
-def put_in_place(aside: Path, folder: Path) -> None:
-    """Flushes the folder `aside` to disk and renames it to `folder`, of which there may be an empty
-    one."""
-    for path in (*sorted(aside.iterdir()), aside):  # contents are on disk before the name is
-        _sync(path)
-    aside.rename(folder)  # atomic
-    _sync(folder.parent)  # the name, too
 
 
 def _sync(path: Path) -> None:

@@ -56,8 +56,7 @@ def in_file(path: Path, size: int) -> Any:
 def table(actions: Sequence[LastAction], first_rank: int = 0) -> str:
     """A line per rank, numbered from the first one of this machine."""
     now = time.monotonic()
-    head = "rank  last action               stage, layer or bucket  micro-batch  peer  begun"
-    lines = [head] if actions else []
+    lines = ["rank  last action               stage, layer or bucket  micro-batch  peer  begun"]
     for rank, action in enumerate(actions, first_rank):
         numbers = (action.place, action.microbatch, action.peer)
         place, microbatch, peer = ["" if n < 0 or not action.begun else n for n in numbers]

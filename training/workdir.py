@@ -51,9 +51,9 @@ def claim_folder(folder: Path, option: str, example: str) -> None:
 
 @contextmanager
 def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
-    """Within it no other run may write into the workdir. After it no half-written checkpoint,
-    export or result file is left, however the ranks ended. (Under torchrun the ranks of the next
-    run clean up: no rank knows whether all have ended.)
+    """Within it no other run may write into the workdir. After it no half-written checkpoint or
+    result file is left, however the ranks ended. (Under torchrun the ranks of the next run clean
+    up: no rank knows whether all have ended.)
 
     Raises:
         UserError: another run writes there.

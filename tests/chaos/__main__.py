@@ -18,47 +18,50 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 from tests.chaos.attempt import Attempt
 from tests.chaos.kinds import KINDS
-from tests.chaos.programs import PROGRAMS
+from tests.chaos.programs import PROGRAMS, TORCHRUN
 from tests.chaos.restart import Restart
 
+RESTART = "restart"
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+
+def parse() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    add = parser.add_argument
-    kinds, programs = [*KINDS, Restart.kind], [program.name for program in PROGRAMS]
+    add, programs = parser.add_argument, [program.name for program in PROGRAMS]
     add("--rounds", type=int, default=1, help="attempts of each kind on each program (default 1)")
     add("--seed", type=int, default=0, help="of moments and victims (default 0)")
-    add("--only", action="append", metavar="KIND", choices=kinds, help="may be given repeatedly")
-    add("--program", action="append", choices=programs, help="may be given repeatedly")
-    return parser.parse_args(argv)
+    often: Any = {"action": "append", "help": "may be given repeatedly"}
+    add("--only", metavar="KIND", choices=[*KINDS, RESTART], **often)
+    add("--program", choices=programs, **often)
+    return parser.parse_args()
 
 
-def plan(args: argparse.Namespace) -> Iterator[Attempt | Restart]:
+def plan(args: argparse.Namespace) -> Iterator[Attempt]:
     """The attempts, round by round."""
     for round_ in range(args.rounds):
-        for name in args.only or [*KINDS, Restart.kind]:
+        for kind in args.only or [*KINDS, RESTART]:
             for program in PROGRAMS:
-                random = Random(f"{args.seed} {round_} {name} {program.name}")
+                random = Random(f"{args.seed} {round_} {kind} {program.name}")
                 if args.program is not None and program.name not in args.program:
                     continue
-                if name == Restart.kind and program.restarts:
-                    yield Restart(program, random)
-                elif name in KINDS and program.launcher in KINDS[name].ends:
-                    yield Attempt(program, name, random)
+                if kind == RESTART and program.launcher == TORCHRUN:
+                    yield Restart(program, kind, random)
+                elif kind != RESTART and program.launcher in KINDS[kind].ends:
+                    yield Attempt(program, kind, random)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Makes the attempts, and says how each ended and what was wrong."""
-    todo, bad = list(plan(parse(argv))), 0
+    todo, bad = list(plan(parse())), 0
     for i, attempt in enumerate(todo, 1):
         attempt.make()
         bad += bool(attempt.wrong)

@@ -14,7 +14,6 @@ from tests.chaos.programs import ALONE, OWN, TORCHRUN
 from tests.chaos.run import Run, can_be_armed, until
 
 SECONDS = 15.0  # within which a run must have ended
-STOPPED = 60.0  # torchrun waits half a minute for a rank that is stopped, before it kills it
 BLOWS = 120.0  # within which an armed process must compute something
 TRACEBACK = "Traceback (most recent call last)"
 CAUSE = "The above exception was the direct cause of"  # an error and its cause are one
@@ -45,14 +44,15 @@ class End:
 class Kind:
     """A thing that happens: `strike` does it to a run, to the rank of the given number.
 
+    ends: by who starts the ranks.
     failure: what arm/sitecustomize.py is to do.
+    waits: for --timeout, before it can be noticed.
     """
 
     strike: Strike
     ends: dict[str, End]
     failure: str = ""
-    waits: bool = False  # for --timeout, before it can be noticed
-    seconds: float = SECONDS
+    waits: bool = False
 
 
 def _victim(run: Run, rank: int) -> psutil.Process:
@@ -67,15 +67,12 @@ def _to_rank(number: int) -> Strike:
 
 def _arm(run: Run, rank: int) -> None:
     """Returns when the rank fails, which at the start it does seconds after it has been armed.
-    Raises ProcessLookupError where the run ends before."""
+    Raises IndexError or ProcessLookupError where the run ends before."""
 
     def over() -> bool:
         return run.process.poll() is not None
 
-    def ready() -> bool:
-        return len(run.ranks()) > rank and can_be_armed(run.ranks()[rank])
-
-    until(lambda: over() or ready(), SECONDS)
+    until(lambda: over() or (len(run.ranks()) > rank and can_be_armed(run.ranks()[rank])), SECONDS)
     run.ranks()[rank].send_signal(signal.SIGUSR1)
     until(lambda: over() or run.blown.exists(), BLOWS)
     if not run.blown.exists():
@@ -129,7 +126,6 @@ KINDS = {
             TORCHRUN: End((1,), False, (LAST_ACTIONS,), None),
         },
         waits=True,
-        seconds=STOPPED,
     ),
     "ctrl-c": _asked(lambda run, _: os.killpg(run.process.pid, signal.SIGINT), signal.SIGINT),
     "hang up": _asked(lambda run, _: run.close_terminal(), signal.SIGHUP),
@@ -144,14 +140,11 @@ def judge(end: End, status: int, said: str, rank: int | None) -> list[str]:
     the run has no ranks."""
     wrong = []
     if (status == 0) if end.statuses is None else (status not in end.statuses):
-        expected = "not 0" if end.statuses is None else " or ".join(map(str, end.statuses))
-        wrong.append(f"status {status}, and not {expected}")
-    names = FAILED.findall(said)
-    allowed = [[]] if end.named is None else [["" if rank is None else str(rank)]]
-    if end.named is False:
-        allowed = [[name] for name in names]  # any, once
-    if names not in allowed:
-        wrong.append(f"named {names}, and not {allowed}")
+        wrong.append(f"status {status}, and not {end.statuses or 'another than 0'}")
+    names, who = FAILED.findall(said), "" if rank is None else str(rank)
+    expected = {True: names == [who], False: len(names) == 1, None: not names}
+    if not expected[end.named]:
+        wrong.append(f"named as failed: {names}; struck: {who}")
     for template in end.words:
         words = template.format(rank=rank)
         if (times := said.count(words)) != 1:

@@ -22,15 +22,12 @@ class Program:
 
     The program must take --workdir and --n_epochs, and with ranks --timeout, and write a checkpoint
     into its workdir at the end of each epoch. Where it has ranks, they are children of the process
-    that the command starts.
-
-    restarts: whether it is also killed and restarted; it must take the options of restart.py.
+    that the command starts. Under torchrun it must also take the options of restart.py.
     """
 
     name: str
     launcher: str
     arguments: tuple[str, ...]
-    restarts: bool = False
 
     def command(
         self, workdir: str, epochs: int, timeout: float, restarts: int = 0,
@@ -53,10 +50,7 @@ def trained(strategy: str) -> tuple[str, ...]:
 
 PROGRAMS = (
     Program("data parallel", OWN, ("project/run_data_parallel.py", *TINY)),
-    Program(
-        "torchrun", TORCHRUN, (*TORCHRUN_COMMAND, "project/run_data_parallel.py", *TINY),
-        restarts=True,
-    ),
+    Program("torchrun", TORCHRUN, (*TORCHRUN_COMMAND, "project/run_data_parallel.py", *TINY)),
     Program(
         "pipeline", ALONE,
         ("project/run_pipeline.py", "--model_parallel_mode=pipeline_parallel", *TINY),
@@ -67,7 +61,7 @@ PROGRAMS = (
     Program("train chunks", OWN, (*trained("pipeline"), "--schedule", "zbv")),
     Program("train traced", OWN, (*trained("pipeline"), "--trace", "--dropout", "0")),
     *(
-        Program(f"torchrun {name}", TORCHRUN, (*TORCHRUN_COMMAND, *trained(name)), restarts=True)
+        Program(f"torchrun {name}", TORCHRUN, (*TORCHRUN_COMMAND, *trained(name)))
         for name in STRATEGIES
     ),
 )  # fmt: skip

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from random import Random
 
 import psutil
-import torch
+from torch import Tensor
 
+from tests.chaos.attempt import Attempt
 from tests.chaos.programs import Program
 from tests.chaos.run import Run, scratch, until
 from tests.project.programs import weights
@@ -31,12 +31,11 @@ RUN = 240.0  # seconds that a run may take, with all its restarts
 class Life:
     """What a run that was left alone, or killed and restarted, has come to."""
 
-    status: int | None
-    seconds: float
-    weights: dict[str, torch.Tensor]
-    said: str
-    left: list[str]
     kills: int
+    seconds: float
+    weights: dict[str, Tensor]
+    wrong: list[str]
+    said: str
 
 
 def live(program: Program, moments: Sequence[tuple[float, int]]) -> Life:
@@ -49,10 +48,13 @@ def live(program: Program, moments: Sequence[tuple[float, int]]) -> Life:
         with Run(command, folder, program.launcher) as run:
             kills = _kill(run, moments)
             run.wait(RUN)
+            seconds, status = time.monotonic() - start, run.process.poll()
+            wrong = [f"left: {what}" for what in run.leftovers()]
+            if status != 0:
+                wrong.append(f"status {status}")
             saved = any(folder.glob("work/checkpoints/*-epoch*"))
             found = weights(folder / "work") if saved else {}
-            seconds = time.monotonic() - start
-            return Life(run.process.poll(), seconds, found, run.said(), run.leftovers(), kills)
+            return Life(kills, seconds, found, wrong, run.said())
 
 
 def _kill(run: Run, moments: Sequence[tuple[float, int]]) -> int:
@@ -80,34 +82,18 @@ def left_alone(program: Program) -> Life:
     return live(program, ())
 
 
-@dataclass
-class Restart:
-    """An attempt: whom to kill when, and what came of it."""
-
-    program: Program
-    random: Random
-    wrong: list[str] = field(default_factory=list)
-    said: str = ""
-    kind = "restart"
-    missed = False
-    came = "not made"
+class Restart(Attempt):
+    """An attempt in which ranks are killed at moments drawn by `random`."""
 
     def make(self) -> None:
         """Does it, and fills in what came of it."""
-        expected = left_alone(self.program)
-        longest = 0.9 * expected.seconds
-        moments = [(self.random.uniform(0, longest), self.random.randrange(2)) for _ in range(3)]
+        alone, draw = left_alone(self.program), self.random
+        longest = 0.9 * alone.seconds
+        moments = [(draw.uniform(0, longest), draw.randrange(2)) for _ in range(RESTARTS)]
         found = live(self.program, moments)
-        self.said = found.said
-        self.wrong = [f"left: {what}" for what in found.left]
-        for who, life in (("the run that nobody killed", expected), ("the run", found)):
-            if life.status != 0:
-                self.wrong.append(f"{who} ended with status {life.status}")
-        if not expected.weights or found.weights.keys() != expected.weights.keys():
-            self.wrong.append(f"weights {list(found.weights)}, and not {list(expected.weights)}")
-        elif unequal := [n for n, w in expected.weights.items() if not w.equal(found.weights[n])]:
+        self.came, self.said = f"{found.kills} kills, {found.seconds:.0f} s", found.said
+        self.wrong = [*found.wrong, *(f"without a kill: {what}" for what in alone.wrong)]
+        if not alone.weights or found.weights.keys() != alone.weights.keys():
+            self.wrong.append(f"weights {list(found.weights)}, and not {list(alone.weights)}")
+        elif unequal := [n for n, w in alone.weights.items() if not w.equal(found.weights[n])]:
             self.wrong.append(f"{len(unequal)} weights differ: {unequal[:5]}")
-        self.came = f"{found.kills} kills, {found.seconds:.0f} s, status {found.status}"
-
-    def __str__(self) -> str:
-        return f"{self.program.name}: {self.kind}, {self.came}"

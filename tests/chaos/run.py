@@ -43,15 +43,11 @@ class Run:
         self.mark = uuid.uuid4().hex
         self.listening: set[tuple[str, int]] = set()  # all that `look` has seen
         self.mapped: set[str] = set()  # shared memory that has a name, likewise
-        environment = {
-            **os.environ,
-            MARK: self.mark,
-            "TMPDIR": str(self.tmp),
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONWARNINGS": "",
-        }
         path = [str(ARM), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(path)
+        environment = {
+            **os.environ, MARK: self.mark, "TMPDIR": str(self.tmp), "HF_HUB_OFFLINE": "1",
+            "PYTHONWARNINGS": "", "PYTHONPATH": os.pathsep.join(path),
+        }  # fmt: skip
         if failure:
             environment |= {"CHAOS_FAILURE": failure, "CHAOS_BLOWN": str(self.blown)}
         self._terminal, theirs = pty.openpty()

@@ -16,7 +16,6 @@ from training.optimization import Optimizers
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 LINE = TINY + "--dropout 0 --n_epochs 2 "
-TAMPERS = {"texts": "--n_train 19", "rate": "--learning_rate 2e-2"}
 
 
 def one_is_other(
@@ -34,46 +33,42 @@ def one_is_other(
             if what == "drift" and rank == 1 and self.steps == 5:  # in the second epoch
                 with torch.no_grad():
                     for p in self.optimizers[0].param_groups[0]["params"]:
-                        p.add_(1e-6)
+                        p.copy_(p.nextafter(p + 1))  # the least change there is
             return reason
 
         patches.setattr(Optimizers, "step", noting)
 
     line += f" --workdir {folder}/host{rank} --world_size {world_size} "
-    _, error = on_rank(rank, world_size, line + (TAMPERS.get(what, "") if rank else ""), tamper)
+    if what.startswith("--") and rank:
+        line += what
+    _, error = on_rank(rank, world_size, line, tamper)
     return error, bool(made)
 
 
 @pytest.mark.parametrize(
-    ("program", "what", "named"),
+    ("line", "what", "said", "makes_a_step"),
     [
-        ("run_data_parallel", "texts", "--n_train (rank 1 against rank 0), the train data"),
-        ("train pipeline", "rate", "--learning_rate"),
+        (
+            f"run_data_parallel {LINE}", "--n_train 19",
+            "not the same on all ranks: --n_train (rank 1 against rank 0), the train data (rank 1 "
+            "against rank 0); every host needs ", False,
+        ),
+        (
+            f"train ddp --n_epochs 2 {VGG}", "drift",
+            "replicas differ in epoch 2: conv1_1.weight (rank 1 against rank 0)", True,
+        ),
+        (  # whose stages have one parameter in common
+            f"train pipeline --balance 1,1 {LINE}", "drift",
+            "replicas differ in epoch 2: transformer.wte.weight (rank 1 against rank 0)", True,
+        ),
     ],
-)
-def test_another_start_is_named_before_the_first_step(
-    ranks: Ranks, program: str, what: str, named: str
+)  # fmt: skip
+def test_ranks_that_differ_end_the_run(
+    ranks: Ranks, line: str, what: str, said: str, makes_a_step: bool
 ) -> None:
-    said = f"not the same on all ranks: {named} (rank 1 against rank 0); every host needs "
-    for error, made_a_step in ranks.run(one_is_other, Path.cwd(), f"{program} {LINE}", what):
+    for error, made_a_step in ranks.run(one_is_other, Path.cwd(), line, what):
         assert error is not None and error.startswith(said)
-        assert not made_a_step
-
-
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [
-        ("train ddp --n_epochs 2 " + VGG, "conv1_1.weight"),
-        ("train pipeline --balance 1,1 " + LINE, "transformer.wte.weight"),  # tied: on both stages
-    ],
-)
-def test_replicas_that_come_apart_end_the_run_with_the_epoch(
-    ranks: Ranks, line: str, name: str
-) -> None:
-    expected = f"replicas differ in epoch 2: {name} (rank 1 against rank 0)"
-    for error, made_a_step in ranks.run(one_is_other, Path.cwd(), line, "drift"):
-        assert error is not None and error.startswith(expected)
-        assert made_a_step
+        assert made_a_step == makes_a_step
 
 
 def test_hosts_need_no_common_folder(ranks: Ranks) -> None:
@@ -81,6 +76,5 @@ def test_hosts_need_no_common_folder(ranks: Ranks) -> None:
     Path("host1").mkdir()
     other = [{"de": "Zwölf Boxkämpfer jagen Viktor.", "en": "Twelve boxers chase Viktor."}] * 9
     train_tokenizer(other, 300, "de", "en").save_pretrained("host1")
-    assert (
-        ranks.run(one_is_other, Path.cwd(), "run_data_parallel " + LINE, "") == [(None, True)] * 2
-    )
+    said = ranks.run(one_is_other, Path.cwd(), f"run_data_parallel {LINE}", "--timeout 50")
+    assert said == [(None, True)] * 2

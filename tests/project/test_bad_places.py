@@ -16,28 +16,29 @@ from training import workdir
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
+UNLIMITED = resource.RLIM_INFINITY
+
 
 @contextmanager
 def full_disk(room: int) -> Iterator[None]:
     """Lets no file become larger: who writes more, Python or Rust, is told so by the system."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.usefixtures("no_run_begins")
-@pytest.mark.parametrize("program", ["run_data_parallel", "run_pipeline", "train ddp"])
-def test_before_a_run_begins(program: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_before_a_run_begins(capfd: pytest.CaptureFixture[str]) -> None:
     Path("file").touch()
     Path("work").mkdir()
     Path("work/checkpoints").touch()
-    for work, room, place, reason in (
-        ("there", 10_000, "there", "File too large"),
-        ("file/here", resource.RLIM_INFINITY, "file/here", "Not a directory"),
-        ("work", resource.RLIM_INFINITY, "work/checkpoints", "File exists"),
+    for program, work, room, place, reason in (
+        ("run_data_parallel", "there", 10_000, "there", "File too large"),
+        ("run_pipeline", "file/here", UNLIMITED, "file/here", "Not a directory"),
+        ("train ddp", "work", UNLIMITED, "work/checkpoints", "File exists"),
     ):
         with full_disk(room):
             assert ended(f"{program} --workdir {work}", capfd) == (

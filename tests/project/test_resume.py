@@ -36,28 +36,23 @@ LINE = TINY + (
     "--n_epochs 2 --max_grad_norm 0.5 --lr_scheduler cosine --warmup_steps 2 --n_test 2 "
     "--dropout 0.1 "
 )
-
-
-def outcome(workdir: str) -> tuple[Any, ...]:
-    """What a run has computed, less the times: losses, results, weights."""
-    found = summary(workdir)
-    timed = {"training_time", "tokens_per_sec", "real_tokens_per_sec"}
-    results: dict[str, Any] = {}
-    for path in Path(workdir).glob("*_epoch?.json"):
-        content = read_json(path)
-        if isinstance(content, dict):
-            content = {key: value for key, value in content.items() if key not in timed}
-        results[path.name] = content
-    bits = {n: (t.dtype, t.numpy().tobytes()) for n, t in weights(workdir).items()}
-    return found["loss"], results, bits
-
-
+# Data parallelism by buckets: tests/project/test_program.py, with a rank that is killed.
 SAME_LAYOUT = [
-    (f"run_data_parallel {LINE} --gradient_sync flat --num_microbatches 2", 2),
     ("train fsdp {text} --dropout 0.1", 2),
     (f"train ddp {VGG} --n_epochs 2 --momentum 0.5", 2),
     (f"run_pipeline {FLOW} {LINE} --schedule 1f1b --n_chunk 3 --balance 1,1 --async_save", 1),
 ]
+
+
+def outcome(workdir: Path) -> tuple[Any, ...]:
+    """What a run has computed, less the times: losses, results, weights."""
+    results = {path.name: read_json(path) for path in workdir.glob("*_epoch?.json")}
+    for content in results.values():
+        for timed in ("training_time", "tokens_per_sec", "real_tokens_per_sec"):
+            if isinstance(content, dict):
+                content.pop(timed, None)
+    bits = {n: (t.dtype, t.numpy().tobytes()) for n, t in weights(workdir).items()}
+    return summary(workdir)["loss"], results, bits
 
 
 @pytest.mark.parametrize(("line", "n"), SAME_LAYOUT, ids=[line for line, _ in SAME_LAYOUT])
@@ -66,16 +61,14 @@ def test_with_the_same_layout_bit_for_bit(
 ) -> None:
     """Interrupted in the first epoch, a step after a checkpoint."""
     on = ranks if n == 2 else None
-    if "{text}" in line:
-        line = line.format(text=learned("text").line)
-    for folder, stops in (("whole", [None]), ("parts", [3, None])):
-        workdir = Path(folder).resolve()
+    line = line.format(text=learned("text").line)
+    whole, parts = Path("whole").resolve(), Path("parts").resolve()
+    for workdir, stop_at in ((whole, None), (parts, 3), (parts, None)):
         where = f"--workdir {workdir} --save_every 2 --resume"
-        for stop_at in stops:
-            printed, error = run(f"{line} {where}", on, stop_at=stop_at)
-            assert error is None, printed
-        assert len(summary(folder)["loss"]) == len(summary(folder)["step_seconds"]) == 8
-    assert outcome("parts") == outcome("whole")
+        printed, error = run(f"{line} {where}", on, stop_at=stop_at)
+        assert error is None, printed
+    assert len(summary(parts)["loss"]) == len(summary(parts)["step_seconds"]) == 8
+    assert outcome(parts) == outcome(whole)
 
 
 # Each of which drops what one process does, a step or so.
@@ -172,19 +165,15 @@ def test_steps_that_are_left_out_are_null_and_counted_through_a_resume(ranks: Ra
     assert error is not None and "step 1 of 4" in error and "as were 19 before it" in error
 
 
-def _ruin(_: int, patches: pytest.MonkeyPatch) -> None:
-    patches.setattr(Recipe, "learning_rate_at", lambda _, step: 1e30 if step == 2 else 1e-2)
-
-
-def test_ruined_weights_leave_the_last_good_ones(ranks: Ranks) -> None:
+def test_ruined_weights_end_a_run_and_leave_the_last_good_ones() -> None:
     """The third step is finite, and what it has made of the weights is saved; the fourth is not."""
-    line = f"run_data_parallel {TINY} --n_epochs 1 --save_every 1 --keep 1"
-    _, error = run(line, ranks, _ruin)
-    assert error is not None and error.startswith("epoch 1, step 4 of 4: the ")
+
+    def ruin(_: int, patches: pytest.MonkeyPatch) -> None:
+        patches.setattr(Recipe, "learning_rate_at", lambda _, step: 1e30 if step == 2 else 1e-2)
+
+    line = f"run_pipeline {FLOW} {TINY} --n_epochs 1 --save_every 1 --keep 1"
+    _, error = run(line, None, ruin)
+    assert error is not None
+    assert error.startswith("epoch 1, step 4 of 4: the loss is nan; try ")
     assert names_in("work/checkpoints") == ["000002-epoch0-step2", "000003-epoch0-step3"]
     assert list(Path("work").glob("*results*")) == []
-
-
-def test_a_loss_that_is_not_a_number_ends_a_run_of_threads() -> None:
-    _, error = run(f"run_pipeline {FLOW} {TINY} --learning_rate 1e30")
-    assert error is not None and error.startswith("epoch 1, step 2 of 4: the loss is nan; try ")

@@ -27,17 +27,14 @@ def describe(world: World, folder: Path, *_: object) -> None:
     dist.all_reduce(total)
     process = psutil.Process()
     listening = [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+    device = str(world.device)
     known = {
-        "rank": world.rank,
-        "world_size": world.world_size,
-        "local_rank": world.local_rank,
-        "device": str(world.device),
-        "is_main": world.is_main,
+        "place": [world.rank, world.world_size, world.local_rank, device, world.is_main],
         "sum": total.item(),
         "cores": process.cpu_affinity(),
         "threads": torch.get_num_threads(),
         "listening": listening,
-        "all ips": [c.laddr.ip for c in process.net_connections()],
+        "ips": [c.laddr.ip for c in process.net_connections()],
         "returned": [returned(process, size << 20) for size in (16, 48)],
     }
     dist.barrier()  # nobody has left while another looks for its sockets
@@ -65,14 +62,12 @@ def user_error(_: World) -> None:
 
 
 def meet(world: World, folder: Path) -> NoReturn:
-    """Writes down whom the ranks have met: the parents of all, and of rank 0; and stays."""
+    """Writes down whom the ranks have met, by the parents of all; and stays."""
     parent = torch.tensor([os.getppid()])
     parents = [torch.zeros_like(parent) for _ in range(world.world_size)]
     dist.all_gather(parents, parent)
-    dist.broadcast(parent, 0)
-    met = [int(p) for p in (*parents, parent)]
     aside = folder / f".{world.rank}"
-    aside.write_text(json.dumps(met))
+    aside.write_text(json.dumps([int(p) for p in parents]))
     aside.rename(folder / f"{world.rank}.json")
     while True:
         threading.Event().wait()
