@@ -45,30 +45,17 @@ class Three(nn.Module):
         return {"y": sign * last + self.shift, "z": last.sum(-1)}
 
 
-class Block(nn.Module):
-    """A ResNet's: B C H W."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(width)
-        self.second = nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu_(x + self.second(F.relu(self.norm(self.first(x)), inplace=True)))
-
-
 class ResNet(nn.Module):
+    """One block. B C H W."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3)
-        self.blocks = nn.ModuleList(Block(4) for _ in range(2))
-        self.head = nn.Linear(4, 5)
+        self.stem, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.head = nn.BatchNorm2d(4), nn.Linear(4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
+        x = F.relu_(x + self.second(F.relu(self.norm(x), inplace=True)))
         return self.head(x.mean((2, 3)))
 
 
@@ -94,10 +81,6 @@ def loss_of_all(output: Any, target: Tensor) -> Tensor:
     )
 
 
-def loss_of_images(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output, target, reduction="sum")
-
-
 def loss_of_tokens(output: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1), target.flatten(), reduction="sum")
 
@@ -107,16 +90,12 @@ Case = tuple[Callable[[], nn.Module], Any, Any, Any, Any, list[str]]
 CASES: dict[str, Case] = {
     "three": (
         partial(made, Three), {"scale": noise(1), "x": noise(1, 4), "sign": -1},
-        {"x": noise(5, 4), "scale": noise(5), "sign": -1}, noise(5), loss_of_all, ["c"],
-    ),
-    "skips a stage": (
-        partial(made, Three), (noise(3, 4), noise(3)), (noise(3, 4), noise(3)), noise(3),
-        loss_of_all, ["b", "drop"],
+        {"x": noise(5, 4), "scale": noise(5), "sign": -1}, noise(5), loss_of_all, ["b", "drop"],
     ),
     "resnet": (
         partial(made, ResNet), noise(2, 3, 6, 6), noise(7, 3, 8, 5),
-        torch.tensor([0, 1, 2, 3, 4, 0, 1]), loss_of_images,
-        ["blocks.1.second"],  # the shortcut of a block crosses
+        torch.tensor([0, 1, 2, 3, 4, 0, 1]), partial(F.cross_entropy, reduction="sum"),
+        ["second"],  # the shortcut crosses
     ),
     "gpt2": (
         partial(gpt2, blocks=1), {"input_ids": ids(2, 3), "use_cache": False},
@@ -141,10 +120,7 @@ def plain(case: Case, num_microbatches: int) -> dict[str, Any]:
             return t.tensor_split(num_microbatches)[i]
 
         given, wanted = pytree.tree_map_only(Tensor, part, (x, target))
-        if isinstance(given, dict):
-            output = module(**given)
-        else:
-            output = module(*given) if isinstance(given, tuple) else module(given)
+        output = module(**given) if isinstance(given, dict) else module(given)
         loss = loss_fn(output, wanted)
         loss.backward()
         total += loss.detach()
@@ -191,12 +167,13 @@ def _on_ranks(rank: int, _: int) -> dict[str, Any]:
         def initialize(key: str, tensor: Tensor, values: Any = values) -> None:
             tensor.copy_(values[key])
 
-        sizes = [1, 1]
+        sizes = [1, len(stages) - 1]
         with ProcessPipe(stages, sizes, model=module, initialize=initialize, timeout=20) as pipe:
             loss = pipe.train_step(x, target, loss_fn, "1f1b", num_microbatches=3)
-            buffers = {n: b for n, b in stages[rank].named_buffers() if not b.is_meta}
+            every = (item for stage in stages for item in stage.named_buffers())
+            buffers = {n: b for n, b in every if not b.is_meta}
             own = {n: p.grad for n, p in pipe.named_parameters().items()}
-        assert all(p.is_meta for p in stages[1 - rank].parameters())  # no memory for another's
+        assert all(p.is_meta for p in stages[rank - 1].parameters())  # no memory for another's
         found[name] = own | buffers | {"loss": loss}
     return found
 
