@@ -42,6 +42,7 @@ SIZES = {1: (6,), 2: (2, 4), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6}
 EVERY = [(name, 1) for name in catalogue.ONE_EACH] + [
     ("interleaved", 2), ("interleaved", 3), ("zbv", 2), ("vhalf", 2), ("vmin", 2),
 ]  # fmt: skip
+NUMBERS = (1, 3, 4)  # of micro-batches: fewer than ranks, a multiple of them, and neither
 Found = dict[str, Any]
 
 
@@ -60,6 +61,10 @@ def ordered(found: Found) -> Found:
     return dict(sorted(found.items()))
 
 
+def schedules(n: int) -> list[tuple[str, int]]:
+    return [(name, v) for name, v in EVERY if n * v in SIZES]
+
+
 def of(pipe: ProcessPipe) -> Found:
     return {name: p.grad for name, p in pipe.named_parameters().items()}
 
@@ -71,16 +76,12 @@ def model() -> nn.Sequential:
     """A tower with dropout in nested layers, whose number seeds what they draw; and with a weight
     that three layers share, on up to three ranks."""
     layers, shared = tower(), nn.Linear(8, 8, dtype=torch.float64)
-    layers[1] = nn.Sequential(nn.Dropout(0.3), nn.Sequential(), nn.Sequential(shared))
+    inner = nn.Sequential(shared, nn.Dropout(0.3))
+    layers[1] = nn.Sequential(nn.Dropout(0.3), nn.Sequential(), inner)
     layers[4] = nn.Linear(8, 8, dtype=torch.float64)
     layers[2].weight = layers[4].weight = shared.weight
     layers[5] = nn.Linear(8, 3, dtype=torch.float64)
     return layers
-
-
-def cases(n: int) -> list[tuple[str, int, int]]:
-    """Schedule, chunks, micro-batches: fewer than ranks, a multiple of them, and neither."""
-    return [(name, v, m) for name, v in EVERY if n * v in SIZES for m in (1, 3, 4)]
 
 
 def in_threads(n: int, name: str, v: int, m: int) -> tuple[Found, list[int]]:
@@ -105,7 +106,7 @@ def one_f_one_b(num_stages: int, m: int) -> Found:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_threads_give_the_bits_of_1f1b_and_hold_what_the_schedule_says(n: int) -> None:
-    for name, v, m in cases(n):
+    for (name, v), m in product(schedules(n), NUMBERS):
         found, held = in_threads(n, name, v, m)
         assert_same_bits(found, one_f_one_b(n * v, m))
         assert held == sched.peak_alive(catalogue.find(name, v)(n, m)), (name, v, m)
@@ -118,8 +119,7 @@ def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
     x = x if rank == 0 else x.to("meta")  # the others only look at the shape
     groups = [dist.new_group() for _ in range(2)] if way == "bodies apart" else []
     results: dict[Any, Found] = {}
-    every = dict.fromkeys((name, v) for name, v, _ in cases(n))  # in one order on all ranks
-    for name, v in every if way == "memory" else EVERY[:5]:
+    for name, v in schedules(n) if way == "memory" else EVERY[:5]:
         ranks, share = catalogue.places(name, n, v), way == "memory"
         with ProcessPipe(
             model(), SIZES[n * v], ranks=ranks, share_memory=share, timeout=20
@@ -128,7 +128,7 @@ def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
                 link: Any = pipe._neighbours._links[1 - rank]
                 link._bodies = groups if rank == 0 else groups[::-1]
             seen: list[tuple[str, Tensor]] = []
-            for m in (1, 3, 4):
+            for m in NUMBERS:
                 pipe.module.zero_grad()
                 torch.manual_seed(5)
                 loss = pipe.train_step(x, y, square_error, name, m, scale=0.125)

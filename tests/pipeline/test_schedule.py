@@ -130,15 +130,6 @@ def test_a_v_holds_and_idles_as_promised_on_every_rank(n: int, m: int) -> None:
         assert n > 1 or sched.bubble(lists["zbv"]) == 0
 
 
-def test_a_slow_stage_is_waited_for() -> None:
-    """Two stages, two micro-batches, forward 1 and 2, backward 1 and 2."""
-    rows = simulate(sched.gpipe(2, 2), lambda action: 1.0 + action.stage)
-    assert [[(str(t.action), t.start, t.end) for t in row] for row in rows] == [
-        [("F0", 0, 1), ("F1", 1, 2), ("B0", 7, 8), ("B1", 9, 10)],
-        [("F0", 1, 3), ("F1", 3, 5), ("B0", 5, 7), ("B1", 7, 9)],
-    ]
-
-
 F0, F1, B0, B1 = (Action(kind, 1, i) for kind in (FORWARD, BACKWARD) for i in (0, 1))
 FIRST, LAST = sched.gpipe(2, 2)
 

@@ -23,6 +23,7 @@ from tests.pipeline.pipeline_models import (
     assert_same_bits,
     gpt2,
     gradients,
+    sentences,
     square_error,
 )
 from tests.ranks import Ranks
@@ -69,28 +70,21 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def ids(*shape: int) -> Tensor:
-    return torch.randint(40, shape, generator=torch.Generator().manual_seed(7))
-
-
-def loss_of_all(output: Any, target: Tensor) -> Tensor:
-    """Every output counts, and differently."""
-    return sum(
-        (weight * (value.reshape(len(value), -1).sum(1) - target).square()).sum()
-        for weight, value in enumerate(output.values(), 1)
-    )
+def loss_of_both(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return (output["y"].sum(1) + 2 * output["z"] - target).square().sum()
 
 
 def loss_of_tokens(output: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1), target.flatten(), reduction="sum")
 
 
+IDS, LABELS, _ = sentences()
 Case = tuple[Callable[[], nn.Module], Any, Any, Any, Any, list[str]]
 # A module, an example input, a batch of another size and its target, the loss, where to cut.
 CASES: dict[str, Case] = {
     "three": (
         partial(made, Three), {"scale": noise(1), "x": noise(1, 4), "sign": -1},
-        {"x": noise(5, 4), "scale": noise(5), "sign": -1}, noise(5), loss_of_all, ["b", "drop"],
+        {"x": noise(5, 4), "scale": noise(5), "sign": -1}, noise(5), loss_of_both, ["b", "drop"],
     ),
     "resnet": (
         partial(made, ResNet), noise(2, 3, 6, 6), noise(7, 3, 8, 5),
@@ -98,9 +92,8 @@ CASES: dict[str, Case] = {
         ["second"],  # the shortcut crosses
     ),
     "gpt2": (
-        partial(gpt2, blocks=1), {"input_ids": ids(2, 3), "use_cache": False},
-        {"input_ids": ids(5, 7), "use_cache": False}, ids(5, 7), loss_of_tokens,
-        ["transformer.h.0.mlp"],
+        partial(gpt2, blocks=1), {"input_ids": IDS[:2, :3], "use_cache": False},
+        {"input_ids": IDS, "use_cache": False}, LABELS, loss_of_tokens, ["transformer.h.0.mlp"],
     ),
 }  # fmt: skip
 
