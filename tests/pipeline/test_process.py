@@ -22,7 +22,7 @@ from pipeline import schedule as sched
 from pipeline.partition import place
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
-from pipeline.schedule import Action, Kind
+from pipeline.schedule import Action
 from runtime.mesh import make_mesh
 from tests.pipeline.pipeline_models import (
     assert_close,
@@ -257,15 +257,12 @@ def test_the_recorder_sees_what_a_rank_did_and_gradients_leave_before_weights_ar
 
 def random_schedule(n: int, m: int, seed: int) -> sched.Schedule:
     """Any order that can run: again and again one of the actions that are ready."""
-    chooser, done = random.Random(seed), set[Action]()
-    schedule: sched.Schedule = [[] for _ in range(n)]
-    kinds, stages, microbatches = (Kind.FORWARD, Kind.BACKWARD), range(n), range(m)
-    left = [Action(*action) for action in product(kinds, stages, microbatches)]
+    chooser, schedule = random.Random(seed), [list[Action]() for _ in range(n)]
+    left = [action for actions in sched.gpipe(n, m) for action in actions]
     while left:
-        ready = [a for a in left if done.issuperset(sched.dependencies(a, n))]
+        ready = [a for a in left if not {*left}.intersection(sched.dependencies(a, n))]
         action = chooser.choice(ready)
         left.remove(action)
-        done.add(action)
         schedule[action.stage].append(action)
     return schedule
 
@@ -291,38 +288,35 @@ def test_random_schedules_never_wait_for_each_other_in_a_circle(
             assert_close(found, expected)
 
 
-def _averaging(rank: int, _: int) -> list[tuple[list[bool], dict[str, Any]]]:
-    """Of two replicas of one stage, by schedule: of the buckets, a parameter each, whether their
-    exchange started before the last backward ended; and the mean gradients, by name."""
-    mesh, found = make_mesh(2, 1, 1, 20.0), []
+def _averaging(rank: int, _: int, schedule: str) -> tuple[list[bool], Found]:
+    """Of two replicas of one stage: of the buckets, a parameter each, whether their exchange
+    started before the last backward ended; and the mean gradients."""
+    mesh, events = make_mesh(2, 1, 1, 20.0), list[Any]()
     x, y = (t.chunk(2)[rank] for t in batch(8))
-    for schedule in ("1f1b", "zb"):  # whole backwards, and halves
-        events: list[Any] = []
 
-        def note(*event: Any, events: list[Any] = events) -> None:
-            events.append(event)
+    def note(*event: Any) -> None:
+        events.append(event)
 
-        group = mesh.pipeline.group
-        with ProcessPipe(tower(), [6], group=group, recorder=note, timeout=20) as pipe:
-            buckets = GradientBuckets(
-                pipe.parameters(), mesh.data.group, bucket_bytes=1, recorder=note
-            )
-            pipe.train_step(x, y, square_error, schedule, 2)
-            buckets.finish()
-            last = max(end for kind, *_, end in events if kind in "BW")
-            early = [start < last for kind, *_, start, _ in events if kind == "all_reduce"]
-            found.append((early, of(pipe)))
-    return found
+    group = mesh.pipeline.group
+    with ProcessPipe(tower(), [6], group=group, recorder=note, timeout=20) as pipe:
+        parameters, replicas = pipe.parameters(), mesh.data.group
+        buckets = GradientBuckets(parameters, replicas, bucket_bytes=1, recorder=note)
+        pipe.train_step(x, y, square_error, schedule, 2)
+        buckets.finish()
+        last = max(end for kind, *_, end in events if kind in "BW")
+        return [start < last for kind, *_, start, _ in events if kind == "all_reduce"], of(pipe)
 
 
-def test_replicas_exchange_gradients_while_the_last_backward_runs(ranks: Ranks) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])  # whole backwards, and halves
+def test_replicas_exchange_gradients_while_the_last_backward_runs(
+    ranks: Ranks, schedule: str
+) -> None:
     """Layer by layer, each when its own part of the backward has ended."""
     sums = in_one_process(tower(), *batch(8))
     mean = {name: g / 2 for name, g in sums.items() if name != "loss"}
-    for answer in ranks.run(_averaging):
-        for early, found in answer:
-            assert early == [True] * len(mean)
-            assert_close(found, mean)
+    for early, found in ranks.run(_averaging, schedule):
+        assert early == [True] * len(mean)
+        assert_close(found, mean)
 
 
 def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[int]]:
