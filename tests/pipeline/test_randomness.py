@@ -96,12 +96,6 @@ CALLS: dict[str, Any] = {
     "overload": lambda x: torch.ops.aten.bernoulli.default(x * 0.5),
     "dirichlet": lambda x: torch.distributions.Dirichlet(x).rsample(),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=True),
-    "grouped attention": lambda x: F.scaled_dot_product_attention(
-        x.expand(4, 3, 5, 8).transpose(0, 1), x[:, None], x[:, None], dropout_p=0.5, enable_gqa=True
-    ),
-    "fractional": lambda _: F.fractional_max_pool2d(
-        torch.arange(256.0).view(1, 1, 16, 16), 2, output_size=7
-    ),
     "LSTM": nn.LSTM(8, 8, 2, dropout=0.5),
 }
 
