@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from transformers.pytorch_utils import Conv1D
 
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
@@ -204,10 +205,10 @@ def test_dropout_is_that_of_the_mode_and_of_layers_called_by_hand() -> None:
 
 def test_the_gradients_of_traced_products_can_come_later() -> None:
     """Zero bubble: the first half of the backward makes no weight gradient of a matrix product."""
-    example = {"x": noise(2, 4), "scale": noise(2)}
-    stage = Stage(0, split(made(Three), example, []), torch.device("cpu"))
-    output = stage.forward(0, example)
-    stage.backward_input(0, [torch.ones_like(t) for t in output.values()])
+    layers = made(lambda: nn.Sequential(nn.Linear(4, 6), Conv1D(3, 6)))  # one as GPT-2's
+    stage = Stage(0, split(layers, noise(2, 4), []), torch.device("cpu"))
+    output = stage.forward(0, noise(2, 4))
+    stage.backward_input(0, [torch.ones_like(output)])
     assert stage.take_gradients() == {}
     stage.backward_weight(0)
     assert list(stage.take_gradients()) == stage.parameters
