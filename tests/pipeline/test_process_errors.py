@@ -183,7 +183,7 @@ def _talk(rank: int, _: int, share: bool) -> None:
             link.put("last", "words")
             link.flush()
             return
-        assert not share or len(link._buffers) == 2  # used again
+        assert not share or len(link._buffers) <= 2  # used again
         time.sleep(0.5)  # it has hung up
         assert link.get("last") == "words"
         with pytest.raises(PeerError, match="it has ended"):
