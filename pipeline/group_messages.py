@@ -152,9 +152,9 @@ def open_group_links(
                 ways = bodies if rank < peer else bodies[::-1]
                 links[peer] = GroupLink(heads, ways, members[peer], device, groups)
             if rank == begin:  # the first message connects, before anybody computes
-                links[peer].send(Message(torch.zeros(1, device=device)))
+                links[peer].put("hello", torch.zeros(1, device=device))
             else:
-                links[peer].receive()
+                links[peer].get("hello")
     return links
 
 

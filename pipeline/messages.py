@@ -30,21 +30,50 @@ class PeerError(dist.DistError):
     torch's own errors of this kind: the cause is on another rank."""
 
 
-class Message:
+class Message(pickle.Pickler):
     """A value to send: its ``head``, and a body of ``nbytes``."""
 
     def __init__(self, value: Any) -> None:
         file = io.BytesIO()
-        pickler = _Pickler(file)
-        pickler.dump(value)
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.nbytes = 0
+        self._tensors: dict[int, Any] = {}  # by id: its data to send, its place, itself
+        self.dump(value)
         self.head = file.getvalue()
-        self.nbytes = pickler.nbytes
-        self._tensors = pickler.tensors
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._tensors:
+            base = _unexpanded(value.detach())  # what is sent: one copy of repeated values
+            # offset in the body, and layout there: see `_at`
+            place = (self.nbytes, tuple(base.shape), _strides(base), base.dtype)
+            self._tensors[id(value)] = base, place, value  # kept alive, so its id stays unique
+            # an empty tensor takes bytes too: its place is its key on the other side
+            self.nbytes += max(ALIGNMENT, aligned(base.numel() * base.itemsize))
+        return self._tensors[id(value)][1], tuple(value.shape), value.requires_grad
 
     def write(self, body: Tensor) -> None:
         """Copy the tensors into ``body``, a tensor of bytes."""
         for tensor, place, _ in self._tensors.values():
             _at(body, *place).copy_(tensor)
+
+
+class _Received(pickle.Unpickler):
+    """A value on the other side. Its tensors are views of ``body``."""
+
+    def __init__(self, head: bytes, body: Tensor) -> None:
+        super().__init__(io.BytesIO(head))
+        self._body = body
+        self._tensors: dict[Any, Tensor] = {}  # by place
+
+    def persistent_load(self, entry: Any) -> Tensor:
+        place, shape, requires_grad = entry
+        if place not in self._tensors:  # else it came before: the same tensor
+            tensor = _at(self._body, *place).expand(shape)
+            # They share one body, but a write to one must not count for all: hence `data`.
+            self._tensors[place] = tensor.data.requires_grad_(requires_grad)
+        return self._tensors[place]
 
 
 class Link:
@@ -63,7 +92,7 @@ class Link:
     def get(self, key: Any) -> Any:
         """Wait for the value sent under ``key``."""
         while key not in self._early:
-            arrived, value = read(*self.receive())
+            arrived, value = _Received(*self.receive()).load()
             self._early[arrived] = value
         return self._early.pop(key)
 
@@ -84,45 +113,6 @@ class Link:
     def close(self) -> None:
         """Hang up."""
         raise NotImplementedError
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.nbytes = 0
-        self.tensors: dict[int, Any] = {}  # by id: its data to send, its place, itself
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return None
-        if id(value) not in self.tensors:
-            base = _unexpanded(value.detach())  # what is sent: one copy of repeated values
-            # offset in the body, and layout there: see `_at`
-            place = (self.nbytes, tuple(base.shape), _strides(base), base.dtype)
-            self.tensors[id(value)] = base, place, value  # kept alive, so its id stays unique
-            # an empty tensor takes bytes too: its place is its key on the other side
-            self.nbytes += max(ALIGNMENT, aligned(base.numel() * base.itemsize))
-        return self.tensors[id(value)][1], tuple(value.shape), value.requires_grad
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, head: bytes, body: Tensor) -> None:
-        super().__init__(io.BytesIO(head))
-        self._body = body
-        self._tensors: dict[Any, Tensor] = {}  # by place
-
-    def persistent_load(self, entry: Any) -> Tensor:
-        place, shape, requires_grad = entry
-        if place not in self._tensors:  # else it came before: the same tensor
-            tensor = _at(self._body, *place).expand(shape)
-            # They share one body, but a write to one must not count for all: hence `data`.
-            self._tensors[place] = tensor.data.requires_grad_(requires_grad)
-        return self._tensors[place]
-
-
-def read(head: bytes, body: Tensor) -> Any:
-    """The value. Its tensors are views of ``body``."""
-    return _Unpickler(head, body).load()
 
 
 def _at(

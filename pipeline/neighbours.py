@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -91,15 +91,15 @@ class Neighbours:
     ) -> None:
         self.rank, self._last, self._group, self._acting = rank, ranks[-1], group, acting
         self._tied = {name: users for name, users in sorted(tied.items()) if rank in users}
+        linked = [*pairwise(ranks), *pairwise(range(max(ranks) + 1))]  # the latter for `from_last`
+        linked += [pair for users in tied.values() for pair in combinations(users, 2)]
         # the lower rank first
-        pairs = {(min(ends), max(ends)) for ends in pairwise(ranks) if ends[0] != ends[1]}
-        pairs |= {(r, r + 1) for r in range(max(ranks))}  # for `from_last`
-        pairs |= {(a, b) for users in tied.values() for a in users for b in users if a < b}
+        pairs = sorted({(min(pair), max(pair)) for pair in linked if pair[0] != pair[1]})
         links: Mapping[int, Link] | None = None if pairs else {}  # one rank alone: no links
         if links is None and share_memory and device.type == "cpu":
-            links = open_shared_links(sorted(pairs), group, timeout)  # None: on several machines
+            links = open_shared_links(pairs, group, timeout)  # None: on several machines
         if links is None:  # all ranks agree on this
-            links = open_group_links(sorted(pairs), group, device, timeout)
+            links = open_group_links(pairs, group, device, timeout)
         self._links = links  # by peer
         # For `Dataflow`: activations into stage s, and gradients out of it.
         self.up: dict[int, Channel] = {}

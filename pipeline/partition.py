@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, TypeGuard
 
@@ -166,34 +167,33 @@ def balance(costs: Sequence[float], num_stages: int) -> list[int]:
             f"{num_stages} stages for {L} layers: every stage needs a layer, so 1 to {L} stages"
         )
     before = [0.0, *accumulate(costs)]  # before[k]: cost of the first k layers
-    worst = before[:]  # worst[k]: costliest stage of the best cut of the first k layers
-    cuts: list[list[int]] = []  # per number of stages, by k: the layers before the last stage
-    for n in range(2, num_stages + 1):
-        previous, worst, cut = worst, [float("inf")] * (L + 1), [0] * (L + 1)
-        for k in range(n, L + 1):  # a layer per stage at least
-            cut[k] = min(range(n - 1, k), key=lambda c: max(previous[c], before[k] - before[c]))
-            worst[k] = max(previous[cut[k]], before[k] - before[cut[k]])
-        cuts.append(cut)
-    sizes, end = [], L
-    for cut in reversed(cuts):  # from the last stage to the second
-        sizes.append(end - cut[end])
-        end = cut[end]
-    return [end, *reversed(sizes)]  # end: what is left for the first
+
+    @cache
+    def best(k: int, n: int) -> tuple[float, list[int]]:
+        """Of the best cut of the first k layers into n stages: the costliest stage, all sizes."""
+        if n == 1:
+            return before[k], [k]
+
+        def costliest(c: int) -> float:
+            """With c layers before the last stage."""
+            return max(best(c, n - 1)[0], before[k] - before[c])
+
+        cut = min(range(n - 1, k), key=costliest)  # a layer per stage at least
+        return costliest(cut), [*best(cut, n - 1)[1], k - cut]
+
+    return best(L, num_stages)[1]
 
 
 def measure_costs(
-    layers: Sequence[nn.Module],
-    sample: Any,
-    loss_fn: Callable[[Any], Tensor] | None = None,
-    repeats: int = 3,
+    layers: Sequence[nn.Module], sample: Any, loss_fn: Callable[[Any], Tensor]
 ) -> list[float]:
-    """Seconds of forward and backward of each layer, the least of ``repeats`` after a warm-up.
+    """Seconds of forward and backward of each layer, the least of three after a warm-up.
 
     ``sample`` is a micro-batch; ``loss_fn(output)`` counts towards the last layer. ``.grad`` does
     not change. The clock is read after waiting for the GPU.
     """
     rounds = []
-    for _ in range(repeats + 1):  # over all layers: a short disturbance spoils one round of a few
+    for _ in range(1 + 3):  # over all layers: a short disturbance spoils one round of a few
         value, times = sample, []
         for k, layer in enumerate(layers):
             start = time.perf_counter()

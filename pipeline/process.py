@@ -126,7 +126,6 @@ class ProcessPipe:
         self.recorder = recorder
         self.device = torch.device(device)
         self.layers = layers
-        self.peak_alive = 0
         self._parts = split_into(layers, sizes)  # by stage, other ranks' too
         self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
         self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
@@ -240,10 +239,6 @@ class ProcessPipe:
         """The ranks that hold a parameter: several if it is tied."""
         return self._users[name]
 
-    def train(self, mode: bool = True) -> None:
-        """Sets the mode of all layers, like nn.Module.train."""
-        self.layers.train(mode)
-
     @contextmanager
     def _step(self) -> Iterator[None]:
         """An error inside is reported to the neighbours, and by them to theirs."""
@@ -293,7 +288,7 @@ class ProcessPipe:
         flow = Dataflow(stages, up, down, losses, self.recorder)
         for i, value in enumerate(inputs):
             up[0].put(i, value)  # without stage 0 on this rank, nobody takes it
-        self.peak_alive = flow.run(self._halved(lists[self.rank]))  # on the calling thread
+        flow.run(self._halved(lists[self.rank]))  # on the calling thread
         last = self.rank == self.ranks[-1]
         # every rank waits here until the last stage has the loss
         return self._neighbours.from_last(losses.total().double() if last else None)

@@ -54,16 +54,12 @@ from .operators import Program, at_least_two
 from .partition import balance
 
 _aten = torch.ops.aten
-# Stages call these Python functions instead of the operators, because zero_bubble.py and
-# runtime/randomness.py intercept them.
+# Stages call these Python functions instead of the operators, because zero_bubble.py intercepts
+# them.
 _CALLED: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: F.linear,
     _aten.addmm.default: torch.addmm,
-    _aten.dropout.default: F.dropout,
-    _aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
 }
-
-
 Place = dict[bool, int]  # by mode (training or not): the number of operators before it
 
 

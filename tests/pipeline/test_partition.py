@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
+from collections.abc import Sequence
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import pytest
@@ -13,64 +14,40 @@ from pipeline.partition import WithDevice, _split_module, balance, measure_costs
 from tests.pipeline.pipeline_models import Call
 
 
-def split(model: nn.Sequential) -> tuple[list[list[str]], list[str]]:
-    """Types of layers by partition, and devices."""
-    partitions, devices = _split_module(model)
-    assert isinstance(partitions, nn.ModuleList)
-    parts: Any = partitions
-    names = [[type(layer).__name__ for layer in partition] for partition in parts]
-    return names, [str(device) for device in devices]
-
-
 def linear() -> nn.Module:
     return nn.Linear(2, 2)
 
 
+RELU = nn.ReLU()
+CONVOLUTIONS = [WithDevice(nn.Conv2d(10, 10, 5), f"cpu:{k}") for k in (0, 0, 1)]
+NESTED = [
+    WithDevice(nn.Sequential(linear(), nn.Sequential(nn.ELU(), linear())), "cpu:0"),
+    nn.Sequential(WithDevice(RELU, "cpu:1")),
+]
+# One without parameters stays with the one before it, the first with the next; one appears twice.
+SOME_WITH = [nn.Flatten(), WithDevice(linear(), "cpu:0"), RELU, WithDevice(linear(), "cpu:1"), RELU]
+WITHOUT = [linear(), nn.Dropout(), linear().to("meta")]  # where the parameters are
+
+
 @pytest.mark.a4_2_1
 @pytest.mark.a5_2_1
-def test_consecutive_layers_of_a_device_form_a_partition() -> None:
-    model = nn.Sequential(
-        WithDevice(nn.Conv2d(10, 20, 5), "cpu:0"),
-        WithDevice(nn.Conv2d(20, 64, 5), "cpu:0"),
-        WithDevice(nn.Conv2d(64, 128, 5), "cpu:1"),
-    )
-    assert split(model) == ([["Conv2d", "Conv2d"], ["Conv2d"]], ["cpu:0", "cpu:1"])
-    last: Any = _split_module(model)[0][1]
-    assert last[0] is model[2].module
-
-
-def test_layers_on_real_devices_need_no_with_device() -> None:
-    model = nn.Sequential(linear(), nn.Dropout(0.5), linear().to("meta"))
-    assert split(model) == ([["Linear", "Dropout"], ["Linear"]], ["cpu", "meta"])
-
-
-RELU = nn.ReLU()  # one object, twice in the model
-TANH = nn.Sequential(WithDevice(nn.Tanh(), "cpu:1"))
-
-
 @pytest.mark.parametrize(
-    ("layers", "expected"),
+    ("layers", "expected", "devices"),
     [
-        (
-            [
-                nn.Flatten(),
-                WithDevice(linear(), "cpu:0"),
-                RELU,
-                WithDevice(linear(), "cpu:1"),
-                RELU,
-            ],
-            [["Flatten", "Linear", "ReLU"], ["Linear", "ReLU"]],
-        ),
-        (
-            [WithDevice(nn.Sequential(linear(), nn.Sequential(nn.ELU(), linear())), "cpu:0"), TANH],
-            [["Linear", "ELU", "Linear"], ["Tanh"]],
-        ),
+        (CONVOLUTIONS, "Conv2d Conv2d, Conv2d", "cpu:0, cpu:1"),
+        (NESTED, "Linear ELU Linear, ReLU", "cpu:0, cpu:1"),
+        (SOME_WITH, "Flatten Linear ReLU, Linear ReLU", "cpu:0, cpu:1"),
+        (WITHOUT, "Linear Dropout, Linear", "cpu, meta"),
     ],
 )
-def test_layers_without_parameters_and_nested_sequentials(
-    layers: list[nn.Module], expected: list[list[str]]
+def test_consecutive_layers_of_a_device_form_a_partition(
+    layers: list[nn.Module], expected: str, devices: str
 ) -> None:
-    assert split(nn.Sequential(*layers)) == (expected, ["cpu:0", "cpu:1"])
+    parts: Any
+    parts, found = _split_module(nn.Sequential(*layers))
+    names = [" ".join(type(layer).__name__ for layer in part) for part in parts]
+    assert isinstance(parts, nn.ModuleList)
+    assert (", ".join(names), ", ".join(map(str, found))) == (expected, devices)
 
 
 def test_what_cannot_be_cut_says_so() -> None:
@@ -88,18 +65,17 @@ def test_what_cannot_be_cut_says_so() -> None:
         balance([1.0, 1.0], 3)
 
 
-@pytest.mark.parametrize("costs", [[3, 1, 4, 1, 5, 9, 2, 6], [1, 1, 1, 1, 1, 1, 1, 8], [5, 5]])
+@pytest.mark.parametrize("costs", [[3, 1, 4, 1, 5, 9, 2, 6], [1, 1, 1, 1, 1, 1, 1, 8]])
 def test_balance_finds_the_best_of_all_cuts(costs: list[float]) -> None:
+    def costliest(ends: Sequence[int]) -> float:
+        return max(sum(costs[a:b]) for a, b in pairwise(ends))
+
     for n in range(1, len(costs) + 1):
-        best = min(
-            max(sum(costs[a:b]) for a, b in pairwise((0, *c, len(costs))))
-            for c in combinations(range(1, len(costs)), n - 1)
-        )
+        cuts = combinations(range(1, len(costs)), n - 1)
         sizes = balance(costs, n)
-        ends = [sum(sizes[:s]) for s in range(n + 1)]
-        assert (len(sizes), ends[-1]) == (n, len(costs))
-        assert min(sizes) > 0
-        assert max(sum(costs[a:b]) for a, b in pairwise(ends)) == best
+        assert (len(sizes), sum(sizes), min(sizes) > 0) == (n, len(costs), True)
+        best = min(costliest((0, *cut, len(costs))) for cut in cuts)
+        assert costliest([0, *accumulate(sizes)]) == best
 
 
 def test_measured_costs_tell_a_heavy_layer_and_touch_no_gradient() -> None:

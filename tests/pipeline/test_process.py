@@ -3,9 +3,12 @@ schedule, and what one process computes, by name."""
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 from functools import cache, partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from data_parallel.gradients import GradientBuckets
 from pipeline import catalogue
 from pipeline import schedule as sched
 from pipeline.partition import place
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
-from pipeline.schedule import Action, Kind
+from pipeline.schedule import Action
+from runtime.mesh import make_mesh
 from tests.pipeline.pipeline_models import (
     assert_close,
     assert_same_bits,
@@ -33,11 +38,11 @@ from tests.pipeline.pipeline_models import (
 from tests.ranks import Ranks
 from tests.recorder import Paused
 
-SIZES = {1: (6,), 2: (2, 4), 3: (1, 2, 3), 4: (1, 2, 1, 2), 6: (1,) * 6}
+SIZES = {1: (6,), 2: (2, 4), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6}
 EVERY = [(name, 1) for name in catalogue.ONE_EACH] + [
     ("interleaved", 2), ("interleaved", 3), ("zbv", 2), ("vhalf", 2), ("vmin", 2),
 ]  # fmt: skip
-TRANSPORTS = [True, False]  # shared memory, or process groups
+NUMBERS = (1, 3, 4)  # of micro-batches: fewer than ranks, a multiple of them, and neither
 Found = dict[str, Any]
 
 
@@ -56,6 +61,10 @@ def ordered(found: Found) -> Found:
     return dict(sorted(found.items()))
 
 
+def schedules(n: int) -> list[tuple[str, int]]:
+    return [(name, v) for name, v in EVERY if n * v in SIZES]
+
+
 def of(pipe: ProcessPipe) -> Found:
     return {name: p.grad for name, p in pipe.named_parameters().items()}
 
@@ -64,24 +73,20 @@ def of(pipe: ProcessPipe) -> Found:
 
 
 def model() -> nn.Sequential:
-    """A tower with dropout, also in nested layers, whose number seeds what they draw; and with a
-    weight that its third layer and its last but one share."""
-    layers = tower()
-    layers[1] = nn.Sequential(nn.Dropout(0.3), nn.Sequential(), nn.Sequential(nn.Dropout(0.3)))
+    """A tower with dropout in nested layers, whose number seeds what they draw; and with a weight
+    that three layers share, on up to three ranks."""
+    layers, shared = tower(), nn.Linear(8, 8, dtype=torch.float64)
+    inner = nn.Sequential(shared, nn.Dropout(0.3))
+    layers[1] = nn.Sequential(nn.Dropout(0.3), nn.Sequential(), inner)
     layers[4] = nn.Linear(8, 8, dtype=torch.float64)
-    layers[4].weight = layers[2].weight
+    layers[2].weight = layers[4].weight = shared.weight
     layers[5] = nn.Linear(8, 3, dtype=torch.float64)
     return layers
 
 
-def cases(n: int) -> list[tuple[str, int, int]]:
-    """Schedule, chunks, micro-batches: fewer than ranks, a multiple of them, and neither."""
-    return [(name, v, m) for name, v in EVERY if n * v in SIZES for m in (1, 3, 4)]
-
-
 def in_threads(n: int, name: str, v: int, m: int) -> tuple[Found, list[int]]:
-    """Loss and gradients, and what the workers held. Nine examples: micro-batches of unequal
-    sizes."""
+    """Loss, gradients and the next random number, and what the workers held. Nine examples:
+    micro-batches of unequal sizes."""
     x, y = batch(9)
     same, sizes = model(), SIZES[n * v]
     ranks = catalogue.places(name, n, v)
@@ -89,7 +94,8 @@ def in_threads(n: int, name: str, v: int, m: int) -> tuple[Found, list[int]]:
     with Pipe(placed, replicas=replicas, sizes=sizes) as pipe:
         torch.manual_seed(5)
         loss = pipe.train_step(x, y, square_error, name, m, scale=0.125)
-        return ordered(take_gradients(same) | {"loss": loss}), pipe.peak_alive
+        found = take_gradients(same) | {"loss": loss, "next": torch.rand(())}
+        return ordered(found), pipe.peak_alive
 
 
 @cache
@@ -100,30 +106,38 @@ def one_f_one_b(num_stages: int, m: int) -> Found:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_threads_give_the_bits_of_1f1b_and_hold_what_the_schedule_says(n: int) -> None:
-    for name, v, m in cases(n):
+    for (name, v), m in product(schedules(n), NUMBERS):
         found, held = in_threads(n, name, v, m)
         assert_same_bits(found, one_f_one_b(n * v, m))
         assert held == sched.peak_alive(catalogue.find(name, v)(n, m)), (name, v, m)
 
 
-def _on_ranks(rank: int, n: int, share: bool) -> dict[Any, Found]:
-    """By case, loss and gradients of this rank; and the output of an evaluation."""
+def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
+    """By case, loss and gradients of this rank, and its next random number; the output of an
+    evaluation."""
     x, y = batch(9)
     x = x if rank == 0 else x.to("meta")  # the others only look at the shape
+    groups = [dist.new_group() for _ in range(2)] if way == "bodies apart" else []
     results: dict[Any, Found] = {}
-    every = dict.fromkeys((name, v) for name, v, _ in cases(n))  # in one order on all ranks
-    for name, v in every if share else EVERY[:5]:
-        ranks = catalogue.places(name, n, v)
+    for name, v in schedules(n) if way == "memory" else EVERY[:5]:
+        ranks, share = catalogue.places(name, n, v), way == "memory"
         with ProcessPipe(
             model(), SIZES[n * v], ranks=ranks, share_memory=share, timeout=20
         ) as pipe:
-            for m in (1, 3, 4):
+            if groups:  # as between GPUs
+                link: Any = pipe._neighbours._links[1 - rank]
+                link._bodies = groups if rank == 0 else groups[::-1]
+            seen: list[tuple[str, Tensor]] = []
+            for m in NUMBERS:
                 pipe.module.zero_grad()
                 torch.manual_seed(5)
                 loss = pipe.train_step(x, y, square_error, name, m, scale=0.125)
-                results[name, v, m] = of(pipe) | {"loss": loss}
-                held = sched.peak_alive(catalogue.find(name, v)(n, m))
-                assert pipe.peak_alive == held[rank], (name, v, m)
+                results[name, v, m] = of(pipe) | {"loss": loss, "next": torch.rand(())}
+                if m == 3:
+                    for key, p in pipe.named_parameters().items():
+                        p.register_hook(lambda g, key=key, seen=seen: seen.append((key, g.clone())))
+            assert len(seen) == len(of(pipe))  # each once, and whole
+            assert_same_bits(ordered(dict(seen)), ordered(of(pipe)))
             output = pipe.eval(batch(9)[0])
             assert pipe.layers.training
             assert (output is not None) == (rank == ranks[-1])
@@ -141,33 +155,14 @@ def check(found: dict[Any, Found], n: int) -> None:
             assert_same_bits(values, one_f_one_b(n * v, m))
 
 
-@pytest.mark.parametrize("share", TRANSPORTS)
-def test_two_processes_give_the_same_bits(ranks: Ranks, share: bool) -> None:
-    check(merged(ranks.run(_on_ranks, share)), 2)
+@pytest.mark.parametrize("way", ["memory", "groups", "bodies apart"])
+def test_two_processes_give_the_same_bits_and_draw_equally_often(ranks: Ranks, way: str) -> None:
+    check(merged(ranks.run(_on_ranks, way)), 2)
 
 
-def test_three_processes_do_too(three_ranks: Ranks) -> None:
-    check(merged(three_ranks.run(_on_ranks, True)), 3)
-
-
-def test_stages_of_one_rank_alone() -> None:
-    """No process group, nothing is sent."""
-    check(merged([_on_ranks(0, 1, True)]), 1)
-
-
-def _heads_and_bodies(rank: int, _: int) -> dict[Any, Found]:
-    """As between GPUs, where bodies go through groups of their own: here those are gloo's too."""
-    ways = [dist.new_group() for _ in range(2)]
-    with ProcessPipe(model(), SIZES[2], share_memory=False, timeout=20) as pipe:
-        link: Any = pipe._neighbours._links[1 - rank]
-        link._bodies = ways if rank == 0 else ways[::-1]
-        torch.manual_seed(5)
-        loss = pipe.train_step(*batch(9), square_error, "1f1b", 4, scale=0.125)
-        return {("1f1b", 1, 4): of(pipe) | {"loss": loss}}
-
-
-def test_heads_and_bodies_may_go_apart(ranks: Ranks) -> None:
-    check(merged(ranks.run(_heads_and_bodies)), 2)
+def test_three_processes_and_one_do_too(three_ranks: Ranks) -> None:
+    check(merged(three_ranks.run(_on_ranks, "memory")), 3)
+    check(merged([_on_ranks(0, 1, "memory")]), 1)  # no process group, nothing is sent
 
 
 # What passes between stages
@@ -203,50 +198,34 @@ def fork_and_join() -> nn.Sequential:
     return nn.Sequential(Fork(), nn.Identity(), join)
 
 
-def _forked(_: int, __: int, share: bool) -> dict[Any, Found]:
-    results = {}
-    for schedule in ("1f1b", "zb"):
-        with ProcessPipe(fork_and_join(), [1, 2], share_memory=share, timeout=20) as pipe:
-            loss = pipe.train_step(*batch(7), square_error, schedule, 3)
-            results[schedule] = of(pipe) | {"loss": loss}
-    return results
-
-
-@pytest.mark.parametrize("share", TRANSPORTS)
-def test_a_stage_hands_on_tuples_integers_and_what_nobody_needs(ranks: Ranks, share: bool) -> None:
-    """What has no gradient in one process has none in threads and none in processes."""
-    x, y = batch(7)
-    expected = ordered(in_one_process(fork_and_join(), x, y))
-    assert expected["0.unused.weight"] is expected["2.last.bias"] is None
-    for found in merged(ranks.run(_forked, share)).values():
-        assert_close(found, expected)
-    same = fork_and_join()
-    with Pipe(cut(same, (1, 2)), split_size=3) as pipe:
-        square_error(pipe(x), y).backward()
-        assert_close(ordered(take_gradients(same) | {"loss": expected["loss"]}), expected)
-
-
 def batches() -> list[tuple[Tensor, Tensor]]:
     """Messages of some bytes, and of some that no buffer has had room for."""
-    return [batch(rows) for rows in (5, 300, 20, 900, 3)]
+    return [batch(rows) for rows in (5, 300, 20, 900, 7)]
 
 
-def _other_lengths(_: int, __: int) -> dict[Any, Found]:
+def _forked(_: int, __: int) -> dict[Any, Found]:
     results = {}
-    for share in TRANSPORTS:
-        with ProcessPipe(tower(), SIZES[2], share_memory=share, timeout=20) as pipe:
+    for share, schedule in product((True, False), ("1f1b", "zb")):
+        with ProcessPipe(fork_and_join(), [1, 2], share_memory=share, timeout=20) as pipe:
             for x, y in batches():
-                pipe.train_step(x, y, square_error, "1f1b", 3)
-            results[share] = of(pipe)
+                loss = pipe.train_step(x, y, square_error, schedule, 3)
+            results[share, schedule] = of(pipe) | {"loss": loss}
     return results
 
 
-def test_other_lengths_in_every_step(ranks: Ranks) -> None:
-    plain = tower()
-    for x, y in batches():
-        square_error(plain(x), y).backward()
-    for found in merged(ranks.run(_other_lengths)).values():
-        assert_close(found, ordered(gradients(plain)))
+def test_a_stage_hands_on_tuples_of_any_length_and_what_nobody_needs(ranks: Ranks) -> None:
+    """What has no gradient in one process has none in threads and none in processes."""
+    plain, same = fork_and_join(), fork_and_join()
+    with Pipe(cut(same, (1, 2)), split_size=3) as pipe:
+        for x, y in batches():
+            loss = square_error(plain(x), y)
+            loss.backward()
+            square_error(pipe(x), y).backward()
+    expected = ordered(gradients(plain) | {"loss": loss.detach()})
+    assert expected["0.unused.weight"] is expected["2.last.bias"] is None
+    assert_close(ordered(gradients(same) | {"loss": loss.detach()}), expected)
+    for found in merged(ranks.run(_forked)).values():
+        assert_close(found, expected)
 
 
 # Order
@@ -277,28 +256,20 @@ def test_the_recorder_sees_what_a_rank_did_and_gradients_leave_before_weights_ar
 
 
 def random_schedule(n: int, m: int, seed: int) -> sched.Schedule:
-    """Any order that can run: also other orders of micro-batches on every stage."""
-    chooser = random.Random(seed)
-    while True:
-        plan = []
-        for s in range(n):
-            order = chooser.sample(range(m), m) if chooser.random() < 0.5 else list(range(m))
-            actions = [Action(Kind.FORWARD, s, i) for i in order]
-            for i in order if chooser.random() < 0.7 else chooser.sample(order, m):
-                after = actions.index(Action(Kind.FORWARD, s, i)) + 1
-                place_at = chooser.randint(after, len(actions))
-                actions.insert(place_at, Action(Kind.BACKWARD, s, i))
-            plan.append(actions)
-        try:
-            sched.validate(plan, m)
-        except ValueError:
-            continue
-        return plan
+    """Any order that can run: again and again one of the actions that are ready."""
+    chooser, schedule = random.Random(seed), [list[Action]() for _ in range(n)]
+    left = [action for actions in sched.gpipe(n, m) for action in actions]
+    while left:
+        ready = [a for a in left if not {*left}.intersection(sched.dependencies(a, n))]
+        action = chooser.choice(ready)
+        left.remove(action)
+        schedule[action.stage].append(action)
+    return schedule
 
 
 def _random_schedules(_: int, world_size: int) -> dict[Any, Found]:
     results = {}
-    for share in TRANSPORTS:
+    for share in (True, False):
         with ProcessPipe(tower(), SIZES[world_size], share_memory=share, timeout=20) as pipe:
             for seed in range(20):
                 pipe.module.zero_grad()
@@ -317,23 +288,64 @@ def test_random_schedules_never_wait_for_each_other_in_a_circle(
             assert_close(found, expected)
 
 
-def _one_pipe_after_another(rank: int, _: int) -> dict[Any, Found]:
-    """Of the last two of three ranks, of which one is in a group more."""
+def _averaging(rank: int, _: int, schedule: str) -> tuple[list[bool], Found]:
+    """Of two replicas of one stage: of the buckets, a parameter each, whether their exchange
+    started before the last backward ended; and the mean gradients."""
+    mesh, events = make_mesh(2, 1, 1, 20.0), list[Any]()
+    x, y = (t.chunk(2)[rank] for t in batch(8))
+
+    def note(*event: Any) -> None:
+        events.append(event)
+
+    group = mesh.pipeline.group
+    with ProcessPipe(tower(), [6], group=group, recorder=note, timeout=20) as pipe:
+        parameters, replicas = pipe.parameters(), mesh.data.group
+        buckets = GradientBuckets(parameters, replicas, bucket_bytes=1, recorder=note)
+        pipe.train_step(x, y, square_error, schedule, 2)
+        buckets.finish()
+        last = max(end for kind, *_, end in events if kind in "BW")
+        return [start < last for kind, *_, start, _ in events if kind == "all_reduce"], of(pipe)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])  # whole backwards, and halves
+def test_replicas_exchange_gradients_while_the_last_backward_runs(
+    ranks: Ranks, schedule: str
+) -> None:
+    """Layer by layer, each when its own part of the backward has ended."""
+    sums = in_one_process(tower(), *batch(8))
+    mean = {name: g / 2 for name, g in sums.items() if name != "loss"}
+    for early, found in ranks.run(_averaging, schedule):
+        assert early == [True] * len(mean)
+        assert_close(found, mean)
+
+
+def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[int]]:
+    """Of the last two of three ranks, of which one is in a group more; and the open files after
+    each."""
     alone = dist.new_group([1], use_local_synchronization=True) if rank == 1 else None
     group = dist.new_group([1, 2])
-    found: dict[Any, Found] = {k: {} for k in range(3)}
-    for k in found if rank > 0 else ():
-        with ProcessPipe(tower(), [2, 4], group=group, share_memory=False, timeout=20) as pipe:
+    found: dict[Any, Found] = {k: {} for k in product((True, False), range(3))}
+    held = []
+    for share, k in found if rank > 0 else ():
+        with ProcessPipe(tower(), [2, 4], group=group, share_memory=share, timeout=20) as pipe:
             loss = pipe.train_step(*batch(8), square_error, "1f1b", 4)
-            found[k] = of(pipe) | {"loss": loss}
+            found[share, k] = of(pipe) | {"loss": loss}
+        dist.barrier(group)
+        gc.collect()
+        held.append(len(list(Path("/proc/self/fd").iterdir())))
     for made in (alone, group):
         if rank > 0 and made is not None:
             dist.destroy_process_group(made)
-    return found
+    return found, held
 
 
-def test_pipes_of_some_ranks_are_made_one_after_another(three_ranks: Ranks) -> None:
+def test_pipes_of_some_ranks_are_made_one_after_another_and_hold_nothing(
+    three_ranks: Ranks,
+) -> None:
     """Groups that were closed left their traces in the store; ranks are in several groups."""
     expected = ordered(in_one_process(tower(), *batch(8)))
-    for found in merged(three_ranks.run(_one_pipe_after_another)).values():
+    answers = three_ranks.run(_one_pipe_after_another)
+    for found in merged([found for found, _ in answers]).values():
         assert_close(found, expected)
+    for _, held in answers[1:]:  # the first of a kind opens what stays
+        assert (held[2], held[5]) == (held[1], held[4])
