@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import zlib
 from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
 
 DTYPE = torch.float64
+HALVES = (slice(0, 5), slice(5, 12))  # of a batch, by rank
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -108,8 +111,20 @@ def one_process(steps: int) -> Trained:
 
 
 def whole(fsdp: FullyShardedDataParallel, what: str) -> dict[str, Tensor]:
-    """All gradients or parameters on rank 0; nothing on the others."""
-    return {name: t.clone() for name, t in fsdp.gather(what) if t is not None}
+    """All parameters, gathered, or all gradients, put together from the ranks' parts. All ranks
+    must call it."""
+    layers = range(len(fsdp.layers))
+    if what == "parameters":
+        return {n: p.clone() for k in layers for n, p in fsdp.gather_param_data(k).items()}
+    parts = [part for k in layers for part in fsdp.get_local_grad_shard(k)]
+    mine = [part._replace(tensor=part.tensor.clone()) for part in parts]  # not the whole shard
+    every: list[Any] = [None] * dist.get_world_size(fsdp.group)
+    dist.all_gather_object(every, mine, fsdp.group)
+    found: dict[str, Tensor] = {}
+    for name, shape, start, part in chain(*every):
+        flat = found.setdefault(name, part.new_full(shape, torch.nan)).view(-1)
+        flat[start : start + len(part)] = part
+    return found
 
 
 def same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-12) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from data_parallel.exchange import Pool, SharedExchange
-from data_parallel.fsdp import FullyShardedDataParallel, HeldBytes
+from data_parallel.fsdp import FullyShardedDataParallel
 from tests.data_parallel.sharded_models import SGD
 from tests.ranks import Ranks
 
@@ -40,7 +40,7 @@ def _step(fsdp: FullyShardedDataParallel) -> None:
     fsdp.optimizer_step()
 
 
-def _held(_: int, _world: int, options: dict[str, Any]) -> tuple[HeldBytes, int]:
+def _held(_: int, _world: int, options: dict[str, Any]) -> tuple[dict[str, int], int]:
     """And the bytes that were allocated to be lent."""
     fsdp = _make(optimizer=ADAMW, **options)
     for _again in range(3):
@@ -69,20 +69,20 @@ def test_bytes(
     read the gradients of the layer before."""
     if share and zero == 2:
         lent = 2
-    want = HeldBytes(parameters, gradients, optimizer=ALL + 4 * LAYERS), lent * LAYER
-    assert ranks.run(_held, {"zero": zero, "share_memory": share}) == [want] * 2
+    held = {"parameters": parameters, "gradients": gradients, "optimizer": ALL + 4 * LAYERS}
+    found = ranks.run(_held, {"zero": zero, "share_memory": share})
+    assert found == [(held, lent * LAYER)] * 2
 
 
-def _in_bf16(_: int, _world: int) -> tuple[HeldBytes, set[torch.dtype], Tensor, Tensor]:
+def _in_bf16(_: int, _world: int) -> tuple[list[int], set[torch.dtype], Tensor, Tensor]:
     fsdp = _make(optimizer=ADAMW, compute_dtype=torch.bfloat16)
     seen = set()
     for layer in fsdp.layers:
         layer.module.register_forward_hook(lambda m, _x, y: seen.update({m.weight.dtype, y.dtype}))
     _step(fsdp)
-    held = fsdp.held_bytes()
     first = fsdp.units[0]
     assert first.gradient is not None
-    return held, seen, first.gradient.clone(), first.shard.data.clone()
+    return list(fsdp.held_bytes().values()), seen, first.gradient.clone(), first.shard.data.clone()
 
 
 def test_computing_in_bf16(ranks: Ranks) -> None:
@@ -91,7 +91,7 @@ def test_computing_in_bf16(ranks: Ranks) -> None:
     half = LAYERS * WIDTH * WIDTH // 2
     for rank, (held, seen, gradient, shard) in enumerate(ranks.run(_in_bf16)):
         assert seen == {torch.bfloat16}
-        assert (held.parameters, held.gradients) == (half * 6, half * 4)
+        assert held[:2] == [half * 6, half * 4]
         assert gradient.dtype == torch.float32 and set(gradient.tolist()) == {2.0}
         start = torch.eye(WIDTH).chunk(2)[rank].flatten()
         assert torch.allclose(shard, start * (1 - 1e-5) - 1e-3, rtol=0, atol=1e-6)
@@ -101,7 +101,8 @@ Event = tuple[str, int]
 
 
 class _Watch:
-    """Notes gathers, reductions and passes in their order, and what is whole at each pass."""
+    """Notes starts of gathers and reductions, of units, and what a rank works on or waits for, of
+    layers, in their order; and which units are whole at each pass."""
 
     recording = False
 
@@ -113,11 +114,11 @@ class _Watch:
         gather, reduce = fsdp.exchange.start_gather, fsdp.exchange.start_reduce
 
         def start_gather(shard: Tensor, whole: Tensor) -> Callable[[], None]:
-            self.events.append(("gather", index[shard.data_ptr()]))
+            self.events.append(("send for", index[shard.data_ptr()]))
             return gather(shard, whole)
 
         def start_reduce(reductions: Any) -> Callable[[], None]:
-            self.events += [("reduce", r.unit.index) for r in reductions]
+            self.events += [("send off", r.unit.index) for r in reductions]
             return reduce(reductions)
 
         fsdp.exchange.start_gather = start_gather  # type: ignore[method-assign]
@@ -125,62 +126,67 @@ class _Watch:
         fsdp.recorder = self  # type: ignore[assignment]
 
     def around(self, kind: str, layer: int, *_: int) -> AbstractContextManager[None]:
+        self.events.append((kind, layer))
         if kind in ("F", "B"):
-            self.events.append((kind, layer))
             self.whole.append([u.unit.index for u in self.units if u.whole is not None])
         return nullcontext()
 
 
-def _order(_: int, _world: int, share: bool) -> tuple[list[Event], list[list[int]]]:
-    fsdp = _make(_layers()[:3], share_memory=share)
+def _order(rank: int, _: int, share: bool) -> tuple[list[Event], list[list[int]]]:
+    """An embedding and three layers, of which the last has its weight: three units. The first rank
+    has no example."""
+    layers = [nn.Embedding(WIDTH, WIDTH, device="meta"), *_layers()[:3]]
+    layers[-1].weight = layers[0].weight
+    fsdp = _make(layers, share_memory=share)
     watch = _Watch(fsdp)
     assert isinstance(fsdp.exchange, SharedExchange) == share
-    fsdp.backward(fsdp.forward(torch.ones(1, WIDTH)).sum())
+    inputs = [torch.tensor([1])] * rank
+    fsdp.train_step(inputs, inputs, lambda output, _: output.sum())
+    fsdp.optimizer_step()
     return watch.events, watch.whole
 
 
-AHEAD = [
-    ("gather", 0), ("gather", 1), ("F", 0), ("gather", 2), ("F", 1), ("F", 2),
-    ("gather", 1), ("B", 2), ("reduce", 2), ("gather", 0), ("B", 1), ("reduce", 1),
-    ("B", 0), ("reduce", 0),
-]  # fmt: skip
-WHEN_NEEDED = [
-    ("gather", 0), ("F", 0), ("gather", 1), ("F", 1), ("gather", 2), ("F", 2),
-    ("B", 2), ("reduce", 2), ("gather", 1), ("B", 1), ("reduce", 1),
-    ("gather", 0), ("B", 0), ("reduce", 0),
-]  # fmt: skip
+AHEAD = """
+all_reduce -1
+send for 0, all_gather 0, send for 1, F 0
+all_gather 1, send for 2, F 1
+all_gather 2, send for 0, F 2
+all_gather 3, F 3
+send for 2, B 3, reduce_scatter 3, send off 0
+all_gather 2, send for 1, B 2, reduce_scatter 2, send off 2
+all_gather 1, B 1, reduce_scatter 1, send off 1
+B 0, reduce_scatter 0, send off 0
+reduce_scatter -1, optimizer -1"""
+WHEN_NEEDED = """
+all_reduce -1
+send for 0, all_gather 0, F 0
+send for 1, all_gather 1, F 1
+send for 2, all_gather 2, F 2
+send for 0, all_gather 3, F 3
+B 3, reduce_scatter 3, send off 0
+send for 2, all_gather 2, B 2, reduce_scatter 2, send off 2
+send for 1, all_gather 1, B 1, reduce_scatter 1, send off 1
+B 0, reduce_scatter 0, send off 0
+reduce_scatter -1, barrier -1, optimizer -1, barrier -1"""
 
 
-@pytest.mark.parametrize(("share", "order"), [(False, AHEAD), (True, WHEN_NEEDED)])
+def _events(text: str) -> list[Event]:
+    words = [event.rsplit(" ", 1) for event in text.strip().replace("\n", ", ").split(", ")]
+    return [(what, int(number)) for what, number in words]
+
+
+@pytest.mark.parametrize(("share", "text"), [(False, AHEAD), (True, WHEN_NEEDED)])
 def test_the_next_layer_is_sent_for_before_this_one_computes(
-    ranks: Ranks, share: bool, order: list[Event]
+    ranks: Ranks, share: bool, text: str
 ) -> None:
     """Forward and backward; gradients leave before the backward of the layer below. One layer is
-    whole at a time, the next is on its way. Shared memory is read when it is needed."""
-    for events, whole in ranks.run(_order, share):
-        assert events == order
-        assert whole == [[0], [1], [2], [2], [1], [0]]
-
-
-def _regathered(rank: int, _: int, tied: bool) -> list[Event]:
-    """An embedding, and two or three layers, of which the last may have its weight."""
-    layers = [nn.Embedding(WIDTH, WIDTH, device="meta"), *_layers()[: 3 if tied else 2]]
-    if tied:
-        layers[-1].weight = layers[0].weight
-    fsdp = _make(layers)
-    watch = _Watch(fsdp)
-    output = fsdp.forward(torch.tensor([1]) if rank else None)
-    fsdp.backward(output.sum() if rank else None)
-    return [event for event in watch.events if event[0] == "gather"]
-
-
-@pytest.mark.parametrize(("tied", "units"), [(False, (0, 1, 2, 1)), (True, (0, 1, 2, 0, 2, 1))])
-def test_backward_does_not_gather_embeddings(
-    ranks: Ranks, tied: bool, units: tuple[int, ...]
-) -> None:
-    """Nor does a rank without examples. A tied one is gathered for the first layer and for the
-    last, whose backward follows at once."""
-    assert ranks.run(_regathered, tied) == [[("gather", k) for k in units]] * 2
+    whole at a time, the next is on its way. Shared memory is read when it is needed. Backward does
+    not gather the embedding. A rank without examples does all but compute."""
+    order = _events(text)
+    (idle, nothing), (events, whole) = ranks.run(_order, share)
+    assert events == order
+    assert idle == [event for event in order if event[0] not in ("F", "B")]
+    assert whole == [[0], [1], [2], [0], [0], [2], [1], []] and nothing == []
 
 
 def _asked_for(_: int, _world: int) -> tuple[list[str], int, int]:
@@ -193,7 +199,7 @@ def _asked_for(_: int, _world: int) -> tuple[list[str], int, int]:
         tensor.zero_()
 
     layers = [nn.Linear(WIDTH, WIDTH, device="meta") for _ in range(2)]
-    held = sum(_make(layers, init=init).held_bytes())
+    held = sum(_make(layers, init=init).held_bytes().values())
     return names, peak, held
 
 
@@ -205,30 +211,6 @@ def test_no_rank_makes_the_whole_model(ranks: Ranks) -> None:
         (["0.weight", "1.weight"], LAYER, shards),
         (["0.weight", "0.bias", "1.weight", "1.bias"], LAYER, shards),
     ]
-
-
-def _recorded(_: int, _world: int, share: bool) -> list[tuple[str, int, int]]:
-    seen: list[tuple[str, int, int]] = []
-    fsdp = _make(
-        _layers()[:2], recorder=lambda *event: seen.append(event[:3]), share_memory=share
-    )  # fmt: skip
-    x = torch.ones(1, WIDTH)
-    fsdp.train_step([x, x], [x, x], lambda output, _: output.sum())
-    fsdp.optimizer_step()
-    return seen
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_recorder(ranks: Ranks, share: bool) -> None:
-    """All that a rank works on or waits for."""
-    step = [
-        ("all_gather", 0), ("F", 0), ("all_gather", 1), ("F", 1),
-        ("B", 1), ("reduce_scatter", 1), ("all_gather", 0), ("B", 0), ("reduce_scatter", 0),
-    ]  # fmt: skip
-    want = [(kind, layer, i) for i in range(2) for kind, layer in step]
-    around = ["reduce_scatter", "barrier", "optimizer", "barrier"]
-    update = [(kind, -1, -1) for kind in (around if share else around[::2])]
-    assert ranks.run(_recorded, share) == [[("all_reduce", -1, -1), *want, *update]] * 2
 
 
 def _gathered(_: int, _world: int) -> tuple[int, int, bool]:
