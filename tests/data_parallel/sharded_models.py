@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from functools import cache, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,30 +84,22 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / 42
 
 
-class Trained(NamedTuple):
-    """Before each step the outputs, its gradients, and in the end the weights."""
-
-    outputs: list[Tensor]
-    gradients: list[dict[str, Tensor]]
-    weights: dict[str, Tensor]
-
-
 @cache
-def one_process(steps: int) -> Trained:
-    """Plain PyTorch, every batch as a whole."""
+def one_process(steps: int) -> tuple[list[Tensor], list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Plain PyTorch, every batch as a whole: for each step the outputs before it and its gradients;
+    and in the end the weights."""
     model, outputs, gradients = tied(), [], []
     optimizer = SGD(model.parameters())
     for step in range(steps):
         x, target = batch(step)
-        outputs.append(model(x))
+        output = model(x)
         optimizer.zero_grad()
-        loss_of(outputs[-1], target).backward()
-        gradients.append(
-            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
+        loss_of(output, target).backward()
+        outputs.append(output.detach())
+        found = {n: p.grad for n, p in model.named_parameters()}
+        gradients.append({n: grad.clone() for n, grad in found.items() if grad is not None})
         optimizer.step()
-    weights = {n: p.detach() for n, p in model.named_parameters()}
-    return Trained([output.detach() for output in outputs], gradients, weights)
+    return outputs, gradients, {n: p.detach() for n, p in model.named_parameters()}
 
 
 def whole(fsdp: FullyShardedDataParallel, what: str) -> dict[str, Tensor]:

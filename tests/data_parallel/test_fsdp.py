@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from tests.data_parallel.sharded_models import (
@@ -33,66 +32,55 @@ from tests.pipeline.pipeline_models import Call
 from tests.ranks import Ranks
 
 
-def _by_hand(rank: int, _: int) -> list[Any]:
-    """The calls of the course, without train_step; an evaluation in between."""
-    fsdp = sharded()
-    x, target = batch(0, HALVES[rank])
-    local = [piece._replace(tensor=piece.tensor.clone()) for piece in fsdp.get_local_info(1)]
+def _by_hand(rank: int, _: int) -> list[tuple[str, int, int]]:
+    """The calls of the course, without train_step; an evaluation in between. The parameters that
+    this rank has a part of."""
+    fsdp, (x, target), first = sharded(), batch(0, HALVES[rank]), dict(tied().named_parameters())
+    (output,), (gradients,), weights = one_process(steps=1)
+    local = fsdp.get_local_info(1)
+    for name, shape, start, part in local:
+        assert shape == first[name].shape
+        assert torch.equal(part, first[name].flatten()[start : start + len(part)])
     with torch.no_grad():
         before = fsdp.forward(batch(0)[0])  # the whole batch, on both
-        idle = fsdp.forward(None)
+        assert fsdp.forward(None) is None
+    torch.testing.assert_close(before, output, rtol=1e-12, atol=1e-12)
     fsdp.backward(loss_of(fsdp.forward(x), target))
-    gradients = whole(fsdp, "gradients")
+    same(whole(fsdp, "gradients"), gradients)
     fsdp.optimizer_step()
     fsdp.optimizer_step()  # without gradients: nothing happens
-    return [local, before, idle, gradients, whole(fsdp, "parameters")]
+    same(whole(fsdp, "parameters"), weights)
+    return [(piece.name, piece.offset, len(piece.tensor)) for piece in local]
 
 
 def test_the_calls_of_the_course(ranks: Ranks) -> None:
     """Of a block a cache line holds 8 numbers: norm 6 and 6 at 0 and 8, wide.weight 222 at 16,
     wide.bias 37 at 240, narrow.weight 222 at 280, narrow.bias 6 at 504: 512, cut at 256."""
-    found = ranks.run(_by_hand)
-    assert [[(p.name, p.offset, len(p.tensor)) for p in local] for local, *_ in found] == [
+    assert ranks.run(_by_hand) == [
         [
             ("1.norm.weight", 0, 6), ("1.norm.bias", 0, 6),
             ("1.wide.weight", 0, 222), ("1.wide.bias", 0, 16),
         ],
         [("1.wide.bias", 16, 21), ("1.narrow.weight", 0, 222), ("1.narrow.bias", 0, 6)],
     ]  # fmt: skip
-    (output,), (gradients,), weights = one_process(1)
-    first = dict(tied().named_parameters())
-    for local, before, idle, summed, after in found:
-        for name, shape, start, part in local:
-            assert shape == first[name].shape
-            assert torch.equal(part, first[name].flatten()[start : start + len(part)])
-        assert idle is None and not before.requires_grad
-        assert torch.allclose(before, output, rtol=1e-12, atol=1e-12)
-        same(summed, gradients)
-        same(after, weights)
 
 
-def _buffers(rank: int, _: int) -> list[tuple[dict[str, Tensor], bool]]:
-    """With values on the first rank and others on the second; and filled by name."""
-    found = []
-    for device in ("cpu", "meta"):
-        layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(DTYPE).to(device)
-        if device == "cpu":
-            for b in layers.buffers():
-                b.add_(rank + 1)
-        FullyShardedDataParallel(layers, SGD, init=fill)
-        found.append((dict(layers.named_buffers()), all(p.is_meta for p in layers.parameters())))
-    return found
+def _buffers(rank: int, _: int, device: str) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(DTYPE).to(device)
+    want = {name: b.clone() for name, b in layers.named_buffers()}
+    for name, b in layers.named_buffers():
+        if device == "meta":
+            want[name] = torch.empty_like(b, device="cpu")
+            fill(name, want[name])
+        b.add_(rank)  # other values on the second rank
+    FullyShardedDataParallel(layers, SGD, init=fill)
+    torch.testing.assert_close(dict(layers.named_buffers()), want, rtol=0, atol=0)
+    assert all(p.is_meta for p in layers.parameters())  # no rank keeps a parameter whole
 
 
-def test_buffers_are_those_of_rank_0_or_filled_by_name(ranks: Ranks) -> None:
-    """And a rank keeps no parameter whole."""
-    want = torch.empty(3, dtype=DTYPE)
-    fill("1.running_mean", want)
-    for (given, first_empty), (filled_in, second_empty) in ranks.run(_buffers):
-        assert first_empty and second_empty
-        assert [b.tolist() for b in given.values()] == [[1.0] * 3, [2.0] * 3, 1]
-        assert list(filled_in) == list(given)
-        assert torch.equal(filled_in["1.running_mean"], want)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_buffers_are_those_of_rank_0_or_filled_by_name(ranks: Ranks, device: str) -> None:
+    ranks.run(_buffers, device)
 
 
 # Layers that hand on more than a tensor of their own
@@ -142,10 +130,6 @@ class Leave(nn.Linear):
 LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
     "parameter": lambda: [Own(), Call(lambda pair: pair[0] * pair[1])],
     "matrix": lambda: [Matrix(), nn.Linear(3, 1, bias=False)],
-    "BaseModelOutput": lambda: [
-        Call(lambda x: BaseModelOutput(torch.tanh(x), hidden_states=(x,))),
-        Call(lambda box: box.last_hidden_state * box.hidden_states[0]),
-    ],
     "closed": lambda: [
         Call(lambda x: Closed(torch.tanh(x), x)),
         Call(lambda box: box.hidden * box.skip),
@@ -195,31 +179,21 @@ def test_what_layers_hand_on_has_its_gradient_or_is_refused(ranks: Ranks, kind: 
     same(found[0], {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
 
-def _mistakes(_: int, _world: int) -> list[str]:
+def _mistakes(_: int, _world: int) -> None:
     def make(*layers: nn.Module, **options: Any) -> FullyShardedDataParallel:
         return FullyShardedDataParallel(layers, SGD, **options)
 
-    first, x = make(nn.Linear(2, 2), zero=1), [torch.ones(1, 2)]
-    first.train_step(x, x, lambda output, _: output.sum())
-    mistakes: list[Callable[[], object]] = [
-        lambda: first.train_step(x, x, lambda output, _: output.sum()),
-        lambda: make(nn.Linear(2, 2)).backward(None),
-        lambda: make(nn.Linear(2, 2, device="meta")),
-        lambda: make(nn.Tanh()),
-    ]
-    said = []
-    for mistake in mistakes:
-        with pytest.raises((RuntimeError, ValueError)) as error:
-            mistake()
-        said.append(str(error.value))
-    return said
+    fsdp, step = make(nn.Linear(2, 2), zero=1), ([torch.ones(1, 2)], [None], lambda y, _: y.sum())
+    fsdp.train_step(*step)
+    with pytest.raises(RuntimeError, match="with zero 1, optimizer_step must follow the last back"):
+        fsdp.train_step(*step)
+    with pytest.raises(RuntimeError, match="backward needs a forward in grad mode before it, one"):
+        make(nn.Linear(2, 2)).backward(None)
+    with pytest.raises(ValueError, match="on the meta device a model needs init, which fills it"):
+        make(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match="the layers have no parameter that requires a gradient"):
+        make(nn.Tanh())
 
 
 def test_mistakes(ranks: Ranks) -> None:
-    want = [
-        "with zero 1, optimizer_step must follow the last backward",
-        "backward needs a forward in grad mode before it, one for each",
-        "on the meta device a model needs init, which fills it by name",
-        "the layers have no parameter that requires a gradient",
-    ]
-    assert ranks.run(_mistakes) == [want] * 2
+    ranks.run(_mistakes)

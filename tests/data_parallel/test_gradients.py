@@ -66,7 +66,9 @@ def _seeds(step: int, rank: int) -> list[int]:
 
 def _averaged(rank: int, _: int, way: str) -> list[Gradients]:
     """Of three steps; the later ones find buckets in use, the second zeros in them."""
-    net, local, average = Net(), nullcontext, BY_HAND.get(way)
+    net = Net()
+    local: Any = nullcontext
+    average: Any = BY_HAND.get(way)
     if average is None:
         buckets = GradientBuckets(net.parameters(), share_memory=way == "overlap")
         local, average = buckets.no_sync, lambda _: buckets.finish()
