@@ -117,16 +117,6 @@ class Closed:
     skip: Any
 
 
-class Leave(nn.Linear):
-    """Leaves its output where another layer finds it."""
-
-    left: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        Leave.left = super().forward(x)
-        return Leave.left
-
-
 LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
     "parameter": lambda: [Own(), Call(lambda pair: pair[0] * pair[1])],
     "matrix": lambda: [Matrix(), nn.Linear(3, 1, bias=False)],
@@ -134,7 +124,6 @@ LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
         Call(lambda x: Closed(torch.tanh(x), x)),
         Call(lambda box: box.hidden * box.skip),
     ],
-    "attribute": lambda: [Leave(3, 3), Call(lambda x: x + Leave.left)],
     "view": lambda: [
         Call(lambda x: (x, x[:, :1])),
         Call(lambda pair: pair[0].mul_(2) + pair[1]),
@@ -143,7 +132,6 @@ LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
 }
 REFUSED = {
     "closed": "layer 2 (Call) uses a tensor inside Closed that requires grad",
-    "attribute": "layer 2 (Call) uses a tensor that requires grad",
     "view": "layer 2 (Call) changes a tensor in place that shares memory",
     "saved": "a (2, 3) tensor that backward needs has been modified in place",
 }
