@@ -57,7 +57,7 @@ def _gradients(net: nn.Module) -> Gradients:
 def _furthest(got: Gradients, want: Gradients) -> float:
     """The largest difference, relative to the largest value of its tensor."""
     assert {n for n, g in got.items() if g is None} == {n for n, g in want.items() if g is None}
-    pairs = [(got[n], g) for n, g in want.items() if g is not None]
+    pairs: list[Any] = [(got[n], w) for n, w in want.items() if w is not None]
     return max(float((g - w).abs().max() / w.abs().max()) for g, w in pairs)
 
 
