@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -78,6 +79,7 @@ class _Watch:
 
     def __init__(self, fsdp: FullyShardedDataParallel) -> None:
         self.events: list[str] = []
+        self.microbatches: list[int] = []
         index = {u.published.data_ptr(): u.unit.index for u in fsdp.units}
         gather, reduce = fsdp.exchange.start_gather, fsdp.exchange.start_reduce
 
@@ -93,8 +95,9 @@ class _Watch:
         fsdp.exchange.start_reduce = start_reduce  # type: ignore[method-assign]
         fsdp.recorder = self  # type: ignore[assignment]
 
-    def around(self, kind: str, layer: int, *_: int) -> AbstractContextManager[None]:
+    def around(self, kind: str, layer: int, i: int, _: int) -> AbstractContextManager[None]:
         self.events.append(f"{kind} {layer}")
+        self.microbatches.append(i)
         return nullcontext()
 
 
@@ -106,9 +109,10 @@ def _order(rank: int, _: int, share: bool) -> list[str]:
     fsdp = _make(layers, share_memory=share)
     watch = _Watch(fsdp)
     assert isinstance(fsdp.exchange, SharedExchange) == share
-    inputs = [torch.tensor([1])] * rank
+    inputs = [torch.tensor([1])] * 2 * rank
     fsdp.train_step(inputs, inputs, lambda output, _: output.sum())
     fsdp.optimizer_step()
+    assert [i for i, _ in groupby(watch.microbatches)] == [-1, 0, 1, -1]
     return watch.events
 
 
@@ -140,10 +144,11 @@ reduce_scatter -1, barrier -1, optimizer -1, barrier -1"""
 def test_the_next_layer_is_sent_for_before_this_one_computes(
     ranks: Ranks, share: bool, text: str
 ) -> None:
-    """Forward and backward; gradients leave before the backward of the layer below. Shared memory
+    """Two micro-batches: gradients leave before the backward of the layer below. Shared memory
     is read when it is needed. Backward does not gather the embedding. A rank without examples does
     all but compute."""
-    order = text.strip().replace("\n", ", ").split(", ")
+    first, *microbatch, last = text.strip().split("\n")
+    order = ", ".join([first, *microbatch, *microbatch, last]).split(", ")
     without = [event for event in order if event[0] not in "FB"]
     assert ranks.run(_order, share) == [without, order]
 

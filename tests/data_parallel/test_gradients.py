@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
+from runtime.shared_memory import sum_into
 from tests.ranks import Ranks
 
 # How far from the mean, relative to the largest of a tensor: roundings to 53 bits, or to 8.
@@ -147,3 +148,11 @@ def test_buckets_leave_while_backward_runs(ranks: Ranks, share: bool) -> None:
     events = [("all_reduce", i, -1) for i in range(9)] + [("barrier", -1, -1)] * share
     want = [share, True, events, [True] * 7 + [False] * 2]
     assert ranks.run(_recorded, share) == [want] * 2
+
+
+def test_a_sum_may_replace_any_of_its_parts() -> None:
+    for at in range(3):
+        parts = list(torch.randn(3, 5))
+        want = (parts[0] + parts[1] + parts[2]) / 3
+        sum_into(parts, [parts[at]], divisor=3)
+        assert torch.equal(parts[at], want)
