@@ -302,7 +302,7 @@ class FullyShardedDataParallel:
         there must be a barrier: other ranks may still be reading."""
         for u in self.units:
             u.publish()
-        self.exchange.barrier()
+        self._barrier()
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds now, without activations and lent memory."""
