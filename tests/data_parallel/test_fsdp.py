@@ -88,14 +88,15 @@ def test_buffers_are_those_of_rank_0_or_filled_by_name(ranks: Ranks, device: str
 
 
 class Own(nn.Module):
-    """Returns its parameter itself, and writes to its input."""
+    """Hands on its parameter itself, after those of the layers before, and writes to its input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.mul_(2), self.weight
+    def forward(self, given: Any) -> tuple[Tensor, ...]:
+        x, *weights = given if isinstance(given, tuple) else (given,)
+        return x.mul_(2), *weights, self.weight
 
 
 class Matrix(nn.Module):
@@ -111,7 +112,7 @@ class Matrix(nn.Module):
 
 
 LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
-    "parameter": lambda: [Own(), Call(lambda pair: pair[0] * pair[1])],
+    "parameter": lambda: [Own(), Own(), Call(lambda given: given[0] * given[1] * given[2])],
     "matrix": lambda: [Matrix(), nn.Linear(3, 1, bias=False)],
     "closed": lambda: [
         Call(lambda x: SimpleNamespace(hidden=torch.tanh(x), skip=x)),  # torch cannot look inside
