@@ -101,7 +101,7 @@ class _Ours(_Contestant):
         return loss
 
     def state_bytes(self) -> int:
-        return sum(self.fsdp.held_bytes())
+        return sum(self.fsdp.held_bytes().values())
 
 
 class _Torch(_Contestant):

@@ -124,7 +124,7 @@ def _sharded_step(stage: int) -> dict[str, float]:
 
     def note() -> None:
         nonlocal held
-        held = sum(fsdp.held_bytes())
+        held = sum(fsdp.held_bytes().values())
 
     # Before the update, which uses the gradients up.
     fsdp.optimizer.register_step_pre_hook(lambda *_: note())

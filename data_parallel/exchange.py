@@ -129,9 +129,6 @@ class Exchange:
 
         return finish
 
-    def barrier(self) -> None:
-        """Waits for all ranks, if they read each other's memory."""
-
     def after_update(self, backwards: int) -> None:
         """All ranks have updated their shards, by the gradients of so many backwards. Nobody need
         wait here: what was announced is compared at the next update."""
@@ -186,7 +183,7 @@ class SharedExchange(Exchange):
         return self.memory.take(numel, dtype)
 
     def start_gather(self, shard: Tensor, whole: Tensor) -> Finish:
-        """Reads when it is waited for. No rank may change its shard before the next `barrier`."""
+        """Reads when it is waited for. No rank may change its shard before the next barrier."""
         parts = whole.chunk(self.world_size)  # by rank
         in_place = parts[self.rank].data_ptr() == shard.data_ptr()  # zero 1, 2
 
@@ -215,10 +212,7 @@ class SharedExchange(Exchange):
 
         return finish
 
-    def barrier(self) -> None:
-        """Nobody reads my shards before, nobody reads old ones after it."""
-        self.after_update(0)
-
     def after_update(self, backwards: int) -> None:
-        """The same after an update, by the gradients of so many backwards."""
+        """A barrier; 0 stands for one without an update. Nobody reads my shards before, nobody
+        reads old ones after it."""
         self._announce(-backwards)()

@@ -34,9 +34,9 @@ SC 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,21 +48,12 @@ from data_parallel.sharded_layer import LayerGraph, ShardedLayer
 from data_parallel.sharding import FlatPiece, make_units
 from data_parallel.shards import Gradients, ShardedUnit
 from runtime.graph import Initialize
-from runtime.ranks import all_gather
 from runtime.recorder import Recorder, acting
 from runtime.unseen import Strangers
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of flat shards. It must work element by element, like SGD, Adam or AdamW.
 Muon and Adafactor need whole matrices and would see pieces of them."""
-
-
-class HeldBytes(NamedTuple):
-    """Memory of this rank for a model and its training, without activations and what is lent."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
 
 
 class FullyShardedDataParallel:
@@ -182,8 +173,6 @@ class FullyShardedDataParallel:
         else:
             self._forget()
         return value
-
-    __call__ = forward
 
     @torch.no_grad()
     def backward(self, loss: Tensor | None, last: bool = False) -> None:
@@ -313,36 +302,17 @@ class FullyShardedDataParallel:
         there must be a barrier: other ranks may still be reading."""
         for u in self.units:
             u.publish()
-        self.exchange.barrier()
+        self._barrier()
 
-    def gather(self, what: str = "parameters") -> Iterator[tuple[str, Tensor | None]]:
-        """Every parameter's name, in order, with the whole parameter on rank 0, None elsewhere.
-
-        All ranks must exhaust the iterator. Only one unit is whole at a time.
-
-        Args:
-            what: ``parameters`` or ``gradients``.
-        """
-        self._settle()
-        for u in self.units:
-            gradient = u.gradient if u.has_gradient else None
-            shard = u.shard.data if what == "parameters" else gradient
-            if shard is None:
-                continue
-            whole = shard.new_empty(u.unit.numel)
-            all_gather(whole, shard, group=self.group)
-            for entry, view in zip(u.unit.entries, u.unit.views(whole), strict=True):
-                yield entry.name, view.clone() if self.rank == 0 else None  # a view keeps `whole`
-
-    def held_bytes(self) -> HeldBytes:
-        """What this rank holds now."""
+    def held_bytes(self) -> dict[str, int]:
+        """What this rank holds now, without activations and lent memory."""
         gradients = [u.gradient if u.accumulated is None else u.accumulated for u in self.units]
         state = self.optimizer.state.values()
-        return HeldBytes(
-            parameters=sum(u.nbytes for u in self.units),
-            gradients=sum(g.nbytes for g in gradients if g is not None),
-            optimizer=sum(t.nbytes for s in state for t in s.values() if isinstance(t, Tensor)),
-        )
+        return {
+            "parameters": sum(u.nbytes for u in self.units),
+            "gradients": sum(g.nbytes for g in gradients if g is not None),
+            "optimizer": sum(t.nbytes for s in state for t in s.values() if isinstance(t, Tensor)),
+        }
 
     # The parts of a pass
 

@@ -125,8 +125,8 @@ def make_units(
     layers: Sequence[nn.Module],
     names: Mapping[Tensor, str],
     world_size: int,
-    compute_dtype: torch.dtype | None = None,
-    kind: Callable[[str], Hashable] = lambda name: None,  # noqa: ARG005
+    compute_dtype: torch.dtype | None,
+    kind: Callable[[str], Hashable],
 ) -> tuple[list[Unit], list[list[nn.Parameter]], list[list[Place]]]:
     """The units of the layers, in the order of their first use; their parameters, by unit and
     entry; and each layer's places.

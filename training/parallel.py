@@ -189,8 +189,7 @@ class Sharded(LaidOutModel):
 
     def state_bytes(self) -> dict[str, int]:
         """The bytes of the shards."""
-        held = self.fsdp.held_bytes()
-        return {kind: getattr(held, kind) for kind in ("parameters", "gradients", "optimizer")}
+        return self.fsdp.held_bytes()
 
 
 class FsdpOptimizer:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import zlib
 from functools import cache, partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
 
 DTYPE = torch.float64
+HALVES = (slice(0, 5), slice(5, 12))  # of a batch, by rank
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -81,35 +84,39 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / 42
 
 
-class Trained(NamedTuple):
-    """Before each step the outputs, its gradients, and in the end the weights."""
-
-    outputs: list[Tensor]
-    gradients: list[dict[str, Tensor]]
-    weights: dict[str, Tensor]
-
-
 @cache
-def one_process(steps: int) -> Trained:
-    """Plain PyTorch, every batch as a whole."""
+def one_process(steps: int) -> tuple[list[Tensor], list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Plain PyTorch, every batch as a whole: for each step the outputs before it and its gradients;
+    and in the end the weights."""
     model, outputs, gradients = tied(), [], []
     optimizer = SGD(model.parameters())
     for step in range(steps):
         x, target = batch(step)
-        outputs.append(model(x))
+        output = model(x)
         optimizer.zero_grad()
-        loss_of(outputs[-1], target).backward()
-        gradients.append(
-            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
+        loss_of(output, target).backward()
+        outputs.append(output.detach())
+        found = {n: p.grad for n, p in model.named_parameters()}
+        gradients.append({n: grad.clone() for n, grad in found.items() if grad is not None})
         optimizer.step()
-    weights = {n: p.detach() for n, p in model.named_parameters()}
-    return Trained([output.detach() for output in outputs], gradients, weights)
+    return outputs, gradients, {n: p.detach() for n, p in model.named_parameters()}
 
 
 def whole(fsdp: FullyShardedDataParallel, what: str) -> dict[str, Tensor]:
-    """All gradients or parameters on rank 0; nothing on the others."""
-    return {name: t.clone() for name, t in fsdp.gather(what) if t is not None}
+    """All parameters, gathered, or all gradients, put together from the ranks' parts. All ranks
+    must call it."""
+    layers = range(len(fsdp.layers))
+    if what == "parameters":
+        return {n: p.clone() for k in layers for n, p in fsdp.gather_param_data(k).items()}
+    parts = [part for k in layers for part in fsdp.get_local_grad_shard(k)]
+    mine = [part._replace(tensor=part.tensor.clone()) for part in parts]  # not the whole shard
+    every: list[Any] = [None] * dist.get_world_size(fsdp.group)
+    dist.all_gather_object(every, mine, fsdp.group)
+    found: dict[str, Tensor] = {}
+    for name, shape, start, part in chain(*every):
+        flat = found.setdefault(name, part.new_full(shape, torch.nan)).view(-1)
+        flat[start : start + len(part)] = part
+    return found
 
 
 def same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-12) -> None:

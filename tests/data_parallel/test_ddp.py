@@ -1,96 +1,46 @@
-"""What wrapping a model adds to the averaging of gradients: all ranks begin as rank 0."""
+"""What wrapping a model adds to the averaging of gradients: all ranks begin as rank 0.
+
+That training is then that of one process, the rows of tests/equivalence/table.py say."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from data_parallel.ddp import DistributedDataParallel
 from tests.ranks import Ranks
 
-EXAMPLES = torch.Generator().manual_seed(5)
-X = torch.randn(11, 6, generator=EXAMPLES, dtype=torch.float64)
-Y = torch.randn(11, 3, generator=EXAMPLES, dtype=torch.float64)
-STEPS, RATE = 2, 0.1
+
+def _net(rank: int) -> nn.Module:
+    """A tied weight, a frozen bias, and a buffer that is an integer."""
+    torch.manual_seed(rank)
+    net: Any = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6, bias=False))
+    net[2].weight = net[0].weight
+    net[0].bias.requires_grad_(False)
+    for buffer in net.buffers():
+        buffer.add_(rank)
+    return net
 
 
-class Net(nn.Module):
-    """A tied weight, a buffer that is a number, a frozen parameter, and one of a single element."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first = nn.Linear(6, 5, bias=False)
-        self.middle = nn.Linear(5, 6)
-        self.again = nn.Linear(6, 5, bias=False)
-        self.again.weight = self.first.weight
-        self.last = nn.Linear(5, 3)
-        self.scale = nn.Parameter(torch.rand(()))
-        self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
-        self.register_buffer("seen", torch.tensor(seed))
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.middle(torch.tanh(self.first(x))))
-        return self.last(self.again(x)) * self.scale + self.frozen
+def _begun(rank: int, _: int) -> None:
+    net = _net(rank)
+    DistributedDataParallel(net)
+    torch.testing.assert_close(net.state_dict(), _net(0).state_dict(), rtol=0, atol=0)
 
 
-def trained(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in net.parameters() if p.requires_grad], RATE)
+def test_all_ranks_begin_with_the_values_of_rank_0(ranks: Ranks) -> None:
+    ranks.run(_begun)
 
 
-def plain() -> dict[str, Tensor]:
-    """One process, all examples."""
-    net = Net(seed=0)
-    optimizer = trained(net)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        ((net(X) - Y).square().sum() / len(X)).backward()
-        optimizer.step()
-    return dict(net.state_dict())
-
-
-def train(rank: int, world_size: int) -> dict[str, Tensor]:
-    """Each rank has three or four of the examples, in micro-batches of two."""
-    net = Net(seed=rank)
-    ddp = DistributedDataParallel(net)
-    optimizer = trained(net)
-    parts = list(zip(X[rank::world_size].split(2), Y[rank::world_size].split(2), strict=True))
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        for x, y in parts:
-            with nullcontext() if x is parts[-1][0] else ddp.no_sync():
-                ((ddp(x) - y).square().sum() * world_size / len(X)).backward()
-        ddp.average_gradients()
-        optimizer.step()
-    ddp.close()
-    return {name: t.clone() for name, t in net.state_dict().items()}
-
-
-def test_three_ranks_are_one_process(three_ranks: Ranks) -> None:
-    """And hold the same bits. In float64 sums of 11 terms in another order leave 1e-14."""
-    want, (first, *others) = plain(), three_ranks.run(train)
-    assert list(first) == list(want)
-    for name, tensor in want.items():
-        torch.testing.assert_close(first[name], tensor, rtol=1e-12, atol=1e-13, msg=name)
-    for other in others:
-        assert [name for name in first if not torch.equal(first[name], other[name])] == []
-
-
-def unequal(rank: int, _: int) -> list[str]:
+def _unequal(rank: int, _: int) -> None:
     longer = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(1 + rank)])
-    said = []
-    for net in (nn.Linear(2, 3 + rank), longer):
-        with pytest.raises(ValueError, match="rank 1 has another module") as error:
+    for net, other in ((nn.Linear(2, 3 + rank), "bias, weight"), (longer, "1.weight")):
+        with pytest.raises(ValueError, match=f"^rank 1 has another module .* see {other};"):
             DistributedDataParallel(net)
-        said.append(str(error.value))
-    return said
 
 
 def test_other_modules_on_other_ranks_are_refused_everywhere(ranks: Ranks) -> None:
-    for other_shape, longer in ranks.run(unequal):
-        assert "than rank 0, see bias, weight" in other_shape
-        assert "than rank 0, see 1.weight; all ranks must construct the same one" in longer
+    ranks.run(_unequal)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -19,11 +20,18 @@ from torch import Tensor
 from data_parallel import exchange, shards
 from data_parallel.exchange import SharedExchange
 from data_parallel.fsdp import FullyShardedDataParallel
-from tests.data_parallel.sharded_models import batch, loss_of, one_process, same, sharded, whole
+from tests.data_parallel.sharded_models import (
+    HALVES,
+    batch,
+    loss_of,
+    one_process,
+    same,
+    sharded,
+    whole,
+)
 from tests.ranks import Ranks
 
 DELAY = 0.02  # seconds: the whole step takes less
-HALVES = (slice(0, 5), slice(5, 12))
 
 
 def _slow(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,26 +42,20 @@ def _slow(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _place(fsdp: FullyShardedDataParallel, name: str) -> tuple[Any, str]:
-    """Where a rank takes its time."""
-    assert isinstance(fsdp.exchange, SharedExchange)
-    return {
-        "updates": (fsdp.optimizer, "step"),
-        "reads": (fsdp.exchange.memory, "read"),
-        "sums": (exchange, "sum_into"),
-        "fills": (shards, "_lay_out"),
-    }[name]
-
-
 def _steps(
     rank: int, _: int, where: str, slow_rank: int, zero: int
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Each step: a backward, of which nothing is wanted; another; an evaluation; the update."""
     fsdp = sharded(zero=zero)
-    target, name = _place(fsdp, where)
-    function = getattr(target, name)
-    outputs = []
-    with patch.object(target, name, _slow(function) if rank == slow_rank else function):
+    assert isinstance(fsdp.exchange, SharedExchange)
+    place, name = {
+        "updates": (fsdp.optimizer, "step"),
+        "reads": (fsdp.exchange.memory, "read"),
+        "sums": (exchange, "sum_into"),
+        "fills": (shards, "_lay_out"),
+    }[where]
+    slow, outputs = _slow(getattr(place, name)), []
+    with patch.object(place, name, slow) if rank == slow_rank else nullcontext():
         for step in range(2):
             x, y = batch(step, HALVES[rank])
             for factor in (7.0, 1.0):
@@ -68,13 +70,11 @@ def _steps(
 @pytest.mark.parametrize("zero", [1, 3])  # what 2 does both do
 @pytest.mark.parametrize("where", ["updates", "reads", "sums", "fills"])
 def test_a_slow_rank_changes_nothing(ranks: Ranks, where: str, zero: int) -> None:
-    want = one_process(2)
+    want_outputs, _, want_weights = one_process(steps=2)
     for slow_rank in range(2):
-        got = ranks.run(_steps, where, slow_rank, zero)
-        for outputs, _ in got:
-            for output, wanted in zip(outputs, want.outputs, strict=True):
-                assert torch.allclose(output, wanted, rtol=1e-10, atol=1e-12)
-        same(got[0][1], want.weights, 1e-10)
+        for outputs, weights in ranks.run(_steps, where, slow_rank, zero):
+            torch.testing.assert_close(outputs, want_outputs, rtol=1e-10, atol=1e-12)
+            same(weights, want_weights, 1e-10)
 
 
 def _backward(fsdp: FullyShardedDataParallel) -> None:
@@ -92,7 +92,7 @@ ALONE: dict[str, Callable[[FullyShardedDataParallel], object]] = {
 
 
 def _alone(
-    rank: int, _: int, alone: str, when: str, share_memory: bool = True
+    rank: int, _: int, alone: str, when: str, share_memory: bool
 ) -> tuple[str, list[list[float]]]:
     """Three steps; in the second the first rank does more. A group of their own: an error leaves
     what they have sent each other unread."""
@@ -116,27 +116,22 @@ def _alone(
 
 
 def test_a_rank_may_evaluate_by_itself_in_shared_memory(ranks: Ranks) -> None:
-    want = ranks.run(_alone, "", "")
+    want = ranks.run(_alone, "", "", True)
     for when in ("between two backwards", "before the update", "after it"):
-        assert ranks.run(_alone, "evaluate", when) == want
+        assert ranks.run(_alone, "evaluate", when, True) == want
 
 
 @pytest.mark.parametrize(
-    ("alone", "when"),
+    ("alone", "when", "share_memory"),
     [
-        ("backward", "before the update"),
-        ("zero_grad", "between two backwards"),
-        ("step", "between two backwards"),
-        ("load", "after it"),
+        ("backward", "before the update", True),
+        ("zero_grad", "between two backwards", True),
+        ("step", "between two backwards", True),
+        ("load", "after it", True),
+        ("zero_grad", "between two backwards", False),  # it makes the same collectives
     ],
 )
-def test_ranks_that_come_apart(ranks: Ranks, alone: str, when: str) -> None:
-    """Over shared memory, where no rank sees from the reading that another is elsewhere."""
-    for error, _ in ranks.run(_alone, alone, when):
-        assert error.startswith("the ranks diverged: all must make the same calls")
-
-
-def test_gradients_that_one_rank_forgets(ranks: Ranks) -> None:
-    """Over the group it makes the same collectives. All hear of it when they next update."""
-    for error, _ in ranks.run(_alone, "zero_grad", "between two backwards", False):
+def test_ranks_that_come_apart(ranks: Ranks, alone: str, when: str, share_memory: bool) -> None:
+    """No rank sees from what it reads that another is elsewhere."""
+    for error, _ in ranks.run(_alone, alone, when, share_memory):
         assert error.startswith("the ranks diverged: all must make the same calls")

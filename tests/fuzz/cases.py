@@ -215,7 +215,7 @@ def _only_on_first(rank: int, model: nn.Module) -> None:
 
 
 def _fsdp(case: Case, rank: int) -> Found:
-    """FullyShardedDataParallel. Rank 0 has the whole gradients and weights."""
+    """FullyShardedDataParallel. Every rank puts together the whole gradients and weights."""
     meta = case.options["meta"]
     model = case.model("meta" if meta else "cpu")
     if not meta:
@@ -236,7 +236,7 @@ def _fsdp(case: Case, rank: int) -> Found:
         found |= {f"gradient {k} of {n}": t for n, t in whole(fsdp, "gradients").items()}
         fsdp.optimizer_step()
     found |= {f"weight {name}": t for name, t in whole(fsdp, "parameters").items()}
-    return found | _evaluated(case, model, fsdp)
+    return found | _evaluated(case, model, fsdp.forward)
 
 
 KINDS: dict[str, Callable[[Case, int], Found]] = {
