@@ -1,5 +1,5 @@
-"""GPT-2 as a pipeline: transformers' model, its names, its loss, its gradients; and the course's
-GPT2ModelParallel and GPT2LMHeadModelParallel."""
+"""GPT-2 as a pipeline: the logits of generation; and the course's GPT2ModelParallel and
+GPT2LMHeadModelParallel, which compute what transformers' models do."""
 
 from __future__ import annotations
 
@@ -11,42 +11,16 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from pipeline.model_parallel import GPT2LMHeadModelParallel, GPT2ModelParallel
-from pipeline.partition import place
 from pipeline.pipe import Pipe
 from tests.pipeline.pipeline_models import (
-    DEVICES,
     assert_close,
     gpt2,
-    gradients,
     pipe_threads,
-    plain_loss,
-    sentences,
     take_gradients,
 )
 from training.generation import newest_alone
-from training.model import gpt2_layers, loss_of_targets
+from training.model import gpt2_layers
 from training.prefix import Prefix
-
-
-@pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("sizes", [[1, 7], [7, 1]])
-def test_loss_and_every_gradient_are_those_of_the_plain_model(
-    sizes: list[int], devices: tuple[str, str]
-) -> None:
-    ids, labels, weights = sentences()
-    plain, same = gpt2(), gpt2()
-    expected = plain_loss(plain, ids, labels, weights)
-    expected.backward()
-    module, replicas = place(gpt2_layers(same), sizes, devices)
-    with Pipe(module, replicas=replicas) as pipe:
-        for schedule in ("gpipe", "1f1b"):
-            loss = pipe.train_step(
-                (ids, weights), (labels, weights), loss_of_targets, schedule,
-                num_microbatches=4, scale=1 / weights.sum(),
-            )  # fmt: skip
-            assert_close(take_gradients(same), gradients(plain))
-            assert_close({"loss": loss}, {"loss": expected})
-    assert list(same.state_dict()) == list(plain.state_dict())
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
@@ -115,33 +89,24 @@ def test_every_mode_computes_what_the_plain_model_computes(attention: str) -> No
     mask[1, 5:] = 0
     check(plain, parallel, input_ids=ids())
     parallel.parallelize()
-    check(plain, parallel, input_ids=ids())
-    check(plain, parallel, input_ids=ids(), attention_mask=mask)
-    for split_size in (1, 4, 50):
-        parallel._prepare_pipeline_parallel(split_size=split_size)
-        check(plain, parallel, input_ids=ids())
-    check(plain, parallel, input_ids=ids(), attention_mask=mask)
-    parallel._finalize_pipeline_parallel()
-    check(plain, parallel, input_ids=ids())
-    assert pipe_threads() == []
-
-
-def test_h_pp_is_the_pipe_over_the_blocks_and_not_in_the_state_dict() -> None:
-    """Model parallelism is one micro-batch."""
-    plain, parallel = pair()
-    parallel.parallelize()
-    events: list[Any] = []
-    parallel.transformer.h_pp.recorder = lambda *event: events.append(event[:3])
-    parallel(input_ids=ids())
-    assert events == [("F", 0, 0), ("F", 1, 0)]
-    parallel._prepare_pipeline_parallel(split_size=2)
     pipe = parallel.transformer.h_pp
     assert isinstance(pipe, Pipe)
     assert [len(partition) for partition in pipe.partitions] == [2, 2]  # type: ignore[arg-type]
-    assert pipe.split_size == 2
+    events: list[Any] = []
+    pipe.recorder = lambda *event: events.append(event[:3])
+    check(plain, parallel, input_ids=ids())
+    one_at_a_time = [("F", 0, 0), ("F", 1, 0), ("B", 1, 0), ("B", 0, 0)]
+    assert events == one_at_a_time
+    check(plain, parallel, input_ids=ids(), attention_mask=mask)
+    for split_size in (1, 4, 50):
+        parallel._prepare_pipeline_parallel(split_size=split_size)
+        assert pipe.split_size == split_size
+        check(plain, parallel, input_ids=ids(), attention_mask=mask)
     assert list(parallel.state_dict()) == list(plain.state_dict())
     assert parallel.lm_head.weight is parallel.transformer.wte.weight
-    pipe.close()
+    parallel._finalize_pipeline_parallel()
+    check(plain, parallel, input_ids=ids())
+    assert pipe_threads() == []
 
 
 def test_the_body_alone_and_a_device_map() -> None:

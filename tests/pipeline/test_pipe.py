@@ -50,43 +50,40 @@ def test_forward_of_the_course(batch_size: int, split_size: int, devices: tuple[
     expected = model(x)
     with Pipe(cut(model, (2, 2), devices), split_size=split_size) as pipe:
         torch.testing.assert_close(pipe(x).cpu(), expected)
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                output = pipe(x)
+                assert output.requires_grad is False
+                torch.testing.assert_close(output.cpu(), expected)
 
 
 @pytest.mark.a4_2_2
 @pytest.mark.a5_2_2
-@pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("split_size", [1, 3, 8, 100])
+@pytest.mark.parametrize(
+    ("sizes", "devices"),
+    [
+        *(((2, 4), devices) for devices in DEVICES),
+        ((6,), ("cpu:0",)),
+        ((1,) * 6, [f"cpu:{k}" for k in range(6)]),  # more than cores
+        ((2, 2, 2), ("cpu:0", "cpu:1", "cpu:0")),  # a worker with two stages
+    ],
+)
+@pytest.mark.parametrize("split_size", [1, 3, 100])
 def test_loss_and_gradients_are_those_of_the_sequential(
-    split_size: int, devices: tuple[str, str]
+    split_size: int, sizes: tuple[int, ...], devices: tuple[str, ...]
 ) -> None:
     x, y = batch(8)
     expected = in_one_process(tower(), x.requires_grad_(), y) | {"x": x.grad}
     for step in STEPS:
         same = tower()
         pipe_x = x.detach().requires_grad_()
-        with Pipe(cut(same, (2, 4), devices), split_size=split_size) as pipe:
+        with Pipe(cut(same, sizes, devices), split_size=split_size) as pipe:
+            assert len({id(queue) for queue in pipe.in_queues}) == len({*devices})
             loss = step(pipe, pipe_x, y)
         found = gradients(same) | {"loss": loss, "x": pipe_x.grad}
         if step is not forward_backward:  # which alone gives the input a gradient
             found["x"] = expected["x"]
         assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "devices"),
-    [((6,), "0"), ((5, 1), "01"), ((1,) * 6, "012345"), ((2, 2, 2), "010")],
-)
-def test_one_partition_more_devices_than_cores_and_two_on_one_device(
-    sizes: tuple[int, ...], devices: str
-) -> None:
-    x, y = batch(7)
-    expected = in_one_process(tower(), x, y)
-    for step in STEPS[:2]:
-        same = tower()
-        with Pipe(cut(same, sizes, [f"cpu:{k}" for k in devices]), split_size=2) as pipe:
-            assert len({id(queue) for queue in pipe.in_queues}) == len({*devices})
-            loss = step(pipe, x, y)
-        assert_close(gradients(same) | {"loss": loss}, expected)
 
 
 def test_compute_runs_one_clock() -> None:
@@ -121,16 +118,6 @@ def test_the_clocks_are_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr("pipeline.pipe._clock_cycles", lambda *_, clocks=wrong: clocks)
             with pytest.raises(ValueError, match=says):
                 pipe(x)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad_mode_nothing_is_kept(mode: Any) -> None:
-    model = tower()
-    x, _ = batch(8)
-    with mode(), Pipe(cut(model), split_size=3) as pipe:
-        output = pipe(x)
-        assert not output.requires_grad
-        torch.testing.assert_close(output, model(x), rtol=1e-14, atol=1e-14)
 
 
 def test_autocast_reaches_the_workers() -> None:
@@ -284,10 +271,7 @@ def test_activations_are_really_freed_not_just_not_counted() -> None:
         assert [*map(alive, kept)] == [0, 0]
 
 
-# Schedules
-
-
-def test_the_recorder_sees_every_action_with_its_times() -> None:
+def test_the_recorder_sees_every_action_after_what_it_needs() -> None:
     events: list[tuple[str, int, int, float, float]] = []
     x, y = batch(8)
     with Pipe(cut(tower()), split_size=2, recorder=lambda *event: events.append(event)) as pipe:
@@ -301,9 +285,6 @@ def test_the_recorder_sees_every_action_with_its_times() -> None:
         for kind, s, i, start, _ in events:
             for a in sched.dependencies(Action(sched.Kind(kind), s, i), 2):
                 assert ended[(a.kind.value, a.stage, a.microbatch)] <= start
-        events.clear()
-        forward_backward(pipe, x, y)
-        assert len(events) == 16
         pipe.recorder = Paused()
         for step in STEPS:
             step(pipe, x, y)

@@ -101,33 +101,15 @@ class Force(nn.Module):
         return x + self.fc(x) + force
 
 
-class Keep(nn.Module):
-    """Leaves its output behind for `Use`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = linear()
-        self.kept: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.fc(x)
-        return self.kept.tanh()
-
-
-class Use(nn.Module):
-    def __init__(self, keep: Keep) -> None:
-        super().__init__()
-        self.source = [keep]
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = self.source[0].kept
-        assert kept is not None
-        return x + kept
-
-
 def skipping() -> list[nn.Module]:
-    keep = Keep()
-    return [keep, linear(), linear(), Use(keep)]
+    """A layer leaves its input behind for a later one."""
+    left: list[Tensor] = []
+
+    def leave(h: Tensor) -> Tensor:
+        left[:] = [h]
+        return h.tanh()
+
+    return [linear(), Call(leave), linear(), Call(lambda h: h + left[0])]
 
 
 def hooked() -> list[nn.Module]:
@@ -154,7 +136,6 @@ def first_in_place() -> list[nn.Module]:
 
 SAME: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     "y += x": (lambda: [linear(), AddInPlace(), linear(), AddInPlace()], (2, 2)),
-    "relu": (lambda: [linear(), nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True)], (2, 2)),
     "one tensor twice, in place": (
         lambda: [linear(), Call(lambda x: (x, x)), Call(twice_in_place), linear()],
         (2, 2),
@@ -237,7 +218,7 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] =
     "memory of two": (
         lambda: sharing(lambda h: h[..., :1]), (3, 2), re.escape(SHARED),
     ),
-    "an attribute": (skipping, (2, 2), STRANGE.format(r"3 \(Use\)")),
+    "an attribute": (skipping, (2, 2), STRANGE.format(r"3 \(Call\)")),
     "another's parameter": (anothers_parameter, (2, 2), STRANGE.format(r"2 \(Call\)")),
 }  # fmt: skip
 
@@ -255,26 +236,6 @@ def test_what_would_be_wrong_in_silence_is_named(name: str, step: Step) -> None:
     ):
         step(pipe, *sequences())
     assert set(gradients(model).values()) == {None}
-
-
-def test_a_batch_in_what_is_no_pytree_is_refused() -> None:
-    x, _ = sequences()
-    with Pipe(cut(nn.Sequential(linear(), linear()).double(), (1, 1))) as pipe:
-        for given in (BatchEncoding({"x": x}), (x, Plain(x))):
-            for call in (lambda: pipe(given), lambda: one_f_one_b(pipe, x, given)):  # noqa: B023
-                with pytest.raises(TypeError, match=r"the batch holds a \w+ with tensors inside"):
-                    call()
-
-
-@pytest.mark.parametrize("make", [nn.Parameter, lambda t: t.requires_grad_()])
-def test_what_the_loss_alone_learns_is_named(make: Callable[[Tensor], Tensor]) -> None:
-    x, y = sequences()
-    temperature = make(torch.ones((), dtype=torch.float64))
-    with (
-        Pipe(cut(nn.Sequential(linear(), linear()).double(), (1, 1))) as pipe,
-        pytest.raises(RuntimeError, match="loss_fn uses a tensor that requires grad and is"),
-    ):
-        pipe.train_step(x, y, lambda o, t: square_error(o / temperature, t))
 
 
 @pytest.mark.parametrize("step", STEPS[:2])
@@ -345,20 +306,19 @@ def refused(name: str, holder: nn.Module) -> Any:
     return pytest.raises(ValueError, match=said)
 
 
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
-def test_a_hook_on_what_a_pipe_takes_apart_is_refused_by_name(register: str) -> None:
+def test_a_hook_on_what_a_pipe_takes_apart_is_refused_by_name() -> None:
     model = nested()
     with Pipe(model, split_size=4) as pipe:
         holders = {name: model.get_submodule(name) for name in ("0", "0._module", "0._module.1")}
         holders |= {"the Sequential": model, "partitions.1": pipe.partitions[1]}
         for name, holder in holders.items():
-            handle = getattr(holder, register)(lambda *_: None)
-            for step in STEPS:
-                with refused(name, holder):
-                    step(pipe, *sequences())
-            handle.remove()
-        for step in STEPS:
-            step(pipe, *sequences())
+            for register in (holder.register_forward_hook, holder.register_full_backward_hook):
+                handle: Any = register(lambda *_: None)
+                for step in STEPS[:2]:
+                    with refused(name, holder):
+                        step(pipe, *sequences())
+                handle.remove()
+        one_f_one_b(pipe, *sequences())
 
 
 @pytest.mark.parametrize("name", ["layers", "layers.0", "module"])
