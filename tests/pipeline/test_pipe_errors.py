@@ -61,7 +61,7 @@ def test_an_error_on_any_stage_is_raised_as_it_was_and_the_pipe_works_again(
             assert_same_bits(take_gradients(model), expected)
 
 
-def test_a_call_from_a_worker_is_refused_of_its_own_pipe() -> None:
+def test_a_worker_may_not_call_its_own_pipe() -> None:
     with Pipe(cut(tower())) as pipe:
         with pytest.raises(RuntimeError, match="a worker of the Pipe cannot wait"):
             pipe.run_on_stages(lambda _: pipe.run_on_stages(lambda s: s))
@@ -97,11 +97,8 @@ def test_ctrl_c_while_waiting_ends_the_step_and_the_pipe_works_again(
             assert stopped.wait(30)
         return x
 
-    def handler(*_: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(Dataflow, "stop", stop_and_tell)
-    previous = signal.signal(signal.SIGINT, handler)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         model = nn.Sequential(*tower(), Call(interrupt))
         with Pipe(cut(model, (2, 5)), split_size=2) as pipe:
@@ -164,7 +161,7 @@ def test_a_second_thread_is_refused_at_once_and_the_first_gets_its_gradients(ste
         (lambda x: (x, None, True, "mean"), ""),
     ],
 )
-def test_outputs_that_cannot_be_put_together(last: Callable[[Tensor], Any], said: str) -> None:
+def test_outputs_are_put_together_or_refused(last: Callable[[Tensor], Any], said: str) -> None:
     """The first micro-batch's is not the batch's, nor is the sum, if it is a mean."""
     x, _ = batch(7)
     with Pipe(cut(nn.Sequential(*tower(), Call(last)), (2, 5)), split_size=2) as pipe:

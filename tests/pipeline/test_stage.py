@@ -27,10 +27,6 @@ from tests.pipeline.pipeline_models import (
 CPU = torch.device("cpu")
 
 
-def dense() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 3).double())
-
-
 class Odd(nn.Module):
     """Weights used twice, by products and otherwise; frozen ones; x of three dimensions."""
 
@@ -75,7 +71,8 @@ def test_weights_used_twice_frozen_or_not_by_a_product_alone(autocast: bool) -> 
 def test_a_half_frees_what_the_other_does_not_need() -> None:
     """After I only x and dy of products are held, after W nothing: the caches are empty."""
     saved: list[Callable[[], Tensor | None]] = []
-    stage = Stage(0, dense().append(watched(saved, 1)), CPU)
+    dense = nn.Linear(4, 3).double()
+    stage = Stage(0, nn.Sequential(dense, watched(saved, 1)), CPU)
     output = stage.forward(0, batch(8)[0])
     assert [token() is None for token in saved] == [False]
     products = stage._kept[0].graphs[0].products
@@ -97,19 +94,15 @@ def test_a_half_frees_what_the_other_does_not_need() -> None:
 def test_a_parameter_that_layers_share_and_that_is_another_s_gradient(by_layer: bool) -> None:
     """y = x + p: the gradients of p, of q and of x are one tensor, and sums are written to."""
 
-    class Add(nn.Module):
-        def __init__(self, *terms: nn.Parameter) -> None:
-            super().__init__()
-            self.terms = nn.ParameterList(terms)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for p in self.terms:
-                x = x + p
-            return x
+    def adding(*terms: nn.Parameter) -> Call:
+        layer = Call(lambda x: sum(terms, x))
+        layer.terms = nn.ParameterList(terms)
+        return layer
 
     x, _ = batch(4)
     p, q = (nn.Parameter(torch.zeros(4, 4, dtype=torch.float64)) for _ in "pq")
-    stage = Stage(0, nn.Sequential(Add(p, q), Call(torch.sin), Add(p)), CPU, by_layer=by_layer)
+    layers = nn.Sequential(adding(p, q), Call(torch.sin), adding(p))
+    stage = Stage(0, layers, CPU, by_layer=by_layer)
     for i in range(3):
         dy = torch.ones_like(stage.forward(i, x.clone().requires_grad_()))
         (dx,) = stage.backward(i, [dy])
