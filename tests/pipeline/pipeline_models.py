@@ -160,15 +160,18 @@ class Wire(torch.autograd.Function):
         return g, None
 
 
+def gpt2_config(blocks: int, attention: str = "sdpa") -> GPT2Config:
+    return GPT2Config(
+        vocab_size=40, n_positions=16, n_embd=16, n_layer=blocks, n_head=2, embd_pdrop=0.0,
+        resid_pdrop=0.0, attn_pdrop=0.0, attn_implementation=attention, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+
+
 def gpt2(blocks: int = 3) -> Any:
     """Tied: its head is its embedding."""
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=40, n_positions=16, n_embd=16, n_layer=blocks, n_head=2,
-            embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
-        )
-    ).double()  # fmt: skip
+    return GPT2LMHeadModel(gpt2_config(blocks)).double()
 
 
 def watched(kept: list[Any], most: int) -> Call:

@@ -194,6 +194,7 @@ TEMPERATURE = nn.Parameter(torch.ones((), dtype=torch.float64))
             r"on the ranks \[0, 1, 2\], and the pipeline on \[0, 1\]",
         ),
         (lambda _: Pipe(cut(tower()), split_size=0), "split_size=0: at least 1"),
+        (lambda pipe: (pipe.close(), pipe(X)), "the Pipe is closed: make a new one"),
         (
             lambda _: Pipe(place(list(tower()), (3, 3), ["cpu:0", "cpu:1"])[0], sizes=(2, 4)),
             "a stage is on one device",

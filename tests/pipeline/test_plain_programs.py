@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
@@ -48,6 +49,23 @@ def sequences() -> tuple[Tensor, Tensor]:
 
 def linear() -> nn.Linear:
     return nn.Linear(4, 4)
+
+
+class Odd(nn.Module):
+    """Weights used twice, by products and otherwise; frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.frozen, self.partly, self.bare = (linear() for _ in range(4))
+        self.frozen.requires_grad_(False)
+        self.partly.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            shift = self.twice(x)
+        h = self.twice(self.twice(x).tanh()) * self.twice.bias + shift
+        h = self.partly(self.frozen(h)).sigmoid()
+        return F.linear(h, self.bare.weight, bias=None) @ self.bare.weight + self.bare.bias
 
 
 def twice_in_place(v: tuple[Tensor, Tensor]) -> Tensor:
@@ -136,6 +154,7 @@ SAME: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
         ),
         (2, 2),
     ),
+    "weights used twice, or frozen": (lambda: [Odd(), nn.Tanh(), Odd()], (1, 2)),
     "an attribute within a stage": (lambda: [*skipping(), linear()], (4, 1)),
     "a force that is learnt": (lambda: [linear(), Force(), nn.Tanh(), Force()], (2, 2)),
     "hooks on layers": (hooked, (2, 2)),
@@ -153,7 +172,8 @@ def test_it_trains_as_in_plain_pytorch(name: str) -> None:
         expected = in_one_process(deepcopy(model), x.clone(), y)
         with Pipe(cut(model, sizes), split_size=2) as pipe:
             loss = step(pipe, x.clone(), y)
-        assert all(g is not None for g in expected.values())
+        trained = {name for name, p in model.named_parameters() if p.requires_grad} | {"loss"}
+        assert trained == {name for name, value in expected.items() if value is not None}
         assert_close(gradients(model) | {"loss": loss}, expected)
 
 
