@@ -61,6 +61,20 @@ def test_an_error_on_any_stage_is_raised_as_it_was_and_the_pipe_works_again(
             assert_same_bits(take_gradients(model), expected)
 
 
+def test_a_backward_that_failed_leaves_nothing_to_the_next() -> None:
+    x, y = batch(8)
+    model, fuse = tower(), Fuse()
+    expected = in_one_process(model, x, y)
+    with Pipe(cut(nn.Sequential(model[0], fuse, *model[1:]), (3, 4)), split_size=2) as pipe:
+        loss = square_error(pipe(x), y)
+        fuse.armed = ("backward", ValueError)
+        with pytest.raises(ValueError, match="on purpose"):
+            loss.backward(retain_graph=True)
+        fuse.armed = None
+        loss.backward()
+    assert_close(take_gradients(model) | {"loss": loss.detach()}, expected)
+
+
 def test_a_worker_may_not_call_its_own_pipe() -> None:
     with Pipe(cut(tower())) as pipe:
         with pytest.raises(RuntimeError, match="a worker of the Pipe cannot wait"):
