@@ -65,7 +65,8 @@ def test_a_backward_that_failed_leaves_nothing_to_the_next() -> None:
     x, y = batch(8)
     model, fuse = tower(), Fuse()
     expected = in_one_process(model, x, y)
-    with Pipe(cut(nn.Sequential(model[0], fuse, *model[1:]), (3, 4)), split_size=2) as pipe:
+    layers = list(model)
+    with Pipe(cut(nn.Sequential(layers[0], fuse, *layers[1:]), (3, 4)), split_size=2) as pipe:
         loss = square_error(pipe(x), y)
         fuse.armed = ("backward", ValueError)
         with pytest.raises(ValueError, match="on purpose"):
