@@ -65,7 +65,7 @@ class Odd(nn.Module):
             shift = self.twice(x)
         h = self.twice(self.twice(x).tanh()) * self.twice.bias + shift
         h = self.partly(self.frozen(h)).sigmoid()
-        return F.linear(h, self.bare.weight, bias=None) @ self.bare.weight + self.bare.bias
+        return F.linear(h, self.bare.weight, bias=self.bare.bias * 2) @ self.bare.weight
 
 
 def twice_in_place(v: tuple[Tensor, Tensor]) -> Tensor:
