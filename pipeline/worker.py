@@ -28,7 +28,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -38,7 +37,6 @@ from runtime.recompute import Autocast
 
 from .streams import Streams
 
-ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType]
 Queue: TypeAlias = "SimpleQueue[Any]"
 
 

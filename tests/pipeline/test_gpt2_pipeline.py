@@ -1,5 +1,5 @@
-"""GPT-2 as a pipeline: transformers' model, its names, its loss, its gradients; and the course's
-GPT2ModelParallel and GPT2LMHeadModelParallel."""
+"""GPT-2 as a pipeline: the logits of generation; and the course's GPT2ModelParallel and
+GPT2LMHeadModelParallel, which compute what transformers' models do."""
 
 from __future__ import annotations
 
@@ -8,45 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+from transformers import GPT2LMHeadModel, GPT2Model
 
 from pipeline.model_parallel import GPT2LMHeadModelParallel, GPT2ModelParallel
-from pipeline.partition import place
 from pipeline.pipe import Pipe
 from tests.pipeline.pipeline_models import (
-    DEVICES,
     assert_close,
     gpt2,
-    gradients,
+    gpt2_config,
     pipe_threads,
-    plain_loss,
-    sentences,
     take_gradients,
 )
 from training.generation import newest_alone
-from training.model import gpt2_layers, loss_of_targets
+from training.model import gpt2_layers
 from training.prefix import Prefix
-
-
-@pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("sizes", [[1, 7], [7, 1]])
-def test_loss_and_every_gradient_are_those_of_the_plain_model(
-    sizes: list[int], devices: tuple[str, str]
-) -> None:
-    ids, labels, weights = sentences()
-    plain, same = gpt2(), gpt2()
-    expected = plain_loss(plain, ids, labels, weights)
-    expected.backward()
-    module, replicas = place(gpt2_layers(same), sizes, devices)
-    with Pipe(module, replicas=replicas) as pipe:
-        for schedule in ("gpipe", "1f1b"):
-            loss = pipe.train_step(
-                (ids, weights), (labels, weights), loss_of_targets, schedule,
-                num_microbatches=4, scale=1 / weights.sum(),
-            )  # fmt: skip
-            assert_close(take_gradients(same), gradients(plain))
-            assert_close({"loss": loss}, {"loss": expected})
-    assert list(same.state_dict()) == list(plain.state_dict())
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
@@ -74,96 +49,77 @@ def test_continued_sentences_have_the_logits_of_the_plain_model(precision: str) 
 # The course's classes
 
 
-def config(attention: str = "sdpa") -> GPT2Config:
-    return GPT2Config(
-        vocab_size=40, n_positions=16, n_embd=16, n_layer=4, n_head=2, embd_pdrop=0.0,
-        resid_pdrop=0.0, attn_pdrop=0.0, attn_implementation=attention,
-    )  # fmt: skip
+IDS = torch.randint(40, (6, 7), generator=torch.Generator().manual_seed(1))
 
 
-def pair(attention: str = "sdpa") -> tuple[Any, Any]:
-    """The plain model and the parallel one, with the same weights."""
-    torch.manual_seed(0)
-    plain = GPT2LMHeadModel(config(attention)).double()
-    parallel = GPT2LMHeadModelParallel(config(attention)).double()
-    parallel.load_state_dict(plain.state_dict())
-    return plain, parallel
-
-
-def ids() -> Tensor:
-    return torch.randint(40, (6, 7), generator=torch.Generator().manual_seed(1))
-
-
-def check(plain: Any, parallel: Any, **inputs: Any) -> None:
+def check(plain: Any, parallel: Any, mask: Tensor | None = None) -> None:
     """Logits, loss and every gradient by name."""
-    outputs = [model(**inputs, labels=inputs["input_ids"]) for model in (parallel, plain)]
-    for output in outputs:
+    found, expected = (model(IDS, attention_mask=mask, labels=IDS) for model in (parallel, plain))
+    for output in (found, expected):
         output.loss.backward()
-    found, expected = (
-        take_gradients(model) | {"logits": output.logits}
-        for model, output in zip((parallel, plain), outputs, strict=True)
+    assert_close(
+        take_gradients(parallel) | {"logits": found.logits},
+        take_gradients(plain) | {"logits": expected.logits},
     )
-    assert_close(found, expected)
 
 
 @pytest.mark.a4_2_2
 @pytest.mark.a5_2_2
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_every_mode_computes_what_the_plain_model_computes(attention: str) -> None:
-    plain, parallel = pair(attention)
+@pytest.mark.parametrize(
+    ("attention", "device_map", "sizes"),
+    [
+        ("sdpa", None, [2, 2]),
+        ("eager", {"cpu:0": [0], "cpu:1": [1, 2], "cpu:2": [3]}, [1, 2, 1]),
+    ],
+)
+def test_every_mode_computes_what_the_plain_model_computes(
+    attention: str, device_map: Any, sizes: list[int]
+) -> None:
+    config = gpt2_config(4, attention)
+    plain: Any = GPT2LMHeadModel(config).double()
+    parallel: Any = GPT2LMHeadModelParallel(config).double()
+    parallel.load_state_dict(plain.state_dict())
     mask = torch.ones(6, 7, dtype=torch.long)
     mask[1, 5:] = 0
-    check(plain, parallel, input_ids=ids())
-    parallel.parallelize()
-    check(plain, parallel, input_ids=ids())
-    check(plain, parallel, input_ids=ids(), attention_mask=mask)
+    check(plain, parallel)
+    parallel.parallelize(device_map)
+    pipe = parallel.transformer.h_pp
+    assert isinstance(pipe, Pipe)
+    assert [len(partition) for partition in pipe.partitions] == sizes  # type: ignore[arg-type]
+    events: list[Any] = []
+    pipe.recorder = lambda *event: events.append(event[:3])
+    check(plain, parallel)
+    stages = range(len(sizes))  # one at a time
+    assert events == [("F", s, 0) for s in stages] + [("B", s, 0) for s in reversed(stages)]
+    check(plain, parallel, mask)
     for split_size in (1, 4, 50):
         parallel._prepare_pipeline_parallel(split_size=split_size)
-        check(plain, parallel, input_ids=ids())
-    check(plain, parallel, input_ids=ids(), attention_mask=mask)
+        assert pipe.split_size == split_size
+        check(plain, parallel, mask)
+    assert list(parallel.state_dict()) == list(plain.state_dict())
+    assert parallel.lm_head.weight is parallel.transformer.wte.weight
     parallel._finalize_pipeline_parallel()
-    check(plain, parallel, input_ids=ids())
+    check(plain, parallel)
     assert pipe_threads() == []
 
 
-def test_h_pp_is_the_pipe_over_the_blocks_and_not_in_the_state_dict() -> None:
-    """Model parallelism is one micro-batch."""
-    plain, parallel = pair()
-    parallel.parallelize()
-    events: list[Any] = []
-    parallel.transformer.h_pp.recorder = lambda *event: events.append(event[:3])
-    parallel(input_ids=ids())
-    assert events == [("F", 0, 0), ("F", 1, 0)]
-    parallel._prepare_pipeline_parallel(split_size=2)
-    pipe = parallel.transformer.h_pp
-    assert isinstance(pipe, Pipe)
-    assert [len(partition) for partition in pipe.partitions] == [2, 2]  # type: ignore[arg-type]
-    assert pipe.split_size == 2
-    assert list(parallel.state_dict()) == list(plain.state_dict())
-    assert parallel.lm_head.weight is parallel.transformer.wte.weight
-    pipe.close()
-
-
-def test_the_body_alone_and_a_device_map() -> None:
-    torch.manual_seed(0)
-    plain = GPT2Model(config()).double()
-    parallel: Any = GPT2ModelParallel(config()).double()
+def test_the_body_alone() -> None:
+    plain = GPT2Model(gpt2_config(4)).double()
+    parallel: Any = GPT2ModelParallel(gpt2_config(4)).double()
     parallel.load_state_dict(plain.state_dict())
-    parallel.parallelize({"cpu:0": [0], "cpu:1": [1, 2], "cpu:2": [3]})
     parallel._prepare_pipeline_parallel(split_size=4)
-    assert [len(partition) for partition in parallel.h_pp.partitions] == [1, 2, 1]
-    inputs = {"inputs_embeds": plain.wte(ids()), "position_ids": torch.arange(7).flip(0)[None]}
+    inputs = {"inputs_embeds": plain.wte(IDS), "position_ids": torch.arange(7).flip(0)[None]}
     found, expected = (model(**inputs, use_cache=False) for model in (parallel, plain))
     assert_close({"h": found.last_hidden_state}, {"h": expected.last_hidden_state})
-    parallel.deparallelize()
+    parallel._finalize_pipeline_parallel()
 
 
 def test_a_wrong_device_map_shows_a_right_one_and_a_cache_is_refused() -> None:
-    _, parallel = pair()
+    parallel: Any = GPT2LMHeadModelParallel(gpt2_config(4))
     for blocks in ({"cpu:0": [0, 1], "cpu:1": [3, 2]}, {"cpu:0": [0, 1, 2]}):
         with pytest.raises(ValueError, match=r"e\.g\. \{'cpu:0': \[0, 1\], 'cpu:1': \[2, 3\]\}"):
             parallel.parallelize(blocks)
     parallel.parallelize()
     with pytest.raises(ValueError, match="pass use_cache=False"):
-        parallel(input_ids=ids(), past_key_values=object())
+        parallel(input_ids=IDS, past_key_values=object())
     parallel.deparallelize()
