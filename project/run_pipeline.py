@@ -47,20 +47,12 @@ if __name__ == "__main__":
 
 import torch
 
-from pipeline.catalogue import chunks_of
 from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
 from training.errors import UserError, run_here, torchrun_world_size
 from training.loop import run
-from training.model import sizes_of_blocks
-from training.rules import (
-    check_microbatches,
-    check_model,
-    check_recompute,
-    fewer_stages,
-    number_of_blocks,
-    settle_training,
-)
+from training.rules import check_microbatches, check_model, check_recompute, settle_training
 from training.saving import find_resume
+from training.stage_rules import check_stages, settle_chunks
 from training.staged import BlocksInThreads, StagesInThreads
 from training.workdir import alone_in_workdir, claim_folders
 from training.world import World, choose_device, quiet_libraries
@@ -80,7 +72,7 @@ def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -
     check_recompute(args, args.schedule == "sequential" or args.num_devices == 1)
     settle_training(args)  # the model and the learning rate
     check_model(args)
-    _check_stages(args)
+    check_stages(args, "num_devices", args.num_devices)
     claim_folders(args)  # last, since it makes folders
     return args
 
@@ -116,29 +108,7 @@ def _settle_stages(args: Any) -> None:
                 f"--{name} {given} {form}: it is {value} there; leave it out, or use {instead}"
             )
         setattr(args, name, value)
-    try:
-        args.chunks = chunks_of(args.schedule, args.chunks)
-    except ValueError as error:
-        raise UserError(f"--{error}") from None
-
-
-def _check_stages(args: Any) -> None:
-    """Raises UserError if the model cannot be cut into so many stages."""
-    n, blocks = args.num_devices, number_of_blocks(args)
-    stages, each = n * args.chunks, f" --chunks {args.chunks}" if args.chunks > 1 else ""
-    halves = args.pipeline == "whole" and args.balance == "auto"
-    cuts = 2 * blocks + 2 if halves else blocks  # the most stages there can be
-    if stages > cuts:
-        fewer = fewer_stages("num_devices", n, args.chunks, cuts)
-        what = f"{cuts} layers (embedding, halves of blocks, head)" if halves else f"{cuts} blocks"
-        raise UserError(
-            f"--num_devices {n}{each} --balance {args.balance}: the model has {what} and every "
-            f"stage needs one; {fewer}, or a larger --n_layer"
-        )
-    try:
-        sizes_of_blocks(args.balance, blocks, stages)
-    except ValueError as error:
-        raise UserError(f"--num_devices {n}{each} --{error}") from None
+    settle_chunks(args)
 
 
 def choose_devices(args: Any) -> list[torch.device]:

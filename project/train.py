@@ -91,21 +91,13 @@ if __name__ == "__main__":
 
 import torch
 
-from pipeline.catalogue import chunks_of
-from project.utils import (
-    announce,
-    finish,
-    plan_of,
-    read_texts,
-    run_program,
-    text_task,
-)
+from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
 from tensor_parallel.gpt2 import degrees
 from training.check import check, outputs_on_main, weights_on_main
 from training.errors import RunError, UserError, torchrun, works
 from training.launch import Settings, launch
 from training.loop import run
-from training.model import PRESETS, sizes_of_blocks, split_by
+from training.model import PRESETS
 from training.parallel import lay_out
 from training.pictures import PictureSets, load_pictures
 from training.profiling import Profile
@@ -117,13 +109,11 @@ from training.rules import (
     check_model,
     check_recompute,
     check_warmup,
-    fewer_stages,
-    number_of_blocks,
-    number_of_heads,
     settle_ranks,
     settle_training,
 )
 from training.saving import NO_RESUME, Resume, find_resume
+from training.stage_rules import check_stages, settle_chunks, size_of_model
 from training.task import Task
 from training.text import Texts
 from training.traced import traced_layers
@@ -250,11 +240,12 @@ def _check_tensor(args: Any) -> None:
         raise UserError(
             f"{args.strategy} --model {VGG}: only GPT-2's matrices are cut; --model gpt2-mini works"
         )
-    divisors = degrees(number_of_heads(args), args.vocab_size or 256)
+    heads = size_of_model(args, "n_head")
+    divisors = degrees(heads, args.vocab_size or 256)
     if args.tp not in divisors:
         numbers = " or ".join(map(str, divisors[1:])) or "1"
         raise UserError(
-            f"--{option} {args.tp} --model {args.model}: its {number_of_heads(args)} heads are "
+            f"--{option} {args.tp} --model {args.model}: its {heads} heads are "
             f"dealt out evenly; --{option} {numbers} works"
         )
     # more: the positions that a full sequence lacks for equal parts.
@@ -284,10 +275,7 @@ def _settle_strategy(args: Any) -> None:
             others = "fsdp" if (name, given) == ("zero", 2) else others
             raise UserError(f"{args.strategy} --{name} {given}: it is an option of {others}")
         setattr(args, name, given or default)  # options.json has every value
-    try:
-        args.chunks = chunks_of(args.schedule, args.chunks)
-    except ValueError as error:
-        raise UserError(f"--{error}") from None
+    settle_chunks(args)
     if args.strategy == "3d" and args.zero is not None:
         mesh = f"--zero {args.zero} --dp {args.dp} --pp {args.pp}"
         if args.zero == 2:
@@ -303,26 +291,9 @@ def _settle_strategy(args: Any) -> None:
         raise UserError(
             f"model --num_microbatches {args.num_microbatches}: with more than one it is pipeline"
         )
-    n, vgg, option = args.pp, args.model == VGG, "pp" if args.strategy == "3d" else "world_size"
-    if n == 1 and args.strategy not in ("pipeline", "model"):
-        return
-    stages, each = n * args.chunks, f" --chunks {args.chunks}" if args.chunks > 1 else ""
-    blocks = 0 if vgg else number_of_blocks(args)
-    layers = 16 if vgg else 2 * blocks + 2  # embedding, two halves per block, head
-    if stages > layers:
-        fewer = fewer_stages(option, n, args.chunks, layers)
-        raise UserError(
-            f"{args.strategy} --{option} {n}{each}: {args.model} has {layers} layers"
-            f"{'' if vgg else ' (two per block, embedding, head)'} and every "
-            f"{'chunk' if each else 'rank'} needs one; {fewer}"
-        )
-    try:
-        if vgg and args.balance != "auto":
-            split_by(args.balance, layers, stages, "layers")
-        elif not vgg:
-            sizes_of_blocks(args.balance, blocks, stages)
-    except ValueError as error:
-        raise UserError(f"--{option} {n}{each} --{error}") from None
+    if args.pp > 1 or args.strategy in ("pipeline", "model"):
+        option = "pp" if args.strategy == "3d" else "world_size"
+        check_stages(args, option, args.pp, 16 if args.model == VGG else None)
 
 
 def _check_trace(args: Any) -> None:

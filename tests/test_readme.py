@@ -19,7 +19,6 @@ from project import generate, plot, report
 from project.run_data_parallel import parse_data_parallel
 from project.run_pipeline import parse_pipeline
 from project.train import parse_train
-from training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 PARSERS: dict[str, Callable[[list[str]], object]] = {
@@ -75,16 +74,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-
-def test_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong in (
-        "make trains", "python project/train_everything.py", "python project/plot.py pipelines",
-        "python project/run_pipeline.py --n_chunks 4", "python -m benchmarks.sorting",
-        "python project/run_pipeline.py --n_chunk 65", "python -m benchmarks sorting",
-    ):  # fmt: skip
-        with pytest.raises((AssertionError, SystemExit, UserError)):
-            check(wrong, monkeypatch)
 
 
 def test_the_map_of_the_readme_has_every_file() -> None:

@@ -51,15 +51,6 @@ def settle_training(args: Any) -> None:
         check_warmup(args, 0)
 
 
-def fewer_stages(option: str, n: int, chunks: int, layers: int) -> str:
-    """A setting that works if `layers` are too few for the stages of `n` ranks, set by `option`."""
-    if chunks == 1:
-        return works(f"--{option}", layers)
-    if layers // n > 1:
-        return works("--chunks", layers // n, least=2)
-    return f"--{option} {min(n, layers)} without --chunks works"
-
-
 def check_batch(args: Any, parts: int, option: str = "world_size") -> None:
     """Raises UserError if a batch or a split has fewer examples than the `parts` it is dealt out
     in; `option` sets their number."""
@@ -139,21 +130,3 @@ def check_model(args: Any) -> None:
             f"the presets can be changed ({', '.join(PRESETS)})"
         )
     check_pretrained(args.model, args.model_max_length)
-
-
-def number_of_blocks(args: Any) -> int:
-    """The number of blocks of the model that the options name, which has passed `check_model`."""
-    return _size(args, "n_layer")
-
-
-def number_of_heads(args: Any) -> int:
-    """The number of its attention heads."""
-    return _size(args, "n_head")
-
-
-def _size(args: Any, name: str) -> int:
-    if args.model in PRESETS:
-        return getattr(args, name) or PRESETS[args.model][name]
-    from transformers import AutoConfig  # here: it takes seconds to import
-
-    return getattr(AutoConfig.from_pretrained(args.model), name)

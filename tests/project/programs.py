@@ -54,7 +54,6 @@ PLAIN = TINY.replace("--n_test 3", "").replace("--n_train 20 --n_validation 9", 
 # In float64 a sum of a thousand terms is off by 1e-13. AdamW, which divides a gradient by its size,
 # makes little more of it in eight steps. A micro-batch counted twice is off in the second digit.
 SAME = 1e-9
-ON_TWO = ("ddp", "fsdp", "pipeline", "model")  # train.py's strategies of several ranks
 FLOW = "--model_parallel_mode pipeline_parallel --num_devices 2 "
 
 Tamper = Callable[[int, pytest.MonkeyPatch], None]

@@ -72,8 +72,9 @@ train fsdp --num_workers 8 --model gpt2-mini --dataset pairs => test has 7 pairs
 train single --num_workers 2 => single is one process; ddp takes several
 # stages and layers
 pp FLOW --num_devices 11 => the model has 10 layers (embedding, halves of blocks, head) and every
+pp FLOW --pipeline blocks --num_devices 5 => has 4 blocks and every stage needs one;
 pp FLOW --balance 3,3 => or 2 positive numbers that add up to the 4 blocks (uniform is 2,2)
-train pipeline --num_workers 17 => 16 layers and every rank needs one; --num_workers 1 to 16 works
+train pipeline --num_workers 17 => 16 layers and every stage needs one; --num_workers 1 to 16 works
 train model --num_workers 7 --model gpt2-mini --n_layer 2 => needs one; --num_workers 1 to 6 works
 # micro-batches
 dp --accumulation_steps 33 => a micro-batch needs an example; --accumulation_steps 1 to 32 works
@@ -84,7 +85,8 @@ pp --num_devices 999 => is 1 there; leave it out, or use --model_parallel_mode p
 pp FLOW --pipeline blocks --schedule zb => is gpipe there; leave it out, or use --pipeline whole
 pp ONE --pipeline blocks --n_chunk 3 => it is 1 there; leave it out, or use --pipeline whole
 train pipeline --schedule 1f1b --chunks 2 => 1 stage there; schedule interleaved takes any
-train pipeline --schedule interleaved --chunks 9 => every chunk needs one; --chunks 2 to 8 works
+train pipeline --schedule interleaved --chunks 9 => every stage needs one; --chunks 2 to 8 works
+train pipeline --num_workers 10 --schedule zbv => stage needs one; --num_workers 1 to 8 works
 train fsdp --chunks 2 => it is an option of pipeline and 3d
 train ddp --trace --model gpt2-mini => it is an option of pipeline and model
 train pipeline --trace => it is only for models of sentences, as gpt2-mini

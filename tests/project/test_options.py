@@ -240,7 +240,7 @@ def test_a_folder_with_weights_is_a_model(tmp_path: Path) -> None:
     assert parse(f"{line} --model_max_length 32 --num_workers 6").world_size == 6
     for wrong, said in (
         ("--model_max_length 33", r"^--model_max_length 33 .* --model_max_length 32 works$"),
-        ("--model_max_length 32 --num_workers 7", r"has 6 layers .* and every rank needs one"),
+        ("--model_max_length 32 --num_workers 7", r"has 6 layers .* and every stage needs one"),
         ("--n_head 4", r"^--n_head with --model "),
     ):
         with pytest.raises(UserError, match=said):

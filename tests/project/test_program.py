@@ -74,10 +74,8 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
         "strategy": "ddp", "timeline": 2, "dropout": 0.1,
     }  # fmt: skip
     assert {key: options[key] for key in expected} == expected
-    assert options.keys() == DataParallelOptions.__dataclass_fields__.keys() | {
-        "strategy",
-        "command",
-    }
+    names = DataParallelOptions.__dataclass_fields__.keys()
+    assert options.keys() == names | {"strategy", "command"}
     tokenizer = AutoTokenizer.from_pretrained(work)
     assert tokenizer.decode(tokenizer("Häuser und 7")["input_ids"]) == "Häuser und 7"
     config = AutoConfig.from_pretrained(work)
@@ -85,22 +83,16 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
     assert sizes == ("gpt2", 1, 32, 2, 320)
 
 
-def test_results_have_the_keys_that_figures_are_drawn_from(trained: Run) -> None:
-    """Losses are of all ranks, and fall; every rank has the whole test split in order."""
+def test_results_are_of_all_ranks(trained: Run) -> None:
+    """Losses are, and fall; every rank has the whole test split in order."""
     for rank in range(2):
         for epoch in range(2):
             result = read_json(trained.workdir / f"rank{rank}_results_epoch{epoch}.json")
-            assert set(result) == {
-                "training_loss", "validation_loss", "bleu", "training_time", "tokens_per_sec",
-                "real_tokens_per_sec", "skipped_steps",
-            }  # fmt: skip
             assert result["tokens_per_sec"] >= result["real_tokens_per_sec"] > 0
             rows = read_json(trained.workdir / f"rank{rank}_gen_epoch{epoch}.json")
             assert [row["example"] for row in rows] == TEST_PAIRS
-            assert (
-                evaluate_bleu(TEST_PAIRS, [row["gen"] for row in rows], "en")["bleu"]
-                == (result["bleu"])
-            )
+            bleu = evaluate_bleu(TEST_PAIRS, [row["gen"] for row in rows], "en")["bleu"]
+            assert bleu == result["bleu"]
     for key in ("training_loss", "validation_loss", "bleu"):
         (first, other), (second, another) = results(trained.workdir, key)
         assert first == other and second == another

@@ -14,7 +14,6 @@ from data_parallel.ddp import DistributedDataParallel
 from project import train
 from tests.project.conftest import ROOT, start
 from tests.project.programs import (
-    ON_TWO,
     TINY,
     VGG,
     course_commands,
@@ -55,7 +54,7 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
     for what in ("weights", "outputs"):
         assert f"{what}: agree with one process" in printed
         assert summary()["checks"][what]["agrees"]
-    assert sorted(line.split()[0] for line in OF_COURSE) == sorted(ON_TWO)
+    assert sorted(line.split()[0] for line in OF_COURSE) == ["ddp", "fsdp", "model", "pipeline"]
     strategy = line.split()[0]
     schedule, m = {"pipeline": ("1f1b", 4), "model": ("gpipe", 1)}.get(strategy, (None, None))
     if "--schedule zb" in line:
@@ -168,15 +167,7 @@ def test_a_tensor_is_compared_with_its_own_rounding() -> None:
         verdict = check.compare("weights", got, plain, exact, torch.float32)
         assert not verdict.agrees
         assert verdict.worst.name == "b"
-
-
-def test_a_comparison_of_nothing_does_not_agree() -> None:
-    one = {"a": torch.ones(1)}
-    for plain, missing in (({}, []), (one, ["a"])):
-        verdict = check.compare("weights", {}, plain, plain, torch.float32)
-        assert not verdict.agrees
-        assert verdict.as_dict()["missing"] == missing
-        assert "largest difference 0.0e+00 (nothing)" in verdict.say()
+    assert not check.compare("weights", {}, {}, {}, torch.float32).agrees  # of nothing
 
 
 def test_the_courses_command(tmp_path: Path) -> None:
@@ -187,12 +178,9 @@ def test_the_courses_command(tmp_path: Path) -> None:
         "--check_output", "--vgg_width", "4", "--n_train", "64", "--n_validation", "8",
     )  # fmt: skip
     assert done.status == 0, done.stderr
-    lines = done.stdout.split("\n")
-    assert lines[1] == "vgg16: 16 layers, 0.1 M parameters"
     assert done.stdout.count("agree with one process") == 2
-    assert any(line.startswith("Results are in workdir/ddp2/; ") for line in lines)
+    assert "\nResults are in workdir/ddp2/; " in done.stdout
     assert {"timeline_rank1.json", "training.png"} < set(names_in(done.workdir / "ddp2"))
-    assert read_json(done.workdir / "ddp2" / "summary.json")["checks"]["weights"]["agrees"]
 
 
 def test_a_profile_has_the_actions_around_their_operators(ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ from tests.equivalence.mutations import MUTATIONS
 from tests.equivalence.table import TABLE
 from training.errors import UserError
 
-GREEN, BROKEN = "module2-gpt2", "threads2-1f1b-m3"
+GREEN, BROKEN, RAISES = "module2-gpt2", "threads2-1f1b-m3", "threads2-1f1b-m1"
 
 
 def said(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, list[str]]:
@@ -28,29 +28,10 @@ def said(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, l
     return status, [line.split(", in ")[0] for line in lines if line]
 
 
-def test_one_that_differs_makes_the_status_1_and_says_where(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_what_differs_or_raises_makes_the_status_1_and_says_where(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "rows.json"
-    argv = ["--strategy", f"{BROKEN},{GREEN}", "--json", str(file)]
-    with MUTATIONS["a_tied_weight_loses_a_gradient"]():
-        status, (red, where, green, last) = said(argv, capsys)
-    assert status == 1
-    assert (red.split()[0], red.split()[-1]) == (BROKEN, "FAILED")
-    assert where.startswith("    gradient of transformer.wte.weight, step ")
-    assert ": off by " in where and where.endswith(" (at most 1e-10)")
-    assert (green.split()[0], green.split()[-1]) == (GREEN, "equal")
-    assert last == "1 of 2 strategies agree"
-    failures = [row["failure"] for row in json.loads(file.read_text("utf-8"))["rows"]]
-    assert failures == [where.strip().removesuffix(" (at most 1e-10)"), ""]
-    status, (_, last) = said(["--strategy", GREEN], capsys)
-    assert (status, last) == (0, "1 of 1 strategies agree")
-
-
-def test_one_that_raises_is_a_failure_too(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the one after it is trained."""
+    """And the ones after it are trained."""
     train_step = Pipe.train_step
 
     def fail(pipe: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,11 +40,21 @@ def test_one_that_raises_is_a_failure_too(
         return train_step(pipe, x, *args, **kwargs)
 
     monkeypatch.setattr(Pipe, "train_step", fail)
-    argv = ["--strategy", "threads2-1f1b-m1,threads2-1f1b-m8"]
-    status, (red, where, green, last) = said(argv, capsys)
-    assert (status, red.split()[-1], green.split()[-1]) == (1, "FAILED", "equal")
-    assert where.startswith("    ArithmeticError: on purpose")
-    assert last == "1 of 2 strategies agree"
+    file = tmp_path / "rows.json"
+    argv = ["--strategy", f"{RAISES},{BROKEN},{GREEN}", "--json", str(file)]
+    with MUTATIONS["a_tied_weight_loses_a_gradient"]():
+        status, (*lines, last) = said(argv, capsys)
+    assert (status, last) == (1, "1 of 3 strategies agree")
+    raised, error, differs, where, green = lines
+    assert (raised.split()[0], raised.split()[-1]) == (RAISES, "FAILED")
+    assert error.startswith("    ArithmeticError: on purpose")
+    assert (differs.split()[0], differs.split()[-1]) == (BROKEN, "FAILED")
+    assert where.startswith("    gradient of transformer.wte.weight, step ")
+    assert ": off by " in where and where.endswith(" (at most 1e-10)")
+    assert (green.split()[0], green.split()[-1]) == (GREEN, "equal")
+    failures = [row["failure"] for row in json.loads(file.read_text("utf-8"))["rows"]]
+    assert failures[1:] == [where.strip().removesuffix(" (at most 1e-10)"), ""]
+    assert said(["--strategy", GREEN], capsys)[0] == 0
 
 
 def test_the_list_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:

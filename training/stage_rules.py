@@ -1,0 +1,52 @@
+"""The rules between options for stages of layers, which run_pipeline.py and train.py share. As in
+training/rules.py, each raises UserError with the values, the rule, and a setting that works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.catalogue import chunks_of
+from training.errors import UserError, works
+from training.model import PRESETS, split_by
+
+
+def settle_chunks(args: Any) -> None:
+    """Settles the number of stages per rank or device, which the schedule limits."""
+    try:
+        args.chunks = chunks_of(args.schedule, args.chunks)
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+
+
+def check_stages(args: Any, option: str, n: int, num_layers: int | None = None) -> None:
+    """Raises UserError if the model cannot be cut into the stages of `n` ranks or devices, whose
+    number `option` sets. A model that is not a GPT-2 has `num_layers`."""
+    units, unit, parts = num_layers or 0, "layers", ""
+    if num_layers is None:
+        units, unit = size_of_model(args, "n_layer"), "blocks"
+        if args.balance == "auto" and getattr(args, "pipeline", "whole") == "whole":
+            units, unit, parts = 2 * units + 2, "layers", " (embedding, halves of blocks, head)"
+    stages, chunks = n * args.chunks, args.chunks
+    given = f"--{option} {n}" + (f" --chunks {chunks}" if chunks > 1 else "")
+    if stages > units:
+        fewer = works(f"--{option}", max(1, units // chunks))
+        if chunks > 1 and units // n > 1:  # fewer than two chunks are another schedule
+            fewer = works("--chunks", units // n, least=2)
+        raise UserError(
+            f"{given} --balance {args.balance}: the model has {units} {unit}{parts} and every "
+            f"stage needs one; {fewer}"
+        )
+    if args.balance != "auto":
+        try:
+            split_by(args.balance, units, stages, unit)
+        except ValueError as error:
+            raise UserError(f"{given} --{error}") from None
+
+
+def size_of_model(args: Any, name: str) -> int:
+    """n_layer or n_head of the GPT-2 that the options name, which has passed `check_model`."""
+    if args.model in PRESETS:
+        return getattr(args, name) or PRESETS[args.model][name]
+    from transformers import AutoConfig  # here: it takes seconds to import
+
+    return getattr(AutoConfig.from_pretrained(args.model), name)
