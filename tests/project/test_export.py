@@ -116,6 +116,7 @@ def test_the_snippet_translates_as_generate_py_does(
     rows = model.generate(**ids)[:, ids.input_ids.size(1) :]
     assert rows.tolist() == [[tokenizer.eos_token_id]] * 2
     assert (tokenizer.model_max_length, tokenizer.padding_side) == (24, "left")
+    assert model.generation_config.max_length == 24
 
 
 def test_every_program_starts_from_it(

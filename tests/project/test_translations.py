@@ -109,9 +109,13 @@ def translations(rank: int, world_size: int, line: str) -> tuple[int, list[str]]
     else:
         model = StagesInThreads(task, world, plan, choose_devices(args))
     mine = [pair["de"] for pair in task.texts.splits["test"]][model.part :: model.parts]
-    found = translate(model, mine, "de", "en", task.tokenizer, LENGTH, "cpu", batch_size=3)
+    found = [
+        translate(model, mine, "de", "en", task.tokenizer, LENGTH, "cpu", batch_size)
+        for batch_size in (3, 128)
+    ]
     model.close()
-    return model.parts, found
+    assert found[0] == found[1]
+    return model.parts, found[0]
 
 
 def test_bleu_is_of_the_corpus() -> None:

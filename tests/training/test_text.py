@@ -196,6 +196,7 @@ ALONE = [
     ("a.jsonl", '{"eo": "a", "en": "b"}\n' * 9, "--dataset {}: its columns are eo, en, and not de "
      "and en; --src and --tgt name them"),
     ("a.jsonl", "\n \n", "--dataset {}: its columns are none"),
+    ("a.parquet", "", "--dataset {}: its columns are none"),
     ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
     ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, NOTHING + " (ArrowInvalid: JSON parse error"),
     ("a.jsonl", ROW * 2, "--dataset {}: validation has 0 pairs for 1 ranks"),
@@ -234,8 +235,9 @@ def test_places_where_nothing_can_be_read(tmp_path: Path, monkeypatch: pytest.Mo
     inner.mkdir()
     (tmp_path / "a.txt").write_text("text")
     closed = Mock(side_effect=PermissionError(13, "Permission denied", "this"))
-    monkeypatch.setattr("datasets.load_dataset", closed)
-    assert error_of(tmp_path / "a.txt") == f"--dataset {tmp_path}/a.txt: this {said}"
+    with monkeypatch.context() as patch:
+        patch.setattr("datasets.load_dataset", closed)
+        assert error_of(tmp_path / "a.txt") == f"--dataset {tmp_path}/a.txt: this {said}"
     monkeypatch.setattr(Path, "iterdir", closed)
     for read in (load, lambda folder: load_pictures(folder, None, None, 0)):
         with pytest.raises(UserError, match=re.escape(f"--dataset {inner}: this {said}")):
