@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # see training/model.py
 
 Batch = dict[str, Tensor]
 PAD = "<pad>"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def eos(language: str) -> str:

@@ -89,8 +89,11 @@ def _training(workdir: Path, options: Mapping[str, Any]) -> list[str]:
     found = [numbers for numbers in read_metrics(workdir) if "loss" not in numbers]
     if found:
         last = found[-1]
-        scores = [f"{name} {last[name]:.1f}" for name in ("bleu", "perplexity") if last.get(name)]
-        score = "".join(f", {score.replace('bleu', 'BLEU')}" for score in scores)
+        score = "".join(
+            f", {name} {last[name.lower()]:.1f}"
+            for name in ("BLEU", "perplexity")
+            if last.get(name.lower()) is not None  # null: it was not computed
+        )
         facts.append(
             f"after {last['step']} steps: validation loss {last['validation_loss']:.3f} nats per "
             f"token{score}"

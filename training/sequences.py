@@ -25,7 +25,7 @@ from torch import Tensor
 
 from data_parallel.dataset import even_slices, partition_dataset, shuffled_indices
 from training.agreement import check_same
-from training.data import Encoded, collate_batch, load_tokenizer
+from training.data import TOKENIZER_FILES, Encoded, collate_batch, load_tokenizer
 from training.layout import LaidOutModel
 from training.model import (
     PRESETS,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # see training/model.py
 MAX_VOCAB = 4096  # tokens that BPE may learn without --vocab_size
 EVAL_BATCH = 64
 CPU_POSITIONS = 384  # at most, per micro-batch; docs/log.md has other values that were tried
-FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+FILES = ("config.json", *TOKENIZER_FILES)
 SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apart
 SHOWN = 3  # outputs at the end of a run
 
@@ -229,7 +229,7 @@ class SequenceTask(Task, ABC):
                 for file in FILES:
                     with writing(workdir / file):
                         (workdir / file).write_bytes(saved[file])
-            found[0] = {file: (workdir / file).read_bytes() for file in FILES[1:]}
+            found[0] = {file: (workdir / file).read_bytes() for file in TOKENIZER_FILES}
 
         on_main(world, make)  # config.json is not among them: it comes from the options
         if world.world_size > 1:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from training.checkpoint import MANIFEST, Checkpoint, Saver, names, newest, open_checkpoint, whole
-from training.data import load_tokenizer
+from training.data import TOKENIZER_FILES, load_tokenizer
 from training.errors import UserError
 from training.generation import drawn, likeliest, newest_alone
 from training.model import gpt2_layers
@@ -26,8 +26,6 @@ from training.results import CHECKPOINTS, OPTIONS
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import PreTrainedTokenizerFast
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)

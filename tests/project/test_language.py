@@ -1,24 +1,19 @@
-"""Plain text: every token is learned, transformers finds the losses of the run, and what was
-learned goes on with a text. (Under every layout: see test_losses.py.)"""
+"""Plain text: every token is learned, and what was learned goes on with a text. (Under every
+layout: see test_losses.py. With transformers: see test_export.py.)"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from project.generate import generate
 from project.generate import parse as parse_generate
 from project.utils import read_texts
 from tests.project.conftest import Learned
-from tests.project.programs import TEXT, parse, read_json, recomputed, summary
+from tests.project.programs import parse, read_json, recomputed
 from training.errors import UserError
-from training.export import export
 from training.language import LanguageTask
 from training.text import END
 from training.trained import load_trained
@@ -51,30 +46,6 @@ def test_every_token_is_predicted_once_in_an_epoch(one: Learned) -> None:
     labels = [y[w != 0] for step in steps for y, w in step.targets]
     assert sorted(torch.cat(labels).tolist()) == sorted(every)
     assert sum(step.count for step in steps) == len(every)
-    orders = [[e[0].tolist() for s in task.steps(k, 0, 1, 1) for e in s.inputs] for k in (0, 0, 1)]
-    assert orders[0] == orders[1] != orders[2]
-
-
-def test_transformers_finds_the_loss_of_the_run(one: Learned) -> None:
-    export(load_trained(str(one.workdir)), Path("exported"))
-    model = GPT2LMHeadModel.from_pretrained("exported").double().eval()
-    tokenizer = AutoTokenizer.from_pretrained("exported")
-    assert tokenizer.eos_token == tokenizer.pad_token == END
-    behind: Any = read_texts(parse(f"train single {one.line}")).splits["validation"]
-    assert TEXT.replace("\n" + END, END).rstrip().endswith(END.join(behind))
-    ids = [tokenizer.eos_token_id]
-    for text in behind:
-        ids += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    total = 0.0
-    with torch.no_grad():
-        for at in range(0, len(ids) - 1, 16):
-            part = torch.tensor([ids[at : at + 17]])
-            log_p = model(input_ids=part[:, :-1]).logits.log_softmax(-1)
-            total -= log_p[0].gather(-1, part[0, 1:, None]).sum().item()
-    found = read_json(one.workdir / "rank0_results_epoch1.json")
-    assert found["validation_loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(found["validation_loss"]))
-    assert summary(one.workdir)["perplexity"] == found["perplexity"]
 
 
 def test_a_text_is_continued_and_an_empty_line_begins_one(one: Learned) -> None:
@@ -93,16 +64,10 @@ def test_a_text_is_continued_and_an_empty_line_begins_one(one: Learned) -> None:
     assert text and found[1][0].startswith("Line")
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
+def test_what_does_not_fit_plain_text(one: Learned) -> None:
+    for more, why in (
         ("--model_max_length 4000", r"--model_max_length 4000: the text has \d+ tokens, fewer "),
-        (
-            "--tgt fr",
-            r"--tgt or --n_test with --dataset .*text.txt: they are for pairs of sentences",
-        ),
-    ],
-)
-def test_what_does_not_fit_plain_text(one: Learned, more: str, why: str) -> None:
-    with pytest.raises(UserError, match=why):
-        made(f"{one.line} {more}")
+        ("--tgt fr", r"--tgt or --n_test with --dataset .*text.txt: they are for pairs of sente"),
+    ):
+        with pytest.raises(UserError, match=why):
+            made(f"{one.line} {more}")

@@ -35,7 +35,7 @@ def read(workdir: str = "work") -> tuple[list[dict[str, Any]], list[dict[str, An
     return [x for x in lines if "loss" in x], [x for x in lines if "loss" not in x]
 
 
-def test_every_step_has_a_line_and_every_layout_the_same_numbers(
+def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_after_a_resume(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TensorBoard gets them, too, and so does Weights & Biases."""
@@ -55,28 +55,22 @@ def test_every_step_has_a_line_and_every_layout_the_same_numbers(
     assert [e.value for e in shown] == pytest.approx([x["loss"] for x in steps])
     assert list(Path("one/wandb").glob("offline-run-*/run-*.wandb"))
 
-    assert run(f"train ddp {LINE}", ranks)[1] is None
-    for here, there in zip(steps, read()[0], strict=True):
-        for key in ("loss", "learning_rate", "gradient_norm"):
+    # The checkpoint is of step 2: what was written of later steps goes, and a line cut off.
+    assert run(f"train ddp {LINE} --save_every 2", ranks, stop_at=3)[1] is None
+    assert [x["step"] for x in read()[0]] == [1, 2, 3]
+    with Path("work/metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 0, "st')
+    assert run(f"train ddp {LINE} --resume", ranks)[1] is None
+    found, evaluations = read()
+    assert [x["step"] for x in evaluations] == [4, 8]
+    for here, there in zip(steps, found, strict=True):
+        for key in ("step", "loss", "learning_rate", "gradient_norm"):
             assert there[key] == pytest.approx(here[key], rel=1e-9)
         tokens = [x["real_tokens_per_sec"] * x["seconds"] for x in (here, there)]
         assert tokens[1] == pytest.approx(tokens[0])
 
 
-def test_a_resumed_run_goes_on_in_the_same_file() -> None:
-    """The checkpoint is of step 2; what was written of later steps goes, and a line cut off."""
-    assert run(f"train single {LINE} --save_every 2", stop_at=3)[1] is None
-    with Path("work/metrics.jsonl").open("a") as file:
-        file.write('{"epoch": 0, "st')
-    lines = Path("work/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines[:-1]] == [1, 2, 3]
-    assert run(f"train single {LINE} --resume")[1] is None
-    steps, evaluations = read()
-    assert [x["step"] for x in steps] == list(range(1, 9))
-    assert [x["step"] for x in evaluations] == [4, 8]
-
-
-def test_the_arithmetic_is_what_the_shapes_say() -> None:
+def test_the_arithmetic_is_what_the_shapes_say_and_the_peak_a_rate() -> None:
     """Twice the elements of every matrix that a position meets, and the attention."""
     args = parse(f"train single {TINY} --workdir work")
     args.workdir.mkdir(exist_ok=True)
@@ -84,9 +78,6 @@ def test_the_arithmetic_is_what_the_shapes_say() -> None:
     L, C, V = 2, 16, 300
     T = task.validation_batches(0, 1)[0][0][0].size(1)
     assert flops_of_forward(task) == (2 * L * 12 * C * C + L * 4 * T * C, 2 * V * C)
-
-
-def test_the_peak_is_a_rate() -> None:
     start = time.perf_counter()
     rate = peak_flops(torch.device("cpu"), torch.float32)
     assert 3 * 2 * 1024**3 / rate <= time.perf_counter() - start
