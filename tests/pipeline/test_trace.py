@@ -24,7 +24,6 @@ from tests.pipeline.pipeline_models import (
     assert_same_bits,
     gpt2,
     gradients,
-    sentences,
     square_error,
 )
 from tests.ranks import Ranks
@@ -79,7 +78,8 @@ def loss_of_tokens(output: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1), target.flatten(), reduction="sum")
 
 
-IDS, LABELS, _ = sentences()
+SENTENCES = torch.randint(40, (6, 9), generator=torch.Generator().manual_seed(3))
+IDS, LABELS = SENTENCES[:, :-1], SENTENCES[:, 1:]  # B T, and what follows each
 Case = tuple[Callable[[], nn.Module], Any, Any, Any, Any, list[str]]
 # A module, an example input, a batch of another size and its target, the loss, where to cut.
 CASES: dict[str, Case] = {
