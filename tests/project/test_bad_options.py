@@ -58,8 +58,6 @@ pp --n_chunks 2 => there is no such option; is it --n_chunk?
 pp --world_size 2 => there is no such option; is it --num_devices?; --help
 dp --schedule zb => an option for stages of a pipeline, which this program does not have
 dp --batch_size => expected one argument
-dp --n_chunk 0 => it must be a whole number, 1 or more;
-dp --n_test none => it must be a whole number, 1 or more, or all;
 train ddpp => it must be single or ddp or fsdp or pipeline or model or tensor or 3d;
 dp --n_epochs 2 --num_batches=3 => leave one out;
 # what is computed again

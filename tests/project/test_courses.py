@@ -1,79 +1,70 @@
-"""Every command on the pages of the courses runs, one after the other, on less data.
+"""The commands on the pages of the courses, on less data.
 
-Those that compare with one process are run by test_train.py, the one with `--pytest` by
-test_a4_1_2.py; `python -m pytest` by running the tests, make and benchmarks by make.
+Those that compare with one process are run by test_train.py; the programs of the first page with
+other options by test_program.py and test_losses.py, its figures are drawn by test_plot.py.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from project import plot
-from tests.project.made_up import PIPELINE, RANKS, SINGLE, write_epochs, write_timelines
-from tests.project.programs import TINY, VGG, course_commands, run
+from tests.project.programs import ROOT, VGG, course_commands, on_rank, run
 from tests.ranks import Ranks
 from training.curves import STYLE
 
-pytestmark = pytest.mark.usefixtures("elsewhere")
+FILES = ("tests/model0_gradients.pth", "tests/model1_gradients.pth")
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures, which take longer than the runs."""
-    monkeypatch.setitem(STYLE, "savefig.dpi", 30)
+def _in_folder(folder: Path, _: int, patch: pytest.MonkeyPatch) -> None:
+    patch.chdir(folder)
 
 
-def draw(options: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The names of the figures, which are there."""
-    paths = plot.draw_figure(plot.parse(options.split()))
-    assert [path for path in paths if not path.is_file()] == []
-    capsys.readouterr()
-    return [path.name for path in paths]
+@pytest.fixture
+def gradients(ranks: Ranks, tmp_path: Path) -> list[dict[str, Tensor]]:
+    """What `python project/run_data_parallel.py --pytest True --n_epochs 1` has left in tests/.
+    Where it was not run, as in CI, its ranks leave them in a temporary folder."""
+    folder = ROOT
+    if not all((folder / file).exists() for file in FILES):
+        folder = tmp_path
+        (line,) = course_commands("cmu_11868", "--pytest True")
+        line += " --n_train 48 --n_validation 2 --n_test 2 --batch_size 32 --world_size 2 "
+        line += f"--device cpu --n_layer 2 --vocab_size 512 --workdir {folder}/work"
+        said = ranks.run(on_rank, line, partial(_in_folder, folder))
+        assert said == [(f"rank {r} wrote {FILES[r]}\n", None) for r in range(2)]
+    return [torch.load(folder / file, weights_only=True) for file in FILES]
 
 
-def left_by_make_report() -> None:
-    """The runs that the pictures of the first course are drawn from."""
-    root = Path("workdir_report")
-    write_epochs(root / "dp1", "rank0_results", SINGLE, world_size=1)
-    for rank, times in enumerate(RANKS):
-        write_epochs(root / "dp2", f"rank{rank}_results", times, world_size=2)
-    sizes: dict[str, Any] = {"num_microbatches": 2, "num_devices": 2}
-    for name, mode in (("mp", "model_parallel"), ("pp", "pipeline_parallel")):
-        write_epochs(root / name, "eval_results", SINGLE, model_parallel_mode=mode, **sizes)
-        write_timelines(root / name, PIPELINE, schedule="gpipe")
+@pytest.mark.a4_1_2
+@pytest.mark.a5_1_2
+def test_gradients_are_the_same_on_all_ranks(gradients: list[dict[str, Tensor]]) -> None:
+    """The course's own check."""
+    first, second = gradients
+    assert list(first) == list(second)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert {"transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"} <= first.keys()
+    assert all(g.abs().sum() > 0 and g.isfinite().all() for g in first.values())
 
 
-def test_cmu_11868(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
-    left_by_make_report()
-    trained, drawn = [], []
-    for line in course_commands("cmu_11868"):
-        program, _, options = line.partition(" ")
-        if program == "plot":
-            drawn += draw(options, capsys)
-        elif "--pytest" not in options:
-            alone = program == "run_pipeline"
-            printed, error = run(f"{line} {TINY} --n_epochs 1", None if alone else ranks)
-            assert error is None, printed
-            trained.append(printed.partition(":")[0])
-    assert trained == ["ddp", "model_parallel", "pipeline_parallel", "pipeline_parallel"]
-    assert drawn == [
-        "data_parallel_training_time.png", "data_parallel_throughput.png", "schedule_gpipe.png",
-        "pipeline_training_time.png", "pipeline_throughput.png", "timeline_pp.png",
-    ]  # fmt: skip
-
-
-def test_brown_cs1390(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
-    drawn = []
+@pytest.mark.usefixtures("elsewhere")
+def test_figures_are_drawn_from_the_runs(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second course's commands, one after the other, in their default workdirs."""
+    monkeypatch.setitem(STYLE, "savefig.dpi", 30)  # drawing takes longer than the runs
+    drawn: list[str] = []
     for line in course_commands("brown_cs1390"):
         program, _, options = line.partition(" ")
         if program == "plot":
-            drawn += draw(options, capsys)
+            paths = plot.draw_figure(plot.parse(options.split()))
+            assert [path for path in paths if not path.is_file()] == []
+            drawn += [path.name for path in paths]
         elif "--check_weights" not in options:
             strategy, n = options.split()[0], options.partition("--num_workers ")[2][0]
-            folder = Path("workdir", f"{strategy}{n}").resolve()  # where it is by default
+            folder = Path("workdir", f"{strategy}{n}").resolve()
             line += f" {VGG} --num_batches 3 --workdir {folder}"
             printed, error = run(line, ranks if n == "2" else None)
             assert error is None, printed

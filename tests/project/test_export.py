@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from project.generate import generate, main
 from project.generate import parse as parse_generate
 from project.utils import read_texts
-from tests.project.conftest import ROOT, Learned
+from tests.project.conftest import Learned
 from tests.project.programs import FLOW, SAME, TEXT, TINY, losses, names_in, parse, run, summary
 from tests.ranks import Ranks
 from training.errors import RunError, UserError
@@ -98,7 +98,8 @@ def test_the_snippet_translates_as_generate_py_does(
     pairs: Path, page: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the model itself ends its sentence, and where it runs into the length."""
-    text = ((ROOT if page == "README.md" else pairs) / "README.md").read_text("utf-8")
+    root = Path(__file__).resolve().parents[2]
+    text = ((root if page == "README.md" else pairs) / "README.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (snippet,) = (block for block in blocks if "from_pretrained" in block)
     snippet = re.sub(r'from_pretrained\(".*?"\)', f'from_pretrained("{pairs}")', snippet)

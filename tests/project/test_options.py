@@ -15,8 +15,7 @@ from project.options import ALIASES, Processes
 from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
 from project.train import TrainOptions
-from tests.project.conftest import ROOT
-from tests.project.programs import FLOW, parse
+from tests.project.programs import FLOW, ROOT, parse
 from training.data import train_tokenizer
 from training.errors import UserError
 from training.launch import Settings
@@ -148,38 +147,39 @@ def test_help_is_short_complete_and_answered_without_torch() -> None:
         assert ("--num_workers N" in page) == issubclass(kind, Processes)
 
 
-def test_what_is_not_given_is_chosen() -> None:
-    args = parse(DP)
-    assert (args.world_size, args.model, args.learning_rate) == (2, "gpt2-mini", 1e-3)
-    assert (args.workdir, args.bucket_mb, args.n_train) == (Path("workdir"), 4.0, 5000)
-    args = parse("train pipeline")
-    assert (args.world_size, args.workdir, args.model) == (2, Path("workdir/pipeline2"), "vgg16")
-    assert (args.schedule, args.balance, args.dropout, args.n_epochs) == ("1f1b", "auto", 0.0, 1)
-    assert (args.batch_size, args.cores_per_rank, args.learning_rate) == (32, 1, 3e-4)
-    assert parse("train single").workdir == Path("workdir/single1")
-    assert parse("train fsdp --num_workers 3 --optimizer sgd").learning_rate == 30 * 3e-4
-    assert parse("train fsdp").zero == 3
-    rates = {"gpt2-mini": 1e-3, "gpt2": 1e-4, "gpt2 --n_embd 384": 1e-3}
-    assert {m: parse(f"{DP}--model {m}").learning_rate for m in rates} == rates
-
-
 MODEL = "--model_parallel_mode model_parallel "
-# What is not said: the options of run_pipeline.py, and what they mean.
-SETTLED: list[tuple[str, tuple[int, str, str, int]]] = [
-    ("", (1, "uniform", "sequential", 4)),
-    ("--pipeline blocks", (1, "uniform", "sequential", 1)),
-    (f"{MODEL} --num_devices 3 --balance 1,1,2 --n_chunk 8", (3, "1,1,2", "sequential", 8)),
-    (FLOW, (2, "auto", "1f1b", 4)),
-    (f"{FLOW} --pipeline blocks --schedule gpipe --n_chunk 8", (2, "auto", "gpipe", 8)),
-]
+# The line, and a part of what it means.
+CHOSEN: dict[str, dict[str, object]] = {
+    DP: {
+        "world_size": 2, "model": "gpt2-mini", "learning_rate": 1e-3, "workdir": Path("workdir"),
+        "bucket_mb": 4.0, "n_train": 5000, "strategy": "ddp",
+    },
+    DP + "--model gpt2": {"learning_rate": 1e-4},
+    DP + "--model gpt2 --n_embd 384": {"learning_rate": 1e-3},
+    "train pipeline": {
+        "world_size": 2, "workdir": Path("workdir/pipeline2"), "model": "vgg16", "dropout": 0.0,
+        "schedule": "1f1b", "balance": "auto", "n_epochs": 1, "batch_size": 32,
+        "cores_per_rank": 1, "learning_rate": 3e-4,
+    },
+    "train single": {"workdir": Path("workdir/single1")},
+    "train fsdp --num_workers 3 --optimizer sgd": {"learning_rate": 30 * 3e-4, "zero": 3},
+    PP: {"num_devices": 1, "schedule": "sequential", "num_microbatches": 4},
+    PP + "--pipeline blocks": {"num_devices": 1, "num_microbatches": 1},
+    f"{PP} {MODEL} --num_devices 3 --balance 1,1,2 --n_chunk 8": {
+        "num_devices": 3, "balance": "1,1,2", "schedule": "sequential", "num_microbatches": 8,
+    },
+    PP + FLOW: {"num_devices": 2, "balance": "auto", "schedule": "1f1b", "num_microbatches": 4},
+    f"{PP} {FLOW} --pipeline blocks --schedule gpipe --n_chunk 8": {"num_microbatches": 8},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "settled"), SETTLED, ids=[line for line, _ in SETTLED])
-def test_stages_that_are_not_given(line: str, settled: tuple[int, str, str, int]) -> None:
-    args = parse(f"{PP} --device cpu {line}")
-    found = (args.num_devices, args.balance, args.schedule, args.num_microbatches)
-    assert found == settled
-    assert choose_devices(args) == [torch.device("cpu", i) for i in range(settled[0])]
+@pytest.mark.parametrize("line", CHOSEN)
+def test_what_is_not_given_is_chosen(line: str) -> None:
+    args = parse(line)
+    assert {name: getattr(args, name) for name in CHOSEN[line]} == CHOSEN[line]
+    if line.startswith(PP):
+        devices = [torch.device("cpu", i) for i in range(args.num_devices)]
+        assert choose_devices(args) == devices
 
 
 GPUS = "{} --world_size {} --device auto: {} visible, and every rank needs one; "

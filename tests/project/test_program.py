@@ -4,23 +4,79 @@ itself, also where a rank is killed on the way."""
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
+import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from project.run_data_parallel import DataParallelOptions
 from project.utils import evaluate_bleu
-from tests.project.conftest import PROGRAM, TINY, Run
-from tests.project.programs import names_in, read_json
+from tests.project.conftest import write_pairs
+from tests.project.programs import ROOT, names_in, read_json
 from tests.warm import run_warm
-from training.perfetto import read_timelines
-from training.timeline import COMMUNICATION, COMPUTE
 
+PROGRAM = str(ROOT / "project" / "run_data_parallel.py")
+TINY = [
+    "--model", "gpt2-mini", "--n_layer", "1", "--n_embd", "32", "--n_head", "2",
+    "--vocab_size", "320", "--model_max_length", "32", "--batch_size", "8", "--n_epochs", "2",
+    "--learning_rate", "1e-2", "--seed", "11", "--device", "cpu", "--timeout", "60",
+    "--dataset", "../pairs", "--workdir", "work",
+]  # fmt: skip
 TEST_PAIRS = [
     {"de": f"Wir sehen {i} Häuser und test.", "en": f"We see {i} houses and test."}
     for i in range(7)
 ]
 HEADER = "epoch   train loss   valid. loss      BLEU    time   positions/s   real tokens/s"
+
+# The program, but rank 1 kills itself after step 7: once, which a file remembers.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+from project.run_data_parallel import main
+from project.utils import run_program
+from training.saving import Saving
+
+after_step = Saving.after_step
+
+def kill(self, *args):
+    after_step(self, *args)
+    mark = Path("mark")
+    if self.world.rank == 1 and self.optimizer.steps == 7 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Saving.after_step = kill
+run_program(main)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With pairs/, and the folders whole/ and killed/, where the program runs."""
+    folder = tmp_path_factory.mktemp("program")
+    write_pairs(folder / "pairs")
+    for name in ("whole", "killed"):
+        (folder / name).mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> tuple[Path, CompletedProcess[str]]:
+    """Two epochs on two ranks, with a timeline, where an earlier, larger run has left results: the
+    workdir, and the finished program."""
+    work = folder / "whole" / "work"
+    work.mkdir()
+    for stale in ("rank2_results_epoch0.json", "timeline_rank5.json", "metrics.jsonl"):
+        (work / stale).write_text("{}")
+    (work / "notes.txt").write_text("mine")
+    command = [PROGRAM, "--num_workers", "2", "--timeline", "2", *TINY]
+    return work, run_warm(command, folder / "whole")
 
 
 def results(workdir: Path, key: str) -> list[list[float]]:
@@ -31,12 +87,15 @@ def results(workdir: Path, key: str) -> list[list[float]]:
     ]
 
 
-def test_it_says_what_it_trains_and_how_well_and_nothing_else(trained: Run) -> None:
-    assert trained.status == 0, trained.stderr
+def test_it_says_what_it_trains_and_how_well_and_nothing_else(
+    trained: tuple[Path, CompletedProcess[str]],
+) -> None:
+    _, done = trained
+    assert done.returncode == 0, done.stderr
     bars = ("Epoch ", "Validating", "Translating", "Port 11868 ")
-    lines = trained.stderr.replace("\r", "\n").split("\n")
+    lines = done.stderr.replace("\r", "\n").split("\n")
     assert [line for line in lines if line.strip() and not line.startswith(bars)] == []
-    layout, *lines = trained.stdout.split("\n")
+    layout, *lines = done.stdout.split("\n")
     assert layout == "ddp: 2 ranks, micro-batches: automatic, 2 epochs"
     assert lines[0].startswith("gpt2-mini: 1 block of width 32, vocabulary 320, 0.024 M parameters")
     assert lines[1].endswith(
@@ -45,15 +104,16 @@ def test_it_says_what_it_trains_and_how_well_and_nothing_else(trained: Run) -> N
     assert lines[2] == "train: skipped 1 rows with an empty text."
     table = lines.index(HEADER)
     assert [row.split()[0] for row in lines[table : table + 4]] == ["epoch", "start", "1", "2"]
-    work = trained.workdir
-    assert trained.stdout.rstrip().split("\n")[-1] == (
-        f"Results are in {work}/; the curves are drawn in {work}/training.png."
+    assert done.stdout.rstrip().split("\n")[-1] == (
+        "Results are in work/; the curves are drawn in work/training.png."
     )
 
 
-def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
-    """Among them its options, with what it chose itself, and what transformers loads."""
-    work = trained.workdir
+def test_it_leaves_exactly_the_files_of_this_run(
+    trained: tuple[Path, CompletedProcess[str]],
+) -> None:
+    """Its options with what it chose itself; what transformers loads; results of all ranks."""
+    work, _ = trained
     of_epochs = [
         f"rank{rank}_{kind}_epoch{epoch}.json"
         for rank in range(2)
@@ -70,8 +130,7 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
     options = read_json(work / "options.json")
     expected = {
         "model": "gpt2-mini", "n_layer": 1, "world_size": 2, "learning_rate": 1e-2, "device": "cpu",
-        "bucket_mb": 4.0, "gradient_sync": "overlap", "workdir": str(work),
-        "strategy": "ddp", "timeline": 2, "dropout": 0.1,
+        "bucket_mb": 4.0, "gradient_sync": "overlap", "workdir": "work", "strategy": "ddp",
     }  # fmt: skip
     assert {key: options[key] for key in expected} == expected
     names = DataParallelOptions.__dataclass_fields__.keys()
@@ -81,67 +140,54 @@ def test_it_leaves_exactly_the_files_of_this_run(trained: Run) -> None:
     config = AutoConfig.from_pretrained(work)
     sizes = (config.model_type, config.n_layer, config.n_embd, config.n_head, config.vocab_size)
     assert sizes == ("gpt2", 1, 32, 2, 320)
-
-
-def test_results_are_of_all_ranks(trained: Run) -> None:
-    """Losses are, and fall; every rank has the whole test split in order."""
     for rank in range(2):
         for epoch in range(2):
-            result = read_json(trained.workdir / f"rank{rank}_results_epoch{epoch}.json")
+            result = read_json(work / f"rank{rank}_results_epoch{epoch}.json")
             assert result["tokens_per_sec"] >= result["real_tokens_per_sec"] > 0
-            rows = read_json(trained.workdir / f"rank{rank}_gen_epoch{epoch}.json")
-            assert [row["example"] for row in rows] == TEST_PAIRS
+            rows = read_json(work / f"rank{rank}_gen_epoch{epoch}.json")
+            assert [row["example"] for row in rows] == TEST_PAIRS  # all, in order
             bleu = evaluate_bleu(TEST_PAIRS, [row["gen"] for row in rows], "en")["bleu"]
             assert bleu == result["bleu"]
     for key in ("training_loss", "validation_loss", "bleu"):
-        (first, other), (second, another) = results(trained.workdir, key)
+        (first, other), (second, another) = results(work, key)
         assert first == other and second == another
         assert key == "bleu" or max(first, second) < math.log(320)
-    summary = read_json(trained.workdir / "summary.json")
-    assert len(summary["loss"]) == len(summary["step_seconds"]) == 10
-    assert len(summary["peak_rss_bytes"]) == 2
-    assert summary["validation_loss"] == results(trained.workdir, "validation_loss")[1][0]
-
-
-def test_the_first_steps_are_on_the_timeline(trained: Run) -> None:
-    """Five steps an epoch; 2 + 1 of the first epoch are recorded. What was recorded changes
-    nothing: see the comparison with torchrun's run, which records nothing."""
-    workers, about = read_timelines(trained.workdir)
-    assert (list(workers), about) == (["rank 0", "rank 1"], {"strategy": "ddp"})
-    for recorded in workers.values():
-        assert sorted({event.step for event in recorded}) == [0, 1, 2]
-        for step in range(3):
-            events = [event for event in recorded if event.step == step]
-            assert [(e.kind, e.microbatch) for e in events if e.lane == COMPUTE] == [
-                ("F", 0), ("B", 0), ("optimizer", -1)
-            ]  # fmt: skip
-            assert {e.kind for e in events if e.lane == COMMUNICATION} == {"all_reduce", "barrier"}
 
 
 def test_torchrun_starts_it_and_a_killed_rank_costs_a_restart_and_nothing_else(
-    trained: Run, trained_by_torchrun: Run
+    trained: tuple[Path, CompletedProcess[str]], folder: Path
 ) -> None:
-    """Bit for bit the run that nobody killed, dropout on: same layout, same order of every sum."""
-    again = trained_by_torchrun
-    assert again.status == 0, again.stderr
+    """Bit for bit the run that nobody killed, dropout on: same layout, same order of every sum. And
+    this one records no timeline."""
+    (folder / "killed" / "killed.py").write_text(KILLED.format(root=str(ROOT)))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": ""}
+    environment.pop("TOKENIZERS_PARALLELISM", None)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "--max-restarts", "3", "killed.py", *TINY, "--resume", "--save_every", "3",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=folder / "killed", env=environment, capture_output=True, text=True,
+        timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (work, _), again = trained, folder / "killed" / "work"
     for key in ("training_loss", "validation_loss", "bleu"):
-        assert results(trained.workdir, key) == results(again.workdir, key)
-    assert len({str(read_json(r.workdir / "summary.json")["loss"]) for r in (trained, again)}) == 1
-    folder = again.workdir / "checkpoints"
-    notes = [line for line in again.stdout.split("\n") if "checkpoints" in line]
+        assert results(work, key) == results(again, key)
+    losses = [read_json(path / "summary.json")["loss"] for path in (work, again)]
+    assert len(losses[0]) == 10 and losses[0] == losses[1]
+    notes = [line for line in done.stdout.split("\n") if "checkpoints" in line]
     assert notes == [
-        f"--resume: {folder} has no checkpoint; starting from scratch.",
-        f"Resumed from {folder}/000003-epoch1-step1: 6 steps done.",
+        "--resume: work/checkpoints has no checkpoint; starting from scratch.",
+        "Resumed from work/checkpoints/000003-epoch1-step1: 6 steps done.",
     ]
-    assert names_in(folder) == ["000004-epoch1-step4", "000005-epoch1-step5"]
-    timeline = {"timeline_rank0.json", "timeline_rank1.json"}
-    expected = set(names_in(trained.workdir)) - timeline - {"notes.txt", "earlier_1"}
-    assert set(names_in(again.workdir)) == expected
+    assert names_in(again / "checkpoints") == ["000004-epoch1-step4", "000005-epoch1-step5"]
+    of_the_other = {"timeline_rank0.json", "timeline_rank1.json", "notes.txt", "earlier_1"}
+    assert set(names_in(again)) == set(names_in(work)) - of_the_other
 
 
 def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
-    line = [PROGRAM, *TINY, "--batch_size", "1", "--workdir", "work"]
-    done = run_warm(line, tmp_path)
+    done = run_warm([PROGRAM, *TINY, "--batch_size", "1"], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "run_data_parallel.py: error: --batch_size 1 --world_size 2: each rank needs an example; "

@@ -13,6 +13,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from tests.project.programs import FLOW, TINY, names_in, read_json, run, summary
+from training.layout import Plan
 from training.perfetto import read_timelines
 
 LINE = f"run_pipeline {FLOW} {TINY} --n_epochs 1 "
@@ -81,9 +82,8 @@ def test_bf16_and_a_seed_of_ones_own() -> None:
     assert losses[2][0] != losses[0][0]
 
 
-@pytest.mark.parametrize("pipeline", ["whole", "blocks"])
 def test_a_stage_that_raises_ends_the_run_and_all_threads(
-    pipeline: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a training step."""
     forward, forwards = Conv1D.forward, []
@@ -96,5 +96,17 @@ def test_a_stage_that_raises_ends_the_run_and_all_threads(
 
     monkeypatch.setattr(Conv1D, "forward", fuse)
     with pytest.raises(ArithmeticError, match="blown"):
-        run(f"{LINE} --balance uniform --pipeline {pipeline}")
+        run(f"{LINE} --balance uniform")
     assert forwards[-1] is not threading.main_thread()
+
+
+def test_a_cpu_without_bf16_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bf16, fp32 = (Plan(torch.optim.SGD, precision) for precision in ("bf16", "fp32"))
+    x86 = {"architecture": "x86_64", "amx_bf16": False}
+    for capabilities, notes in (
+        (x86 | {"avx512_bf16": False}, 1), (x86 | {"avx512_bf16": True}, 0),
+        ({"architecture": "aarch64"}, 0), ({}, 0),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cpu, "get_capabilities", capabilities.copy, raising=False)
+        assert len(bf16.notes(torch.device("cpu"))) == notes
+        assert fp32.notes(torch.device("cpu")) == bf16.notes(torch.device("cuda")) == []

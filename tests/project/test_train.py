@@ -12,16 +12,7 @@ import torch
 
 from data_parallel.ddp import DistributedDataParallel
 from project import train
-from tests.project.conftest import ROOT, start
-from tests.project.programs import (
-    TINY,
-    VGG,
-    course_commands,
-    names_in,
-    read_json,
-    run,
-    summary,
-)
+from tests.project.programs import TINY, VGG, course_commands, names_in, read_json, run, summary
 from tests.ranks import Ranks
 from training import check
 from training.check import weights_on_main
@@ -106,49 +97,45 @@ def scale_by_a_thousandth(_: int, patches: pytest.MonkeyPatch) -> None:
     patches.setattr(DistributedDataParallel, "average_gradients", wrong)
 
 
-def tamper_with_weights(_: int, patches: pytest.MonkeyPatch) -> None:
-    def wrong(*given: Any) -> Any:
+def tamper_at_the_end(rank: int, patches: pytest.MonkeyPatch) -> None:
+    """With a weight, a name, and an output of rank 1."""
+    outputs = Replicated.outputs
+
+    def wrong_weights(*given: Any) -> Any:
         found = weights_on_main(*given)
         if found:
             found["conv3_2.bias"][3] += 1e-4
             del found["fc7.weight"]
         return found
 
-    patches.setattr(train, "weights_on_main", wrong)
-
-
-def move_one_output(rank: int, patches: pytest.MonkeyPatch) -> None:
-    outputs = Replicated.outputs
-
-    def wrong(self: Any, x: Any) -> Any:
+    def wrong_outputs(self: Any, x: Any) -> Any:
         found = outputs(self, x)
         assert found is not None
         found = found.clone()
         found[1, 2] += 1e-4 * rank
         return found
 
-    patches.setattr(Replicated, "outputs", wrong)
+    patches.setattr(train, "weights_on_main", wrong_weights)
+    patches.setattr(Replicated, "outputs", wrong_outputs)
 
 
+WRONG = "weights are not those of one process"
+BEYOND = ["conv3_2.bias: off by 1.0e-04", "missing: fc7.weight", "outputs, part 1: off by 1.0e-04"]
 TAMPERED = [
-    ("--precision fp64", scale_by_a_thousandth, "weights", ["x the expected rounding"]),
-    ("", tamper_with_weights, "weights", ["conv3_2.bias: off by 1.0e-04", "missing: fc7.weight"]),
-    ("", move_one_output, "outputs", ["outputs, part 1: off by 1.0e-04"]),
+    ("--precision fp64", scale_by_a_thousandth, "ddp: " + WRONG, ["x the expected rounding"]),
+    ("", tamper_at_the_end, f"ddp: {WRONG}; outputs are not those of one process", BEYOND),
 ]
 
 
-@pytest.mark.parametrize(
-    ("line", "tamper", "what", "said"), TAMPERED, ids=[case[1].__name__ for case in TAMPERED]
-)
+@pytest.mark.parametrize(("line", "tamper", "wrong", "said"), TAMPERED, ids=["in a step", "after"])
 def test_what_is_wrong_turns_red(
-    ranks: Ranks, line: str, tamper: Any, what: str, said: list[str]
+    ranks: Ranks, line: str, tamper: Any, wrong: str, said: list[str]
 ) -> None:
     printed, error = run(f"train ddp {VGG} {CHECKED} --num_batches 2 {line}", ranks, tamper)
-    assert error is not None, printed
-    assert error.startswith("ddp: ") and f"{what} are not those of one process" in error
-    assert f"{what}: DISAGREE with one process" in printed
+    assert error is not None and error.startswith(wrong), (error, printed)
+    said = [*said, "weights: DISAGREE with one process"]
     assert [text for text in said if text not in printed] == []
-    assert not summary()["checks"][what]["agrees"]
+    assert not summary()["checks"]["weights"]["agrees"]
 
 
 def test_a_tensor_is_compared_with_its_own_rounding() -> None:
@@ -168,19 +155,6 @@ def test_a_tensor_is_compared_with_its_own_rounding() -> None:
         assert not verdict.agrees
         assert verdict.worst.name == "b"
     assert not check.compare("weights", {}, {}, {}, torch.float32).agrees  # of nothing
-
-
-def test_the_courses_command(tmp_path: Path) -> None:
-    """As a person starts it."""
-    done = start(
-        tmp_path / "workdir", str(ROOT / "project" / "train.py"), "ddp", "--num_workers", "2",
-        "--num_batches", "2", "--learning_rate", "1e-3", "--batch_size", "32", "--check_weights",
-        "--check_output", "--vgg_width", "4", "--n_train", "64", "--n_validation", "8",
-    )  # fmt: skip
-    assert done.status == 0, done.stderr
-    assert done.stdout.count("agree with one process") == 2
-    assert "\nResults are in workdir/ddp2/; " in done.stdout
-    assert {"timeline_rank1.json", "training.png"} < set(names_in(done.workdir / "ddp2"))
 
 
 def test_a_profile_has_the_actions_around_their_operators(ranks: Ranks) -> None:

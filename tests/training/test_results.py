@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 from pathlib import Path
@@ -12,16 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.project.programs import names_in, read_json
 from training.curves import read_epochs
 from training.errors import RunError
-from training.results import (
-    Results,
-    Totals,
-    set_aside,
-    show,
-    spread,
-    write_json,
-)
+from training.results import Results, Totals, set_aside, show, spread, write_json
 from training.task import Score
 from training.world import World
 
@@ -38,30 +31,21 @@ def results(tmp_path: Path) -> Results:
     return Results(World(), SimpleNamespace(workdir=tmp_path), task, model)
 
 
-@pytest.mark.parametrize("schedule", [None, "1f1b"])
-def test_an_epoch_is_written_under_the_names_of_its_layout(
-    results: Results, tmp_path: Path, schedule: str | None
+def test_of_a_pipeline_rank_0_writes_for_all_stages_and_replicas(
+    results: Results, tmp_path: Path
 ) -> None:
-    """Of a pipeline rank 0 writes for all stages and replicas, here of one of two."""
-    results.model.schedule, results.model.parts = schedule, 2
-    written = 1 if schedule is None else 2  # replicas
+    results.model.schedule, results.model.parts = "1f1b", 2  # replicas
     for rank in range(2):
         results.world = World(rank, 1)
         results.end_epoch(3, TOTALS, 2.25, Score(33.125, ["Bäh", "b"]))
-    names = ["eval_results", "gen"]
-    if schedule is None:
-        names = ["rank0_gen", "rank0_results", "rank1_gen", "rank1_results"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"{name}_epoch3.json" for name in names]
-    for path in tmp_path.glob("*results*"):
-        assert json.loads(path.read_text()) == {
-            "training_loss": 1.5, "validation_loss": 2.25, "bleu": 33.125, "training_time": 12.5,
-            "tokens_per_sec": 2000.0 * written, "real_tokens_per_sec": 1600.0 * written,
-            "skipped_steps": 0,
-        }  # fmt: skip
-    for path in tmp_path.glob("*gen*"):
-        text = path.read_text(encoding="utf-8")
-        pairs = [{"example": PAIRS[0], "gen": "Bäh"}, {"example": PAIRS[1], "gen": "b"}]
-        assert "Bäh" in text and json.loads(text) == pairs
+    assert names_in(tmp_path) == ["eval_results_epoch3.json", "gen_epoch3.json"]
+    assert read_json(tmp_path / "eval_results_epoch3.json") == {
+        "training_loss": 1.5, "validation_loss": 2.25, "bleu": 33.125, "training_time": 12.5,
+        "tokens_per_sec": 2 * 2000.0, "real_tokens_per_sec": 2 * 1600.0, "skipped_steps": 0,
+    }  # fmt: skip
+    pairs = [{"example": PAIRS[0], "gen": "Bäh"}, {"example": PAIRS[1], "gen": "b"}]
+    assert read_json(tmp_path / "gen_epoch3.json") == pairs
+    assert "Bäh" in (tmp_path / "gen_epoch3.json").read_text("utf-8")  # not escaped
 
 
 def test_rows_stand_under_their_header(
@@ -91,8 +75,7 @@ def test_results_are_read_in_the_order_of_epochs(tmp_path: Path) -> None:
     assert read_epochs(tmp_path) == [*expected, losses | {"epoch": 12}]
     path = tmp_path / "gen_epoch0.json"
     write_json(path, {**losses, "training_loss": math.nan, "b": [1.5, (-math.inf, 2)], "c": None})
-    stored = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(word))
-    assert stored == {**losses, "training_loss": None, "b": [1.5, [None, 2]], "c": None}
+    assert read_json(path) == {**losses, "training_loss": None, "b": [1.5, [None, 2]], "c": None}
     assert math.isnan(read_epochs(tmp_path, "gen")[0]["training_loss"])
 
 
@@ -111,8 +94,7 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(
     assert str(error.value) == (
         f"{path}: cannot be written (No space left on device); make room there, or write elsewhere"
     )
-    assert json.loads(path.read_text()) == {"loss": 1}
-    assert list(tmp_path.iterdir()) == [path]
+    assert read_json(path) == {"loss": 1} and names_in(tmp_path) == ["summary.json"]
 
 
 def test_an_earlier_run_is_set_aside_if_it_left_anything_of_worth(tmp_path: Path) -> None:
@@ -130,8 +112,7 @@ def test_an_earlier_run_is_set_aside_if_it_left_anything_of_worth(tmp_path: Path
         assert (folder / "training.png").read_text() == str(n)
         assert (folder / name).exists()
         assert len(list(folder.iterdir())) == (4 if "/" in name else 5)
-    left = sorted([*kept, "earlier_1", "earlier_2", "earlier_3"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert names_in(tmp_path) == sorted([*kept, "earlier_1", "earlier_2", "earlier_3"])
 
 
 def test_output_that_nobody_reads_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
