@@ -13,7 +13,6 @@ import pytest
 from project.utils import read_texts, run_program
 from tests.project.conftest import write_pairs
 from tests.project.programs import FLOW, PROGRAMS, TINY, parse, run
-from training.checkpoint import newest
 from training.errors import UserError
 from training.saving import NO_RESUME, find_resume
 from training.workdir import alone_in_workdir
@@ -53,11 +52,9 @@ CORES = len(os.sched_getaffinity(0))
 # The line, and a part of what is said after the values: of the rule, or of what works.
 TABLE = """
 # mistyped
-dp --n_layers 3 => there is no such option; is it --n_layer?
 pp --n_chunks 2 => there is no such option; is it --n_chunk?
 pp --world_size 2 => there is no such option; is it --num_devices?; --help
 dp --schedule zb => an option for stages of a pipeline, which this program does not have
-dp --batch_size => expected one argument
 train ddpp => it must be single or ddp or fsdp or pipeline or model or tensor or 3d;
 dp --n_epochs 2 --num_batches=3 => leave one out;
 # what is computed again
@@ -73,7 +70,6 @@ pp FLOW --num_devices 11 => the model has 10 layers (embedding, halves of blocks
 pp FLOW --pipeline blocks --num_devices 5 => has 4 blocks and every stage needs one;
 pp FLOW --balance 3,3 => or 2 positive numbers that add up to the 4 blocks (uniform is 2,2)
 train pipeline --num_workers 17 => 16 layers and every stage needs one; --num_workers 1 to 16 works
-train model --num_workers 7 --model gpt2-mini --n_layer 2 => needs one; --num_workers 1 to 6 works
 # micro-batches
 dp --accumulation_steps 33 => a micro-batch needs an example; --accumulation_steps 1 to 32 works
 train model --num_microbatches 2 => with more than one it is pipeline
@@ -87,9 +83,7 @@ train pipeline --schedule interleaved --chunks 9 => every stage needs one; --chu
 train pipeline --num_workers 10 --schedule zbv => stage needs one; --num_workers 1 to 8 works
 train fsdp --chunks 2 => it is an option of pipeline and 3d
 train ddp --trace --model gpt2-mini => it is an option of pipeline and model
-train pipeline --trace => it is only for models of sentences, as gpt2-mini
 train pipeline --trace --model gpt2-mini --dropout 0.1 => --trace has others; --dropout 0 works
-train pipeline --zero 2 => it is an option of fsdp
 train ddp --tp 2 => it is an option of 3d; --world_size is the number of ranks of ddp
 train 3d --dp 2 --pp 2 --world_size 2 => dp x pp x tp is 4; leave --world_size out, or start 4 ranks
 train ddp --dataset mine.txt => this is text, and vgg16 learns pictures; --model gpt2-mini works
@@ -144,8 +138,8 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
 
 # ---------------------------------------------------------------------------- resume
 
-NAME = "000002-epoch0-step4"
-MADE = TINY + "--dropout 0 --n_epochs 1 "
+NAME = "000002-epoch1-step4"
+MADE = TINY + "--dropout 0 --n_epochs 2 "
 CHANGED = [
     ("--batch_size 5", "--batch_size 5", "--batch_size 6"),
     ("--model gpt2", "--model gpt2", "--model gpt2-mini"),
@@ -160,9 +154,9 @@ CHANGED = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The workdir of a run of one epoch, with two checkpoints."""
+    """The workdir of a run of two epochs of four steps."""
     folder = tmp_path_factory.mktemp("made")
-    run(f"train single {MADE} --workdir {folder} --save_every 3")
+    run(f"train single {MADE} --workdir {folder}")
     return folder
 
 
@@ -177,13 +171,13 @@ def test_a_resume_with_other_options(made: Path, capfd: pytest.CaptureFixture[st
             f"{now} with --resume: {NAME} was saved with {then}; use {then}, or another --workdir "
             "to start a new run\n",
         )
-    line = f"train single {MADE} --workdir {made} --resume ".replace("n_epochs 1", "num_batches 3")
-    assert ended(line, capfd)[1] == (
-        f"--num_batches 3 with --resume: {NAME} has done 4 steps; --num_batches 4 or more works\n"
-    )
+    for length, least in (("--num_batches 7", "--num_batches 8"), ("--n_epochs 1", "--n_epochs 2")):
+        line = f"train single {MADE} --workdir {made} --resume".replace("--n_epochs 2", length)
+        said = f"{length} with --resume: {NAME} has done 8 steps; {least} or more works\n"
+        assert ended(line, capfd) == (2, said)
 
 
-def test_what_a_resume_may_change(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_resume_may_change(made: Path) -> None:
     """Where to write, how long, on which devices; among it what was chosen and is now given."""
     line = f"{MADE} --workdir {made} --resume "
     fingerprint = read_texts(parse(DP + line)).fingerprints()["train"]
@@ -192,34 +186,16 @@ def test_what_a_resume_may_change(made: Path, monkeypatch: pytest.MonkeyPatch) -
         "--num_microbatches 2", "--on_nan skip", "--world_size 4",
     ):  # fmt: skip
         assert find_resume(parse(DP + line + change), fingerprint).checkpoint is not None
-    resume = find_resume(parse(DP + line + "--n_epochs 1"), fingerprint)
-    assert resume.notes == (f"Resumed from {made}/checkpoints/{NAME}: 4 steps done.",)
+    resume = find_resume(parse(DP + line), fingerprint)
+    assert resume.notes == (f"Resumed from {made}/checkpoints/{NAME}: 8 steps done.",)
     other = f"--resume: {NAME} was trained on other data of the same name; use "
     with pytest.raises(UserError, match=f"^{other}"):
         find_resume(parse(DP + line), "other")
-    checkpoint, _ = newest(made / "checkpoints")
-    assert checkpoint is not None
-    checkpoint.state["steps_per_epoch"] = 2  # it was 4: an epoch
-    monkeypatch.setattr("training.saving.newest", lambda _: (checkpoint, []))
-    few = "--n_epochs 1 with --resume: .* --n_epochs 2 or more "
-    with pytest.raises(UserError, match=f"^{few}"):
-        find_resume(parse(DP + line + "--n_epochs 1"), fingerprint)
+    assert find_resume(parse(DP + line.replace("--resume", "")), "") is NO_RESUME
 
 
 def test_a_schedule_ends_where_it_was_to_end(tmp_path: Path) -> None:
     line = f"{MADE} --workdir {tmp_path} --lr_scheduler cosine "
     run(f"train single {line} --save_every 2", stop_at=3)
-    with pytest.raises(UserError) as error:
-        find_resume(parse(PP + line + "--resume --n_epochs 2"), "")
-    assert str(error.value) == (
-        "--n_epochs 2 with --resume: 000001-epoch0-step2 was saved with --n_epochs 1; use "
-        "--n_epochs 1, or another --workdir to start a new run"
-    )
-
-
-def test_without_a_checkpoint_it_begins() -> None:
-    """torchrun repeats the command line: the first time there is none."""
-    assert find_resume(parse(DP + "--resume"), "").notes == (
-        "--resume: workdir/checkpoints has no checkpoint; starting from scratch.",
-    )
-    assert find_resume(parse(DP), "") is NO_RESUME
+    with pytest.raises(UserError, match=r"^--n_epochs 3 with --resume: .* use --n_epochs 2, or "):
+        find_resume(parse(PP + line + "--resume --n_epochs 3"), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from tests.ranks import Ranks
 from training.errors import RunError
-from training.optimization import ADVICE, Optimizers, Recipe, clip_factor, squared_norms
+from training.optimization import ADVICE, Optimizers, Recipe, squared_norms
 from training.world import World
 
 INF, NAN = math.inf, math.nan
@@ -33,16 +34,10 @@ def test_learning_rates(lr_scheduler: str, warmup: int, rates: list[float]) -> N
     assert found == pytest.approx(rates, rel=1e-15, abs=1e-15)
 
 
-def test_norms_and_the_clip_factor() -> None:
-    parts = [torch.tensor([[3.0], [4.0]]), torch.tensor([12.0]), torch.tensor(84.0)]
-    assert squared_norms(parts) == [5.0**2, 12.0**2, 84.0**2]
-    assert squared_norms([]) == []
-    # In float32 the square would be infinite, or would vanish.
-    assert squared_norms([torch.tensor([1e19])]) == pytest.approx([1e38])
-    assert squared_norms([torch.tensor([1e-30])]) == pytest.approx([1e-60])
-    assert [clip_factor(norm, 2.0) for norm in (0.0, 1.0, 2.0 - 1e-6)] == [1.0] * 3
-    assert clip_factor(8.0, 2.0) == pytest.approx(0.25, rel=1e-6)
-    assert clip_factor(8.0, None) == 1.0
+def test_the_squares_of_norms_are_in_float64() -> None:
+    """In float32, the type of the norms, the second would be infinite, and the third 0."""
+    found = squared_norms([torch.tensor([[3.0], [4.0]]), *torch.tensor([[3e19], [1e-30]])])
+    assert found == pytest.approx([25.0, 9e38, 1e-60], rel=1e-6, abs=0)
 
 
 def make(recipe: Recipe, *sizes: int, **more: Any) -> tuple[list[nn.Parameter], Optimizers]:
@@ -55,36 +50,6 @@ def make(recipe: Recipe, *sizes: int, **more: Any) -> tuple[list[nn.Parameter], 
 def feed(parameters: list[nn.Parameter], value: float) -> None:
     for p in parameters:
         p.grad = torch.full_like(p, value)
-
-
-@pytest.mark.parametrize(
-    ("loss", "gradient", "what"),
-    [
-        (INF, 1.0, "the loss is inf"),
-        (NAN, NAN, "the loss is nan"),
-        (1.0, -INF, "the norm of the gradient is inf, though the loss is finite"),
-        (1.0, NAN, "the norm of the gradient is nan, though the loss is finite"),
-    ],
-)
-def test_what_is_not_finite_ends_the_run_with_advice_or_is_left_out(
-    loss: float, gradient: float, what: str
-) -> None:
-    for on_nan in ("stop", "skip"):
-        parameters, optimizers = make(Recipe(0.5, 4, 8, on_nan=on_nan), 3, 3)
-        optimizers.load_state_dict({"steps": 5, "in_a_row": 0})
-        feed(parameters, 0.0)
-        assert parameters[1].grad is not None
-        parameters[1].grad[2] = gradient
-        try:
-            said = optimizers.step(torch.tensor(loss), 1)
-        except RunError as error:
-            said = str(error)
-        then = ADVICE if on_nan == "stop" else "the step was skipped"
-        assert said == f"epoch 2, step 2 of 4: {what}; {then}"
-        assert [p.tolist() for p in parameters] == [[1.0] * 3] * 2
-        skipped = int(on_nan == "skip")
-        state = {"steps": 5 + skipped, "in_a_row": skipped}
-        assert optimizers.state_dict() == state
 
 
 def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
@@ -111,14 +76,13 @@ def test_a_step_that_is_left_out_has_a_number_but_no_effect() -> None:
 
 
 def test_skipping_gives_up_where_the_weights_themselves_are_bad() -> None:
-    parameters, optimizers = make(Recipe(1.0, 100, 100, on_nan="skip", max_grad_norm=1.0), 1)
+    (parameter,), optimizers = make(Recipe(1.0, 100, 100, on_nan="skip"), 1)
     optimizers.load_state_dict({"steps": 39, "in_a_row": 19})
-    feed(parameters, 1.0)
-    with pytest.raises(RunError) as error:
+    feed([parameter], 1.0)
+    said = f"epoch 1, step 40 of 100: the loss is nan, as were 19 before it; {ADVICE}"
+    with pytest.raises(RunError, match=f"^{re.escape(said)}$"):
         optimizers.step(torch.tensor(NAN), 1)
-    assert str(error.value) == (
-        f"epoch 1, step 40 of 100: the loss is nan, as were 19 before it; {ADVICE}"
-    )
+    assert parameter.item() == 1.0 and optimizers.state_dict() == {"steps": 39, "in_a_row": 20}
 
 
 def test_a_loss_that_explodes_is_said_once() -> None:
