@@ -184,13 +184,3 @@ def test_torchrun_starts_it_and_a_killed_rank_costs_a_restart_and_nothing_else(
     assert names_in(again / "checkpoints") == ["000004-epoch1-step4", "000005-epoch1-step5"]
     of_the_other = {"timeline_rank0.json", "timeline_rank1.json", "notes.txt", "earlier_1"}
     assert set(names_in(again)) == set(names_in(work)) - of_the_other
-
-
-def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
-    done = run_warm([PROGRAM, *TINY, "--batch_size", "1"], tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "run_data_parallel.py: error: --batch_size 1 --world_size 2: each rank needs an example; "
-        "--world_size 1 works\n"
-    )
-    assert names_in(tmp_path) == []
