@@ -43,9 +43,9 @@ class Shared:
         task: Task,
         axis: Axis,
         dtype: torch.dtype,
-        sequence_parallel: bool = False,
-        share_memory: bool = True,
-        recorder: Recorder | None = None,
+        sequence_parallel: bool,
+        share_memory: bool,
+        recorder: Recorder,
     ) -> None:
         self.task = task
         self.ranks = Ranks(axis.group, share_memory, recorder)
