@@ -154,6 +154,8 @@ def test_a_tensor_is_compared_with_its_own_rounding() -> None:
         verdict = check.compare("weights", got, plain, exact, torch.float32)
         assert not verdict.agrees
         assert verdict.worst.name == "b"
+    missing = check.compare("weights", {"a": plain["a"]}, plain, exact, torch.float32)
+    assert missing.missing == ["b"] and not missing.agrees
     assert not check.compare("weights", {}, {}, {}, torch.float32).agrees  # of nothing
 
 
