@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from data_parallel import dataset
 from tests.project.conftest import Learned
-from tests.project.programs import FLOW, SAME, TINY, VGG, losses, run, weights, written
+from tests.project.programs import FLOW, SAME, VGG, losses, run, weights, written
 from tests.ranks import Ranks
-from training.errors import RunError
+from training import data
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -68,24 +69,42 @@ def test_a_layout_is_one_process(
 # What the course asks for is what runs
 
 
-def refuse(*_: Any, **__: Any) -> None:
-    raise RunError("it is called")
+def break_it(_: int, patch: pytest.MonkeyPatch, function: str) -> None:
+    """Puts a broken function in the place of `function`."""
+    patch.setattr(function, partial(_broken, function.split(".")[-1]))
 
 
-def without(_: int, patch: pytest.MonkeyPatch, function: str) -> None:
-    patch.setattr(function, refuse)
+def _broken(name: str, *args: Any, **options: Any) -> Any:
+    if name == "average_gradients":
+        return None  # every rank keeps its own
+    if name == "partition_dataset":  # as if all had the first rank's
+        return dataset.partition_dataset(0, *args[1:], **options)
+    batch = data.collate_batch(*args, **options)
+    batch["label_token_weights"][0] = 0  # the first sentence teaches nothing
+    return batch
 
 
-SYNC = "run_data_parallel --gradient_sync per_parameter --num_microbatches 1 " + TINY
+SYNC = "run_data_parallel --gradient_sync per_parameter --num_microbatches 1 "
 USED = [
     ("training.sequences.partition_dataset", SYNC),
-    ("training.sequences.collate_batch", f"train single {TINY}"),  # rank 0 is the first to call it
-    ("training.vgg.partition_dataset", f"train ddp {VGG}"),
+    ("training.sequences.collate_batch", "train pipeline "),
+    ("training.sequences.collate_batch", SYNC),
+    ("training.vgg.partition_dataset", "train ddp --check_weights --num_batches 2 "),
     ("training.replicated.average_gradients", SYNC),
 ]
 
 
-@pytest.mark.parametrize(("function", "line"), USED)
-def test_a_function_of_the_course_is_used(ranks: Ranks, function: str, line: str) -> None:
-    on = None if "single" in line else ranks
-    assert run(line, on, partial(without, function=function))[1] == "it is called"
+@pytest.mark.parametrize(("function", "line"), USED, ids=[f"{f} {line}" for f, line in USED])
+def test_a_broken_function_of_the_course_changes_the_run(
+    learned: Callable[[str], Learned], ranks: Ranks, function: str, line: str
+) -> None:
+    pairs = learned("pairs")
+    more = VGG if "vgg" in function else pairs.line
+    _, error = run(line + more, ranks, partial(break_it, function=function))
+    if function.endswith("average_gradients"):
+        assert error is not None and error.startswith("replicas differ in epoch 1: ")
+    elif "vgg" in function:
+        assert error is not None and error.startswith("ddp: weights are not those of one process")
+    else:
+        assert error is None
+        assert losses() != pytest.approx(losses(pairs.workdir), rel=1e-3, nan_ok=True)

