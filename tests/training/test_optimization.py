@@ -1,9 +1,11 @@
-"""Updates of the weights: the schedule's numbers, clipping, and what all ranks do about a NaN."""
+"""Updates of the weights: the schedule, the time of steps, and what all ranks do about a NaN."""
 
 from __future__ import annotations
 
 import math
 import re
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch import nn
 
 from tests.ranks import Ranks
 from training.errors import RunError
+from training.loop import train
 from training.optimization import ADVICE, Optimizers, Recipe, squared_norms
+from training.task import Step
 from training.world import World
 
 INF, NAN = math.inf, math.nan
@@ -91,6 +95,15 @@ def test_a_loss_that_explodes_is_said_once() -> None:
     said = [optimizers.step(torch.tensor(loss), 2) for loss in (6.0, 4.0, 60.0, 61.0, 600.0)]
     remark = f"epoch 1, step 4 of 10: the loss is 30.5 and was 3 at first; {ADVICE}"
     assert said == [None, None, None, remark, None]
+
+
+def test_what_is_done_after_a_step_is_not_training_time() -> None:
+    _, optimizers = make(Recipe(1.0, 9, 9), 1)
+    model: Any = SimpleNamespace(backward=lambda _: torch.tensor(1.0))
+    start = time.perf_counter()
+    steps = [Step([], [], 1, 7, 5)] * 2
+    totals = train(model, optimizers, steps, "", after_step=lambda *_: time.sleep(0.05))
+    assert 0 < totals.seconds <= time.perf_counter() - start - 2 * 0.05
 
 
 ROWS = [  # of two ranks: losses, and gradients
