@@ -71,12 +71,17 @@ def write_run(root: Path, name: str, rows: Rows = (), **summary: Any) -> Path:
         },
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps({**content, **summary}))
-    for rank, events in enumerate(rows):  # what it did in step 1; step 0 is far off
-        timeline = Timeline(rank, about={"strategy": name[:-1]})
+    write_timelines(folder, rows, strategy=name[:-1])
+    return folder
+
+
+def write_timelines(folder: Path, rows: Rows, **about: Any) -> None:
+    """Per rank, what it did in step 1; step 0 is far off."""
+    for rank, events in enumerate(rows):
+        timeline = Timeline(rank, about=about)
         timeline.world_size = len(rows)
         timeline("F", 0, 0, -900.0, -500.0)
         timeline.step(1)
         for event in events:
             timeline(*event)
         (folder / f"timeline_rank{rank}.json").write_text(timeline._text(), "utf-8")
-    return folder
