@@ -24,7 +24,7 @@ from tests.project.made_up import (
     write_epochs,
     write_run,
 )
-from training.curves import STYLE, plot_training, readable
+from training.curves import STYLE, plot_training
 from training.errors import UserError
 from training.timeline import Event
 
@@ -358,11 +358,7 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     ]  # fmt: skip
     assert (folder / "trace.json").is_file()
     assert "; step 1; " in foot(draw(tmp_path, drawn, "timeline", str(folder), "--step", "1"))
-
-
-def test_a_timeline_without_a_schedule_has_no_ideal(
-    tmp_path: Path, drawn: dict[str, Figure]
-) -> None:
+    # Without a schedule there is no ideal.
     write_run(tmp_path, "ddp2", DDP2)
     fig = draw(tmp_path, drawn, "timeline", "ddp=2")
     assert len(fig.axes) == 1
@@ -443,10 +439,6 @@ def test_files_that_do_not_compare(single: Path, multiple: Path, tmp_path: Path)
         f"only runs of the same n_train compare, and these differ: {other} 9, {multiple} 8"
     )
     nothing = tmp_path / "nothing"
-    assert (
-        said(nothing, multiple)
-        == f"{nothing}: there is no such folder; name the --workdir of a run"
-    )
     nothing.mkdir()
     assert said(nothing, multiple) == (
         f"{nothing} has no rank0_results_epoch0.json; name the --workdir of a finished run"
@@ -522,12 +514,6 @@ def test_a_mistyped_line(line: str, said: str, capsys: pytest.CaptureFixture[str
 
 
 # What is written
-
-
-def test_readable() -> None:
-    values = (0.0, 0.01234, 1.0, 22.13, 1234.5, 987654.0, 0.5)
-    said = ["0.00", "0.0123", "1.00", "22.1", "1,234", "987,654", "0.500"]
-    assert [readable(value) for value in values] == said
 
 
 def overlaps(fig: Figure) -> list[tuple[str, str]]:
