@@ -83,11 +83,11 @@ def write_trace(workdir: Path) -> Path:
 def _slice(event: Event, origin: float) -> dict[str, Any]:
     """An event of the trace. Perfetto colours by name, ignoring the number at its end."""
     start, end = (round((time - origin) * 1e6) for time in (event.start, event.end))
-    name = KINDS.get(event.kind, (event.kind,))[0]
+    name, lane = KINDS[event.kind]
     args = {"micro-batch": event.microbatch, "stage or layer": event.stage, "step": event.step}
     return {
         "ph": "X", "name": f"{name} {event.microbatch}" if event.microbatch >= 0 else name,
-        "cat": event.lane, "ts": start, "dur": end - start,
+        "cat": lane, "ts": start, "dur": end - start,
         "args": {key: value for key, value in args.items() if value >= 0},
     }  # fmt: skip
 

@@ -114,7 +114,7 @@ def test_boxes_of_a_row_never_cross(tmp_path: Path, begin: float) -> None:
     now = begin
     for i in range(300):
         end = now + chooser.randrange(1, 5000) * 1e-7
-        timeline(chooser.choice(["F", "B", "a kind of its own"]), 0, i, now, end)
+        timeline(chooser.choice("FBR"), 0, i, now, end)
         if i % 10 == 0:
             timeline("optimizer", 0, -1, now, now + (end - now) / 2)
             timeline("send", 0, i, now, end + 2e-4)
