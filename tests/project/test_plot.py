@@ -455,6 +455,8 @@ def test_files_that_do_not_compare(single: Path, multiple: Path, tmp_path: Path)
     (one / "options.json").write_text('{"model_parallel_mode": "model_parallel", "batch_size": 32}')
     with pytest.raises(UserError, match=r"^only runs of the same batch_size compare"):
         plot.plot_pipeline(plot.Run(one), plot.Run(two), tmp_path)
+    (multiple / "rank1_results_epoch2.json").unlink()
+    assert "its ranks have results of different epochs" in said(single, multiple)
     (multiple / "rank1_results_epoch0.json").write_text("{")
     assert "a result file cannot be read" in said(single, multiple)
 
