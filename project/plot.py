@@ -572,9 +572,10 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
         return [plot_schedule(args.schedule, *sizes, path(f"schedule_{args.schedule}"))]
     if name == "timeline":
         run = named(args.run, args.workdir) if "=" in args.run else Run(Path(args.run))
+        workers, about = run.timeline
         step = args.step and args.step - 1  # files count from 0
-        drawn = draw_step(path(f"timeline_{run.folder.name}"), *run.timeline, describe(run), step)
-        print(f"wrote {write_trace(run.folder)}: open it in https://ui.perfetto.dev")
+        drawn = draw_step(path(f"timeline_{run.folder.name}"), workers, about, describe(run), step)
+        print(f"wrote {write_trace(run.folder, workers)}: open it in https://ui.perfetto.dev")
         return [drawn]
     runs = [named(run, args.workdir) for run in args.runs.split(",")]
     check_alike(runs)

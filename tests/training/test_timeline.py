@@ -79,7 +79,7 @@ def test_files_are_read_back_on_the_clock_of_rank_0_and_traced(tmp_path: Path) -
     assert workers == {"rank 0": events, "rank 1": events}
     # The trace: a process per rank, a thread per lane, and another for what crosses; microseconds.
     # No thread has the number of another, be it in another process: Perfetto names threads by it.
-    assert write_trace(tmp_path) == tmp_path / "trace.json"
+    assert write_trace(tmp_path, workers) == tmp_path / "trace.json"
     entries = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
     named = [e for e in entries if e["ph"] == "M"]
     assert [(e["name"], e["pid"], e["tid"], *e["args"].values()) for e in named] == [
@@ -120,7 +120,8 @@ def test_boxes_of_a_row_never_cross(tmp_path: Path, begin: float) -> None:
             timeline("send", 0, i, now, end + 2e-4)
         now = end
     timeline.save(tmp_path)
-    trace = json.loads(write_trace(tmp_path).read_text("utf-8"))["traceEvents"]
+    workers, _ = read_timelines(tmp_path)
+    trace = json.loads(write_trace(tmp_path, workers).read_text("utf-8"))["traceEvents"]
     rows: dict[int, list[tuple[int, int]]] = {}
     for e in trace:
         if e["ph"] == "X":
