@@ -19,6 +19,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -156,122 +157,158 @@ def plot_results(
 # What a run left
 
 
-def read_options(workdir: Path) -> dict[str, Any]:
-    """The options of a run: from its summary or, if it did not finish, from options.json. Raises
-    UserError if there is no such folder, or they cannot be read."""
-    if not workdir.is_dir():
-        raise UserError(f"{workdir}: there is no such folder; name the --workdir of a run")
-    for path in (workdir / SUMMARY, workdir / OPTIONS):
-        if path.exists():
-            try:
-                return json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise UserError(f"{path} cannot be read ({error})") from None
-    return {}
+@dataclass(frozen=True)
+class Run:
+    """What a run left in its folder. Its files are read when they are first asked for, and once."""
+
+    folder: Path
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Its summary.json or, if it did not finish, options.json: the options are in both. Raises
+        UserError if there is no such folder, or they cannot be read."""
+        if not self.folder.is_dir():
+            raise UserError(f"{self.folder}: there is no such folder; name the --workdir of a run")
+        for path in (self.folder / SUMMARY, self.folder / OPTIONS):
+            if path.exists():
+                try:
+                    return json.loads(path.read_text(encoding="utf-8"))
+                except (OSError, ValueError) as error:
+                    raise UserError(f"{path} cannot be read ({error})") from None
+        return {}
+
+    @cached_property
+    def ranks(self) -> list[Epochs]:
+        """The results of every rank, or of the pipeline. Raises UserError if some are missing."""
+        if any(self.folder.glob("eval_results_*")):
+            return [read_epochs(self.folder, "eval_results")]
+        numbers = range(self.summary.get("world_size", 1))
+        ranks = [read_epochs(self.folder, f"rank{rank}_results") for rank in numbers]
+        if len({len(rank) for rank in ranks}) > 1:  # interrupted, or resumed on another number
+            raise UserError(
+                f"{self.folder}: its ranks have results of different epochs; make it again"
+            )
+        return ranks
+
+    @cached_property
+    def timeline(self) -> tuple[dict[str, list[Event]], dict[str, Any]]:
+        """The events of its workers, and its options. Raises UserError if it recorded none."""
+        options, again = self.summary, "make the run again, with --timeline 10"
+        try:
+            workers, about = read_timelines(self.folder)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{error}; {again}") from None
+        if not any(workers.values()):
+            raise UserError(f"{self.folder}: no step was recorded; {again}")
+        return workers, options | about
+
+    @property
+    def facts(self) -> list[str]:
+        """What was trained and how, from the options."""
+        options = self.summary
+        sizes = [f"{n} {options[n]}" for n in ("n_layer", "n_embd", "vocab_size") if options.get(n)]
+        facts = [", ".join([options["model"], *sizes])] if "model" in options else []
+        if "batch_size" in options:
+            facts.append(f"batches of {options['batch_size']}")
+        if options.get("strategy") == "3d":
+            facts.append("data {dp} x pipeline {pp} x tensor {tp}".format(**options))
+        stages = options.get("num_devices") or options.get("pp") or options.get("world_size", 1)
+        if options.get("schedule") and stages > 1:
+            n, chunks = options["num_microbatches"], options.get("chunks") or 1
+            each = f" with {chunks} chunks" if chunks > 1 else ""
+            facts.append(f"{stages} stages{each}, {options['schedule']}, {n} micro-batches")
+        if cores := options.get("cores"):
+            who = "" if "num_devices" in options else " per process"
+            facts.append(f"{cores} core{'s' * (cores > 1)}{who}")
+        return facts
+
+    @property
+    def label(self) -> str:
+        """The name of a run of train.py in a picture."""
+        n = self.summary["world_size"]
+        return f"{self.summary['strategy']}, {n} worker{'s' * (n > 1)}"
+
+    def epochs(self) -> list[tuple[dict[str, float], ...]]:
+        """Per epoch, the results of the ranks."""
+        return list(zip(*self.ranks, strict=True))
+
+    def over_epochs(self, metric: str) -> tuple[float, float]:
+        """Mean and standard deviation over all epochs but the first: of the slowest rank's time, or
+        of the throughput summed over the ranks."""
+        combine = max if metric == TIME else sum
+        return mean_and_std([combine(rank[metric] for rank in e) for e in self.epochs()[1:]])
+
+    def speed(self) -> tuple[float, float]:
+        """Of a run of train.py: examples per second over all steps but the first, and the deviation
+        of a step."""
+        size, seconds = self.summary["batch_size"], self.summary["step_seconds"]
+        seconds = seconds[1:] or seconds
+        return size * len(seconds) / sum(seconds), mean_and_std([size / s for s in seconds])[1]
 
 
-def describe(*workdirs: Path) -> str:
-    """What was trained and how: the facts, from the options, that all runs have in common."""
-    first, *others = (_facts(read_options(workdir)) for workdir in workdirs)
-    return "; ".join(fact for fact in first if all(fact in facts for facts in others))
+def in_common(*runs: Run) -> list[str]:
+    """The facts that all runs share."""
+    first, *others = (run.facts for run in runs)
+    return [fact for fact in first if all(fact in facts for facts in others)]
 
 
-def _facts(options: Mapping[str, Any]) -> list[str]:
-    sizes = [f"{n} {options[n]}" for n in ("n_layer", "n_embd", "vocab_size") if options.get(n)]
-    facts = [", ".join([options["model"], *sizes])] if "model" in options else []
-    if "batch_size" in options:
-        facts.append(f"batches of {options['batch_size']}")
-    if options.get("strategy") == "3d":
-        facts.append("data {dp} x pipeline {pp} x tensor {tp}".format(**options))
-    stages = options.get("num_devices") or options.get("pp") or options.get("world_size", 1)
-    if options.get("schedule") and stages > 1:
-        n, chunks = options["num_microbatches"], options.get("chunks") or 1
-        each = f" with {chunks} chunks" if chunks > 1 else ""
-        facts.append(f"{stages} stages{each}, {options['schedule']}, {n} micro-batches")
-    if cores := options.get("cores"):
-        who = "" if "num_devices" in options else " per process"
-        facts.append(f"{cores} core{'s' * (cores > 1)}{who}")
-    return facts
+def describe(*runs: Run) -> str:
+    """What was trained and how, as far as all runs have it in common."""
+    return "; ".join(in_common(*runs))
 
 
-def check_alike(folders: Sequence[Path], names: Sequence[str] = ALIKE) -> None:
+def check_alike(runs: Sequence[Run], names: Sequence[str] = ALIKE) -> None:
     """Raises UserError if runs differ in one of these options: they trained different models, in
     different precision, or on different data."""
-    every = {folder: read_options(folder) for folder in folders}
     for name in names:
-        held = {str(o[name]): folder for folder, o in every.items() if o.get(name) is not None}
+        given = [(run.summary.get(name), run.folder) for run in runs]
+        held = {str(value): folder for value, folder in given if value is not None}
         if len(held) > 1:
             found = ", ".join(f"{folder} {value}" for value, folder in held.items())
             raise UserError(f"only runs of the same {name} compare, and these differ: {found}")
 
 
-def read_ranks(workdir: Path) -> list[Epochs]:
-    """The results of every rank, or of the pipeline. Raises UserError if some are missing."""
-    if any(workdir.glob("eval_results_*")):
-        return [read_epochs(workdir, "eval_results")]
-    world_size = read_options(workdir).get("world_size", 1)
-    ranks = [read_epochs(workdir, f"rank{rank}_results") for rank in range(world_size)]
-    if len({len(rank) for rank in ranks}) > 1:  # interrupted, or resumed on another number
-        raise UserError(f"{workdir}: its ranks have results of different epochs; make it again")
-    return ranks
-
-
-def over_epochs(ranks: list[Epochs], metric: str) -> tuple[float, float]:
-    """Mean and standard deviation over all epochs but the first: of the slowest rank's time, or of
-    the throughput summed over the ranks."""
-    combine = max if metric == TIME else sum
-    epochs = list(zip(*ranks, strict=True))[1:]
-    return mean_and_std([combine(rank[metric] for rank in epoch) for epoch in epochs])
-
-
-def timeline_of(folder: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
-    """The events of a run's workers, and its options. Raises UserError if nothing was recorded."""
-    options, again = read_options(folder), "make the run again, with --timeline 10"
-    try:
-        workers, about = read_timelines(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{error}; {again}") from None
-    if not any(workers.values()):
-        raise UserError(f"{folder}: no step was recorded; {again}")
-    return workers, options | about
+def speed_up(run: Run, baseline: Run, metric: str) -> float:
+    """How much faster than the baseline a run is: of time, less is better; of throughput, more."""
+    (before, _), (after, _) = baseline.over_epochs(metric), run.over_epochs(metric)
+    return before / after if metric == TIME else after / before
 
 
 # A run of a course's program against its baseline
 
 
-def plot_data_parallel(single: Path, multiple: Path, output: Path) -> list[Path]:
+def plot_data_parallel(single: Run, multiple: Run, output: Path) -> list[Path]:
     """Draws training time and throughput of one process against several; returns the paths.
     Raises UserError if result files are missing or cannot be compared."""
-    one, n = (read_options(folder).get("world_size", 1) for folder in (single, multiple))
+    one, n = (run.summary.get("world_size", 1) for run in (single, multiple))
     if one != 1 or n == 1:
         raise UserError(
-            f"--single {single} has {one} rank(s), --multiple {multiple} has {n}; needed are 1 and "
-            "2 or more"
+            f"--single {single.folder} has {one} rank(s), --multiple {multiple.folder} has {n}; "
+            "needed are 1 and 2 or more"
         )
     labels = ("1 process", f"{n} processes", "one")
     return compare("data_parallel", (single, multiple), labels, n, output)
 
 
-def plot_pipeline(model_parallel: Path, pipeline_parallel: Path, output: Path) -> list[Path]:
+def plot_pipeline(model_parallel: Run, pipeline_parallel: Run, output: Path) -> list[Path]:
     """Draws training time and throughput of the pipeline against one stage at a time; returns the
     paths. Raises UserError if result files are missing or cannot be compared.
 
     With m micro-batches and n stages the ideal speed-up is n*m/(m+n-1): m+n-1 clocks, not n*m.
     """
-    folders = (model_parallel, pipeline_parallel)
-    for folder, mode in zip(folders, ("model_parallel", "pipeline_parallel"), strict=True):
-        if (found := read_options(folder).get("model_parallel_mode")) != mode:
-            raise UserError(f"--{mode} {folder}: that run has --model_parallel_mode {found}")
-    check_alike(folders, (*ALIKE, "batch_size"))
-    options = read_options(pipeline_parallel)
-    m, n = options["num_microbatches"], options["num_devices"]
+    runs = (model_parallel, pipeline_parallel)
+    for run, mode in zip(runs, ("model_parallel", "pipeline_parallel"), strict=True):
+        if (found := run.summary.get("model_parallel_mode")) != mode:
+            raise UserError(f"--{mode} {run.folder}: that run has --model_parallel_mode {found}")
+    check_alike(runs, (*ALIKE, "batch_size"))
+    m, n = (pipeline_parallel.summary[name] for name in ("num_microbatches", "num_devices"))
     labels = ("model parallel", "pipeline", "model parallel")
-    return compare("pipeline", folders, labels, n * m / (m + n - 1), output)
+    return compare("pipeline", runs, labels, n * m / (m + n - 1), output)
 
 
 def compare(
     name: str,
-    folders: tuple[Path, Path],
+    runs: tuple[Run, Run],
     labels: tuple[str, str, str],
     ideal: float,
     output: Path,
@@ -282,27 +319,27 @@ def compare(
         labels: of the bars, and the baseline's name in the title.
         ideal: the ideal speed-up, if processes have equally many cores in both.
     """
-    check_alike(folders)
-    runs = [read_ranks(folder) for folder in folders]
-    if min(len(rank) for run in runs for rank in run) < 2:
+    check_alike(runs)
+    baseline, measured = runs
+    if min(len(run.epochs()) for run in runs) < 2:
         raise UserError(
-            f"{folders[0]} and {folders[1]}: both need 2 epochs or more, as the first is left out"
+            f"{baseline.folder} and {measured.folder}: both need 2 epochs or more, as the first is "
+            "left out"
         )
-    about = [describe(*folders)]  # what both have in common, then what is each one's own
-    for label, folder in zip(labels[:2], folders, strict=True):
-        own = [fact for fact in describe(folder).split("; ") if fact not in about[0].split("; ")]
+    common = in_common(*runs)
+    about = [*common]  # then what is each one's own
+    for label, run in zip(labels[:2], runs, strict=True):
+        own = [fact for fact in run.facts if fact not in common]
         about += [f"{label}: {', '.join(own)}"] if own else []
     about.append("mean of all epochs but the first, ± standard deviation if there are several")
-    cores = [read_options(folder).get("cores") for folder in folders]
+    cores = [run.summary.get("cores") for run in runs]
     equal = cores[0] == cores[1]
     if not equal:
         about.append(
             f"no ideal is drawn, since a process has {cores[0]} cores in one run and {cores[1]} in "
             "the other: --cores_per_rank 1 for both makes them equal"
         )
-    means = {key: [over_epochs(run, key)[0] for run in runs] for key in YLABELS}
-    gains = {TIME: means[TIME][0] / means[TIME][1]}
-    gains[THROUGHPUT] = means[THROUGHPUT][1] / means[THROUGHPUT][0]
+    gains = {metric: speed_up(measured, baseline, metric) for metric in YLABELS}
     if abs(gains[THROUGHPUT] / gains[TIME] - 1) > 0.01:
         about.append(
             f"{gains[TIME]:.2f}x by time, {gains[THROUGHPUT]:.2f}x by tokens/s: the time is that "
@@ -310,17 +347,18 @@ def compare(
             "how batches are cut"
         )
     if equal and max(gains.values()) > 1.01 * ideal:
-        before, after = (read_options(f).get("num_microbatches") or 1 for f in folders)
+        before, after = (run.summary.get("num_microbatches") or 1 for run in runs)
         reason = "the ideal assumes that the baseline loses no time between its actions"
         if before < after:
             reason = "smaller pieces of a batch stay in the caches, the baseline's larger ones less"
         about.append(f"more than ideal: {reason}")
     paths = []
     for metric, file in ((TIME, "training_time"), (THROUGHPUT, "throughput")):
-        (base, std), after = (over_epochs(run, metric) for run in runs)
+        (base, std), after = (run.over_epochs(metric) for run in runs)
         shown = {labels[1]: after}
-        if metric == TIME and 1 < len(runs[1]) <= 4:
-            shown = {f"rank {r}": over_epochs([rank], TIME) for r, rank in enumerate(runs[1])}
+        if metric == TIME and 1 < len(measured.ranks) <= 4:
+            times = ([epoch[TIME] for epoch in rank[1:]] for rank in measured.ranks)
+            shown = {f"rank {r}": mean_and_std(seconds) for r, seconds in enumerate(times)}
         sign = -1 if metric == TIME else 1  # of time, less is better
         bars = [Bar(labels[0], {"baseline": base}, std)]
         bars += [
@@ -333,35 +371,29 @@ def compare(
         title = f"{labels[1]}: {gains[metric]:.2f}x {verb} {labels[2]}"
         title += f" (ideal {ideal:.3g}x)" if equal else ""
         paths.append(output / f"{name}_{file}.png")
-        draw_bars(
-            paths[-1],
-            bars,
-            title=title,
-            foot="; ".join(filter(None, about)),
-            ylabel=YLABELS[metric],
-        )
+        draw_bars(paths[-1], bars, title=title, foot="; ".join(about), ylabel=YLABELS[metric])
     return paths
 
 
-def plot_losses(workdirs: Sequence[Path], path: Path, names: Sequence[str] | None = None) -> Path:
+def plot_losses(runs: Sequence[Run], path: Path, names: Sequence[str] | None = None) -> Path:
     """Draws the losses of runs side by side, labelled by `names`, or by their folders."""
-    names = names or [workdir.name for workdir in workdirs]
+    names = names or [run.folder.name for run in runs]
     if len({*names}) < len(names):
-        names = [str(workdir) for workdir in workdirs]
-    runs = dict(zip(names, map(read_epochs, workdirs), strict=True))
+        names = [str(run.folder) for run in runs]
+    losses = {name: read_epochs(run.folder) for name, run in zip(names, runs, strict=True)}
     ends = ", ".join(
-        f"{run[-1]['validation_loss']:.3f} ({name}, epoch {run[-1]['epoch']})"
-        for name, run in runs.items()
+        f"{epochs[-1]['validation_loss']:.3f} ({name}, epoch {epochs[-1]['epoch']})"
+        for name, epochs in losses.items()
     )
     title = f"validation loss: {ends}"
-    with picture(path, title, describe(*workdirs), (12, 5.6), ncols=2) as (_, axes):
+    with picture(path, title, describe(*runs), (12, 5.6), ncols=2) as (_, axes):
         for ax, kind in zip(axes, ("training", "validation"), strict=True):
-            for k, (name, run) in enumerate(runs.items()):
+            for k, (name, epochs) in enumerate(losses.items()):
                 width = max(1.5, 9 - 2.3 * k)  # a wide line shows under the narrow ones on it
-                ax.plot(
-                    [epoch["epoch"] for epoch in run], [epoch[f"{kind}_loss"] for epoch in run],
-                    lw=width, color=LINES[k % len(LINES)], marker="o", ms=width + 4, label=name,
-                )  # fmt: skip
+                numbers = [epoch["epoch"] for epoch in epochs]
+                values = [epoch[f"{kind}_loss"] for epoch in epochs]
+                look: dict[str, Any] = {"color": LINES[k % len(LINES)], "lw": width, "marker": "o"}
+                ax.plot(numbers, values, ms=width + 4, label=name, **look)
             finish_panel(ax, f"{kind} loss (nats per target)")
         axes[0].legend()
     return path
@@ -370,28 +402,8 @@ def plot_losses(workdirs: Sequence[Path], path: Path, names: Sequence[str] | Non
 # Runs of train.py
 
 
-@dataclass(frozen=True)
-class Run:
-    """A finished run of train.py, with what its summary.json holds."""
-
-    folder: Path
-    summary: Mapping[str, Any]
-
-    @property
-    def label(self) -> str:
-        """Its name in a picture."""
-        n = self.summary["world_size"]
-        return f"{self.summary['strategy']}, {n} worker{'s' * (n > 1)}"
-
-    def speed(self) -> tuple[float, float]:
-        """Examples per second over all steps but the first, and the deviation of a step."""
-        size, seconds = self.summary["batch_size"], self.summary["step_seconds"]
-        seconds = seconds[1:] or seconds
-        return size * len(seconds) / sum(seconds), mean_and_std([size / s for s in seconds])[1]
-
-
-def folder_of(name: str, root: Path) -> Path:
-    """The folder of a run such as ddp=2. Raises UserError if there is no such run, with the command
+def named(name: str, root: Path) -> Run:
+    """A run of train.py, such as ddp=2. Raises UserError if there is no such run, with the command
     that makes it."""
     strategy, _, workers = name.partition("=")
     if strategy not in STRATEGIES or not workers.isdecimal():
@@ -406,14 +418,14 @@ def folder_of(name: str, root: Path) -> Path:
             f"no finished run in {folder}; make it with: python project/train.py {strategy} "
             f"--world_size {workers}{model} --num_batches 9 --timeline 8 --workdir {folder}"
         )
-    return folder
+    return Run(folder)
 
 
 def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
     """Draws where the time of a step goes: a stacked bar per run."""
     times = {}
     for run in runs:
-        workers, _ = timeline_of(run.folder)
+        workers, _ = run.timeline
         steps = [shares(in_step(workers, step)) for step in steps_of(workers)]
         times[run.label] = {kind: fmean(step[kind] for step in steps) for kind in TIMES}
     factor, unit = handy(max(sum(parts.values()) for parts in times.values()))
@@ -426,7 +438,7 @@ def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
     return draw_bars(
         path, bars, ylabel=f"a step ({unit})",
         title=f"{last.label}: communication {sent:.0%} of a step, idle {idle:.0%}",
-        foot=f"{describe(*(run.folder for run in runs))}; means over workers and steps, "
+        foot=f"{describe(*runs)}; means over workers and steps, "
         "without the first step; communication: exchange and waiting that no computation hides",
     )  # fmt: skip
 
@@ -452,7 +464,7 @@ def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
         title += f"{'one' if one == 1 else one} (ideal {n / one:.3g}x)"
     return draw_bars(
         path, bars, title=title, ylabel="examples per second, all workers together",
-        foot=f"{describe(*(run.folder for run in runs))}; all examples by all seconds of the steps "
+        foot=f"{describe(*runs)}; all examples by all seconds of the steps "
         "but the first; ± standard deviation of a step, if there are several",
     )  # fmt: skip
 
@@ -473,7 +485,7 @@ def plot_memory(runs: Sequence[Run], path: Path) -> Path:
         title = f"{last}: {most[last] / most[first]:.0%} of the state per rank of {first}"
     return draw_bars(
         path, bars, title=title, ylabel="MB",
-        foot=f"{describe(*(run.folder for run in runs))}; peak resident: of the whole process, "
+        foot=f"{describe(*runs)}; peak resident: of the whole process, "
         "with Python, libraries and activations",
     )  # fmt: skip
 
@@ -545,28 +557,28 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
         return output if is_picture else output / f"{stem}.png"
 
     if name == "data_parallel":
-        return plot_data_parallel(args.single, args.multiple, output)
+        return plot_data_parallel(Run(args.single), Run(args.multiple), output)
     if name == "pipeline":
-        return plot_pipeline(args.model_parallel, args.pipeline_parallel, output)
+        return plot_pipeline(Run(args.model_parallel), Run(args.pipeline_parallel), output)
     if name == "training":
-        if len(args.workdir) > 1:
-            return [plot_losses(args.workdir, path("losses"))]
-        (run,) = args.workdir
-        steps = read_options(run).get("num_batches")
-        return [plot_training(run, describe(run), steps, args.output and path("training"))]
+        runs = [Run(folder) for folder in args.workdir]
+        if len(runs) > 1:
+            return [plot_losses(runs, path("losses"))]
+        (run,) = runs
+        steps = run.summary.get("num_batches")
+        return [plot_training(run.folder, describe(run), steps, args.output and path("training"))]
     if name == "schedule":
         sizes = args.num_devices, args.num_microbatches, args.chunks
         return [plot_schedule(args.schedule, *sizes, path(f"schedule_{args.schedule}"))]
     if name == "timeline":
-        run = folder_of(args.run, args.workdir) if "=" in args.run else Path(args.run)
-        recorded = timeline_of(run)
+        run = named(args.run, args.workdir) if "=" in args.run else Run(Path(args.run))
+        workers, about = run.timeline
         step = args.step and args.step - 1  # files count from 0
-        drawn = draw_step(path(f"timeline_{run.name}"), *recorded, describe(run), step)
-        print(f"wrote {write_trace(run)}: open it in https://ui.perfetto.dev")
+        drawn = draw_step(path(f"timeline_{run.folder.name}"), workers, about, describe(run), step)
+        print(f"wrote {write_trace(run.folder, workers)}: open it in https://ui.perfetto.dev")
         return [drawn]
-    folders = [folder_of(run, args.workdir) for run in args.runs.split(",")]
-    check_alike(folders)
-    runs = [Run(folder, read_options(folder)) for folder in folders]
+    runs = [named(run, args.workdir) for run in args.runs.split(",")]
+    check_alike(runs)
     return [COMPARED[name][1](runs, path(name))]
 
 

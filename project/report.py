@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,22 +34,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline.catalogue import find
 from pipeline.schedule import bubble
-from project.plot import (
-    OUTPUT,
-    THROUGHPUT,
-    TIME,
-    describe,
-    over_epochs,
-    plot_data_parallel,
-    plot_losses,
-    plot_pipeline,
-    read_options,
-    read_ranks,
-    timeline_of,
-)
+from project import plot
+from project.plot import OUTPUT, THROUGHPUT, TIME, YLABELS, describe, speed_up
 from project.plot_timeline import bubbles, draw_step, in_step, plot_schedule, steps_of
 from training.command_line import Parser, count
-from training.curves import Epochs, readable
+from training.curves import readable
 from training.errors import RunError, say
 from training.results import SUMMARY, writing
 
@@ -77,12 +65,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-@dataclass
-class Run:
-    """A run of the report: its folder, name, options and output files; and, once it is made, its
-    results, from its files."""
+@dataclass(frozen=True)
+class Run(plot.Run):
+    """A run of the report: its folder, name, options and output files; and, once it is made, what
+    it left."""
 
-    folder: Path
     name: str
     options: dict[str, str]
     leaves: tuple[str, ...]
@@ -98,27 +85,13 @@ class Run:
         """Whether its files exist and come from a run with the same options."""
         if not all((self.folder / name).is_file() for name in self.leaves):
             return False
-        found = read_options(self.folder)
+        found = plot.Run(self.folder).summary  # not its own: the run may yet be made again
         return all(str(found.get(name)) == value for name, value in self.options.items())
-
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        """Its summary.json: the options that were used, and the loss of every step."""
-        return read_options(self.folder)
-
-    @cached_property
-    def ranks(self) -> list[Epochs]:
-        """The results of every rank, or of the pipeline."""
-        return read_ranks(self.folder)
-
-    def epochs(self) -> list[tuple[dict[str, float], ...]]:
-        """Per epoch, the results of the ranks."""
-        return list(zip(*self.ranks, strict=True))
 
     def shown(self, metric: str, unit: str = "") -> str:
         """The mean over all epochs but the first and its spread: of the slowest rank's time, or of
         the ranks' sum."""
-        mean, std = over_epochs(self.ranks, metric)
+        mean, std = self.over_epochs(metric)
         spread = f" ± {readable(std)}" if len(self.ranks[0]) > 2 else ""
         return f"{readable(mean)}{spread}{unit}"
 
@@ -129,7 +102,7 @@ class Run:
     def bubbles(self) -> tuple[float, float]:
         """The idle part of a step: the mean over workers and recorded steps but the first; and that
         of the schedule, if all actions take equally long."""
-        workers, _ = timeline_of(self.folder)
+        workers, _ = self.timeline
         idle = [fmean(bubbles(in_step(workers, k)).values()) for k in steps_of(workers)]
         used = self.summary
         schedule = find(used["schedule"], used["chunks"])
@@ -199,27 +172,16 @@ def compare_gradients(one: Run, two: Run) -> list[dict[str, Any]]:
     ]
 
 
-def speed_up(of: Run, over: Run) -> dict[str, float]:
-    """The speed-up by time of an epoch, by positions per second, by real tokens per second."""
-    gains = {
-        metric: over_epochs(of.ranks, metric)[0] / over_epochs(over.ranks, metric)[0]
-        for metric in (TIME, THROUGHPUT, REAL)
-    }
-    return gains | {TIME: 1 / gains[TIME]}
-
-
 def draw_all(runs: dict[str, Run], output: Path) -> list[Path]:
     """Draws the figures; returns their paths."""
-    folders, flow = {key: run.folder for key, run in runs.items()}, runs["pp"].summary
+    flow, long = runs["pp"].summary, [runs[key] for key in ("dp1", "dp2", "mp", "pp")]
     sizes = flow["num_devices"], flow["num_microbatches"], flow["chunks"]
-    paths = plot_data_parallel(folders["dp1"], folders["dp2"], output)
-    paths += plot_pipeline(folders["mp"], folders["pp"], output)
-    long = ("dp1", "dp2", "mp", "pp")
-    names = [runs[key].name for key in long]
-    paths.append(plot_losses([folders[key] for key in long], output / "losses.png", names))
+    paths = plot.plot_data_parallel(runs["dp1"], runs["dp2"], output)
+    paths += plot.plot_pipeline(runs["mp"], runs["pp"], output)
+    paths.append(plot.plot_losses(long, output / "losses.png", [run.name for run in long]))
     for key in ("dp2", "pp"):
-        path, recorded = output / f"timeline_{key}.png", timeline_of(folders[key])
-        paths.append(draw_step(path, *recorded, describe(folders[key])))
+        path = output / f"timeline_{key}.png"
+        paths.append(draw_step(path, *runs[key].timeline, describe(runs[key])))
     return [*paths, plot_schedule(flow["schedule"], *sizes, output / "schedule_pp.png")]
 
 
@@ -241,12 +203,12 @@ def write_page(runs: dict[str, Run], page: Path, output: Path) -> Path:
         return max(abs(loss - alone) / abs(alone) for loss, alone in losses)
 
     text = environment.get_template("report.html").render(
-        about=describe(*(run.folder for run in long.values())),
+        about=describe(*long.values()),
         runs=long,
         load=max(run.summary["load"] for run in long.values()),
         cores=os.cpu_count() or 1,
-        dp=speed_up(long["dp2"], long["dp1"]),
-        pp=speed_up(long["pp"], long["mp"]),
+        dp={metric: speed_up(long["dp2"], long["dp1"], metric) for metric in (*YLABELS, REAL)},
+        pp={metric: speed_up(long["pp"], long["mp"], metric) for metric in YLABELS},
         apart={key: furthest(run) for key, run in long.items()},
         gradients=compare_gradients(runs["gradients1"], runs["gradients2"]),
         images={path.stem: base64.b64encode(path.read_bytes()).decode() for path in figures},

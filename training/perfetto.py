@@ -7,7 +7,7 @@ The run itself only records (training/timeline.py). A trace is written on demand
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,14 @@ def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any
     return dict(sorted(workers.items(), key=lambda item: int(item[0].split()[1]))), about
 
 
-def write_trace(workdir: Path) -> Path:
-    """Writes trace.json from the files of all ranks; returns its path. https://ui.perfetto.dev
+def write_trace(workdir: Path, workers: Mapping[str, Sequence[Event]]) -> Path:
+    """Writes the events of all workers to trace.json; returns its path. https://ui.perfetto.dev
     shows a process per worker (a rank, or a stage if stages are threads of one rank), with a thread
     for computation and one for communication, or more if events cross.
 
     Times are whole microseconds: some readers round fractions, and an event that begins a
     nanosecond before the end of another is not drawn.
     """
-    workers, _ = read_timelines(workdir)
     origin = min((events[0].start for events in workers.values() if events), default=0.0)
     names: list[dict[str, Any]] = []
     slices: list[dict[str, Any]] = []
@@ -83,11 +82,11 @@ def write_trace(workdir: Path) -> Path:
 def _slice(event: Event, origin: float) -> dict[str, Any]:
     """An event of the trace. Perfetto colours by name, ignoring the number at its end."""
     start, end = (round((time - origin) * 1e6) for time in (event.start, event.end))
-    name = KINDS.get(event.kind, (event.kind,))[0]
+    name, lane = KINDS[event.kind]
     args = {"micro-batch": event.microbatch, "stage or layer": event.stage, "step": event.step}
     return {
         "ph": "X", "name": f"{name} {event.microbatch}" if event.microbatch >= 0 else name,
-        "cat": event.lane, "ts": start, "dur": end - start,
+        "cat": lane, "ts": start, "dur": end - start,
         "args": {key: value for key, value in args.items() if value >= 0},
     }  # fmt: skip
 

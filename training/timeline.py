@@ -66,8 +66,8 @@ class Event(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """`communication` or `compute`; unknown kinds count as compute."""
-        return KINDS.get(self.kind, ("", COMPUTE))[1]
+        """`communication` or `compute`."""
+        return KINDS[self.kind][1]
 
 
 def clock_offset(rank: int, world_size: int) -> float:

@@ -24,7 +24,7 @@ from tests.project.made_up import (
     write_epochs,
     write_run,
 )
-from training.curves import STYLE, plot_training, readable
+from training.curves import STYLE, plot_training
 from training.errors import UserError
 from training.timeline import Event
 
@@ -139,7 +139,8 @@ def test_data_parallel(
     single: Path, multiple: Path, tmp_path: Path, drawn: dict[str, Figure]
 ) -> None:
     names = ["data_parallel_training_time.png", "data_parallel_throughput.png"]
-    paths = plot.plot_data_parallel(single, multiple, tmp_path)
+    line = f"data_parallel --single {single} --multiple {multiple} --output {tmp_path}".split()
+    paths = plot.draw_figure(plot.parse(line))
     assert paths == [tmp_path / name for name in names]
     time, throughput = (drawn[name] for name in names)
     (ax,) = time.axes
@@ -163,17 +164,14 @@ def test_data_parallel(
     low, high = error_bars(ax)[1]
     assert (high - low) / 2 == pytest.approx((886.6667 - 731.8182) / 2**0.5, rel=1e-4)
     assert title(throughput) == "2 processes: 1.92x the tokens/s of one (ideal 2x)"
-
-
-def test_processes_of_unequal_cores_have_no_ideal(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    """One process had both cores, two have one each."""
-    single, multiple = tmp_path / "one", tmp_path / "two"
-    write_epochs(single, "rank0_results", SINGLE, batch_size=64, cores=2)
-    for rank, times in enumerate(RANKS):
-        options = {"world_size": 2, "batch_size": 128, "cores": 1}
-        write_epochs(multiple, f"rank{rank}_results", times, **options)
-    plot.plot_data_parallel(single, multiple, tmp_path)
-    time = drawn["data_parallel_training_time.png"]
+    # One process had both cores, two have one each: there is no ideal.
+    for run, options in (
+        (single, {"batch_size": 64, "cores": 2}),
+        (multiple, {"world_size": 2, "batch_size": 128, "cores": 1}),
+    ):
+        (run / "options.json").write_text(json.dumps(options))
+    plot.draw_figure(plot.parse(line))
+    time = drawn[names[0]]
     assert labels(time.axes[0]) == ["1 process", "rank 0", "rank 1"]
     assert title(time) == "2 processes: 1.82x as fast as one"
     assert foot(time).startswith(
@@ -184,41 +182,22 @@ def test_processes_of_unequal_cores_have_no_ideal(tmp_path: Path, drawn: dict[st
     )
 
 
-def test_more_than_ideal_is_explained(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    """By the pieces of the baseline, where they are larger."""
-    for m, reason in (
-        (1, "smaller pieces of a batch stay"),
-        (4, "the ideal assumes that the base"),
-    ):
-        model, pipe = (
-            write_epochs(
-                tmp_path / f"{name}{m}", "eval_results", [80.0, seconds, seconds],
-                num_microbatches=pieces, num_devices=2, batch_size=64, model_parallel_mode=name,
-            )
-            for name, seconds, pieces in (
-                ("model_parallel", 60.0, m), ("pipeline_parallel", 20.0, 4)
-            )
-        )  # fmt: skip
-        plot.plot_pipeline(model, pipe, tmp_path)
-        assert f"; more than ideal: {reason}" in foot(drawn["pipeline_training_time.png"])
-
-
 def test_pipeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    options: dict[str, Any] = {
-        "num_microbatches": 8,
-        "num_devices": 3,
-        "schedule": "zb",
-        "batch_size": 64,
-    }
-    model, pipe = (
-        write_epochs(tmp_path / name, "eval_results", times, **options, model_parallel_mode=name)
-        for name, times in (
-            ("model_parallel", [50.0, 36.0, 36.0]), ("pipeline_parallel", [40.0, 23.0, 25.0])
-        )
-    )  # fmt: skip
-    line = f"pipeline --model_parallel {model} --pipeline_parallel {pipe}"
-    plot.draw_figure(plot.parse([*line.split(), "--output", str(tmp_path)]))
-    fig = drawn["pipeline_training_time.png"]
+    options: dict[str, Any] = {"num_devices": 3, "schedule": "zb", "batch_size": 64}
+
+    def figure(model: tuple[int, list[float]], pipe: tuple[int, list[float]]) -> Figure:
+        """Of runs with so many micro-batches and these seconds per epoch."""
+        line = ["pipeline", "--output", str(tmp_path)]
+        for name, (m, times) in (("model_parallel", model), ("pipeline_parallel", pipe)):
+            options.update(num_microbatches=m, model_parallel_mode=name)
+            line += [
+                f"--{name}",
+                str(write_epochs(tmp_path / name, "eval_results", times, **options)),
+            ]
+        plot.draw_figure(plot.parse(line))
+        return drawn["pipeline_training_time.png"]
+
+    fig = figure((8, [50.0, 36.0, 36.0]), (8, [40.0, 23.0, 25.0]))
     assert labels(fig.axes[0]) == ["model parallel", "pipeline", "ideal"]
     assert heights(fig.axes[0]) == pytest.approx([36.0, 24.0, 36 / 2.4])  # 3*8 / 10
     assert title(fig) == "pipeline: 1.50x as fast as model parallel (ideal 2.4x)"
@@ -230,9 +209,16 @@ def test_pipeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     (ax,) = drawn["pipeline_throughput.png"].axes
     rates = [8400 / 36, (8400 / 23 + 8400 / 25) / 2, 8400 / 36 * 2.4]
     assert heights(ax) == pytest.approx(rates)
+    # More than ideal is explained: by the pieces of the baseline, where they are larger.
+    slow, fast = [80.0, 60.0, 60.0], [80.0, 15.0, 15.0]
+    larger = foot(figure((1, slow), (4, fast)))
+    assert "; more than ideal: smaller pieces of a batch stay" in larger
+    assert "; more than ideal: the ideal assumes that the base" in foot(
+        figure((4, slow), (4, fast))
+    )
 
 
-def test_training_draws_losses_and_score(single: Path, drawn: dict[str, Figure]) -> None:
+def test_training(single: Path, tmp_path: Path, drawn: dict[str, Figure]) -> None:
     summary = {"batch_size": 128, "cores": 1, "model": "gpt2-mini", "n_layer": 2, "n_embd": None}
     (single / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     args = plot.parse(["training", str(single)])
@@ -246,6 +232,19 @@ def test_training_draws_losses_and_score(single: Path, drawn: dict[str, Figure])
     assert epochs == [[1, 2, 3]] * 3
     assert title(fig) == "BLEU 20.0, validation loss 2.50 after 3 epochs"
     assert foot(fig) == "gpt2-mini, n_layer 2; batches of 128; 1 core per process"
+    # Losses of several are beside each other, named by their folders.
+    a, b = (write_epochs(tmp_path / name, "rank0_results", [1.0] * 2) for name in "ab")
+    (b / "rank0_results_epoch1.json").write_text('{"training_loss": 1.0, "validation_loss": 2.0}')
+    fig = draw(tmp_path, drawn, "training", str(a), str(b))
+    assert curves(fig) == [
+        {"a": [4.0, 3.0], "b": [4.0, 1.0]}, {"a": [4.5, 3.5], "b": [4.5, 2.0]}
+    ]  # fmt: skip
+    assert title(fig) == "validation loss: 3.500 (a, epoch 2), 2.000 (b, epoch 2)"
+    (b / "rank0_results_epoch1.json").unlink()
+    other = b.rename(tmp_path / "one" / "a")  # of one epoch, and of the same name
+    fig = draw(tmp_path, drawn, "training", str(a), str(other))
+    assert title(fig) == f"validation loss: 3.500 ({a}, epoch 2), 4.500 ({other}, epoch 1)"
+    assert {line.get_marker() for ax in fig.axes for line in ax.lines} == {"o"}
     # Of pictures, after so many steps; and where nothing is a number.
     last = {"training_loss": 1.0, "validation_loss": 2.0, "accuracy": 50.0}
     for result, found in (
@@ -257,25 +256,6 @@ def test_training_draws_losses_and_score(single: Path, drawn: dict[str, Figure])
         plot_training(single, "", 5)
         assert title(drawn["training.png"]) == f"{found} after 5 steps"
         assert len(drawn["training.png"].axes) == 1 + ("accuracy" in found)
-
-
-def test_losses_of_runs_are_named_by_their_folders(
-    tmp_path: Path, drawn: dict[str, Figure]
-) -> None:
-    a, b = (write_epochs(tmp_path / name, "rank0_results", [1.0] * 2) for name in "ab")
-    (b / "rank0_results_epoch1.json").write_text('{"training_loss": 1.0, "validation_loss": 2.0}')
-    fig = draw(tmp_path, drawn, "training", str(a), str(b))
-    assert curves(fig) == [
-        {"a": [4.0, 3.0], "b": [4.0, 1.0]}, {"a": [4.5, 3.5], "b": [4.5, 2.0]}
-    ]  # fmt: skip
-    assert title(fig) == "validation loss: 3.500 (a, epoch 2), 2.000 (b, epoch 2)"
-    (b / "rank0_results_epoch1.json").unlink()
-    fig = draw(tmp_path, drawn, "training", str(a), str(b))
-    assert title(fig) == "validation loss: 3.500 (a, epoch 2), 4.500 (b, epoch 1)"
-    assert {line.get_marker() for ax in fig.axes for line in ax.lines} == {"o"}  # of one epoch, too
-    other = write_epochs(tmp_path / "c" / "a", "rank0_results", [1.0])
-    fig = draw(tmp_path, drawn, "training", str(a), str(other))
-    assert [*curves(fig)[0]] == [str(a), str(other)]
 
 
 def test_a_schedule_is_printed_and_drawn_from_the_same_table(
@@ -309,9 +289,12 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
 # Runs of train.py
 
 
-def test_split_time(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+def test_split_time_throughput_and_memory(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     write_run(tmp_path, "ddp1", DDP1)
     write_run(tmp_path, "ddp2", DDP2)
+    write_run(tmp_path, "ddp4", step_seconds=[9.0, 1.0, 1.0])
+    state = {"parameters": [40e6, 40e6], "gradients": [40e6, 20e6], "optimizer": [0, 0]}
+    write_run(tmp_path, "fsdp2", step_seconds=[3.0], cores=2, state_bytes=state)
     fig = draw(tmp_path, drawn, "split_time", "ddp=1,ddp=2")
     (ax,) = fig.axes
     found = [(b.get_x() + b.get_width() / 2, b.get_y(), b.get_height()) for b in boxes(ax)]
@@ -328,13 +311,8 @@ def test_split_time(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     assert inside(ax) == shares
     assert legend(fig) == ["forward", "backward", "optimizer", "communication", "idle"]
 
-
-def test_throughput(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    """24 examples in 2 + 4 s are 4 per second, with steps of 6 and 3; the ideal is relative to the
-    fewest workers of a strategy."""
-    write_run(tmp_path, "ddp1")
-    write_run(tmp_path, "ddp4", step_seconds=[9.0, 1.0, 1.0])
-    write_run(tmp_path, "fsdp2", step_seconds=[3.0], cores=2)  # one step is all there is
+    # 24 examples in 2 + 4 s are 4 per second, with steps of 6 and 3; the ideal is relative to the
+    # fewest workers of a strategy; of fsdp2, one step is all there is.
     fig = draw(tmp_path, drawn, "throughput", "ddp=4,ddp=1,fsdp=2")
     (ax,) = fig.axes
     assert labels(ax) == ["ddp 4 workers", "ideal", "ddp 1 worker", "fsdp 2 workers"]
@@ -346,15 +324,10 @@ def test_throughput(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     alone = draw(tmp_path, drawn, "throughput", "fsdp=2")
     assert title(alone) == "fsdp, 2 workers: 4.00 examples/s"
 
-
-def test_memory(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    write_run(tmp_path, "ddp1")
-    state = {"parameters": [40e6, 40e6], "gradients": [40e6, 20e6], "optimizer": [0, 0]}
-    write_run(tmp_path, "fsdp2", state_bytes=state)
     fig = draw(tmp_path, drawn, "memory", "ddp=1,fsdp=2")
     (ax,) = fig.axes
-    found = [40, 40, 80, 700, 40, 40, 0, 700, 40, 20, 0, 700.000001]
-    assert heights(ax) == pytest.approx(found)
+    megabytes = [40, 40, 80, 700, 40, 40, 0, 700, 40, 20, 0, 700.000001]
+    assert heights(ax) == pytest.approx(megabytes)
     ranks = ["ddp 1 worker rank 0", "fsdp 2 workers rank 0", "fsdp 2 workers rank 1"]
     assert labels(ax) == [label for rank in ranks for label in (rank, "peak")]
     assert title(fig) == "fsdp, 2 workers: 50% of the state per rank of ddp, 1 worker"
@@ -385,11 +358,7 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     ]  # fmt: skip
     assert (folder / "trace.json").is_file()
     assert "; step 1; " in foot(draw(tmp_path, drawn, "timeline", str(folder), "--step", "1"))
-
-
-def test_a_timeline_without_a_schedule_has_no_ideal(
-    tmp_path: Path, drawn: dict[str, Figure]
-) -> None:
+    # Without a schedule there is no ideal.
     write_run(tmp_path, "ddp2", DDP2)
     fig = draw(tmp_path, drawn, "timeline", "ddp=2")
     assert len(fig.axes) == 1
@@ -455,22 +424,10 @@ def test_where_the_time_of_a_step_went() -> None:
 # Mistakes
 
 
-def test_where_a_picture_may_go() -> None:
-    for line, why in (
-        ("schedule --output x.txt", "it must be a folder, or a picture that ends in .png, .pdf"),
-        (
-            "pipeline --model_parallel a --pipeline_parallel b --output x.png",
-            "pipeline draws two pictures; name a folder",
-        ),
-    ):
-        with pytest.raises(UserError, match=f"^--output x.*: {why}"):
-            plot.draw_figure(plot.parse(line.split()))
-
-
 def test_files_that_do_not_compare(single: Path, multiple: Path, tmp_path: Path) -> None:
     def said(one: Path, two: Path) -> str:
         with pytest.raises(UserError) as caught:
-            plot.plot_data_parallel(one, two, tmp_path)
+            plot.plot_data_parallel(plot.Run(one), plot.Run(two), tmp_path)
         return str(caught.value)
 
     assert "two has 2; needed are 1 and 2 or more" in said(multiple, multiple)
@@ -482,10 +439,6 @@ def test_files_that_do_not_compare(single: Path, multiple: Path, tmp_path: Path)
         f"only runs of the same n_train compare, and these differ: {other} 9, {multiple} 8"
     )
     nothing = tmp_path / "nothing"
-    assert (
-        said(nothing, multiple)
-        == f"{nothing}: there is no such folder; name the --workdir of a run"
-    )
     nothing.mkdir()
     assert said(nothing, multiple) == (
         f"{nothing} has no rank0_results_epoch0.json; name the --workdir of a finished run"
@@ -498,10 +451,12 @@ def test_files_that_do_not_compare(single: Path, multiple: Path, tmp_path: Path)
     with pytest.raises(
         UserError, match=r"^--model_parallel .*: that run has --model_parallel_mode p"
     ):
-        plot.plot_pipeline(one, two, tmp_path)
+        plot.plot_pipeline(plot.Run(one), plot.Run(two), tmp_path)
     (one / "options.json").write_text('{"model_parallel_mode": "model_parallel", "batch_size": 32}')
     with pytest.raises(UserError, match=r"^only runs of the same batch_size compare"):
-        plot.plot_pipeline(one, two, tmp_path)
+        plot.plot_pipeline(plot.Run(one), plot.Run(two), tmp_path)
+    (multiple / "rank1_results_epoch2.json").unlink()
+    assert "its ranks have results of different epochs" in said(single, multiple)
     (multiple / "rank1_results_epoch0.json").write_text("{")
     assert "a result file cannot be read" in said(single, multiple)
 
@@ -539,23 +494,28 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
     check("summary.json cannot be read", "memory", "ddp=2")
 
 
-def test_a_mistyped_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for line, said in (
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
         ("", "the following arguments are required: COMMAND"),
         ("schedule --schedule fast", "argument --schedule: invalid choice: 'fast' (choose from "),
-    ):
-        with pytest.raises(SystemExit):
-            plot.parse(line.split())
-        assert said in capsys.readouterr().err
+        (
+            "schedule --output x.txt",
+            "--output x.txt: it must be a folder, or a picture that ends in .png, .pdf",
+        ),
+        (
+            "pipeline --model_parallel a --pipeline_parallel b --output x.png",
+            "--output x.png: pipeline draws two pictures; name a folder",
+        ),
+    ],
+)
+def test_a_mistyped_line(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((UserError, SystemExit)) as caught:
+        plot.draw_figure(plot.parse(line.split()))
+    assert said in f"{caught.value}{capsys.readouterr().err}"
 
 
 # What is written
-
-
-def test_readable() -> None:
-    values = (0.0, 0.01234, 1.0, 22.13, 1234.5, 987654.0, 0.5)
-    said = ["0.00", "0.0123", "1.00", "22.1", "1,234", "987,654", "0.500"]
-    assert [readable(value) for value in values] == said
 
 
 def overlaps(fig: Figure) -> list[tuple[str, str]]:

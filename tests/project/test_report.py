@@ -105,6 +105,9 @@ def test_the_page_of_tiny_runs(
     assert "[2/6] two processes: finished before, in runs/dp2/" in capsys.readouterr().out
     runs = report.planned(Path("runs"), 24, 4)
     assert [run.finished() for run in runs.values()] == [False] * 4 + [True] * 2
+    path = Path("runs/dp1/summary.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_epochs": 4}))
+    assert runs["dp1"].finished() and runs["dp1"].summary["n_epochs"] == 4  # made again meanwhile
 
     # A rank with another gradient is found.
     path = Path("runs/gradients2/tests/model1_gradients.pth")

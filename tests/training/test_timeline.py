@@ -15,20 +15,14 @@ from tests.ranks import Ranks
 from training.perfetto import read_timelines, write_trace
 from training.timeline import Event, Timeline, clock_offset
 
-
-def tick(timeline: Timeline, kind: str, stage: int = 0) -> None:
-    now = time.perf_counter()
-    timeline(kind, stage, 0, now, now)
-
-
-def kinds(timeline: Timeline) -> list[tuple[str, int]]:
-    return [(event.kind, event.step) for event in timeline.events()]
-
-
 # What is recorded
 
 
 def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> None:
+    def tick(timeline: Timeline, kind: str) -> None:
+        now = time.perf_counter()
+        timeline(kind, 0, 0, now, now)
+
     timeline = Timeline(num_steps=3)
     nothing = Timeline(rank=1, world_size=2, num_steps=0)  # and no clock is compared
     seen = []
@@ -39,7 +33,11 @@ def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> 
                 tick(nothing, item)
             seen.append((item, timeline.recording))
         tick(timeline, "evaluation")
-    assert kinds(timeline) == [("x", 0), ("y", 1), ("x", 2)]
+    assert [(event.kind, event.step) for event in timeline.events()] == [
+        ("x", 0),
+        ("y", 1),
+        ("x", 2),
+    ]
     assert seen == [("x", True), ("y", True), ("x", True), ("y", False)]
     assert (nothing.events(), nothing.recording) == ([], False)
 
@@ -58,7 +56,7 @@ def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
     (workdir / f"timeline_rank{rank}.json").write_text(timeline._text(), "utf-8")
 
 
-def test_files_are_read_back_on_the_clock_of_rank_0(tmp_path: Path) -> None:
+def test_files_are_read_back_on_the_clock_of_rank_0_and_traced(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"timeline_rank0\.json"):
         read_timelines(tmp_path)
     record(0, tmp_path)
@@ -79,14 +77,9 @@ def test_files_are_read_back_on_the_clock_of_rank_0(tmp_path: Path) -> None:
         Event("all_reduce", 1, -1, 100.75, 101.75, 0),
     ]
     assert workers == {"rank 0": events, "rank 1": events}
-
-
-def test_the_trace(tmp_path: Path) -> None:
-    """A process per rank, a thread per lane, and another for what crosses; microseconds. No thread
-    has the number of another, be it in another process: Perfetto names threads by it alone."""
-    for rank in range(2):
-        record(rank, tmp_path)
-    assert write_trace(tmp_path) == tmp_path / "trace.json"
+    # The trace: a process per rank, a thread per lane, and another for what crosses; microseconds.
+    # No thread has the number of another, be it in another process: Perfetto names threads by it.
+    assert write_trace(tmp_path, workers) == tmp_path / "trace.json"
     entries = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
     named = [e for e in entries if e["ph"] == "M"]
     assert [(e["name"], e["pid"], e["tid"], *e["args"].values()) for e in named] == [
@@ -121,13 +114,14 @@ def test_boxes_of_a_row_never_cross(tmp_path: Path, begin: float) -> None:
     now = begin
     for i in range(300):
         end = now + chooser.randrange(1, 5000) * 1e-7
-        timeline(chooser.choice(["F", "B", "a kind of its own"]), 0, i, now, end)
+        timeline(chooser.choice("FBR"), 0, i, now, end)
         if i % 10 == 0:
             timeline("optimizer", 0, -1, now, now + (end - now) / 2)
             timeline("send", 0, i, now, end + 2e-4)
         now = end
     timeline.save(tmp_path)
-    trace = json.loads(write_trace(tmp_path).read_text("utf-8"))["traceEvents"]
+    workers, _ = read_timelines(tmp_path)
+    trace = json.loads(write_trace(tmp_path, workers).read_text("utf-8"))["traceEvents"]
     rows: dict[int, list[tuple[int, int]]] = {}
     for e in trace:
         if e["ph"] == "X":
