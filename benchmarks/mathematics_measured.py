@@ -5,6 +5,7 @@ The models are stacks of feed-forward halves of blocks, large enough that header
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import tempfile
@@ -60,6 +61,7 @@ def make_layers() -> nn.Sequential:
 
 def _counted(collective: Callable[[], Any]) -> int:
     """Bytes that this rank sends for a collective, without the barriers around it."""
+    gc.collect()  # a connection that closes meanwhile would take its bytes along
     dist.barrier()
     start = bytes_sent()
     dist.barrier()

@@ -252,6 +252,16 @@ def in_common(*runs: Run) -> list[str]:
     return [fact for fact in first if all(fact in facts for facts in others)]
 
 
+def facts_of(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
+    """The facts that all runs share, then what is each one's own."""
+    common = in_common(*runs)
+    about = [*common]
+    for label, run in zip(labels, runs, strict=True):
+        own = [fact for fact in run.facts if fact not in common]
+        about += [f"{label}: {', '.join(own)}"] if own else []
+    return about
+
+
 def describe(*runs: Run) -> str:
     """What was trained and how, as far as all runs have it in common."""
     return "; ".join(in_common(*runs))
@@ -326,11 +336,7 @@ def compare(
             f"{baseline.folder} and {measured.folder}: both need 2 epochs or more, as the first is "
             "left out"
         )
-    common = in_common(*runs)
-    about = [*common]  # then what is each one's own
-    for label, run in zip(labels[:2], runs, strict=True):
-        own = [fact for fact in run.facts if fact not in common]
-        about += [f"{label}: {', '.join(own)}"] if own else []
+    about = facts_of(runs, labels[:2])
     about.append("mean of all epochs but the first, ± standard deviation if there are several")
     cores = [run.summary.get("cores") for run in runs]
     equal = cores[0] == cores[1]
@@ -386,7 +392,8 @@ def plot_losses(runs: Sequence[Run], path: Path, names: Sequence[str] | None = N
         for name, epochs in losses.items()
     )
     title = f"validation loss: {ends}"
-    with picture(path, title, describe(*runs), (12, 5.6), ncols=2) as (_, axes):
+    foot = "; ".join(facts_of(runs, names))
+    with picture(path, title, foot, (12, 5.6), ncols=2) as (_, axes):
         for ax, kind in zip(axes, ("training", "validation"), strict=True):
             for k, (name, epochs) in enumerate(losses.items()):
                 width = max(1.5, 9 - 2.3 * k)  # a wide line shows under the narrow ones on it

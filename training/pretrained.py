@@ -19,6 +19,7 @@ from torch import Tensor
 
 from training.errors import UserError
 from training.model import PRESETS, generator_for
+from training.text import do_not_wait_for_the_hub
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import GPT2Config
@@ -33,6 +34,8 @@ def check_pretrained(name: str, max_length: int) -> None:
     Downloads the hub's files."""
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
+    if not Path(name).exists():
+        do_not_wait_for_the_hub()
     try:
         config = AutoConfig.from_pretrained(name)
         if config.model_type != "gpt2":

@@ -236,7 +236,10 @@ def writing(path: Path | str) -> Iterator[None]:
 def show(text: str) -> None:
     """Prints. Raises RunError if its reader is gone, as when `| head` has ended."""
     with writing("standard output"):
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            raise RunError("standard output: its reader has ended, and so does the run") from None
 
 
 def write_text(path: Path, text: str) -> None:

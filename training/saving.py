@@ -84,14 +84,17 @@ def find_resume(args: Any, fingerprint: str) -> Resume:
     name, state = checkpoint.folder.name, checkpoint.state
     # A learning rate that decays is a function of the run's length, too.
     length = {"n_epochs", "num_batches"} if args.lr_scheduler != "constant" else set()
+    now, then = [], []  # what differs, also because programs have other defaults
     for option, value in options_of(args).items():
         was = state["options"].get(option, value)  # of another program, which may not have it
         if option in DECIDE | length and value != was:
-            now, then = _spelt(option, value), _spelt(option, was)
-            raise UserError(
-                f"{now} with --resume: {name} was saved with {then}; use {then}, or another "
-                "--workdir to start a new run"
-            )
+            now.append(_spelt(option, value))
+            then.append(_spelt(option, was))
+    if now:
+        raise UserError(
+            f"{' '.join(now)} with --resume: {name} was saved with {' '.join(then)}; use "
+            f"{' '.join(then)}, or another --workdir to start a new run"
+        )
     if state["data"] != fingerprint:
         raise UserError(
             f"--resume: {name} was trained on other data of the same name; use another --workdir "

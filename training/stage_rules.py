@@ -29,9 +29,14 @@ def check_stages(args: Any, option: str, n: int, num_layers: int | None = None) 
     stages, chunks = n * args.chunks, args.chunks
     given = f"--{option} {n}" + (f" --chunks {chunks}" if chunks > 1 else "")
     if stages > units:
-        fewer = works(f"--{option}", max(1, units // chunks))
-        if chunks > 1 and units // n > 1:  # fewer than two chunks are another schedule
+        least = 2 if option == "pp" else 1  # 3d has no schedule without stages
+        if chunks > 2 and units // n > 1:  # of interleaved, which takes two or more
             fewer = works("--chunks", units // n, least=2)
+        elif units >= least * chunks:
+            fewer = works(f"--{option}", units // chunks, least)
+        else:
+            fewer = works(f"--schedule 1f1b, without --chunks, with --{option}", units, least)
+        unit = unit if units > 1 else unit.removesuffix("s")
         raise UserError(
             f"{given} --balance {args.balance}: the model has {units} {unit}{parts} and every "
             f"stage needs one; {fewer}"

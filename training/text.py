@@ -19,6 +19,7 @@ import glob
 import hashlib
 import json
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -187,7 +188,7 @@ def load_splits(dataset: str, reader: str | None = None, **options: Any) -> Mapp
 
     try:
         if reader is None:
-            _do_not_wait_for_the_hub()
+            do_not_wait_for_the_hub()
             return datasets.load_dataset(dataset)
         found = datasets.load_dataset(reader, streaming=True, **options)  # no copy in a cache
         return {split: list(rows) for split, rows in found.items()}
@@ -202,10 +203,9 @@ def load_splits(dataset: str, reader: str | None = None, **options: Any) -> Mapp
         ) from error
 
 
-def _do_not_wait_for_the_hub() -> None:
+def do_not_wait_for_the_hub() -> None:
     """If the hub's name does not even resolve, its client would still retry for half a minute: this
     makes it use earlier downloads, or fail at once."""
-    import datasets
     from huggingface_hub import constants
 
     if getproxies():  # a proxy resolves names that this machine need not know
@@ -213,7 +213,9 @@ def _do_not_wait_for_the_hub() -> None:
     try:
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
     except OSError:
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = True
+        if datasets := sys.modules.get("datasets"):  # it has a copy
+            datasets.config.HF_HUB_OFFLINE = True
 
 
 def _columns(row: Mapping[str, Any]) -> Mapping[str, Any]:

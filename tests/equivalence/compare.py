@@ -234,6 +234,7 @@ def same_places(reference: Reference, found: Found) -> Found:
 
 def compare(found: Found, wanted: Found, reference: Reference, rank: str) -> dict[str, Difference]:
     """The largest difference of each kind; the reference says how large a tensor is."""
+    assert {name for _, name, _ in found} <= {name for _, name, _ in reference}, "unknown names"
     every: dict[str, list[Difference]] = {kind: [] for kind in KINDS}
     for key, whole in reference.items():
         mine, theirs = found.get(key, {}), wanted.get(key, {})

@@ -122,6 +122,6 @@ def test_what_draws_draws_from_the_stage(name: str) -> None:
 def test_an_operator_that_takes_no_generator_is_refused() -> None:
     with (
         StageRandomness(CPU).of(StepSeed(), 0, 0),
-        pytest.raises(RuntimeError, match=r"aten::native_dropout\(\) expected at most 3 arg"),
+        pytest.raises(RuntimeError, match="native_dropout"),
     ):
         torch.native_dropout(torch.ones(4), 0.5, True)

@@ -40,7 +40,7 @@ def test_parameters_of_gpt2() -> None:
 
 def measure(_rank: int, _world_size: int) -> dict[str, float]:
     with patch.object(measured, "WIDTH", WIDTH):
-        found = measured._data_parallel_step() | measured._pipeline_step()
+        found = measured._data_parallel_step()
         for stage in (1, 2, 3):
             found |= measured._sharded_step(stage)
     return found
@@ -60,8 +60,6 @@ def test_a_rank_holds_and_sends_what_the_formula_says(ranks: Ranks) -> None:
             assert sent <= found[f"sent {stage}"] < 1.01 * sent + 2e4
             held = cost.zero(stage, P, 2, FP32).total
             assert held <= found[f"held {stage}"] < 1.01 * held + 2e4
-        crossing = cost.boundary_bytes(measured.SEQUENCES, measured.POSITIONS, WIDTH, 4)
-        assert crossing <= found["sent pipeline"] < 1.01 * crossing + 2e4
 
 
 def test_the_boundary_carries_what_the_formula_says() -> None:

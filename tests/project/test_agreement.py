@@ -10,6 +10,7 @@ import torch
 
 from tests.project.programs import TINY, VGG, on_rank
 from tests.ranks import Ranks
+from training.agreement import run_things
 from training.data import train_tokenizer
 from training.optimization import Optimizers
 
@@ -78,3 +79,8 @@ def test_hosts_need_no_common_folder(ranks: Ranks) -> None:
     train_tokenizer(other, 300, "de", "en").save_pretrained("host1")
     said = ranks.run(one_is_other, Path.cwd(), f"run_data_parallel {LINE}", "--timeout 50")
     assert said == [(None, True)] * 2
+
+
+def test_what_hosts_may_choose_is_not_compared() -> None:
+    options = {"seed": 0, "workdir": "here", "dataset": "/a", "model": "/b", "timeout": 3.0}
+    assert run_things(options, {"test": "x"}) == {"--seed": b"0", "the test data": b"x"}

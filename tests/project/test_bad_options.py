@@ -69,6 +69,9 @@ train single --num_workers 2 => single is one process; ddp takes several
 pp FLOW --num_devices 11 => the model has 10 layers (embedding, halves of blocks, head) and every
 pp FLOW --pipeline blocks --num_devices 5 => has 4 blocks and every stage needs one;
 pp FLOW --balance 3,3 => or 2 positive numbers that add up to the 4 blocks (uniform is 2,2)
+pp FLOW --schedule zbv --n_layer 1 --balance uniform => 1 block and every stage needs one; --sched
+train 3d --pp 3 --schedule interleaved --chunks 9 => needs one; --chunks 2 to 5 works
+train 3d --model gpt2-mini --pp 9 --schedule zbv => every stage needs one; --pp 2 to 5 works
 train pipeline --num_workers 17 => 16 layers and every stage needs one; --num_workers 1 to 16 works
 # micro-batches
 dp --accumulation_steps 33 => a micro-batch needs an example; --accumulation_steps 1 to 32 works
@@ -147,7 +150,7 @@ CHANGED = [
     ("--learning_rate 0.02", "--learning_rate 0.02", "--learning_rate 0.01"),
     ("--dataset pairs", "--dataset pairs", "--dataset builtin"),
     ("--n_train all", "--n_train all", "--n_train 20"),
-    ("--src en --tgt de", "--src en", "--src de"),
+    ("--src en --tgt de", "--src en --tgt de", "--src de --tgt en"),
     ("--max_grad_norm 1", "--max_grad_norm 1.0", "no --max_grad_norm"),
 ]
 
