@@ -22,10 +22,11 @@ OURS = {path.name for path in ROOT.iterdir() if path.is_dir()}
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
     """How each chapter ended. Two run at a time: most of it is the import of torch."""
+    folder = tmp_path_factory.mktemp("chapters")  # not by the threads, which would race to make it
 
     def run(chapter: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, str(chapter)], cwd=tmp_path_factory.mktemp("chapter"),
+            [sys.executable, str(chapter)], cwd=folder,
             capture_output=True, text=True, timeout=110, check=False,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "STEPS": "10"},
         )  # fmt: skip
