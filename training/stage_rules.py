@@ -21,11 +21,13 @@ def settle_chunks(args: Any) -> None:
 def check_stages(args: Any, option: str, n: int, num_layers: int | None = None) -> None:
     """Raises UserError if the model cannot be cut into the stages of `n` ranks or devices, whose
     number `option` sets. A model that is not a GPT-2 has `num_layers`."""
-    units, unit, parts = num_layers or 0, "layers", ""
-    if num_layers is None:
-        units, unit = size_of_model(args, "n_layer"), "blocks"
-        if args.balance == "auto" and getattr(args, "pipeline", "whole") == "whole":
-            units, unit, parts = 2 * units + 2, "layers", " (embedding, halves of blocks, head)"
+    if num_layers is not None:
+        units, unit, parts = num_layers, "layers", ""
+    elif args.balance == "auto" and getattr(args, "pipeline", "whole") == "whole":
+        units, unit = 2 * size_of_model(args, "n_layer") + 2, "layers"
+        parts = " (embedding, halves of blocks, head)"
+    else:
+        units, unit, parts = size_of_model(args, "n_layer"), "blocks", ""
     stages, chunks = n * args.chunks, args.chunks
     given = f"--{option} {n}" + (f" --chunks {chunks}" if chunks > 1 else "")
     if stages > units:
@@ -35,11 +37,11 @@ def check_stages(args: Any, option: str, n: int, num_layers: int | None = None) 
         elif units >= least * chunks:
             fewer = works(f"--{option}", units // chunks, least)
         else:
-            fewer = works(f"--schedule 1f1b, without --chunks, with --{option}", units, least)
-        unit = unit if units > 1 else unit.removesuffix("s")
+            fewer = works(f"--schedule 1f1b --{option}", units, least) + ", without --chunks"
+        has = f"{units} {unit if units > 1 else unit.removesuffix('s')}{parts}"
         raise UserError(
-            f"{given} --balance {args.balance}: the model has {units} {unit}{parts} and every "
-            f"stage needs one; {fewer}"
+            f"{given} --balance {args.balance}: the model has {has} and every stage needs one; "
+            + fewer
         )
     if args.balance != "auto":
         try:

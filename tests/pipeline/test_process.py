@@ -49,6 +49,7 @@ Found = dict[str, Any]
 def merged(per_rank: Sequence[dict[Any, Found]]) -> dict[Any, Found]:
     """Per case what all ranks found, by name; what several have must be the same bits."""
     result: dict[Any, Found] = {case: {} for case in per_rank[0]}
+    assert result  # or nothing would be compared
     for found in per_rank:
         for case, values in found.items():
             for name, value in values.items():

@@ -233,13 +233,17 @@ def test_training(single: Path, tmp_path: Path, drawn: dict[str, Figure]) -> Non
     assert title(fig) == "BLEU 20.0, validation loss 2.50 after 3 epochs"
     assert foot(fig) == "gpt2-mini, n_layer 2; batches of 128; 1 core per process"
     # Losses of several are beside each other, named by their folders.
-    a, b = (write_epochs(tmp_path / name, "rank0_results", [1.0] * 2) for name in "ab")
+    a, b = (
+        write_epochs(tmp_path / name, "rank0_results", [1.0] * 2, batch_size=size)
+        for size, name in enumerate("ab", 1)
+    )
     (b / "rank0_results_epoch1.json").write_text('{"training_loss": 1.0, "validation_loss": 2.0}')
     fig = draw(tmp_path, drawn, "training", str(a), str(b))
     assert curves(fig) == [
         {"a": [4.0, 3.0], "b": [4.0, 1.0]}, {"a": [4.5, 3.5], "b": [4.5, 2.0]}
     ]  # fmt: skip
     assert title(fig) == "validation loss: 3.500 (a, epoch 2), 2.000 (b, epoch 2)"
+    assert foot(fig) == "a: batches of 1; b: batches of 2"  # where they differ
     (b / "rank0_results_epoch1.json").unlink()
     other = b.rename(tmp_path / "one" / "a")  # of one epoch, and of the same name
     fig = draw(tmp_path, drawn, "training", str(a), str(other))
