@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from training.checkpoint import Piece, whole
 from training.generation import likeliest, newest_alone
@@ -123,7 +124,11 @@ class LaidOutModel(ABC):
     def measure(self, x: Any, target: Any) -> Tensor | None:
         """The task's `measure` of the outputs; None on ranks that do not see them."""
         output = self.outputs(x)  # [N, V] at N targets, or [B, classes]
-        return None if output is None else self.task.measure(output, target)
+        if output is None:
+            return None
+        # Stages: the outputs are on the last one's device, the targets on the first one's.
+        target = tree_map_only(Tensor, lambda t: t.to(output.device, non_blocking=True), target)
+        return self.task.measure(output, target)
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
         """The next token of each sentence; see `training.generation.Decoder`."""

@@ -66,11 +66,14 @@ class Recipe:
 
 
 def squared_norms(gradients: Sequence[Tensor]) -> list[float]:
-    """The square of the 2-norm of each gradient; over gradients or parts of them these add up."""
-    if not gradients:
-        return []
-    norms = torch.stack(torch._foreach_norm(list(gradients))).tolist()  # waits for a GPU, once
-    return [norm * norm for norm in norms]  # in float64, whatever the gradients' type
+    """The square of the 2-norm of each gradient; over gradients or parts of them these add up.
+    Gradients of one device come first, then those of the next."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    norms = [torch.stack(torch._foreach_norm(alike)) for alike in by_device.values()]
+    # In float64, whatever the gradients' type. Waits for every GPU, once.
+    return [norm * norm for of_device in norms for norm in of_device.tolist()]
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
