@@ -88,7 +88,7 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: list[Tensor], *parameters: nn.Parameter) -> Tensor:
         ctx.values = values
-        return parameters[0].new_zeros(())
+        return torch.zeros((), device=parameters[0].device)  # real, where a parameter is complex
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:

@@ -8,7 +8,8 @@
 m + n - 1 clocks. Autograd sees one function from the input and the parameters to the output; its
 backward runs the same clocks, last stage first, *on the workers*. Gradient hooks, tied parameters,
 `torch.autograd.grad` and ``retain_graph`` work as on the plain Sequential; differentiating twice
-does not. A Pipe runs one call at a time: a call from a second thread raises.
+does not, and forward-mode differentiation (`torch.func.jvp`), whose state torch keeps once per
+process, only on one stage. A Pipe runs one call at a time: a call from a second thread raises.
 
 `Pipe.train_step` computes the loss on the last stage and runs any schedule of catalogue.py. Both
 add gradients in the order of the micro-batches, and give the same bits.

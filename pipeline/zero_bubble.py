@@ -138,10 +138,14 @@ class WeightsLater(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_ours(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether `_Multiply` may compute this product: of matrices, and real."""
         return (
             weight in self._parameters
+            and weight.dim() == 2
+            and not weight.is_complex()
             and (bias is None or not bias.requires_grad or bias in self._parameters)
             and torch.is_grad_enabled()
+            and not torch._C._are_functorch_transforms_active()  # they differentiate it themselves
         )
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Any:
@@ -199,8 +203,8 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         weight, bias, transposed, products = ctx.notes
-        rows = dy.reshape(-1, dy.size(-1))  # R N
-        inputs = x.detach().reshape(-1, x.size(-1))  # not x itself, which would keep the graph
+        rows = dy.flatten(0, -2)  # R N, any of which may be 0
+        inputs = x.detach().flatten(0, -2)  # R K; not x itself, which would keep the graph
         products.append(Product(weight, bias, transposed, inputs, rows))
         if not ctx.needs_input_grad[0]:  # e.g. x is the batch: no dx
             return (None,) * 7

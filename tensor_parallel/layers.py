@@ -123,7 +123,7 @@ class RowParallelLinear(_CutLayer):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.mm(x.reshape(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+        y = torch.mm(x.reshape(-1, x.size(-1)), self.weight).view(*x.shape[:-1], len(self.bias))
         return self.summed(y) + self.bias  # after the sum: once, not once per rank
 
 

@@ -127,6 +127,58 @@ def handing_on(wrap: Callable[[Tensor], Any]) -> list[nn.Module]:
     return [linear(), Call(wrap), Call(lambda v: v["last_hidden_state"]), linear()]
 
 
+class Dot(nn.Module):
+    """A weight of one dimension: B T C to B T."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.weight, self.bias)[..., None]
+
+
+class Empty(nn.Module):
+    """Products with no features in, or out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.all = nn.Linear(4, 2, bias=False), nn.Linear(2, 4)
+        self.none.weight = nn.Parameter(torch.ones(0, 4))  # nn.Linear(4, 0) warns
+        self.all.weight = nn.Parameter(torch.ones(4, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.all(self.none(x))
+
+
+class Complex(nn.Module):
+    """A complex first parameter, in products of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(torch.complex(x, x.cos())).flatten(0, 1)
+        z = torch.addmm(self.linear.bias, z, self.linear.weight).view(x.shape)
+        return torch.view_as_real(z).prod(-1)
+
+
+class Transforms(nn.Module):
+    """torch.func around products with its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda row: self.fc(row).tanh().sum())
+        each = torch.vmap(torch.vmap(lambda row: self.fc(row) + slope(row)))(x)
+        pulled = torch.func.vjp(self.fc, x)[1](x.sin())[0]
+        weights = {name: p * 2 for name, p in self.fc.named_parameters()}
+        return each + pulled + torch.func.functional_call(self.fc, weights, (x,))
+
+
 def first_in_place() -> list[nn.Module]:
     """The micro-batches lie in the memory of one batch, which stays as it is."""
     return [nn.Hardtanh(inplace=True), nn.Conv1d(3, 3, 1), nn.Tanh()]
@@ -158,6 +210,10 @@ SAME: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     "an attribute within a stage": (lambda: [*skipping(), linear()], (4, 1)),
     "a force that is learnt": (lambda: [linear(), Force(), nn.Tanh(), Force()], (2, 2)),
     "hooks on layers": (hooked, (2, 2)),
+    "a weight of one dimension": (lambda: [Dot(), nn.Tanh(), Dot()], (2, 1)),
+    "no features": (lambda: [linear(), Empty(), linear()], (1, 2)),
+    "complex weights": (lambda: [Complex(), nn.Tanh(), Complex()], (1, 2)),
+    "torch.func": (lambda: [Transforms(), nn.Tanh(), Transforms()], (1, 2)),
     "parametrizations": (lambda: [parametrizations.weight_norm(linear()) for _ in "1234"], (2, 2)),
 }
 
