@@ -78,6 +78,10 @@ class Training:
     """of weights, data order and dropout"""
     num_batches: Count | None = None
     """stop after so many steps, instead of n_epochs"""
+    max_batches: Whole = 0
+    """steps per epoch at most; 0: all"""
+    benchmark_only: bool = False
+    """train and measure: no validation, no generation"""
     num_microbatches: Count | None = None
     """micro-batches per step; default: 4 in a pipeline, else 1, and on a CPU what pads least"""
     recompute: Literal["never", "always", "except_last", "sqrt"] = "never"

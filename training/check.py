@@ -153,7 +153,8 @@ class Plain:
         self.autocast = None if exact or self.compute_dtype else plan
         self.model = materialize(task, self.device, dtype)
         optimizer, recipe = plan.make_optimizer(self.model.parameters()), recipe_of(args, task)
-        steps = chain.from_iterable(task.steps(epoch, 0, 1, 1) for epoch in count())  # whole, uncut
+        epochs = (islice(task.steps(e, 0, 1, 1), task.steps_per_epoch) for e in count())  # uncut
+        steps = chain.from_iterable(epochs)
         for k, step in enumerate(islice(steps, num_steps(args, task))):
             if step.count == 0:  # no update, but the schedule goes on
                 continue

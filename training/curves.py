@@ -92,8 +92,12 @@ def plot_training(
     """
     epochs = read_epochs(workdir)
     done, last = [epoch["epoch"] for epoch in epochs], epochs[-1]
-    panels = {"loss (nats per target)": {"training_loss": GREY, "validation_loss": BLUE}}
-    found = f"validation loss {last['validation_loss']:.2f}"
+    colours = {"training_loss": GREY, "validation_loss": BLUE}
+    # --benchmark_only validates nothing.
+    losses = {key: x for key, x in colours.items() if not math.isnan(last[key])} or colours
+    panels = {"loss (nats per target)": losses}
+    shown = [*losses][-1]
+    found = f"{shown.replace('_', ' ')} {last[shown]:.2f}"
     for name, split in (("BLEU", "test"), ("accuracy", "test"), ("perplexity", "validation")):
         score = last.get(name.lower(), math.nan)
         if math.isfinite(score):

@@ -185,7 +185,7 @@ def run(
     # After `begin`, which has moved old files away.
     metrics = Metrics(world, args, task, model, done, trackers)
     whole_epochs = args.num_batches is None
-    if whole_epochs and done == 0:
+    if whole_epochs and done == 0 and not args.benchmark_only:
         note("evaluation")
         results.say_start(*_evaluate(world, task, model))
     for epoch in range(first, -(-total // per_epoch)):  # the last one may be cut short
@@ -212,7 +212,10 @@ def run(
         note("evaluation")
         # After so few steps it does not translate yet.
         few = task.score_name == "BLEU" and not whole_epochs and total < per_epoch
-        result = results.end_epoch(epoch, totals, *_evaluate(world, task, model, score=not few))
+        found: tuple[float, Score | None] = (math.nan, None)
+        if not args.benchmark_only:
+            found = _evaluate(world, task, model, score=not few)
+        result = results.end_epoch(epoch, totals, *found)
         metrics.add_evaluation(optimizer.steps, epoch, result)
         before = NOTHING_YET  # only the first epoch was begun by an earlier run
     saving.close()  # waits for what is written in the background

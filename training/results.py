@@ -131,13 +131,28 @@ class Results:
         self._write_epoch(epoch, result)
         self.history.append((totals.seconds, positions))
         shown = f"{score.value:>{self.width}.1f}" if score else f"{'-':>{self.width}}"
+        valid = f"{'-' if self.args.benchmark_only else format(validation_loss, '.3f'):>11}"
         units = zip(self.task.units, (positions, tokens), strict=False)
         shown_speeds = "   ".join(f"{speed:>{len(unit)},.0f}" for unit, speed in units)
         self.say(
-            f"{epoch + 1:>5}   {training_loss:>10.3f}   {validation_loss:>11.3f}{shown}   "
+            f"{epoch + 1:>5}   {training_loss:>10.3f}   {valid}{shown}   "
             f"{totals.seconds:>4.0f}s   {shown_speeds}"
         )
+        self._say_speeds(epoch, totals.seconds, speeds[0])
         return result
+
+    def _say_speeds(self, epoch: int, seconds: float, tokens_per_sec: float) -> None:
+        """Prints the lines that the course's benchmark script reads, and a log keeps: one per rank
+        or, of a pipeline, one for all. Rank 0 prints them, so that none is cut in two."""
+        ranks = gather_over_ranks((seconds, tokens_per_sec), self.world)  # collective
+        if not self.args.benchmark_only and sys.stdout.isatty():
+            return
+        ranks = ranks if self.model.schedule is None else ranks[:1]
+        for rank, (time, speed) in enumerate(ranks):
+            who = f" on Rank {rank}" if self.model.schedule is None else ""
+            self.say(
+                f"Epoch {epoch}{who}: Training Time = {time:.2f}, Tokens_per_sec = {speed:.1f}"
+            )
 
     def _write_epoch(self, epoch: int, result: dict[str, float]) -> None:
         rank, workdir = self.world.rank, self.args.workdir

@@ -13,6 +13,7 @@ from runtime.cores import core_slice
 from training.errors import UserError, torchrun_world_size, works
 from training.model import PRESETS, gpt2_size
 from training.pretrained import check_pretrained
+from training.task import steps_of_epoch
 from training.world import choose_device
 
 RATES = {"vgg16": 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
@@ -90,7 +91,7 @@ def check_recompute(args: Any, one_at_a_time: bool) -> None:
 
 def check_warmup(args: Any, num_examples: int) -> None:
     """Raises UserError if the warm-up does not end before the run does."""
-    steps = args.num_batches or args.n_epochs * -(-num_examples // args.batch_size)
+    steps = args.num_batches or args.n_epochs * steps_of_epoch(args, num_examples)
     if args.warmup_steps and args.warmup_steps >= steps:
         raise UserError(
             f"--warmup_steps {args.warmup_steps}: the run has {steps} steps, and the warm-up must "

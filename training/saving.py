@@ -34,7 +34,7 @@ DECIDE = {
     "dataset", "src", "tgt", "n_train", "n_validation", "n_test", "padding", "model_max_length",
     "model", "n_layer", "n_embd", "n_head", "vocab_size", "vgg_width", "dropout", "batch_size",
     "optimizer", "momentum", "learning_rate", "lr_scheduler", "warmup_steps", "max_grad_norm",
-    "precision", "comm_dtype", "seed",
+    "precision", "comm_dtype", "seed", "max_batches",
 }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from training.model import (
 from training.pretrained import model_content, pretrained_config, pretrained_initializer
 from training.results import writing
 from training.seeds import stream
-from training.task import Step, Task
+from training.task import Step, Task, steps_of_epoch
 from training.world import World, gather_over_ranks, on_main
 
 if TYPE_CHECKING:  # see training/model.py
@@ -79,7 +79,7 @@ class SequenceTask(Task, ABC):
         if world.world_size > 1:
             check_same(world, {"the model": model_content(args.model, self.config)})
         self.files["config.json"] = self.config.to_json_string().encode()
-        self.steps_per_epoch = -(-len(self.num_targets) // args.batch_size)
+        self.steps_per_epoch = steps_of_epoch(args, len(self.num_targets))
         # Pad all to this; None: each micro-batch to its longest sentence.
         self.length = args.model_max_length if args.padding == "max_length" else None
 

@@ -44,7 +44,7 @@ class Task(Protocol):
 
     score_name: str  # "BLEU", "accuracy" or "perplexity"
     units: Sequence[str]  # of speed: positions and real tokens per second, or pictures
-    steps_per_epoch: int
+    steps_per_epoch: int  # `steps` may go on: --max_batches ends an epoch early
     files: dict[str, bytes]  # small files that every checkpoint needs, by name
 
     def skeleton(self) -> nn.Module:
@@ -88,6 +88,13 @@ class Task(Protocol):
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each split's examples, in their order."""
+
+
+def steps_of_epoch(args: Any, num_examples: int) -> int:
+    """Global batches that cover the examples once, the last one smaller; or --max_batches, if that
+    is less."""
+    whole: int = -(-num_examples // args.batch_size)
+    return min(whole, args.max_batches or whole)
 
 
 def materialize(task: Task, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:

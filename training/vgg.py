@@ -39,7 +39,7 @@ from training.layout import LaidOutModel
 from training.model import generator_for, split_by
 from training.pictures import Pictures, PictureSets, to_inputs
 from training.seeds import stream
-from training.task import Score, Step
+from training.task import Score, Step, steps_of_epoch
 from training.world import World
 
 VGG = "vgg16"
@@ -113,7 +113,7 @@ class PictureTask:
     def __init__(self, args: Any, world: World, sets: PictureSets) -> None:
         self.args, self.sets, self.device = args, sets, world.device
         self.dtype = torch.float64 if args.precision == "fp64" else torch.float32
-        self.steps_per_epoch = -(-len(sets.train) // args.batch_size)
+        self.steps_per_epoch = steps_of_epoch(args, len(sets.train))
         config = {"model": VGG, "width": args.vgg_width, "classes": list(sets.classes)}
         self.files = {"config.json": json.dumps(config).encode()}
         self.loss, self.layers = picture_loss, vgg_layers

@@ -173,7 +173,7 @@ class Noise(Problem):
         """The product's task on these pictures."""
         precision = "fp64" if dtype == torch.float64 else "fp32"
         args = SimpleNamespace(
-            batch_size=self.batch_size, seed=SEED, vgg_width=4, precision=precision
+            batch_size=self.batch_size, seed=SEED, vgg_width=4, precision=precision, max_batches=0
         )
         classes = tuple("0123456789")
         return NoiseTask(args, world, PictureSets(self.examples(), self.examples(), classes))

@@ -6,6 +6,8 @@ tests, make and benchmarks by make.
 
 from __future__ import annotations
 
+import re
+import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,17 @@ from torch import Tensor
 
 from project import plot
 from tests.project.made_up import PIPELINE, RANKS, SINGLE, write_epochs, write_timelines
-from tests.project.programs import ROOT, TINY, VGG, course_commands, on_rank, run
+from tests.project.programs import (
+    ROOT,
+    TINY,
+    VGG,
+    course_commands,
+    names_in,
+    on_rank,
+    read_json,
+    run,
+    summary,
+)  # fmt: skip
 from tests.ranks import Ranks
 from training.curves import STYLE
 
@@ -81,7 +93,7 @@ def test_cmu_11868(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
         program, _, options = line.partition(" ")
         if program == "plot":
             drawn += draw(options)
-        elif "--pytest" not in options:
+        elif "--pytest" not in options and "--benchmark_only" not in options:
             alone = program == "run_pipeline"
             printed, error = run(f"{line} {TINY} --n_epochs 1", None if alone else ranks)
             assert error is None, printed
@@ -91,6 +103,63 @@ def test_cmu_11868(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
         "data_parallel_training_time.png", "data_parallel_throughput.png", "schedule_gpipe.png",
         "pipeline_training_time.png", "pipeline_throughput.png", "timeline_pp.png",
     ]  # fmt: skip
+
+
+# The benchmark script of the newest edition reads standard output with these.
+OF_RANKS = r"Epoch (\d+) on Rank (\d+): Training Time = ([\d.]+), Tokens_per_sec = ([\d.]+)"
+OF_A_PIPELINE = r"Epoch (\d+)(): Training Time = ([\d.]+), Tokens_per_sec = ([\d.]+)"
+Measured = dict[tuple[int, int], tuple[float, float]]  # by epoch and rank, seconds and tokens/s
+
+
+def script(printed: str, pattern: str) -> tuple[Measured, dict[str, float]]:
+    """What that script finds, and its summary: means and deviations without the first epoch, of the
+    seconds over all ranks, of the tokens per second over the epochs' sums."""
+    matches = [match for line in printed.split("\n") if (match := re.fullmatch(pattern, line))]
+    found: Measured = {}
+    for match in matches:
+        epoch, rank, seconds, speed = match.groups()
+        found[int(epoch), int(rank or 0)] = float(seconds), float(speed)
+    assert len(found) == len(matches) == printed.count("Training Time")  # none twice, or cut in two
+    later = {place: x for place, x in found.items() if place[0] > 0}
+    times = [seconds for seconds, _ in later.values()]
+    epochs = sorted({epoch for epoch, _ in later})
+    sums = [sum(speed for (e, _), (_, speed) in later.items() if e == epoch) for epoch in epochs]
+    kinds = {"time": times, "tokens/s": sums}
+    return found, {
+        f"{word} of {kind}": function(values)
+        for kind, values in kinds.items()
+        for word, function in (("mean", statistics.mean), ("std", statistics.stdev))
+    }
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_the_script_of_the_newest_edition_finds_its_lines(ranks: Ranks) -> None:
+    """Its four commands, on a small model and less data."""
+    lines = course_commands("cmu_11868", "--benchmark_only")
+    programs = [line.partition(" ")[0] for line in lines]
+    assert programs == ["run_data_parallel"] * 2 + ["run_pipeline"] * 2
+    small = TINY.replace("--batch_size 6 --n_train 20", "--n_train 300") + "--max_batches 2"
+    for number, line in enumerate(lines):
+        work, n = Path(f"work{number}").resolve(), 1 + ("--world_size 2" in line)
+        printed, error = run(f"{line} {small} --workdir {work}", ranks if n == 2 else None)
+        assert error is None, printed
+        of_ranks = line.startswith("run_data_parallel")
+        found, said = script(printed, OF_RANKS if of_ranks else OF_A_PIPELINE)
+        files = {
+            (e, r): read_json(work / f"{f'rank{r}' if of_ranks else 'eval'}_results_epoch{e}.json")
+            for e in range(3)
+            for r in range(n)
+        }
+        assert found == {
+            place: (round(file["training_time"], 2), round(file["tokens_per_sec"], 1))
+            for place, file in files.items()
+        }
+        assert min(said["mean of time"], said["mean of tokens/s"]) > 0 <= said["std of time"]
+        # Nothing is validated or generated, and an epoch has two steps.
+        assert len(summary(work)["loss"]) == 3 * 2
+        assert {file["validation_loss"] for file in files.values()} == {None}
+        assert [name for name in names_in(work) if "gen" in name] == []
+        assert "start" not in printed and printed.count("     -") == 3 * 2
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -108,3 +177,12 @@ def test_brown_cs1390(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
             printed, error = run(line, ranks if n == "2" else None)
             assert error is None, printed
     assert drawn == ["split_time.png", "throughput.png", "memory.png", "timeline_pipeline2.png"]
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_one_process_trains_the_same_short_epochs() -> None:
+    """Of --max_batches: its plain training, too, begins the next epoch after two of four steps."""
+    line = f"train single {VGG} --n_epochs 2 --max_batches 2 --warmup_steps 3 --check_weights"
+    printed, error = run(line)
+    assert error is None and "weights: agree with one process" in printed, printed
+    assert len(summary()["loss"]) == 4

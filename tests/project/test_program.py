@@ -103,7 +103,12 @@ def test_it_says_what_it_trains_and_how_well_and_nothing_else(
     )
     assert lines[2] == "train: skipped 1 rows with an empty text."
     table = lines.index(HEADER)
-    assert [row.split()[0] for row in lines[table : table + 4]] == ["epoch", "start", "1", "2"]
+    rows = [" ".join(row.split()[:5]) for row in lines[table : table + 8]]
+    assert [row.split()[0] for row in rows if "Rank" not in row] == ["epoch", "start", "1", "2"]
+    # Standard output is a file.
+    assert [row for row in rows if "Rank" in row] == [
+        f"Epoch {epoch} on Rank {rank}:" for epoch in range(2) for rank in range(2)
+    ]
     assert done.stdout.rstrip().split("\n")[-1] == (
         "Results are in work/; the curves are drawn in work/training.png."
     )

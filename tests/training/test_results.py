@@ -28,7 +28,8 @@ def results(tmp_path: Path) -> Results:
     units = ("positions/s", "real tokens/s")
     task: Any = SimpleNamespace(score_name="BLEU", units=units, tested=lambda: PAIRS)
     model: Any = SimpleNamespace(schedule=None, parts=1)
-    return Results(World(), SimpleNamespace(workdir=tmp_path), task, model)
+    args = SimpleNamespace(workdir=tmp_path, benchmark_only=False)
+    return Results(World(), args, task, model)
 
 
 def test_of_a_pipeline_rank_0_writes_for_all_stages_and_replicas(
@@ -49,8 +50,10 @@ def test_of_a_pipeline_rank_0_writes_for_all_stages_and_replicas(
 
 
 def test_rows_stand_under_their_header(
-    results: Results, capsys: pytest.CaptureFixture[str]
+    results: Results, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In a file, or if the course's script asks, with the line that it reads."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     results.say_start(7.25, Score(0.5))
     results.end_epoch(8, TOTALS, 2.25, Score(33.125))
     results.end_epoch(9, Totals(), 2.25, None)  # too few steps to be scored
@@ -59,6 +62,17 @@ def test_rows_stand_under_their_header(
         "start                      7.250       0.5",
         "    9        1.500         2.250      33.1     12s         2,000           1,600",
         "   10          nan         2.250         -      0s             0               0",
+    ]
+    results.args.benchmark_only = True
+    results.end_epoch(0, TOTALS, math.nan, None)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    results.args.benchmark_only, results.model.schedule = False, "gpipe"
+    results.end_epoch(0, TOTALS, 2.25, None)
+    assert capsys.readouterr().out.split("\n")[:-1] == [
+        "    1        1.500             -         -     12s         2,000           1,600",
+        "Epoch 0 on Rank 0: Training Time = 12.50, Tokens_per_sec = 2000.0",
+        "    1        1.500         2.250         -     12s         2,000           1,600",
+        "Epoch 0: Training Time = 12.50, Tokens_per_sec = 2000.0",
     ]
     assert [spread(s, "s") for s in ([4.0, 6.0], [400.0])] == ["5.0 ± 1.4 s", "400 s"]
 
