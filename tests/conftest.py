@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.device import guard
+from tests.device.session import Device
 from tests.ranks import Ranks
 
 
@@ -48,3 +50,22 @@ def four_ranks() -> Iterator[Ranks]:
     world = Ranks(4)
     yield world
     world.close()
+
+
+@pytest.fixture(scope="session")
+def _devices() -> Iterator[list[Device]]:
+    if reason := guard.missing():
+        pytest.skip(reason)
+    processes = [Device()]
+    yield processes
+    processes[0].close()
+
+
+@pytest.fixture
+def device(_devices: list[Device]) -> Device:
+    """A process with two CUDA devices without hardware (tests/device); made anew after a test that
+    has ended it."""
+    if _devices[0].broken:
+        _devices[0].close()
+        _devices[0] = Device()
+    return _devices[0]

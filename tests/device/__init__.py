@@ -1,0 +1,55 @@
+"""A CUDA device without hardware: torch sees two over the CPU's memory.
+
+    def test_something(device: Device) -> None:
+        assert device.run(step) == 1            # in a process that has it; `step` is a function
+
+    def step() -> int:                          # of a module: it is found by its name there
+        x = torch.randn(3, device="cuda:1")
+        with watch() as seen:
+            x.sum().item()
+        return len(seen.waits)                  # and .kernels, .copies, .collectives, .streams
+
+What is as on CUDA: tensors report cuda:k; those of two devices, or of a device and the CPU, do not
+mix; autograd runs the backward of a device on a thread of that device, on the streams of the
+forward; current device and streams are each thread's own; each device has its generator; memory
+can be pinned; kernels, copies and what the host waits for are noted by `phase`, file and line, and
+kernels with their stream. A foreach operator and attention count as one kernel each.
+
+What it cannot show: races between streams, memory, times, NCCL itself (gloo stands for it), CUDA
+graphs, torch.compile, and what an operator launches inside: one that is no view counts as one.
+
+It has to be there before torch is imported. `install` does it by hand. The `device` fixture
+(tests/conftest.py) starts a process that has it. So do programs, with `environment()`: Python
+imports arm/sitecustomize.py at its start, in them and in every process that they start.
+
+    guard.cpp   what torch's C++ asks a device for, compiled once (10 s) with g++
+    tensors.py  a tensor of the device, and what an operator does with it
+    cuda.py     torch.cuda and NCCL
+    seen.py     what is noted
+    session.py  the process of the fixture
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBER = "DEVICES_WITHOUT_HARDWARE"  # an environment variable: how many; none without it
+
+
+def install(number: int = 2) -> None:
+    """Make cuda:0 ... cuda:number-1 available from now on, in this process and its forks."""
+    from . import guard
+
+    library = guard.load()
+    from . import cuda  # imports torch
+
+    cuda.install(library, number)
+
+
+def environment(number: int = 2) -> dict[str, str]:
+    """The environment of a program that is to have the device."""
+    before = os.environ.get("PYTHONPATH", "")
+    folders = [str(ROOT / "tests" / "device" / "arm"), str(ROOT), *filter(None, [before])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), NUMBER: str(number)}

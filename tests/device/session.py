@@ -1,0 +1,105 @@
+"""A process that has the device, started once per test session, and given functions to run.
+
+The device must be there before torch is imported, which takes seconds: so the tests share one
+process. It can start ranks (`ranks`) and programs (tests/warm.py), which have the device, too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import inspect
+import multiprocessing as mp
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from . import environment
+
+if TYPE_CHECKING:
+    from tests.ranks import Ranks
+
+LIMIT = 100.0  # seconds that a function may take, the first with the start
+
+
+def _serve(inbox: Connection) -> None:
+    import torch
+
+    faulthandler.enable()  # tells where every thread is, when aborted
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args = inbox.recv()
+        except EOFError:  # the tests are over
+            return
+        try:
+            inbox.send((True, inspect.unwrap(function)(*args)))
+        except BaseException:
+            inbox.send((False, traceback.format_exc()))
+
+
+_worlds: dict[int, Ranks] = {}
+
+
+def ranks(world_size: int) -> Ranks:
+    """For a function that runs on the device: ranks that have it, too, started once."""
+    from tests.ranks import Ranks  # imports torch
+
+    if world_size not in _worlds or _worlds[world_size].broken:
+        _worlds[world_size] = Ranks(world_size)
+    return _worlds[world_size]
+
+
+class Device:
+    """A process with two devices."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,))
+        with mock.patch.dict(os.environ, environment()):
+            self._process.start()
+        theirs.close()
+        self.broken = False
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What function(*args) returns there; fails with the traceback of what it raises."""
+        assert not self.broken, "an earlier test has ended this process"
+        self.broken = True  # until it has answered
+        self._pipe.send((function, args))
+        if not self._pipe.poll(LIMIT):
+            assert self._process.pid is not None
+            os.kill(self._process.pid, signal.SIGABRT)  # its stacks go to standard error
+            raise AssertionError(f"{function.__name__} had not ended after {LIMIT} s")
+        fine, value = self._pipe.recv()
+        self.broken = False
+        assert fine, f"on the device:\n{value}"
+        return value
+
+    def close(self) -> None:
+        self._pipe.close()
+        if self.broken:
+            self._process.kill()
+        self._process.join(5.0)
+        self._process.kill()
+        self._process.join()
+
+
+def on_device(test: Callable[..., None]) -> Callable[..., None]:
+    """A test whose body runs in the process of the `device` fixture."""
+
+    @functools.wraps(test)
+    def run(*, device: Device, **arguments: Any) -> None:
+        device.run(run, *(arguments[name] for name in names))  # unwrapped there
+
+    signature = inspect.signature(test)
+    names = list(signature.parameters)
+    needed = inspect.Parameter("device", inspect.Parameter.KEYWORD_ONLY)
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), needed]
+    )
+    return run

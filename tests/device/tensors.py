@@ -1,0 +1,327 @@
+"""Tensors of the device: the CPU computes, the rules are CUDA's.
+
+Every operator comes to `dispatch`: it refuses what CUDA refuses, notes what CUDA would launch or
+wait for, and runs the operator on the CPU's memory. An operator that is no view counts as one
+kernel, a foreach operator too.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from . import seen
+
+aten = torch.ops.aten
+COPIES = {aten._to_copy.default, aten.copy_.default, aten.copy.default}
+INDEXING = {
+    aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
+    aten._index_put_impl_.default,
+}  # fmt: skip
+WAITS = {  # the host needs their result, or its size
+    "_local_scalar_dense": "item", "nonzero": "nonzero", "equal": "equal",
+    "is_nonzero": "is_nonzero", "masked_select": "masked_select", "_unique2": "unique",
+    "unique_consecutive": "unique", "unique_dim": "unique", "bincount": "bincount",
+}  # fmt: skip
+FREE = {  # no view, and nothing is launched
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
+    "_unsafe_view", "lift_fresh", "is_same_size", "_reshape_alias", "resize_", "set_",
+    "_local_scalar_dense", "record_stream",
+}  # fmt: skip
+
+
+class DeviceTensor(Tensor):
+    """A tensor of device number ``at``. ``raw`` is its memory, on the CPU."""
+
+    raw: Tensor
+    at: int
+
+    @staticmethod
+    def __new__(cls, raw: Tensor, at: int) -> DeviceTensor:
+        self = Tensor._make_wrapper_subclass(
+            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(),
+            dtype=raw.dtype, device=torch.device("cuda", at),
+        )  # fmt: skip
+        self.raw, self.at = raw, at
+        return self
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{self.raw!r} on cuda:{self.at}"
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.raw.untyped_storage()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError(
+            f"can't convert cuda:{self.at} device type tensor to numpy. Use Tensor.cpu() to copy "
+            "the tensor to host memory first."
+        )
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.numpy()
+
+    @property
+    def data(self) -> Any:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, other: Any) -> None:
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.raw, self.at = other.raw, other.at
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = rebuilt(self.raw.detach().clone(), *_rest(self))
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return rebuilt, (self.raw.detach().clone(), *_rest(self))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+def _rest(tensor: DeviceTensor) -> tuple[int, bool, bool]:
+    return tensor.at, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter)
+
+
+def rebuilt(raw: Tensor, at: int, requires_grad: bool, is_parameter: bool) -> Tensor:
+    tensor = DeviceTensor(raw, at)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def index_of(device: Any) -> int:
+    """The number of a device, given as torch takes it."""
+    if isinstance(device, int):
+        return device
+    index = None if device is None else torch.device(device).index
+    return torch._C._accelerator_getDeviceIndex() if index is None else index
+
+
+def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator of which some argument is, or the result will be, on a device."""
+    library, name = func._schema.name.split("::")
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    mine = [x for x in leaves if isinstance(x, DeviceTensor)]
+    at = _place(func, args, kwargs, mine)
+    if library == "aten":
+        _refuse(func, name, args, leaves, mine)
+        _note(func, name, args, kwargs, at)
+    elif library == "c10d":
+        seen.collective(name)
+    plain_args, plain_kwargs = pytree.tree_unflatten([_plain(x) for x in leaves], spec)
+    out = _computed(func, name, plain_args, plain_kwargs, at)
+    known = {id(x.raw): x for x in mine}  # an operator that works in place returns its argument
+    if name.startswith("_foreach") and isinstance(out, list):  # of one device each
+        places = [x.at if isinstance(x, DeviceTensor) else None for x in args[0]]
+        return [_given(x, known, k) for x, k in zip(out, places, strict=True)]
+    return pytree.tree_map_only(Tensor, lambda x: _given(x, known, at), out)
+
+
+def _place(func: Any, args: Any, kwargs: Any, mine: list[DeviceTensor]) -> int | None:
+    """The device of the result; None is the CPU."""
+    if func is aten.copy_.default:
+        return args[0].at if isinstance(args[0], DeviceTensor) else None
+    wanted = kwargs.get("device")
+    if wanted is not None:
+        return index_of(wanted) if torch.device(wanted).type == "cuda" else None
+    return mine[0].at if mine else None
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, DeviceTensor):
+        return x.raw
+    return torch.device("cpu") if isinstance(x, torch.device) and x.type == "cuda" else x
+
+
+def _given(x: Tensor, known: dict[int, DeviceTensor], at: int | None) -> Tensor:
+    if id(x) in known:
+        return known[id(x)]
+    return x if at is None or isinstance(x, DeviceTensor) else DeviceTensor(x, at)
+
+
+def _refuse(func: Any, name: str, args: Any, leaves: list[Any], mine: list[DeviceTensor]) -> None:
+    """Tensors of two devices do not mix; nor do the CPU's, but for one number, or an index."""
+    if func in COPIES:
+        return
+    found = [f"cuda:{k}" for k in sorted({x.at for x in mine})]
+    if name.startswith("_foreach"):  # goes tensor by tensor
+        found = found[:1]
+    indices = pytree.tree_leaves(args[1]) if func in INDEXING else []
+    for x in leaves:
+        if isinstance(x, Tensor) and not isinstance(x, DeviceTensor):
+            single = x.dim() == 0 and name not in ("cat", "stack")
+            index = any(x is i for i in indices) and isinstance(args[0], DeviceTensor)
+            if not single and not index:
+                found.append("cpu")
+                break
+    if len(found) > 1 or (func in INDEXING and not isinstance(args[0], DeviceTensor)):
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{' and '.join(found[:2])}! (in aten::{name})"
+        )
+
+
+def _note(func: Any, name: str, args: Any, kwargs: Any, at: int | None) -> None:
+    if func in COPIES:
+        _note_copy(func, args, kwargs, at)
+        return
+    if name in WAITS or func is aten.repeat_interleave.Tensor:
+        seen.wait(WAITS.get(name, name))
+    if func in INDEXING and any(
+        isinstance(i, DeviceTensor) and i.dtype in (torch.bool, torch.uint8)
+        for i in pytree.tree_leaves(args[1])
+    ):
+        seen.wait("boolean index")
+        seen.kernel("nonzero", index_of(at))
+    if not _is_free(func, name):
+        seen.kernel(name, index_of(at))
+
+
+def _note_copy(func: Any, args: Any, kwargs: Any, at: int | None) -> None:
+    """A blocking copy waits, and one that is not does if the CPU's end is pageable memory."""
+    to_copy = func is aten._to_copy.default
+    source = args[0] if to_copy else args[1]
+    begin = source.at if isinstance(source, DeviceTensor) else None
+    if begin == at and at is not None:
+        seen.kernel(func._schema.name.split("::")[1], at)
+        return
+    seen.copy(begin, at)
+    non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and not to_copy and args[2])
+    if begin is None:
+        if source.numel() and not (non_blocking and source.is_pinned()):
+            seen.wait("copy from the CPU" + (", pageable" if non_blocking else ""))
+    elif at is None:
+        pinned = to_copy or args[0].is_pinned()  # torch pins what it makes for such a copy
+        if not (non_blocking and pinned):
+            seen.wait("copy to the CPU" + (", pageable" if non_blocking else ""))
+
+
+_free: dict[Any, bool] = {}
+
+
+def _is_free(func: Any, name: str) -> bool:
+    if func not in _free:
+        results = func._schema.returns
+        views = [r.alias_info is not None and not r.alias_info.is_write for r in results]
+        _free[func] = name in FREE or (bool(views) and all(views))
+    return _free[func]
+
+
+# ---------------------------------------------------------------------------------- random numbers
+
+_drawing = threading.Lock()
+_generator = torch.Generator()  # of the CPU, in the state of the device's while it draws
+
+
+def _computed(func: Any, name: str, args: Any, kwargs: Any, at: int | None) -> Any:
+    if torch.Tag.nondeterministic_seeded not in func.tags or at is None:
+        return _without_draws(func, args, kwargs)
+    given = kwargs.get("generator")
+    if given is not None and given.device.type != "cuda":
+        raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+    own = torch.cuda.default_generators[at] if given is None else given
+    with _drawing:
+        _generator.set_state(own.get_state())
+        try:
+            return _drawn(func, name, args, {**kwargs, "generator": _generator})
+        finally:
+            own.set_state(_generator.get_state())
+
+
+def _without_draws(func: Any, args: Any, kwargs: Any) -> Any:
+    if func is aten.is_pinned.default or func is aten.record_stream.default:
+        return False if func is aten.is_pinned.default else None
+    return func(*args, **kwargs)
+
+
+def _drawn(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """An operator that draws, by the given generator, also where it takes none."""
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        return func(*args, **kwargs)
+    generator = kwargs.pop("generator")
+    if name == "native_dropout":
+        x, p, train = args
+        if not train:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        keep = torch.empty_like(x, dtype=torch.float32).uniform_(generator=generator) >= p
+        return x * keep / (1 - p) if p < 1 else torch.zeros_like(x), keep
+    if name in ("rand_like", "randn_like"):
+        out = torch.empty_like(*args, **kwargs)
+        return (out.uniform_ if name == "rand_like" else out.normal_)(generator=generator)
+    raise NotImplementedError(f"the device without hardware cannot draw {name}")
+
+
+# ---------------------------------------------------------------------------- one-kernel attention
+
+
+class _Attention(torch.autograd.Function):
+    """Attention as a fused kernel forward and one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None
+    ) -> Tensor:
+        at = q.at
+        for x in (k, v, *([] if mask is None else [mask])):
+            if not isinstance(x, DeviceTensor) or x.at != at:
+                raise RuntimeError("Expected query, key, value and mask to be on the same device")
+        seen.kernel("attention", at)
+        raw = [x.raw for x in (q, k, v)]
+        scale = 1 / math.sqrt(q.size(-1)) if scale is None else scale
+        scores = raw[0] @ raw[1].transpose(-2, -1) * scale
+        if causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, -math.inf)
+        if mask is not None:
+            is_bool = mask.dtype == torch.bool
+            scores = scores.masked_fill(~mask.raw, -math.inf) if is_bool else scores + mask.raw
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        weights = weights.to(scores.dtype)
+        keep = torch.ones((), dtype=weights.dtype)
+        if p:
+            keep = torch.empty_like(weights, dtype=torch.float32)
+            generator = torch.cuda.default_generators[at]
+            with _drawing:
+                _generator.set_state(generator.get_state())
+                keep = (keep.uniform_(generator=_generator) >= p).to(weights.dtype) / (1 - p)
+                generator.set_state(_generator.get_state())
+        ctx.kept = raw, weights, keep, scale, at
+        y = (weights * keep) @ raw[2]
+        return DeviceTensor(y.transpose(1, 2).contiguous().transpose(1, 2), at)  # as flash does
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        (q, k, v), weights, keep, scale, at = ctx.kept
+        seen.kernel("attention_backward", at)
+        dv = (weights * keep).transpose(-2, -1) @ dy.raw
+        dw = (dy.raw @ v.transpose(-2, -1)) * keep
+        ds = weights * (dw - (dw * weights).sum(-1, keepdim=True)) * scale
+        found = [ds @ k, ds.transpose(-2, -1) @ q, dv]
+        return *(DeviceTensor(x, at) for x in found), None, None, None, None
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    assert not enable_gqa
+    return _Attention.apply(query, key, value, attn_mask, dropout_p, is_causal, scale)
