@@ -1,0 +1,187 @@
+"""The simulator against closed forms, exactly, and against the definition by relaxation."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from pipeline.catalogue import find
+from pipeline.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    dependencies,
+    gpipe,
+    one_f_one_b,
+    ranks_of,
+)
+from planning.cost import pipeline_bubble
+from planning.simulate import (
+    EXCHANGE,
+    FILL,
+    IMBALANCE,
+    TRANSFER,
+    Simulator,
+    Timeline,
+    Work,
+    with_times,
+)
+
+F: Any = Fraction(10)  # seconds, exactly; so are the next three
+HALF: Any = Fraction(9)  # the first half of a backward, for gradients of inputs
+W: Any = Fraction(6)
+C: Any = Fraction(3, 10)  # of a message
+B = HALF + W
+SIZES = [(2, 5), (3, 4), (4, 8), (5, 24), (8, 24)]
+
+
+def run(name: str, n: int, m: int, transfer: Any = C, chunks: int = 1, **more: Any) -> Timeline:
+    """All stages alike; a rank's work on a micro-batch takes F + B however many chunks it has."""
+    simulator = Simulator(find(name, chunks if name == "interleaved" else None)(n, m))
+    stages = len(simulator.ranks)
+    seconds = with_times(*([part * n / stages] * stages for part in (F, HALF, W)))
+    return simulator.run(Work(seconds, lambda _: transfer, **more))
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_closed_forms_of_a_step(n: int, m: int) -> None:
+    """With messages. Under GPipe they delay the fill alone, once up and once down; under 1F1B the
+    steady state, too, where a rank has nothing else to do while its message makes the round trip;
+    under ZB-H1 there is always a W to do meanwhile, and the delay does not grow with m."""
+    span = {name: run(name, n, m).span for name in ("gpipe", "1f1b", "zb")}
+    assert span["gpipe"] == (m + n - 1) * (F + B) + 2 * (n - 1) * C
+    trips = n - 1 + m - 1 - math.ceil(Fraction(m - 1, n))
+    assert span["1f1b"] == (m + n - 1) * (F + B) + 2 * trips * C
+    assert span["zb"] == m * (F + B) + (n - 1) * (F + HALF - W) + 4 * (n - 1) * C
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_closed_forms_of_the_bubble(n: int, m: int) -> None:
+    for name in ("gpipe", "1f1b"):
+        found = run(name, n, m, 0)
+        assert found.bubble == pipeline_bubble(n, m)
+        assert found.bubble_over_work == Fraction(n - 1, m)
+    for v in (2, 3):
+        assert run("interleaved", n, n * m, 0, v).bubble == pipeline_bubble(n, n * m, v)
+
+
+def relaxed(schedule: Schedule, work: Work) -> dict[Action, Any]:
+    """The end of every action, by the definition, until nothing changes any more."""
+    ranks = ranks_of(schedule)
+    rank_of = {action: r for r, actions in enumerate(schedule) for action in actions}
+    needed_by: dict[Action, list[Action]] = {action: [] for action in rank_of}
+    for action in rank_of:
+        for needed in dependencies(action, len(ranks)):
+            needed_by[needed].append(action)
+    ends: dict[Action, Any] = dict.fromkeys(rank_of, 0)
+    while True:
+        before = dict(ends)
+        for actions in schedule:
+            free: Any = 0
+            for action in actions:
+                again = work.recompute(action.stage) if action.kind.value in "BI" else 0
+                start = free + again
+                for needed in dependencies(action, len(ranks)):
+                    sent = rank_of[needed] != rank_of[action]
+                    start = max(start, ends[needed] + (work.transfer(needed) if sent else 0))
+                free = ends[action] = start + work.seconds(action)
+                sends = any(rank_of[a] != rank_of[action] for a in needed_by[action])
+                if sends and not work.overlap:
+                    free += work.transfer(action)
+        if ends == before:
+            return ends
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_uneven_stages_are_timed_as_defined(name: str, overlap: bool) -> None:
+    draw = random.Random(name)
+    simulator = Simulator(find(name)(4, 6))
+    stages = range(len(simulator.ranks))
+    seconds = {action: float(draw.randrange(1, 9)) for action in simulator.actions}
+    transfer = {action: float(draw.randrange(3)) for action in simulator.actions}
+    again = [float(draw.randrange(4)) for _ in stages]
+    work = Work(seconds.__getitem__, transfer.__getitem__, overlap, again.__getitem__)
+    found = simulator.run(work)
+    ends = {timed.action: timed.end for row in found.rows for timed in row}
+    assert ends == relaxed(simulator.schedule, work)
+    # Every second of a rank until its last action is work, a message it sends, or a gap.
+    for r, row in enumerate(found.rows):
+        idle = sum(timed.idle for timed in row)
+        held = 0 if overlap else sum(  # the last action of a row may still send, after its end
+            transfer[t.action]
+            for t, k in zip(row, [simulator.actions.index(t.action) for t in row], strict=True)
+            if simulator.remote[k] and t is not row[-1]
+        )  # fmt: skip
+        assert row[-1].end == found.busy[r] + idle + held
+    # The critical path has no slack: the step is its actions, its messages and recomputations.
+    path = found.critical_path()
+    assert path[-1].end == found.span
+    for earlier, later in pairwise(path):
+        if later.waits_for is not None:
+            assert later.waits_for == earlier.action
+            assert later.start == earlier.end + transfer[earlier.action]
+
+
+def test_recomputation_runs_while_the_gradient_is_on_its_way() -> None:
+    """Two stages, one micro-batch: F F, R B, then the first stage, which has done its R, B."""
+    found = run("1f1b", 2, 1, 0, recompute=lambda _: F)
+    assert found.span == 2 * F + F + 2 * B
+    assert found.busy == [F + F + B] * 2
+
+
+def test_gradients_are_exchanged_during_the_last_backward_or_after_it() -> None:
+    one = Simulator(one_f_one_b(1, 3))
+    times = with_times([F], [HALF], [W])
+    apart = one.run(Work(times, exchange=lambda _: 20, overlap_exchange=False, update=lambda _: 1))
+    assert apart.seconds == 3 * (F + B) + 20 + 1
+    hidden = one.run(Work(times, exchange=lambda _: 14, update=lambda _: 1))
+    assert hidden.seconds == 3 * (F + B) + 1
+    longer = one.run(Work(times, exchange=lambda _: 20))
+    assert longer.seconds == 3 * (F + B) + 20 - B
+    assert [gap.causes for gap in longer.gaps()] == [{EXCHANGE: 5}]
+
+
+def test_every_gap_says_what_it_waits_for() -> None:
+    """Equal stages without messages wait for the fill alone; messages and a slow stage come on top,
+    and the causes of all gaps add up to all idle time."""
+    n, m = 4, 8
+    assert {c for gap in run("1f1b", n, m, 0).gaps() for c in gap.causes} == {FILL}
+    slow = with_times([F, F, 2 * F, F], [HALF] * n, [W] * n)
+    uneven = Simulator(one_f_one_b(n, m)).run(Work(slow))
+    assert {c for gap in uneven.gaps() for c in gap.causes} == {FILL, IMBALANCE}
+    found = Simulator(one_f_one_b(n, m)).run(Work(slow, lambda _: C))
+    gaps = found.gaps()
+    assert {c for gap in gaps for c in gap.causes} == {FILL, IMBALANCE, TRANSFER}
+    assert all(sum(gap.causes.values()) == pytest.approx(gap.end - gap.start) for gap in gaps)
+    assert sum(gap.end - gap.start for gap in gaps) == n * found.span - sum(found.busy)
+    waiting = next(gap for gap in gaps if gap.rank == 1)
+    assert (waiting.waits_for, waiting.cause) == (Action(Kind.FORWARD, 0, 0), FILL)
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_memory_over_time(n: int, m: int) -> None:
+    """1F1B: stage s holds min(m, n - s) micro-batches; GPipe: all."""
+    peaks = [max(size for _, size in row) for row in run("1f1b", n, m).memory(lambda _: 1)]
+    assert peaks == [min(m, n - s) for s in range(n)]
+    found = run("1f1b", n, m)
+    assert found.memory(lambda _: 1)[0][-1] == (found.span, 0)  # rank 0 ends the step
+    peaks = [max(size for _, size in row) for row in run("gpipe", n, m).memory(lambda s: s + 1)]
+    assert peaks == [m * (s + 1) for s in range(n)]
+
+
+def test_a_deadlock_is_named() -> None:
+    lists = gpipe(2, 1)
+    lists[1].reverse()
+    with pytest.raises(ValueError, match=r"deadlock: .*B0 on stage 0, B0 on stage 1"):
+        Simulator(lists)
+
+
+def test_a_hundred_stages_and_a_thousand_micro_batches() -> None:
+    found = Simulator(one_f_one_b(100, 1000)).run(Work(lambda _: 1))
+    assert found.bubble == pytest.approx(float(pipeline_bubble(100, 1000)))
