@@ -44,6 +44,8 @@ WORDS = {  # what a value of the type must be
     "bool": "true or false",
 }
 
+SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of the built-in data
+
 # What an option is called in another program, and by the courses.
 TWINS = {"num_devices": "world_size", "world_size": "num_devices", "num_workers": "num_devices"}
 ALIASES = {
@@ -94,12 +96,12 @@ class Data:
 
     dataset: str = "builtin"
     """builtin, a folder (train.de ...), a JSONL, CSV, Parquet or .txt file, a hub name"""
-    n_train: Count | Literal["all"] = 5000
-    """training examples at most, or all"""
-    n_validation: Count | Literal["all"] = 1000
-    """validation examples at most, or all"""
-    n_test: Count | Literal["all"] = 100
-    """test examples at most, or all"""
+    n_train: Count | Literal["all"] | None = None
+    """training examples at most, or all; default: 5000 of builtin, else all"""
+    n_validation: Count | Literal["all"] | None = None
+    """validation examples, likewise; default: 1000 of builtin, else all"""
+    n_test: Count | Literal["all"] | None = None
+    """test examples, likewise; default: 100 of builtin, else all"""
     src: str = "de"
     """language to translate from"""
     tgt: str = "en"
@@ -204,9 +206,16 @@ def parse(kind: type[T], description: str | None, argv: Sequence[str] | None = N
     first, others = files.parse_known_args(given)  # files first: the command line wins
     found = parser.parse_args([f"--config={path}" for path in first.config] + others)
     options = {field.name: getattr(found, field.name) for field in fields(kind)}  # type: ignore[arg-type]
-    for split in ("n_train", "n_validation", "n_test"):
-        options[split] = None if options[split] == "all" else options[split]
-    return kind(**options)
+    return settle_sizes(kind(**options))
+
+
+def settle_sizes(options: T) -> T:
+    """The options, with the number of examples of each split: a limit, or None for all."""
+    builtin = options.dataset == "builtin"  # type: ignore[attr-defined]
+    for name, size in SIZES.items():
+        given = getattr(options, name) or (size if builtin else "all")
+        setattr(options, name, None if given == "all" else given)
+    return options
 
 
 def begin(kind: type, description: str | None) -> None:

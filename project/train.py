@@ -36,6 +36,7 @@ from project.options import (
     Whole,
     begin,
     parse,
+    settle_sizes,
 )
 
 
@@ -175,7 +176,7 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> A
 
 def _check_uses(args: Any) -> None:
     """Raises UserError for an option that the model or the optimizer ignores."""
-    defaults = TrainOptions()
+    defaults = settle_sizes(TrainOptions(dataset=args.dataset))
     if args.model == VGG:
         _refuse_text(args)
         users = f"models of sentences, as {next(iter(PRESETS))}"
@@ -188,7 +189,13 @@ def _check_uses(args: Any) -> None:
         given = getattr(args, name)
         if given != getattr(defaults, name):
             what = f"--{name}" + ("" if given is True else f" {'all' if given is None else given}")
-            raise UserError(f"{what} --{chosen} {getattr(args, chosen)}: it is only for {users}")
+            instead = "leave it out"
+            if name == "n_test":
+                instead = f"--n_validation {given} sets the number of test pictures"
+            raise UserError(
+                f"{what}: it is only for {users}, and --{chosen} is {getattr(args, chosen)} here; "
+                + instead
+            )
 
 
 def _settle_mesh(args: Any) -> None:

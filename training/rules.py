@@ -106,11 +106,12 @@ def check_plain_text(args: Any) -> None:
             f"--model_max_length {args.model_max_length}: the model would know no token before "
             "the one it predicts; 2 or more works"
         )
-    if (args.src, args.tgt) != ("de", "en") or args.n_test != 100:  # the defaults
-        raise UserError(
-            f"--src, --tgt or --n_test with --dataset {args.dataset}: they are for pairs of "
-            "sentences, and this is plain text; leave them out"
-        )
+    for name, default in (("src", "de"), ("tgt", "en"), ("n_test", None)):
+        if (given := getattr(args, name)) != default:
+            raise UserError(
+                f"--{name} {given} --dataset {args.dataset}: it is for pairs of sentences, and "
+                "this is plain text; leave it out"
+            )
 
 
 def check_model(args: Any) -> None:

@@ -43,6 +43,7 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {  # of `datasets`, by a file's
     ".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"}), ".parquet": ("parquet", {}),
 }  # fmt: skip
 END = "<|endoftext|>"  # GPT-2's own: after every document
+TAKEN = {"validation": 1000, "test": 100}  # pairs at most, out of train if there is no such split
 HELD_OUT = 20  # of plain text, one part in so many is held out for validation
 
 
@@ -80,12 +81,14 @@ def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
         raise UserError(f"--src {src} --tgt {tgt}: two languages are needed, as --src de --tgt en")
     with refused_if_unreadable(dataset):
         found = _read(dataset, src, tgt)
+    if not any(map(len, found.values())):
+        raise UserError(f"--dataset {dataset}: it is empty; {NO_NETWORK}")
     columns = _columns(next((row for rows in found.values() for row in rows), {}))
     plain = "text" in columns and not columns.keys() & {src, tgt}
     keys = ("text",) if plain else (src, tgt)
     if not columns.keys() >= set(keys):
         raise UserError(
-            f"--dataset {dataset}: its columns are {', '.join(columns) or 'none'}, and not {src} "
+            f"--dataset {dataset}: its columns are {', '.join(columns)}, and not {src} "
             f"and {tgt}; --src and --tgt name them, or a column named text holds plain text"
         )
     rows = {
@@ -100,6 +103,12 @@ def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
         return _documents(dataset, rows)
     texts = _pairs(rows, sizes)
     for split, pairs in texts.splits.items():
+        if not pairs:
+            n = len(texts.splits["train"])
+            raise UserError(
+                f"--dataset {dataset}: {split} has no pair with text on both sides"
+                + (f", and train has {n}; more pairs work" if n else f"; {NO_NETWORK}")
+            )
         if len(pairs) < world_size:
             raise UserError(
                 f"--dataset {dataset}: {split} has {len(pairs)} pairs for {world_size} ranks, and "
@@ -147,12 +156,14 @@ def _parallel_lines(dataset: str, folder: Path, split: str, src: str, tgt: str) 
                 f"{there}); --src and --tgt are the endings of the files"
             )
         with refused_if_unreadable(str(path)):
-            lines.append(path.read_text("utf-8-sig").removesuffix("\n").split("\n"))
+            text = path.read_text("utf-8-sig")
+        lines.append(text.removesuffix("\n").split("\n") if text else [])
     source, target = lines
     if len(source) != len(target):
+        one, other = (f"has {len(side)} lines" if side else "is empty" for side in lines)
         raise UserError(
-            f"--dataset {dataset}: {split}.{src} has {len(source)} lines and {split}.{tgt} has "
-            f"{len(target)}: line i of one must translate line i of the other; {NO_NETWORK}"
+            f"--dataset {dataset}: {split}.{src} {one} and {split}.{tgt} {other}: line i of one "
+            f"must translate line i of the other; {NO_NETWORK}"
         )
     return [{src: s, tgt: t} for s, t in zip(source, target, strict=True)]
 
@@ -248,7 +259,7 @@ def _pairs(rows: dict[str, list[Pair]], sizes: Sizes) -> Texts:
         if split not in rows:
             train = rows.get("train", [])
             tenth = -(-(len(train) - 1) // 10)  # rounded up, but a pair stays
-            count = min(sizes[split] or 1000, tenth)
+            count = min(sizes[split] or TAKEN[split], tenth)
             at = len(train) - count
             rows["train"], rows[split] = train[:at], train[at:]
             texts.notes.append(f"no {split} split: the last {count} pairs are taken out of train.")

@@ -100,7 +100,10 @@ train 3d --pp 2 --zero 1 => it shards over replicas; --dp 2 works
 train 3d --dp 4 --batch_size 3 => each rank needs an example; --dp 1 to 3 works
 train ddp --momentum 0.5 => it is only for --optimizer sgd
 train ddp --model gpt2-mini --vgg_width 8 => it is only for --model vgg16
-train ddp --n_layer 2 => it is only for models of sentences, as gpt2-mini
+train ddp --n_layer 2 => models of sentences, as gpt2-mini, and --model is vgg16 here; leave it out
+train ddp --n_test 32 => --model is vgg16 here; --n_validation 32 sets the number of test pictures
+dp --dataset a.txt --n_test 8 => it is for pairs of sentences, and this is plain text; leave it out
+dp --dataset empty.jsonl => it is empty; --dataset builtin needs neither files nor network
 train ddp --model gpt2-mini --dropout 0.1 --precision bf16 --check_weights => in bf16, the
 train 3d --dp 2 --balance 2,2 --model gpt2-mini => there are no stages; --pp 2 works
 dp --save_every 9 --keep 0 => no checkpoint would stay; --keep 1 works
@@ -123,6 +126,8 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     Path("empty").mkdir()
     Path("taken").mkdir()
     Path("taken/file").touch()
+    Path("empty.jsonl").touch()
+    Path("a.txt").write_text("A line.\nAnd one.\n")
     some = f"1 to {CORES}" if CORES > 1 else "1"
     text, wrong = TABLE.format(cores=CORES, works=some), []
     with alone_in_workdir(SimpleNamespace(workdir=Path("taken"))):  # type: ignore
@@ -136,7 +141,14 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
             fits = status == 2 and said.count("\n") == 1 and words in rule
             if not fits or not {*given.split()[1:]} & {*values.split()}:
                 wrong.append((line, status, said))
-    assert wrong == [] and names_in(".") == ["empty", "pairs", "taken"]  # nothing is left behind
+    assert wrong == []
+    assert names_in(".") == [
+        "a.txt",
+        "empty",
+        "empty.jsonl",
+        "pairs",
+        "taken",
+    ]  # nothing is left behind
 
 
 # ---------------------------------------------------------------------------- resume

@@ -154,6 +154,11 @@ CHOSEN: dict[str, dict[str, object]] = {
         "world_size": 2, "model": "gpt2-mini", "learning_rate": 1e-3, "workdir": Path("workdir"),
         "bucket_mb": 4.0, "n_train": 5000, "strategy": "ddp",
     },
+    # Of your own data all is used.
+    DP + "--dataset mine": {"n_train": None, "n_validation": None, "n_test": None},
+    DP + "--dataset mine --n_train 7 --n_test all": {"n_train": 7, "n_test": None},
+    PP + "--n_train 7 --n_test all": {"n_train": 7, "n_validation": 1000, "n_test": None},
+    "train ddp --dataset mine": {"n_train": None, "n_validation": None},
     DP + "--model gpt2": {"learning_rate": 1e-4},
     DP + "--model gpt2 --n_embd 384": {"learning_rate": 1e-3},
     "train pipeline": {

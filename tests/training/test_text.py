@@ -187,19 +187,22 @@ ROW = '{"de": "Satz", "en": "sentence"}\n'
 NOTHING = "--dataset {}: it holds nothing that can be read"
 NOT_UTF8 = "--dataset {}: it is not UTF-8 ('utf-8' codec can't decode byte "
 SPOILT = [  # a file of the folder above
-    ("test.en", "one\ntwo\n", "--dataset {}: test.de has 3 lines and test.en has 2: line i of one"),
+    ("test.en", "one\ntwo\n", "--dataset {}: test.de has 3 lines and test.en has 2 lines: line i "),
     ("train.de", "eins\nzwei\nfünf\n", "--dataset {}/train.de: it is not UTF-8 ('utf-8' codec "
      "can't decode byte 0xfc in position 11: invalid start byte); convert it, for example: iconv"),
+    ("train.de", "", "--dataset {}: train.de is empty and train.en has 3 lines: line i of one"),
+    ("test.de", "\n \n \n", "--dataset {}: test has no pair with text on both sides, and train"),
     ("train.de", "a\n" * 3, "--dataset {}: train has 3 pairs for 4 ranks, and each rank needs one"),
 ]  # fmt: skip
 ALONE = [
     ("a.jsonl", '{"eo": "a", "en": "b"}\n' * 9, "--dataset {}: its columns are eo, en, and not de "
      "and en; --src and --tgt name them"),
-    ("a.jsonl", "\n \n", "--dataset {}: its columns are none"),
-    ("a.parquet", "", "--dataset {}: its columns are none"),
+    ("a.jsonl", "\n \n", "--dataset {}: it is empty; "),
+    ("a.parquet", "", "--dataset {}: it is empty; "),
     ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
     ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, NOTHING + " (ArrowInvalid: JSON parse error"),
-    ("a.jsonl", ROW * 2, "--dataset {}: validation has 0 pairs for 1 ranks"),
+    ("a.jsonl", ROW * 2, "--dataset {}: validation has no pair with text on both "
+     "sides, and train has 1; more pairs work"),
     ("a.jsonl", ROW + '{"de": "ü"}', NOT_UTF8),
     ("a.csv", "de,en\n" + "ä,b\n" * 20, NOT_UTF8),
     ("a.txt", "vierfünf", NOT_UTF8),
