@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from benchmarks.wire import bytes_sent
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
+from pipeline.catalogue import SCHEDULES
 from pipeline.dataflow import Channel
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
@@ -183,7 +184,7 @@ def _pipeline(folder: Path) -> dict[str, float]:
                 pipe.recorder = timeline = Timeline(workers="stage")
                 for k in range(STEPS):
                     timeline.step(k)
-                    pipe.train_step(x, y, _squares, schedule=name, num_microbatches=m)
+                    pipe.train_step(x, y, _squares, SCHEDULES[name], num_microbatches=m)
                 timeline.save(folder)
                 workers, _ = read_timelines(folder)
                 idle = [bubbles(in_step(workers, k)).values() for k in steps_of(workers)]

@@ -9,8 +9,8 @@ Blocks, batch and loss are those of the benchmark `pipeline`, for all:
 
 and, in fewer rounds:
 
-- gradients last: ProcessPipe that computes the weights' gradients before it sends the
-  activations', as PyTorch does;
+- gradients last: the list of whole backwards, in which the weights' gradients are computed before
+  the activations' are sent, as PyTorch does;
 - gloo: ProcessPipe without shared memory;
 - threads: the same lists run by `Pipe` in one process, for comparison.
 
@@ -39,6 +39,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, use_cores, write_rows
 from benchmarks.pipeline import BATCH, BLOCKS, LENGTH, WIDTH, K, make_blocks, square_error
+from pipeline.catalogue import SCHEDULES as WHOLE
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
@@ -50,7 +51,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb")
 HALF = BLOCKS // K
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
-    "gradients last, ": {"early_gradients": False},
+    "gradients last, ": {},
     "gloo, ": {"share_memory": False},
 }
 
@@ -113,12 +114,12 @@ class _Bench:
             self.gradients[name] = [p.grad.clone() for p in module.parameters()]  # type: ignore[union-attr]
 
     def _ours(self, variant: str, name: str, schedule: str, m: int) -> Callable[[], None]:
-        pipe = self.pipes[variant]
+        pipe, order = self.pipes[variant], WHOLE[schedule] if "last" in variant else schedule
 
         def turn() -> None:
             use_cores(self.own)
             pipe.module.zero_grad()
-            loss = pipe.train_step(self.x, self.y, square_error, schedule, m)
+            loss = pipe.train_step(self.x, self.y, square_error, order, m)
             self._note(name, loss.item(), pipe.module)
 
         return turn
@@ -196,11 +197,10 @@ def _peak_memory(world: World, which: str, out: Path) -> None:
         for k, block in enumerate(blocks):
             if k // HALF != world.rank:  # only the shapes of other ranks' blocks are needed
                 blocks[k] = block.to("meta")
-        options: dict[str, Any] = {"by_layer": which != BY_STAGE}
-        options["early_gradients"] = which == DEFAULT
-        pipe = ProcessPipe(blocks, [HALF] * K, **options)
+        pipe = ProcessPipe(blocks, [HALF] * K, by_layer=which != BY_STAGE)
         module = pipe.module
-        step = partial(pipe.train_step, x, y, square_error, "1f1b", BATCH)
+        order = "1f1b" if which == DEFAULT else WHOLE["1f1b"]
+        step = partial(pipe.train_step, x, y, square_error, order, BATCH)
     for _step in range(2):
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
         module.zero_grad()

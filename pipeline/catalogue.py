@@ -4,7 +4,10 @@
     interleaved                v stages per rank, in loops: --chunks v   chunks.py
     zbv vhalf vmin             two stages per rank, in a V
 
-Callers refer to a schedule by its name.
+Callers refer to a schedule by its name, and get it with `early` gradients: what is planned is what
+threads and processes run, what is simulated, and what is drawn. `sequential` has whole backwards: a
+baseline in which no two stages ever work at once. A schedule that is given as a function runs as
+it is.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from .schedule import (
     Action,
     BuildSchedule,
     Schedule,
+    early,
     gpipe,
     in_order,
     one_f_one_b,
@@ -64,9 +68,8 @@ def find(name: str, chunks: int | None = None) -> BuildSchedule:
     Raises ValueError like `chunks_of`.
     """
     chunks = chunks_of(name, chunks)
-    if name == "interleaved":
-        return partial(interleaved_1f1b, chunks=chunks)
-    return SCHEDULES[name]
+    make = partial(interleaved_1f1b, chunks=chunks) if name == "interleaved" else SCHEDULES[name]
+    return make if name == "sequential" else lambda *size: early(make(*size))
 
 
 def places(name: str, num_ranks: int, chunks: int | None = None) -> list[int]:

@@ -14,7 +14,8 @@ process, only on one stage. A Pipe runs one call at a time: a call from a second
 `Pipe.train_step` computes the loss on the last stage and runs any schedule of catalogue.py. Both
 add gradients in the order of the micro-batches, and give the same bits.
 
-Cost: a bubble of (n-1)/(m+n-1) of the time (zb: (n-1)/(3m+n-1)); the activations of m
+Cost: a bubble of (n-1)/(m+n-1) of the time (1f1b: 2(n-1)/(3m+2(n-1)), zb: (n-1)/(3m+n-1)); the
+activations of m
 micro-batches (1F1B: at most min(m, n-s) on stage s; zb: min(m, n)); about 0.1 ms per action for
 Python and thread wake-ups.
 

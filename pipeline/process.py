@@ -6,11 +6,10 @@
     loss = pipe.train_step(x, y, loss_fn, "1f1b", num_microbatches=4, scale=1 / tokens)
     optimizer.step()                                      # updates this rank's parameters
 
-The same `Dataflow` and `Stage` run the same lists as with threads (but see `early_gradients`), and
-every bit of the result is the same, dropout included. Only the channels differ (neighbours.py): a
-stage's output becomes a self-describing message (messages.py), sent through shared memory between
-CPU ranks of one machine and through process groups otherwise. Model parallelism is a pipeline with
-one micro-batch.
+The same `Dataflow` and `Stage` run the same lists as with threads, and every bit of the result is
+the same, dropout included. Only the channels differ (neighbours.py): a stage's output becomes a
+self-describing message (messages.py), sent through shared memory between CPU ranks of one machine
+and through process groups otherwise. Model parallelism is a pipeline with one micro-batch.
 
     rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
                           ◂══gradients════         ◂══gradients════
@@ -19,12 +18,6 @@ A rank has one stage or several, its chunks (chunks.py), and runs its actions in
 list; nothing is sent between two stages of one rank. All ranks call the same methods with the same
 global batch. The first stage's rank uses x, the last stage's the target, the others only the number
 of micro-batches.
-
-With `early_gradients` a whole backward runs in its two halves (zero_bubble.py), and the gradient is
-sent in between: the previous stage starts earlier by the time of the weights' half. With GPipe or
-1F1B, and F, I and W of one third each, a step of n stages takes 3(m+n-1) - (n-1) thirds instead of
-3(m+n-1). The price is memory on every stage but the first: until the weights' half has run, every
-product keeps its input and the gradient of its output.
 
 Every `train_step` draws its dropout seed from each rank's default generator: all ranks must be
 seeded alike.
@@ -62,15 +55,7 @@ from .delivery import deliver, hooks_held
 from .messages import PeerError
 from .neighbours import Neighbours
 from .partition import containers, split_into
-from .schedule import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    Action,
-    BuildSchedule,
-    Schedule,
-    forwards,
-)
+from .schedule import BuildSchedule, Schedule, forwards
 from .stage import Stage
 
 _GRACE = 0.2  # seconds that a failure's consequences wait, so that its cause is reported first
@@ -90,7 +75,6 @@ class ProcessPipe:
         recorder: see runtime/recorder.py; kinds are those of schedule.Kind, R (recompute), send,
             receive and all_reduce (of tied gradients); micro-batch below 0: none.
         by_layer: see stage.py.
-        early_gradients: send a gradient before the weights' gradients are computed.
         recompute: a mode of runtime/recompute.py.
         share_memory: use shared memory between CPU ranks of one machine, if possible.
         timeout: seconds that a neighbour may be silent.
@@ -110,7 +94,6 @@ class ProcessPipe:
         initialize: Initialize | None = None,
         recorder: Recorder | None = None,
         by_layer: bool = True,
-        early_gradients: bool = True,
         recompute: str = NEVER,
         share_memory: bool = True,
         timeout: float = 300.0,
@@ -130,7 +113,7 @@ class ProcessPipe:
         self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
         self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
         self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
-        self._by_layer, self._early, self._recompute = by_layer, early_gradients, recompute
+        self._by_layer, self._recompute = by_layer, recompute
         self._names = ownership.names_of(layers if model is None else model)
         uses = ownership.users(self._parts, self.ranks, self._names)
         self._users = {name: sorted({*ranks}) for name, ranks in uses.items()}
@@ -288,21 +271,10 @@ class ProcessPipe:
         flow = Dataflow(stages, up, down, losses, self.recorder)
         for i, value in enumerate(inputs):
             up[0].put(i, value)  # without stage 0 on this rank, nobody takes it
-        flow.run(self._halved(lists[self.rank]))  # on the calling thread
+        flow.run(lists[self.rank])  # on the calling thread
         last = self.rank == self.ranks[-1]
         # every rank waits here until the last stage has the loss
         return self._neighbours.from_last(losses.total().double() if last else None)
-
-    def _halved(self, actions: Sequence[Action]) -> list[Action]:
-        """The same work; a whole backward becomes its two halves if its gradient goes to another
-        rank, so that it is sent in between."""
-        result: list[Action] = []
-        for action in actions:
-            kinds = [action.kind]
-            if self._early and action.kind is BACKWARD and action.stage in self._neighbours.down:
-                kinds = [BACKWARD_INPUT, BACKWARD_WEIGHT]
-            result += [action._replace(kind=kind) for kind in kinds]
-        return result
 
 
 class _With(nn.Module):

@@ -7,8 +7,7 @@ long the stages idle (the bubble) and how many activations they hold.
 Idea. A schedule is a list of actions per rank. It fixes only the order *on each rank*; the start
 of an action follows from its dependencies: F(i) on stage s needs F(i) on stage s-1, B(i) on
 stage s needs B(i) on stage s+1 (on the last stage: its own F(i)). Threads and processes run
-the same lists that are timed, drawn and checked. (A process may run a B in its two halves, to send
-the gradient in between: `early_gradients` in process.py.)
+the same lists that are timed, drawn and checked.
 
 Here rank s has stage s and no other. In chunks.py a rank has several stages; `ranks_of` reads the
 rank of each stage off the lists. All schedules by name: catalogue.py.
@@ -37,6 +36,18 @@ stage holds as much as 1F1B's first, min(m, n) micro-batches. zero_bubble.py spl
     stage 0: F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
     stage 1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     stage 2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+Early gradients: GPipe and 1F1B, too, need not compute W before they hand the gradient on. `early`
+makes every B an I and a W right after it, except where no other rank waits for the gradient: on
+stage 0. A rank still holds as many micro-batches as before. With one clock each for F, I and W, and
+two for B, a step takes 3m + 2(n-1) clocks instead of 3m + 3(n-1). The schedules that have names run
+like this (catalogue.py). The price: from I to W a stage holds the operands of the products of a
+whole micro-batch, where a B frees them layer by layer.
+
+    1F1B with early gradients, 3 stages, 4 micro-batches      bubble = 2(n-1)/(3m+2(n-1)) = 4/16
+    stage 0: F0 F1 F2 .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
+    stage 1: .  F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 .  I3 W3 .
+    stage 2: .  .  F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 .  .
 
 In every schedule backwards, and both halves, run in the order of the micro-batches. So every
 schedule adds the gradients in the same order and gives the same bits.
@@ -139,6 +150,18 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
     return schedule
 
 
+def early(schedule: Schedule) -> Schedule:
+    """The same work, in which a gradient leaves for another rank before the weights' gradients are
+    computed: there B becomes I and W. The gradients get the same bits."""
+    ranks = ranks_of(schedule)
+
+    def kinds(action: Action) -> Sequence[Kind]:
+        leaves = action.stage > 0 and ranks[action.stage - 1] != ranks[action.stage]
+        return _HALVES if action.kind is BACKWARD and leaves else (action.kind,)
+
+    return [[a._replace(kind=kind) for a in actions for kind in kinds(a)] for actions in schedule]
+
+
 def forwards(ranks: Sequence[int], num_microbatches: int) -> Schedule:
     """Forwards only, for evaluation; ``ranks[s]`` has stage s. A rank's stages run in sequence."""
     schedule: Schedule = [[] for _ in range(max(ranks) + 1)]
@@ -176,46 +199,59 @@ def clock_cycles(num_batches: int, num_partitions: int) -> Iterator[list[tuple[i
 
 
 def clock_table(schedule: Schedule) -> list[list[Action | None]]:
-    """Row k: each rank's action in clock k, None if idle, if every action takes one clock.
+    """Row k: each rank's action in clock k, None if idle. An action takes `clocks`.
 
     Raises ValueError, naming a waiting action, if the schedule deadlocks.
     """
-    num_stages = len(ranks_of(schedule))
+    num_stages, takes = len(ranks_of(schedule)), clocks(schedule)
     waiting = [deque(actions) for actions in schedule]  # by rank
+    busy: list[list[Action]] = [[] for _ in schedule]  # by rank: its action, per clock left
     done: set[Action] = set()  # ended before this clock
     rows: list[list[Action | None]] = []
-    while any(waiting):
-        row = [
-            rest[0] if rest and done.issuperset(dependencies(rest[0], num_stages)) else None
-            for rest in waiting
-        ]
-        if not any(row):  # nobody can start, now or ever
+    while any(waiting) or any(busy):
+        for rest, left in zip(waiting, busy, strict=True):  # all start at the same time
+            if rest and not left and done.issuperset(dependencies(rest[0], num_stages)):
+                first = rest.popleft()
+                left += [first] * takes[first.kind]
+        if not any(busy):  # nobody can start, now or ever
             stuck = (f"{rest[0]} on stage {rest[0].stage}" for rest in waiting if rest)
             raise ValueError(f"deadlock: what comes first never can: {', '.join(stuck)}")
-        for rest, action in zip(waiting, row, strict=True):  # all start at the same time
-            if action is not None:
-                done.add(rest.popleft())
-        rows.append(row)
+        rows.append([left.pop() if left else None for left in busy])
+        for action, left in zip(rows[-1], busy, strict=True):
+            if action is not None and not left:
+                done.update(ended_with(action))
     return rows
 
 
+def clocks(schedule: Schedule) -> dict[Kind, int]:
+    """The clocks of each kind of action: one; a whole backward takes two beside split ones."""
+    halved = any(action.kind in _HALVES for actions in schedule for action in actions)
+    return {kind: 2 if kind is BACKWARD and halved else 1 for kind in Kind}
+
+
 def dependencies(action: Action, num_stages: int) -> list[Action]:
-    """The actions that must have ended before ``action`` can start."""
+    """What must have `ended_with` the actions before ``action``, so that it can start."""
     kind, s, i = action
     if kind is FORWARD:
         return [Action(FORWARD, s - 1, i)] if s > 0 else []
     if kind is BACKWARD_WEIGHT:
         return [Action(BACKWARD_INPUT, s, i)]
     own = Action(FORWARD, s, i)
-    return [own, Action(kind, s + 1, i)] if s + 1 < num_stages else [own]  # B waits for B, I for I
+    # the gradient of the next stage's input, whether an I or a B has it
+    return [own, Action(BACKWARD_INPUT, s + 1, i)] if s + 1 < num_stages else [own]
+
+
+def ended_with(action: Action) -> list[Action]:
+    """What is done when ``action`` ends: a whole backward is both halves, too."""
+    halves = _HALVES if action.kind is BACKWARD else ()
+    return [action, *(action._replace(kind=half) for half in halves)]
 
 
 def validate(schedule: Schedule, num_microbatches: int) -> None:
     """Raise ValueError, naming the action, unless ``schedule`` can run and does all the work.
 
     Each stage is on one rank, which runs F(i), and either B(i) or I(i) and W(i), exactly once for
-    each micro-batch. Nothing deadlocks (B waits for B and I for I, so all stages must split a
-    micro-batch alike).
+    each micro-batch. Nothing deadlocks.
     """
     counts = Counter(action for actions in schedule for action in actions)
     halved = {(s, i) for kind, s, i in counts if kind in _HALVES}  # backward is in two halves
@@ -240,7 +276,7 @@ def peak_alive(schedule: Schedule) -> list[int]:
 
 
 def bubble(schedule: Schedule) -> Fraction:
-    """The idle share of all ranks' clocks, with one clock per action, be it B or I."""
+    """The idle share of all ranks' `clocks`."""
     slots = [action for row in clock_table(schedule) for action in row]  # ranks x clocks
     return Fraction(slots.count(None), len(slots))
 
@@ -267,4 +303,5 @@ def name_of(action: Action, ranks: Sequence[int]) -> str:
 def in_order(schedule: Schedule) -> list[Action]:
     """The actions of all ranks in order of their clocks: each comes after its dependencies. So one
     worker can do the actions of several ranks in this order without deadlock."""
-    return [action for row in clock_table(schedule) for action in row if action is not None]
+    slots = [action for row in clock_table(schedule) for action in row if action is not None]
+    return list(dict.fromkeys(slots))  # once, if it takes two clocks

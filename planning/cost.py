@@ -184,15 +184,16 @@ def boundary_bytes(sequences: int, positions: int, width: int, element: int = 2)
 # --- idle time ------------------------------------------------------------------------------------
 
 
-def pipeline_bubble(stages: int, microbatches: int, work: int = 1) -> Fraction:
+def pipeline_bubble(stages: int, microbatches: int, work: float = 1) -> Fraction:
     """The share of a step in which a rank idles: (n-1)/(work m + n-1).
 
     Args:
         work: the clocks of a rank's work on a micro-batch, if the next rank can start one clock
-            after it: 1 for GPipe and 1F1B (F and B as one clock); 3 for ZB-H1 (F, I, W); 6 for ZB-V
-            (of two chunks); v for interleaved 1F1B with v chunks. All but the first two: m >= n.
+            after it: 1 for GPipe and 1F1B (F and B as one clock), and 1.5 with early gradients; 3
+            for ZB-H1 (F, I, W); 6 for ZB-V (of two chunks); v for interleaved 1F1B with v chunks,
+            and 1.5 v. All but GPipe and 1F1B: m >= n.
     """
-    return Fraction(stages - 1, work * microbatches + stages - 1)
+    return Fraction(stages - 1) / (Fraction(work) * microbatches + stages - 1)
 
 
 def pipeline_speedup(stages: int, microbatches: int) -> float:

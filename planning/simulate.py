@@ -30,7 +30,16 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from pipeline.schedule import BORN, FORWARD, Action, Kind, Schedule, dependencies, ranks_of
+from pipeline.schedule import (
+    BORN,
+    FORWARD,
+    Action,
+    Kind,
+    Schedule,
+    dependencies,
+    ended_with,
+    ranks_of,
+)
 
 FILL, IMBALANCE, TRANSFER, EXCHANGE = CAUSES = ("fill", "imbalance", "transfer", "exchange")
 
@@ -83,7 +92,7 @@ class Simulator:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.ranks = schedule, ranks_of(schedule)
         self.actions = list(chain.from_iterable(schedule))
-        number = {action: k for k, action in enumerate(self.actions)}
+        number = {part: k for k, action in enumerate(self.actions) for part in ended_with(action)}
         self.rank = [r for r, actions in enumerate(schedule) for _ in actions]
         self.needs = [
             [number[a] for a in dependencies(action, len(self.ranks))] for action in self.actions
@@ -192,7 +201,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the span in which a rank idles, on average: (n-1)/(m+n-1) for 1F1B."""
+        """The share of the span in which a rank idles, on average: (n-1)/(m+n-1) for 1F1B
+        with whole backwards."""
         return 1 - sum(self.busy) / (len(self.rows) * self.span)
 
     @property
@@ -230,6 +240,10 @@ class Timeline:
         for action in self.simulator.actions:
             sums[action.kind].append(seconds(action))
         mean = {kind: sum(all_) / len(all_) for kind, all_ in sums.items()}
+        if Kind.BACKWARD in mean and Kind.BACKWARD_INPUT in mean:  # some whole, some in halves
+            total = sum(sum(all_) for kind, all_ in sums.items() if kind is not FORWARD)
+            whole = total / (len(sums[Kind.BACKWARD]) + len(sums[Kind.BACKWARD_INPUT]))
+            mean |= {Kind.BACKWARD: whole, Kind.BACKWARD_INPUT: whole - mean[Kind.BACKWARD_WEIGHT]}
         again = sum(map(self.work.recompute, range(stages))) / stages
         return self.simulator.run(Work(lambda a: mean[a.kind], recompute=lambda _: again))
 

@@ -2,9 +2,7 @@
 
 The ideal runs the same schedule with the measured mean times, but every stage takes equally long
 for every micro-batch, and transfers take no time. Its idle time is the schedule's own; any more
-that is measured comes from the cut, the batches and the machine. (Processes send gradients of
-inputs before they compute gradients of weights, so they may idle less than a schedule of whole
-backwards predicts.)
+that is measured comes from the cut, the batches and the machine.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from pipeline.schedule import (
     Action,
     Schedule,
     bubble,
+    clocks,
     draw,
     name_of,
     peak_alive,
@@ -108,7 +107,7 @@ def spent(events: Iterable[Event]) -> float:
 def bubbles(workers: Workers) -> dict[str, float]:
     """Per worker, the share of a step in which it runs no action (F, B, I, W, R): it may wait, send
     or receive. The step lasts from the first action of any worker to the last. Under GPipe and 1F1B
-    the ideal share is (n-1)/(m+n-1) for n stages, m micro-batches."""
+    the ideal share is 2(n-1)/(3m+2(n-1)) for n stages, m micro-batches."""
     actions = actions_of(workers)
     total = duration(actions) or 1.0
     return {name: 1 - spent(events) / total for name, events in actions.items()}
@@ -134,7 +133,7 @@ def shares(workers: Workers) -> dict[str, float]:
 def plot_schedule(
     name: str, num_ranks: int, num_microbatches: int, chunks: int | None, path: Path
 ) -> Path:
-    """Prints the clock table of a schedule and draws it; every action takes one clock.
+    """Prints the clock table of a schedule and draws it.
 
     Raises:
         UserError: the schedule has another number of chunks.
@@ -148,12 +147,13 @@ def plot_schedule(
     chunks = len(ranks) // num_ranks
     place, each = ("rank", f" with {chunks} chunks") if chunks > 1 else ("stage", "")
     places = [f"{place} {r}" for r in range(num_ranks)]
-    clocks = simulated(schedule, places, lambda _: 1.0)
+    takes = clocks(schedule)
+    table = simulated(schedule, places, lambda action: float(takes[action.kind]))
     held = ", ".join(map(str, peak_alive(schedule)))
     return draw_timeline(
-        path, {"": clocks}, "clock", ranks,
+        path, {"": table}, "clock", ranks,
         title=f"{name}: {num_ranks} {place}s{each}, {num_microbatches} micro-batches, "
-        f"{duration(clocks):.0f} clocks, {float(bubble(schedule)):.0%} idle",
+        f"{duration(table):.0f} clocks, {float(bubble(schedule)):.0%} idle",
         foot=f"numbers: micro-batches{', letters: chunks' if each else ''}; the {place}s hold the "
         f"activations of at most {held} {'chunks' if each else 'micro-batches'}",
     )  # fmt: skip
@@ -220,13 +220,12 @@ def ideal_of(
         return None  # none was used, or several workers share a stage
     table = find(schedule, num_stages // n)(n, len({event.microbatch for event in actions}))
     seconds = {}
-    # Per action: the events to count, and the events whose time it takes. A backward includes its
-    # recomputation and, if the schedule has whole backwards, both halves.
-    for kind, (counted, own) in {
-        "F": ("F", "F"), "B": ("BI", "BIWR"), "I": ("I", "IR"), "W": ("W", "W")
-    }.items():  # fmt: skip
+    # Per action: the events to count, and the events whose time it takes. A whole backward is both
+    # halves and its recomputation.
+    for kind, (counted, own) in {"F": ("F", "F"), "B": ("BI", "BIWR"), "W": ("W", "W")}.items():
         total = sum(spent(event for event in row if event.kind in own) for row in rows)
         seconds[kind] = total / max(1, sum(event.kind in counted for event in actions))
+    seconds["I"] = seconds["B"] - seconds["W"]
     return simulated(table, list(workers), lambda action: seconds[action.kind.value])
 
 

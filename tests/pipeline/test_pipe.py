@@ -258,7 +258,7 @@ def test_the_recorder_sees_every_action_after_what_it_needs() -> None:
     x, y = batch(8)
     with Pipe(cut(tower()), split_size=2, recorder=lambda *event: events.append(event)) as pipe:
         one_f_one_b(pipe, x, y)
-        for s, actions in enumerate(sched.one_f_one_b(2, 4)):
+        for s, actions in enumerate(sched.early(sched.one_f_one_b(2, 4))):
             mine = [event for event in events if event[1] == s]
             assert [f"{kind}{i}" for kind, _, i, _, _ in mine] == [str(a) for a in actions]
             times = [t for event in mine for t in event[3:]]

@@ -234,12 +234,12 @@ def test_a_stage_hands_on_tuples_of_any_length_and_what_nobody_needs(ranks: Rank
 # Order
 
 
-def _recorded(rank: int, _: int, early: bool) -> str:
+def _recorded(rank: int, _: int, schedule: str | sched.BuildSchedule) -> str:
     x, y = batch(8)
     events: list[Any] = []
-    with ProcessPipe(tower(), [2, 4], early_gradients=early, timeout=20) as pipe:
+    with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
         pipe.recorder = lambda *event: events.append(event)
-        pipe.train_step(x, y, square_error, "1f1b", 3)
+        pipe.train_step(x, y, square_error, schedule, 3)
         pipe.recorder = Paused()
         pipe.train_step(x, y, square_error)
     assert {event[1] for event in events} == {rank}
@@ -254,8 +254,8 @@ def test_the_recorder_sees_what_a_rank_did_and_gradients_leave_before_weights_ar
     first = "F0 send0 F1 send1 receive0 B0 F2 send2 receive1 B1 receive2 B2 receive-1"
     halves = "receive0 F0 I0 send0 W0 receive1 F1 I1 send1 W1 receive2 F2 I2 send2 W2 send-1"
     whole = "receive0 F0 B0 send0 receive1 F1 B1 send1 receive2 F2 B2 send2 send-1"
-    assert ranks.run(_recorded, True) == [first, halves]
-    assert ranks.run(_recorded, False) == [first, whole]
+    assert ranks.run(_recorded, "1f1b") == [first, halves]
+    assert ranks.run(_recorded, sched.one_f_one_b) == [first, whole]
 
 
 def random_schedule(n: int, m: int, seed: int) -> sched.Schedule:
@@ -263,7 +263,8 @@ def random_schedule(n: int, m: int, seed: int) -> sched.Schedule:
     chooser, schedule = random.Random(seed), [list[Action]() for _ in range(n)]
     left = [action for actions in sched.gpipe(n, m) for action in actions]
     while left:
-        ready = [a for a in left if not {*left}.intersection(sched.dependencies(a, n))]
+        missing = {part for a in left for part in sched.ended_with(a)}
+        ready = [a for a in left if not missing.intersection(sched.dependencies(a, n))]
         action = chooser.choice(ready)
         left.remove(action)
         schedule[action.stage].append(action)

@@ -46,6 +46,7 @@ def test_clock_cycles(m: int, n: int, expected: list[list[tuple[int, int]]]) -> 
         (sched, "GPipe, 3 stages", sched.gpipe(3, 4)),
         (sched, "1F1B, 3 stages", sched.one_f_one_b(3, 4)),
         (sched, "Zero bubble, 3 stages", sched.zero_bubble(3, 4)),
+        (sched, "1F1B with early gradients, 3 stages", sched.early(sched.one_f_one_b(3, 4))),
         (chunks, "Interleaved, 2 ranks", chunks.interleaved_1f1b(2, 4)),
         (chunks, "ZB-V, 2 ranks", chunks.zb_v(2, 3)),
     ],
@@ -79,6 +80,13 @@ def test_one_stage_per_rank_holds_and_idles_as_promised(n: int, m: int) -> None:
     assert sched.bubble(sched.gpipe(n, m)) == sched.bubble(sched.one_f_one_b(n, m)) == bubble
     assert sched.bubble(sched.sequential(n, m)) == Fraction(n - 1, n)
     assert clocks(sched.one_f_one_b(n, m)) == clocks(sched.gpipe(n, m)) == 3 * (m + n - 1)
+    for order in (sched.gpipe, sched.one_f_one_b):
+        early = sched.early(order(n, m))
+        kinds = [{a.kind.value for a in actions} for actions in early]
+        assert kinds == [{*"FB"}, *([{*"FIW"}] * (n - 1))]  # nobody waits for stage 0's gradient
+        assert clocks(early) == 3 * m + 2 * (n - 1)
+        assert sched.bubble(early) == Fraction(2 * (n - 1), 3 * m + 2 * (n - 1))
+        assert sched.peak_alive(early) == sched.peak_alive(order(n, m))
     zero_bubble = sched.zero_bubble(n, m)
     assert clocks(zero_bubble) == max(3 * m + n - 1, 2 * m + 2 * n - 1)
     assert len(sched.clock_table(zero_bubble)) == clocks(zero_bubble)
@@ -95,6 +103,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(n: int, m: int, v: int) -
     assert clocks(schedule) == (3 * (v * m + n - 1) if m >= n else 3 * (n * v + m - 1))
     if m >= n:
         assert sched.bubble(schedule) == cost.pipeline_bubble(n, m, v)
+        assert sched.bubble(sched.early(schedule)) == cost.pipeline_bubble(n, m, 1.5 * v)
     if v == 1:
         assert schedule == sched.one_f_one_b(n, m)
     elif m % n == 0:
@@ -138,7 +147,8 @@ FIRST, LAST = sched.gpipe(2, 2)
         ([FIRST, LAST[:-1]], "stage 1: B1 is there 0 times, not 1"),
         ([FIRST, [*LAST, B1]], "stage 1: B1 is there 2 times, not 1"),
         ([[*FIRST, B1], LAST], r"\(0, 0\), \(1, 0\), \(1, 1\)\]; each stage, counted from 0"),
-        ([FIRST, sched.zero_bubble(2, 2)[1]], "deadlock: .* B0 on stage 0"),
+        ([FIRST, sched.zero_bubble(2, 2)[1][:-1]], "stage 1: W1 is there 0 times, not 1"),
+        ([FIRST, [*reversed(sched.zero_bubble(2, 2)[1])]], "deadlock: .* B0 on stage 0, W1 on"),
         (
             [sched.one_f_one_b(2, 2)[0], [F1, B0, F0, B1]],
             "deadlock: what comes first never can: B0 on stage 0, B0 on stage 1",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from pipeline.catalogue import find
+from pipeline.catalogue import SCHEDULES, find
+from pipeline.chunks import interleaved_1f1b
 from pipeline.schedule import (
     Action,
     Kind,
@@ -41,8 +43,10 @@ SIZES = [(2, 5), (3, 4), (4, 8), (5, 24), (8, 24)]
 
 
 def run(name: str, n: int, m: int, transfer: Any = C, chunks: int = 1, **more: Any) -> Timeline:
-    """All stages alike; a rank's work on a micro-batch takes F + B however many chunks it has."""
-    simulator = Simulator(find(name, chunks if name == "interleaved" else None)(n, m))
+    """All stages alike; a rank's work on a micro-batch takes F + B however many chunks it has.
+    Backwards are whole, as in the papers' formulas."""
+    whole = partial(interleaved_1f1b, chunks=chunks) if name == "interleaved" else SCHEDULES[name]
+    simulator = Simulator(whole(n, m))
     stages = len(simulator.ranks)
     seconds = with_times(*([part * n / stages] * stages for part in (F, HALF, W)))
     return simulator.run(Work(seconds, lambda _: transfer, **more))
@@ -66,6 +70,8 @@ def test_closed_forms_of_the_bubble(n: int, m: int) -> None:
         found = run(name, n, m, 0)
         assert found.bubble == pipeline_bubble(n, m)
         assert found.bubble_over_work == Fraction(n - 1, m)
+        early = Simulator(find(name)(n, m)).run(Work(with_times([F] * n, [HALF] * n, [W] * n)))
+        assert early.span == m * (F + B) + (n - 1) * (F + HALF)  # W is done while others go on
     for v in (2, 3):
         assert run("interleaved", n, n * m, 0, v).bubble == pipeline_bubble(n, n * m, v)
 

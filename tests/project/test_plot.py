@@ -271,23 +271,26 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
     assert plot.draw_figure(plot.parse(line.split())) == [path]
     printed = capsys.readouterr().out.splitlines()
     assert printed == [
-        "stage 0: F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3",
-        "stage 1: .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .",
-        "stage 2: .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .",
+        "stage 0: F0 F1 F2 .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3",
+        "stage 1: .  F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 .  I3 W3 .",
+        "stage 2: .  .  F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 .  .",
     ]
     fig = drawn["1f1b.png"]
     (ax,) = fig.axes
-    actions = [box for box in boxes(ax) if box.get_width() == 1]  # the others are the rows
-    cells = [["."] * 12 for _ in range(3)]
+    actions = [box for box in boxes(ax) if box.get_width() < 16]  # the others are the rows
+    cells = [["."] * 16 for _ in range(3)]
+    kinds = "FBIW"  # in the order in which they come, from the first row on
+    colours = list(dict.fromkeys(box.get_facecolor() for box in actions))
     for box, number in zip(actions, inside(ax), strict=True):
         row, clock = round(box.get_y() + box.get_height() / 2), round(box.get_x())
-        kind = "FB"[box.get_facecolor() != actions[0].get_facecolor()]
-        cells[row][clock] = kind + number
+        kind, width = kinds[colours.index(box.get_facecolor())], round(box.get_width())
+        cells[row][clock : clock + width] = [kind + number] * width
     assert [line.split()[2:] for line in printed] == cells
-    assert title(fig) == "1f1b: 3 stages, 4 micro-batches, 12 clocks, 33% idle"
+    assert title(fig) == "1f1b: 3 stages, 4 micro-batches, 16 clocks, 25% idle"
     assert foot(fig).endswith("activations of at most 3, 2, 1 micro-batches")
-    assert legend(fig) == ["forward", "backward", "idle"]
-    assert labels(ax) == [str(k) for k in range(12)]
+    halves = ["backward (input)", "backward (weight)"]
+    assert legend(fig) == ["forward", "backward", *halves, "idle"]
+    assert labels(ax) == [str(k) for k in range(16)]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["stage 0", "stage 1", "stage 2"]
 
 
@@ -340,25 +343,29 @@ def test_split_time_throughput_and_memory(tmp_path: Path, drawn: dict[str, Figur
 
 
 def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    """Measured: 6 of 9.5 busy on both stages. Ideal: 6 of 9, (n-1)/(m+n-1) = 1/3 idle."""
+    """Measured: 6 of 9.5 busy on both stages. Ideal: 6 of 8, 2(n-1)/(3m+2(n-1)) = 1/4 idle."""
     folder = write_run(tmp_path, "pipeline2", PIPELINE, schedule="gpipe", num_microbatches=2)
     fig = draw(tmp_path, drawn, "timeline", "pipeline=2")
     measured, ideal = fig.axes
-    assert title(fig) == "pipeline, gpipe, 2 stages: 36.8% idle, ideal 33.3%"
+    assert title(fig) == "pipeline, gpipe, 2 stages: 36.8% idle, ideal 25.0%"
     assert "2 stages, gpipe, 2 micro-batches; 1 core per process; step 2; " in foot(fig)
     assert foot(fig).endswith("; numbers: micro-batches")
     heading = "measured: 9.50 s, 37% idle; then the optimizer: 500 ms"
     assert measured.get_title(loc="left") == heading
-    assert ideal.get_title(loc="left") == "ideal: 9.00 s, 33% idle"
+    assert ideal.get_title(loc="left") == "ideal: 8.00 s, 25% idle"
     rows = [label.get_text() for label in measured.get_yticklabels()]
     assert rows == ["rank 0\n37% idle", "rank 1\n37% idle"]
-    assert legend(fig) == ["forward", "backward", "optimizer", "send", "receive", "idle"]
-    assert inside(ideal) == ["0", "1", "0", "1"] * 2
+    halves = ["backward (input)", "backward (weight)"]
+    assert legend(fig) == [
+        "forward", "backward", *halves, "optimizer", "send", "receive", "idle"
+    ]  # fmt: skip
+    assert inside(ideal) == ["0", "1", "0", "1", "0", "1", "0", "0", "1", "1"]
     spans = [(b.get_x(), b.get_x() + b.get_width()) for b in boxes(ideal)]
     assert spans == [
         pytest.approx(span)
         for span in [
-            (0, 9), (0, 1), (1, 2), (5, 7), (7, 9), (0, 9), (1, 2), (2, 3), (3, 5), (5, 7)
+            (0, 8), (0, 1), (1, 2), (4, 6), (6, 8),
+            (0, 8), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7),
         ]
     ]  # fmt: skip
     assert (folder / "trace.json").is_file()
@@ -380,13 +387,14 @@ def row(*events: tuple[str, float, float], step: int = 0, stage: int = 0) -> lis
 
 
 def test_the_ideal_counts_recomputation_and_both_halves_as_backward() -> None:
-    for backward in (
-        [("R", 1, 2), ("B", 2, 4)], [("R", 1, 2), ("B", 1, 4)], [("I", 1, 3), ("W", 3, 4)]
-    ):  # fmt: skip
-        workers = {f"rank {s}": row(("F", 0, 1), *backward, stage=s) for s in range(2)}
+    last = row(("F", 0, 1), ("R", 1, 2), ("I", 2, 3), ("W", 3, 4), stage=1)
+    for backward in ([("R", 1, 2), ("B", 2, 4)], [("R", 1, 2), ("B", 1, 4)], [("B", 1, 4)]):
+        workers = {"rank 0": row(("F", 0, 1), *backward), "rank 1": last}
         ideal = ideal_of(workers, "1f1b")
         assert ideal is not None
-        assert [(e.kind, e.start, e.end) for e in ideal["rank 0"]] == [("F", 0, 1), ("B", 5, 8)]
+        assert [[(e.kind, e.start, e.end) for e in events] for events in ideal.values()] == [
+            [("F", 0, 1), ("B", 4, 7)], [("F", 1, 2), ("I", 2, 4), ("W", 4, 5)]
+        ]  # fmt: skip
         assert ideal_of(workers, "one of one's own") is None
 
 
