@@ -5,8 +5,9 @@ trace holds for other sizes under conditions, which `Program.leaves` checks: if 
 branches on ``x.size(1) > 4``, inputs must take the same branch as the example. A branch on values
 cannot be traced; the error names its line.
 
-Not public in torch.export: ``_guards_code``, its conditions as Python expressions, and
-``backed_size_oblivious``, without which torch assumes that a size that may be 1 never is.
+Not public: ``_guards_code``, the conditions of torch.export as Python expressions;
+``backed_size_oblivious``, without which torch assumes that a size that may be 1 never is; and
+``_is_setup_context_defined``, which tells of a call of an autograd function.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import io
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.fx.experimental._config as symbols
@@ -138,6 +141,29 @@ class _AnyInput(nn.Module):
         return output
 
 
+@contextlib.contextmanager
+def _only_operators() -> Iterator[None]:
+    """Inside, what a trace would lose raises ValueError: a backward that is code, and hooks."""
+
+    def refuse(what: str) -> Callable[..., Any]:
+        def call(*_: Any) -> Any:
+            raise ValueError(f"{what} would be lost: a trace holds only what forward computes")
+
+        return call
+
+    hook = refuse("a hook on a tensor")
+    with (
+        # which every `apply` calls, also one that was taken from its class before
+        patch.object(
+            torch.autograd.function, "_is_setup_context_defined",
+            refuse("the backward of a torch.autograd.Function"),
+        ),
+        patch.object(Tensor, "register_hook", hook),
+        patch.object(Tensor, "register_post_accumulate_grad_hook", hook),
+    ):  # fmt: skip
+        yield
+
+
 def _export(module: nn.Module, example: Any) -> ExportedProgram:
     """A trace for any sizes; ValueError names the line of user code that prevents it."""
     sizes = pytree.tree_map(  # symbols, unless forward fixes them
@@ -148,6 +174,7 @@ def _export(module: nn.Module, example: Any) -> ExportedProgram:
         with (
             symbols.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
             contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph of a failure there
+            _only_operators(),
         ):
             return export(_AnyInput(module), (example,), dynamic_shapes=(sizes,), strict=False)
     except Exception as error:

@@ -78,8 +78,9 @@ def split(
         at: names of submodules: a stage begins at the first call of each.
         stages: their number, instead of ``at``.
 
-    Raises ValueError if there is no such cut, or if ``module`` cannot be traced: with the line of
-    its code, and a remedy.
+    Raises ValueError if there is no such cut; if ``module`` cannot be traced, with the line of its
+    code, and a remedy; if only some of its submodules are in training mode; or if its backward is
+    more than the derivative of its operators: custom autograd functions, hooks.
     """
     if (at is None) == (stages is None):
         raise ValueError(f"at={at}, stages={stages}: give one of the two, as stages=2")
@@ -88,6 +89,7 @@ def split(
         Tensor, lambda t: at_least_two(t.detach().to(device)), example_inputs
     )
     modes = [(m, m.training) for m in module.modules()]
+    _refuse_what_a_trace_loses(module)
     try:
         programs = {mode: Program(module.train(mode), example, device) for mode in (True, False)}
     finally:
@@ -95,6 +97,24 @@ def split(
             m.training = mode
     names = at if stages is None else _balanced(programs, example, stages)
     return _cut(programs, names or ()).train(module.training)
+
+
+def _refuse_what_a_trace_loses(module: nn.Module) -> None:
+    words = {True: "training", False: "evaluation"}
+    for name, m in module.named_modules():
+        who = f"{name or 'the model'} ({type(m).__name__})"
+        if m._backward_hooks or m._backward_pre_hooks:
+            raise ValueError(
+                f"{who} has a hook on its backward, which would never run: the stages have its "
+                "operators, and no module to call. Remove the hook, or cut the model by hand: "
+                "nn.Sequential(*layers)"
+            )
+        if m.training is not module.training:
+            raise ValueError(
+                f"{who} is in {words[m.training]}, the model in {words[module.training]}: a stage "
+                f"has one mode. Call model.train({module.training}) first, or cut the model by "
+                "hand: nn.Sequential(*layers)"
+            )
 
 
 class Traced(nn.Module):

@@ -43,7 +43,7 @@ def traced_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
     begins = [f"h.{k}{half}" for k in range(model.config.n_layer) for half in ("", ".ln_2")]
     at = [f"model.transformer.{name}" for name in (*begins, "ln_f")]
     example = torch.zeros(2, 2, dtype=torch.long), torch.ones(2, 2)
-    traced = split(LogitsOfTargets(model), example, at)
+    traced = split(LogitsOfTargets(model).train(model.training), example, at)
     first, *rest = zip(traced, gpt2_layers(model), strict=True)
     return [FirstTracedLayer(*first), *(TracedLayer(*pair) for pair in rest)]
 

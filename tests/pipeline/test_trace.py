@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.partition import WithDevice
@@ -20,6 +21,7 @@ from pipeline.process import ProcessPipe
 from pipeline.stage import Stage
 from pipeline.trace import split
 from tests.pipeline.pipeline_models import (
+    Call,
     assert_close,
     assert_same_bits,
     gpt2,
@@ -128,15 +130,12 @@ def in_threads(stages: nn.Sequential) -> Pipe:
 
 @pytest.mark.parametrize("name", CASES)
 def test_stages_in_threads_compute_what_the_module_does(name: str) -> None:
-    """Of other sizes than the example's; the last micro-batch is smaller. Modes stay as they were:
-    those of the module, and the stages have its."""
+    """Of other sizes than the example's; the last micro-batch is smaller. The mode stays as it was,
+    and the stages have it."""
     make, example, x, target, loss_fn, at = CASES[name]
     module = make()
-    next(module.children()).eval()
-    modes = [m.training for m in module.modules()]
     stages = split(module, example, at)
-    assert [m.training for m in module.modules()] == modes
-    assert all(stage.training for stage in stages)
+    assert all(m.training for m in (*module.modules(), *stages))
     names = [{n for n, _ in stage.named_parameters()} for stage in stages]
     assert set.union(*names) == {n for n, _ in module.named_parameters()}
     start = copy.deepcopy(module.state_dict())
@@ -277,6 +276,38 @@ class Counts(nn.Module):
 LINE = Chooses.forward.__code__.co_firstlineno + 1
 
 
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+def with_(what: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(4, 4), Call(what), nn.Linear(4, 4))
+
+
+def hooked_tensor(x: Tensor) -> Tensor:
+    if x.requires_grad:  # not while a trace is run on values
+        x.register_hook(lambda g: g * 2)
+    return x
+
+
+def hooked_module() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()))
+    model[1][0].register_full_backward_hook(lambda *_: None)
+    return model
+
+
+def in_two_modes() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4)))
+    model[1][0].eval()
+    return model
+
+
 @pytest.mark.parametrize(
     ("module", "how", "said"),
     [
@@ -294,6 +325,23 @@ LINE = Chooses.forward.__code__.co_firstlineno + 1
         (Short, {}, "at=None, stages=None: give one of the two, as stages=2"),
         (Short, {"at": ["c"]}, "at=c: forward calls no such submodule, but a, b"),
         (Short, {"at": ["a"]}, "nothing is left to compute before a"),
+        (
+            with_(Reverse.apply),
+            {"stages": 1},
+            r"the backward of a torch.autograd.Function would be lost.*; or cut the model by hand",
+        ),
+        (
+            with_(hooked_tensor),
+            {"stages": 1},
+            r"test_trace.py:\d+: `x.register_hook.*a hook on a tensor would be lost.* by hand",
+        ),
+        (
+            with_(lambda x: checkpoint(torch.tanh, x, use_reentrant=True)),
+            {"stages": 1},
+            r"test_trace.py:\d+: `with_.*the backward of a torch.autograd.Function would be lost",
+        ),
+        (hooked_module, {"stages": 1}, r"1\.0 \(Tanh\) has a hook on its backward, which would"),
+        (in_two_modes, {"stages": 1}, r"1\.0 \(BatchNorm1d\) is in evaluation, the model in trai"),
         (TwoNorms, {"at": ["a"]}, "buffer norm.running_.* is written to and used on several"),
     ],
 )
@@ -302,6 +350,19 @@ def test_what_cannot_be_traced_or_cut_is_said(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         split(made(module), **{"example_inputs": noise(2, 4), **how})
+
+
+def test_a_checkpoint_that_keeps_the_graph_is_traced() -> None:
+    def again(x: Tensor) -> Tensor:
+        return checkpoint(torch.tanh, x, use_reentrant=False)
+
+    model = made(with_(again))
+    with in_threads(split(model, noise(2, 4), stages=1)) as pipe:
+        pipe(noise(3, 4)).sum().backward()
+    found = everything(model)
+    model.zero_grad()
+    model(noise(3, 4)).sum().backward()
+    assert_close(found, everything(model))
 
 
 def test_inputs_must_answer_as_the_example_did() -> None:
