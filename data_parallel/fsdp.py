@@ -49,7 +49,7 @@ from data_parallel.sharding import FlatPiece, make_units
 from data_parallel.shards import Gradients, ShardedUnit
 from runtime.graph import Initialize
 from runtime.recorder import Recorder, acting
-from runtime.unseen import Strangers
+from runtime.unseen import Strangers, refuse_gradient, refuse_gradient_hooks
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of flat shards. It must work element by element, like SGD, Adam or AdamW.
@@ -87,7 +87,8 @@ class FullyShardedDataParallel:
         kind: of a name; parameters of different kinds go into different units.
 
     Raises:
-        ValueError: there is nothing to train, or something is on the meta device without `init`.
+        ValueError: there is nothing to train, something is on the meta device without `init`, or a
+            parameter has a hook on its gradient.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class FullyShardedDataParallel:
         model = nn.Sequential(*layers)
         own_names = {t: name for name, t in [*model.named_parameters(), *model.named_buffers()]}
         names = own_names if names is None else names
+        refuse_gradient_hooks(model.named_parameters())
         if init is None and any(t.is_meta for t in own_names):
             raise ValueError("on the meta device a model needs init, which fills it by name")
         planned, parameters, places = make_units(layers, names, world_size, compute_dtype, kind)
@@ -153,10 +155,12 @@ class FullyShardedDataParallel:
 
         Raises:
             RuntimeError: a layer's output depends on a tensor that requires a gradient and that the
-                previous layer did not return in a container of `torch.utils._pytree`.
+                previous layer did not return in a container of `torch.utils._pytree`; or x does.
         """
         self._forget()  # what a forward without a backward has left
         value, training = pytree.tree_map_only(Tensor, self._cast, x), torch.is_grad_enabled()
+        if training:
+            refuse_gradient(x, "the input", "make what computes it the first of the layers")
         for k, layer in enumerate(self.layers):
             following = _first(later.units for later in self.layers[k + 1 :])
             graph = None
@@ -226,7 +230,11 @@ class FullyShardedDataParallel:
 
         Returns:
             This rank's part of the loss. The sum over the ranks is the loss of the step.
+
+        Raises:
+            RuntimeError: see `forward`; or `scale` requires a gradient.
         """
+        refuse_gradient(scale, "scale", "let a layer or loss_fn multiply by a parameter")
         most = torch.tensor(len(inputs), device=self.device)  # all ranks make as many passes
         with self._record("all_reduce", -1):
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)

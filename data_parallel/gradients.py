@@ -73,9 +73,16 @@ def _gradients(model: nn.Module, group: dist.ProcessGroup | None) -> list[Tensor
     has = has.to(parameters[0].device)
     dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
     for p, somewhere in zip(parameters, has.tolist(), strict=True):
+        _make_dense(p)
         if somewhere and p.grad is None:
             p.grad = torch.zeros_like(p)
     return [p.grad for p in parameters if p.grad is not None]
+
+
+def _make_dense(p: nn.Parameter) -> None:
+    """Collectives take dense gradients; an embedding's may be sparse."""
+    if p.grad is not None and p.grad.is_sparse:
+        p.grad = p.grad.to_dense()
 
 
 class _Bucket:
@@ -99,6 +106,7 @@ class _Bucket:
         autograd allocates a new gradient, which is copied once. (Zeroing the view and adding to it
         would move twice as much memory.)"""
         p, view = self.parameters[i], self.views[i]
+        _make_dense(p)
         if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
             view.copy_(p.grad)
             p.grad = view  # a next backward adds to it in place

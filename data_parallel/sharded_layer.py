@@ -19,7 +19,7 @@ Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from data_parallel.shards import ShardedUnit
 from runtime.graph import Graph
 from runtime.recompute import SameDraws, unchanged
 from runtime.sharing import Watch
-from runtime.unseen import Strangers
+from runtime.unseen import Strangers, refuse_gradient_hooks, written_by_torch
 
 
 class _Note(NamedTuple):
@@ -84,6 +84,7 @@ class ShardedLayer:
         self.regathered = [u for u in self.units if u.unit.index in needed]
         self.forget = recompute and self.regathered == self.units
         self._places, self._empty = places, empty
+        self._torchs_own = written_by_torch(module)
         self._put(self._empty)
 
     def forward(self, value: Any) -> tuple[Any, LayerGraph]:
@@ -93,8 +94,15 @@ class ShardedLayer:
         Raises:
             RuntimeError: the output depends on a tensor that requires a gradient and is not a leaf
                 of `value`.
-            ValueError: the layer writes to one of two tensors that share memory.
+            ValueError: the layer writes to one of two tensors that share memory; or a parameter has
+                a hook on its gradient.
         """
+        if torch.is_grad_enabled():
+            refuse_gradient_hooks(
+                (entry.name, p)
+                for u in self.units
+                for entry, p in zip(u.unit.entries, self._empty[u.unit.index], strict=True)
+            )
         graph = LayerGraph(self.device)
         forget = self.forget and torch.is_grad_enabled()
         run = partial(self._run, graph, forget)
@@ -105,7 +113,7 @@ class ShardedLayer:
         graph.recompute(partial(self._run, graph, True))
 
     def _run(self, graph: LayerGraph, forget: bool, entered: Any) -> Any:
-        parameters = self._gathered()
+        parameters = self._gathered(self.units)
         graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
         leaves, watch = pytree.tree_leaves(entered), Watch()
         watch.add(leaves[k] for k in graph.shared)  # each shares memory with another
@@ -128,18 +136,26 @@ class ShardedLayer:
     def backward(
         self, graph: LayerGraph, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], dict[int, list[Tensor | None]]]:
-        """The gradients of the input's leaves, and of the parameters of each trainable unit.
+        """The gradients of the input's leaves, and of the parameters of each trainable unit; all
+        dense.
 
         `gradients` has one entry per leaf of the output, which may be None.
         """
         flat = [p for leaves in graph.leaves.values() for p in leaves]  # all trainable units'
-        of_inputs, found = graph.differentiate(flat, gradients)
+        if not self._torchs_own:  # else a checkpoint may run its part of the forward again
+            self._put({**self._empty, **self._gathered(self.regathered)})
+        try:
+            of_inputs, found = graph.differentiate(flat, gradients)
+        finally:
+            if not self._torchs_own:
+                self._put(self._empty)
+        found = {p: g.to_dense() if g.is_sparse else g for p, g in found.items()}
         return of_inputs, {u: [found.get(p) for p in ps] for u, ps in graph.leaves.items()}
 
-    def _gathered(self) -> dict[int, list[nn.Parameter]]:
-        """Views of the gathered units, by unit and entry."""
+    def _gathered(self, units: Iterable[ShardedUnit]) -> dict[int, list[nn.Parameter]]:
+        """Views of gathered units, by unit and entry."""
         found = {}  # new leaves for every forward, so each graph has its own
-        for u in self.units:
+        for u in units:
             assert u.whole is not None, "the layer's parameters are not gathered"
             views = u.unit.views(u.whole)
             found[u.unit.index] = [nn.Parameter(view, u.unit.trainable) for view in views]

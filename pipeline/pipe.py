@@ -30,11 +30,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from runtime.randomness import StepSeed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder
-from runtime.unseen import refuse_hooks
+from runtime.unseen import refuse_gradient, refuse_hooks
 
 from . import microbatch
 from .autograd import pipelined
@@ -208,20 +209,25 @@ class Pipe(nn.Module):
         the mean over the target tokens of the whole batch, for any cut into micro-batches. Without
         ``num_microbatches``, micro-batches have ``split_size`` examples; `MicroBatches` are not cut
         again. If a stage raises, no ``.grad`` changes. Gradients are delivered on the calling
-        thread, stage by stage, so that hooks such as an all-reduce run in one order everywhere.
+        thread, stage by stage, so that hooks such as an all-reduce run in one order everywhere; x
+        may have a graph, into which its gradient goes on. ``scale`` may not require a gradient.
         """
         if num_microbatches is None:
             sizes = partial(microbatch.sizes_by_split, split_size=self.split_size)
         else:
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
         inputs, targets = microbatch.cut(x, target, sizes)  # one each per micro-batch
+        refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
+        leaves = [leaf for value in inputs for leaf in pytree.tree_leaves(value)]
+        wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         refuse_hooks([*self._uncalled, ("the Pipe", self)])
         with self._crew.alone():
             self._refresh_replicas()
             stages = self._new_stages(len(inputs))
             losses, n = Losses(loss_fn, targets, scale, stages[-1].memory), len(stages)
-            # up: into every stage, none for the loss; down: into every stage but the last
-            up, down = channels(range(n)), channels(range(1, n))
+            # up: into every stage, none for the loss; down: out of every stage, the first only if
+            # the input has a gradient
+            up, down = channels(range(n)), channels(range(not any(wanted), n))
             for i, value in enumerate(inputs):
                 up[0].put(i, value)  # all at once: the channel holds them
             _, actions = plan(schedule, self._ranks, len(targets))  # of all ranks, by clock
@@ -232,6 +238,10 @@ class Pipe(nn.Module):
             own, tied = gradients_by_stage(stages, self.replicas)  # all workers are done
             for gradients in (*own, tied):
                 deliver(gradients)
+            if any(wanted):  # on into the caller's graph
+                found = [dx for i in range(len(inputs)) for dx in down[0].get(i)]  # by leaf
+                pairs = [(x, dx) for x, dx in zip(leaves, found, strict=True) if dx is not None]
+                torch.autograd.backward([x for x, _ in pairs], [dx.to(x.device) for x, dx in pairs])
             return loss
 
     def run_on_stages(self, function: Callable[[int], T]) -> list[T]:

@@ -46,7 +46,7 @@ from runtime.graph import Initialize
 from runtime.randomness import StepSeed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder, acting
-from runtime.unseen import refuse_hooks
+from runtime.unseen import refuse_gradient, refuse_hooks
 
 from . import microbatch, ownership
 from .catalogue import plan
@@ -156,6 +156,8 @@ class ProcessPipe:
         the pipe cannot be used again.
         """
         with self._step(), torch.enable_grad():
+            refuse_gradient(x, "the input", "make what computes it the first of the layers")
+            refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
             seed = StepSeed()
             seed.get()  # even if no layer draws, so that all ranks draw equally often
             stages = self._stages(seed)

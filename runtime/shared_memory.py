@@ -19,7 +19,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -103,6 +103,12 @@ class SharedBuffers:
             if file != -1:
                 os.close(file)
         return None
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "memory that ranks share cannot be copied or pickled, nor can what uses it: copy the "
+            "module inside, as in copy.deepcopy(ddp.module), and wrap the copy on all ranks"
+        )
 
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements of a rank's memory, from byte `offset` on."""

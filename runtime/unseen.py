@@ -6,7 +6,9 @@ detached and handed on, and their gradients come back. These would be lost silen
 - the gradients of tensors inside an object that pytree does not know: `hidden_type`;
 - the gradients of tensors that a layer takes from an attribute of another layer or from a closure:
   `Strangers`;
-- hooks on a module whose children are called instead of it: `refuse_hooks`.
+- hooks on a module whose children are called instead of it: `refuse_hooks`;
+- hooks on the gradient of a parameter that no rank has whole: `refuse_gradient_hooks`;
+- the gradient of what is given and not trained: `refuse_gradient`.
 """
 
 from __future__ import annotations
@@ -79,6 +81,36 @@ class Strangers:
                     "layer"
                 )
             nodes += [above for above, _ in node.next_functions if above is not None]
+
+
+def refuse_gradient(value: Any, what: str, instead: str) -> None:
+    """RuntimeError if a tensor in ``value`` requires a gradient, which nobody would bring back."""
+    if any(t.requires_grad for t in tensors_in(value)):
+        raise RuntimeError(
+            f"{what} requires grad, and its gradient would be lost: {instead}; or detach() it, if "
+            "no gradient is wanted"
+        )
+
+
+def refuse_gradient_hooks(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """ValueError if one of the named parameters has a hook on its gradient."""
+    for name, p in parameters:
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"the parameter {name} has a hook on its gradient, which would never run: each "
+                "rank has the sum of a part of the gradient, and none has it whole. Change the "
+                "grad of the shards between expose_gradients() and optimizer_step(), or use "
+                "DistributedDataParallel"
+            )
+
+
+def written_by_torch(module: Any) -> bool:
+    """Whether all code that the module runs is torch's own: its submodules', and no hook."""
+    return isinstance(module, nn.Module) and all(
+        type(m).__module__.startswith("torch.nn.modules.")
+        and not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks)
+        for m in module.modules()
+    )
 
 
 def refuse_hooks(uncalled: Iterable[tuple[str, nn.Module]]) -> None:

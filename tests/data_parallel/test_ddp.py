@@ -4,6 +4,8 @@ That training is then that of one process, the rows of tests/equivalence/table.p
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 from data_parallel.ddp import DistributedDataParallel
+from data_parallel.gradients import average_gradients, average_gradients_flat
 from tests.ranks import Ranks
 
 
@@ -44,3 +47,43 @@ def _unequal(rank: int, _: int) -> None:
 
 def test_other_modules_on_other_ranks_are_refused_everywhere(ranks: Ranks) -> None:
     ranks.run(_unequal)
+
+
+def _copied(rank: int, world_size: int, share: bool) -> None:
+    """A copy has buckets of its own, or there is none."""
+    ddp: Any = DistributedDataParallel(nn.Linear(2, 1).double(), share_memory=share)
+    if share:
+        with pytest.raises(TypeError, match=r"^memory that ranks share cannot be copied"):
+            deepcopy(ddp)
+        ddp = DistributedDataParallel(deepcopy(ddp.module))
+    else:
+        ddp = deepcopy(ddp)
+    ddp(torch.full((1, 2), 1.0 + rank, dtype=torch.float64)).sum().backward()
+    ddp.average_gradients()
+    mean = (world_size + 1) / 2  # of 1, 2, ...
+    assert ddp.module.weight.grad.tolist() == [[mean, mean]]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_copy_averages_its_gradients_or_is_refused(ranks: Ranks, share: bool) -> None:
+    ranks.run(_copied, share)
+
+
+def _sparse(rank: int, world_size: int, way: str) -> None:
+    """Rank r looks up words 0 and r, twice."""
+    net: Any = nn.Embedding(4, 2, sparse=True, dtype=torch.float64)
+    ddp = DistributedDataParallel(net) if way == "buckets" else net
+    for last in (False, True):
+        with ddp.no_sync() if way == "buckets" and not last else nullcontext():
+            ddp(torch.tensor([0, rank])).sum().backward()
+    if way == "buckets":
+        ddp.average_gradients()
+    else:
+        {"per_parameter": average_gradients, "flat": average_gradients_flat}[way](net)
+    assert world_size == 2
+    assert net.weight.grad.tolist() == [[3.0, 3.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("way", ["buckets", "per_parameter", "flat"])
+def test_gradients_of_sparse_embeddings_are_averaged(ranks: Ranks, way: str) -> None:
+    ranks.run(_sparse, way)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from tests.data_parallel.sharded_models import (
@@ -111,9 +112,32 @@ class Matrix(nn.Module):
         return x @ self.table.weight
 
 
+class Again(nn.Module):
+    """Runs its layers again in backward, of which one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.layers[2].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.layers, x.sin(), use_reentrant=False)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table((x.sum(-1) > 0).long())
+
+
 LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
     "parameter": lambda: [Own(), Own(), Call(lambda given: given[0] * given[1] * given[2])],
     "matrix": lambda: [Matrix(), nn.Linear(3, 1, bias=False)],
+    "checkpoint": lambda: [Again(), nn.Tanh(), Again()],
+    "sparse": lambda: [Sparse(), nn.Linear(3, 3), Sparse()],
     "closed": lambda: [
         Call(lambda x: SimpleNamespace(hidden=torch.tanh(x), skip=x)),  # torch cannot look inside
         Call(lambda box: box.hidden * box.skip),
@@ -143,7 +167,8 @@ def _trained(rank: int, _: int, kind: str) -> None:
     fsdp.backward(fsdp.forward(inputs[rank].clone()).sum())  # layers may write to it
     for x in inputs:
         models[1](x).sum().backward()
-    same(whole(fsdp, "gradients"), {n: p.grad for n, p in models[1].named_parameters()})
+    want = {n: p.grad for n, p in models[1].named_parameters() if p.grad is not None}
+    same(whole(fsdp, "gradients"), {n: grad.to_dense() for n, grad in want.items()})
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -152,7 +177,7 @@ def test_what_layers_hand_on_has_its_gradient_or_is_refused(ranks: Ranks, kind: 
 
 
 def _mistakes(_: int, _world: int) -> None:
-    def make(*layers: nn.Module, **options: Any) -> FullyShardedDataParallel:
+    def make(*layers: nn.Module, **options: Any) -> Any:
         return FullyShardedDataParallel(layers, SGD, **options)
 
     fsdp, step = make(nn.Linear(2, 2), zero=1), ([torch.ones(1, 2)], [None], lambda y, _: y.sum())
@@ -165,6 +190,32 @@ def _mistakes(_: int, _world: int) -> None:
         make(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match="the layers have no parameter that requires a gradient"):
         make(nn.Tanh())
+    emb = nn.Linear(2, 2)
+    fsdp = make(nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    for call, said in (
+        (
+            lambda: fsdp.forward(emb(x)),
+            "the input requires grad, and its gradient would be",
+        ),
+        (lambda: fsdp.train_step([emb(x)], [None], step[2]), "the input requires grad"),
+        (lambda: fsdp.train_step([x], [None], step[2], emb.bias.sum()), "scale requires grad, and"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            call()
+    with torch.no_grad():
+        fsdp.forward(emb(x))
+    weights = [nn.Linear(2, 2).weight for _ in "12"]
+    weights[0].register_hook(lambda g: g * 2)
+    weights[1].register_post_accumulate_grad_hook(lambda _: None)
+    for weight in weights:
+        layer = nn.Linear(2, 2)
+        layer.weight = weight
+        with pytest.raises(ValueError, match=r"^the parameter 0\.weight has a hook on its grad"):
+            make(layer)
+    fsdp.layers[0].module.weight.register_hook(lambda g: g * 2)
+    with pytest.raises(ValueError, match=r"^the parameter 0\.weight has a hook on its grad"):
+        fsdp.forward(x)
 
 
 def test_mistakes(ranks: Ranks) -> None:

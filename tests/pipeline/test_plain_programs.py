@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.messages import PeerError
+from pipeline.microbatch import MicroBatches
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
@@ -233,6 +234,30 @@ def test_it_trains_as_in_plain_pytorch(name: str) -> None:
         assert_close(gradients(model) | {"loss": loss}, expected)
 
 
+@pytest.mark.parametrize("m", [1, 3])
+def test_what_computes_the_input_gets_its_gradient(m: int) -> None:
+    """In plain PyTorch the graph reaches beyond the first layer; a leaf of the input is used twice,
+    and one needs no gradient."""
+    torch.manual_seed(0)
+    first, model = linear().double(), nn.Sequential(Call(lambda v: v[0] * v[1] + v[2]), linear())
+    x, y = sequences()
+    expected = in_one_process(nn.Sequential(model[0], model[1].double()), given(first, x), y)
+    expected |= take_gradients(first)
+    for schedule in ("gpipe", "1f1b", "zb"):
+        with Pipe(cut(model, (1, 1))) as pipe:
+            loss = pipe.train_step(
+                given(first, x), y, lambda o, t: square_error(o, t) / 2, schedule, m, scale=2.0
+            )
+        found = {**take_gradients(pipe.partitions[1])}
+        found = {f"1.{name.split('.')[-1]}": g for name, g in found.items()}
+        assert_close(found | {"loss": loss} | take_gradients(first), expected)
+
+
+def given(first: nn.Module, x: Tensor) -> Any:
+    h = first(x)
+    return h, h.sin(), x
+
+
 # What is refused: between stages its gradient would be lost or wrong
 
 
@@ -266,6 +291,20 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] =
     "an attribute": (skipping, (2, 2), STRANGE.format(r"3 \(Call\)")),
     "another's parameter": (anothers_parameter, (2, 2), STRANGE.format(r"2 \(Call\)")),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["scale", "the input"])
+def test_a_scale_and_what_a_process_is_given_may_not_require_grad(what: str) -> None:
+    first = linear().double()
+    x, y = sequences()
+    both = nn.Sequential(linear(), linear()).double()
+    pipes: Any = (ProcessPipe(both, [2]), *[Pipe(cut(both, (1, 1)))] * (what == "scale"))
+    for pipe in pipes:
+        with pipe, pytest.raises(RuntimeError, match=rf"^{what} requires grad, and its gradient"):
+            if what == "scale":
+                pipe.train_step(x, y, square_error, num_microbatches=2, scale=first.bias.sum())
+            else:
+                pipe.train_step(MicroBatches([first(x)]), MicroBatches([y]), square_error)
 
 
 @pytest.mark.parametrize("step", STEPS)

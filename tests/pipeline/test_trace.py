@@ -298,13 +298,13 @@ def hooked_tensor(x: Tensor) -> Tensor:
 
 def hooked_module() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()))
-    model[1][0].register_full_backward_hook(lambda *_: None)
+    model.get_submodule("1.0").register_full_backward_hook(lambda *_: None)
     return model
 
 
 def in_two_modes() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4)))
-    model[1][0].eval()
+    model.get_submodule("1.0").eval()
     return model
 
 
