@@ -113,7 +113,6 @@ class Stage:
         self._seed = seed or StepSeed()
         self._randomness = StageRandomness(device)
         self._later = WeightsLater(self.parameters)
-        self._looked = False  # whether the first micro-batch was checked for hidden inputs
         self._recompute = recompute
         by_layer = by_layer and recompute == NEVER
         cut = segments(list(module), LAYERS if by_layer else recompute)  # per part, its layers
@@ -139,7 +138,6 @@ class Stage:
             run = partial(self._layers, i, part, graph, watch, tail)
             value = graph.record(value, run, is_first, self._forgets(i, part, tail))
             kept.graphs.append(graph)  # value: detached, the next part's input
-        self._looked = True  # every layer has run once
         if torch.is_grad_enabled():
             self._kept[i] = kept
         return value
@@ -241,12 +239,12 @@ class Stage:
             with ExitStack() as around:
                 if training:
                     around.enter_context(self._later.into(graph.products))
-                if training and not self._looked and self._recompute != NEVER:
+                if training and self._recompute != NEVER:
                     around.enter_context(unchanged(layer, name))
                 around.enter_context(self._randomness.of(self._seed, k, i))
                 value = layer(value)
             watch.check(name)  # after each, to name the culprit
-            if not self._looked and training:
+            if training:
                 strangers.refuse(value, name)
         if (kind := hidden_type(value)) is not None:
             raise TypeError(

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import count
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -271,6 +272,18 @@ def anothers_parameter() -> list[nn.Module]:
     return [first, nn.Tanh(), Call(lambda h: h @ first.weight), nn.Tanh()]
 
 
+def later() -> list[nn.Module]:
+    """Another's parameter, not yet in the first micro-batch."""
+    first, calls = linear(), count()
+    return [first, nn.Tanh(), Call(lambda h: h @ first.weight if next(calls) else h), nn.Tanh()]
+
+
+def reentrant() -> list[nn.Module]:
+    layer, again = linear(), Call(lambda h: checkpoint(layer, h, use_reentrant=True))
+    again.layer = layer
+    return [linear(), again]
+
+
 HIDDEN = (
     r"layer 1 \(Call\) hands on a Plain with tensors inside, which the pipeline cannot see, "
     "move or differentiate: return tensors, or tuples, lists and dicts of them"
@@ -290,6 +303,10 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], str]] =
     ),
     "an attribute": (skipping, (2, 2), STRANGE.format(r"3 \(Call\)")),
     "another's parameter": (anothers_parameter, (2, 2), STRANGE.format(r"2 \(Call\)")),
+    "another's parameter, later": (later, (2, 2), STRANGE.format(r"2 \(Call\)")),
+    "a checkpoint with reentry": (
+        reentrant, (1, 1), r"layer 1 \(Call\) uses checkpoint\(use_reentrant=True\)",
+    ),
 }  # fmt: skip
 
 
