@@ -39,7 +39,7 @@ class _LossModel(nn.Module):
         self.layers = nn.Sequential(*gpt2_layers(model))
 
     def forward(self, ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        return loss_of_targets(self.layers((ids, weights)), (labels, weights))
+        return loss_of_targets(self.layers((ids, weights)), labels[weights != 0])
 
 
 Batch = tuple[Tensor, Tensor, Tensor]

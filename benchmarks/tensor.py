@@ -92,7 +92,7 @@ class _One:
     def step(self) -> Tensor:
         self.optimizer.zero_grad()
         ids, weights, keys, labels = _batch()
-        loss = loss_of_targets(self.net((ids, weights, keys)), (labels, weights)) / ids.numel()
+        loss = loss_of_targets(self.net((ids, weights, keys)), labels.flatten()) / ids.numel()
         loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -118,14 +118,15 @@ class _Ours:
         layers: list[Any] = gpt2_layers(model)
         layers[-1] = HeadAndLoss(model.transformer.ln_f, model.lm_head, sequence_parallel)
         for layer in layers[:-1]:
-            layer.shard = self.ranks.rank
+            layer.shard, layer.sequence_parallel = self.ranks.rank, sequence_parallel
         self.layers, self.net = layers, nn.Sequential(*layers)
         self.whole = [p for name, p in model.named_parameters() if name not in parts]
         self.optimizer = _adamw(model.parameters())
 
     def step(self) -> Tensor:
         self.optimizer.zero_grad()
-        loss = self.net(_batch()) / (B * T)
+        *x, labels = _batch()
+        loss = self.net((*x, labels.flatten())) / (B * T)
         loss.backward()
         if self.sequence_parallel:
             gradients = [p.grad for p in self.whole if p.grad is not None]
@@ -292,7 +293,7 @@ class _AllLogits(torch.autograd.Function):
 def _fused(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks) -> Tensor:
     first = ranks.rank * len(weight)
     known = weight[: PUBLISHED - first]
-    return head_loss(replicate(hidden, ranks), known, labels, torch.ones_like(labels), ranks, first)
+    return head_loss(replicate(hidden, ranks), known, labels, ranks, first)
 
 
 def _gathered(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks) -> Tensor:
@@ -351,13 +352,14 @@ def _held(world: World, sequence_parallel: bool, out: Path) -> None:
             kept[storage.data_ptr()] = storage.nbytes()
         return t
 
-    value: Any = _batch()
+    *x, labels = _batch()
+    value: Any = (*x, labels.flatten())
     for k, layer in enumerate(ours.layers):
         inside = 1 <= k < len(ours.layers) - 1
         with torch.autograd.graph.saved_tensors_hooks(keep if inside else _as_is, _as_is):
             value = layer(value)
     if world.world_size == 1:
-        value = loss_of_targets(value, (_batch()[3], _batch()[1]))
+        value = loss_of_targets(value, labels.flatten())
     weights = {p.untyped_storage().data_ptr() for p in ours.net.parameters()}
     activations = sum(n for at, n in kept.items() if at not in weights) / BLOCKS
     value.backward()
@@ -437,7 +439,7 @@ class _Arithmetic:
         self.net.zero_grad()
         parts = [t.chunk(replicas * num_microbatches) for t in _batch()]
         for ids, weights, keys, labels in list(zip(*parts, strict=True))[self.core :: 2]:
-            loss = loss_of_targets(self.net((ids, weights, keys)), (labels, weights))
+            loss = loss_of_targets(self.net((ids, weights, keys)), labels.flatten())
             (loss / (B * T)).backward()
         self.optimizers[replicas].step()
 
@@ -466,7 +468,7 @@ def _mesh_steps(world: World, out: Path) -> None:
         mine = [t.chunk(model.parts)[model.part] for t in (ids, weights, keys, labels)]
         parts = [t.chunk(model.num_microbatches or 1) for t in mine]
         inputs = list(zip(*parts[:3], strict=True))
-        targets = list(zip(parts[3], parts[1], strict=True))
+        targets = [labels.flatten() for labels in parts[3]]
         model.backward(Step(inputs, targets, ids.numel(), ids.numel(), ids.numel()))
         model.optimizers[0].step()
 

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from runtime.graph import move
-
 from . import microbatch
 from .delivery import gradients_by_stage, hooks_held, trained_parameters
 from .stage import Stage
@@ -52,7 +50,7 @@ def pipelined(pipe: Pipe, stages: Sequence[Stage], x: Any, sizes: Sequence[int])
     return microbatch.join(batches)
 
 
-Marks = list[list[torch.device | None]]  # per micro-batch and leaf: its device if it has a gradient
+Marks = list[list[bool]]  # per micro-batch and leaf: whether it has a gradient
 
 
 @dataclass
@@ -94,10 +92,10 @@ class _Pipelined(torch.autograd.Function):
             for gradients_of_stage in own:  # no parameter is in two of them
                 sums.update(gradients_of_stage)
             of_inputs = [
-                dx if dx is None else move(dx, home)  # a stage's is on the stage's device
+                dx
                 for row, marks in zip(pieces, call.inputs, strict=True)
-                for dx, home in zip(row, marks, strict=True)
-                if home is not None
+                for dx, mark in zip(row, marks, strict=True)
+                if mark
             ]
         of_parameters = [sums.get(p) for p in call.parameters]
         return None, None, *of_inputs, *of_parameters  # None: for `call` and `outputs`
@@ -108,7 +106,4 @@ def _has_gradient(leaf: Any) -> bool:
 
 
 def _marks(batches: Sequence[Any]) -> Marks:
-    return [
-        [leaf.device if _has_gradient(leaf) else None for leaf in pytree.tree_leaves(batch)]
-        for batch in batches
-    ]
+    return [[_has_gradient(leaf) for leaf in pytree.tree_leaves(batch)] for batch in batches]

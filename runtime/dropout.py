@@ -1,4 +1,4 @@
-"""Dropout whose mask depends on the example, never on the rank that computes it.
+"""Dropout whose mask depends on the examples, never on the rank that computes it.
 
 Problem. A mask drawn from a rank's generator depends on the rank's examples, on the order of its
 draws, and on the heads or positions it holds. Two layouts then train with different masks, and
@@ -12,8 +12,13 @@ of the heads or positions computes exactly its part of one process's mask.
     kept   = hash(row + hash(channel)) >= p * 2^32               one per activation
 
 Cost: six passes over 32-bit integers. For 384 positions of width 256 on one core 0.4 ms, where
-torch's own dropout takes 1.0 to 1.5 ms; autograd keeps one byte per activation. A GPU keeps its
-fused attention, whose masks come from the device's generator and depend on the layout.
+torch's own dropout takes 1.0 to 1.5 ms; autograd keeps one byte per activation.
+
+On a GPU each pass is a kernel, and fused attention takes no mask. There torch's own kernels draw,
+from a generator seeded before each draw: by one number for all examples of the micro-batch, by the
+place, and by the first head or position that this rank holds. Masks are then equal wherever the
+micro-batch is, the place, and what the rank holds: in one process and in stages, for the residual
+stream also over tensor-parallel ranks. A batch that is cut otherwise has other masks.
 
 Shapes: B examples, T positions, C channels, H heads. The mixing constants are from Chris Wellons,
 "Prospecting for Hash Functions" (lowbias32).
@@ -23,10 +28,13 @@ from __future__ import annotations
 
 import math
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from runtime.randomness import drawing, mixed
 
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit numbers
 
@@ -36,23 +44,29 @@ def place(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def dropout(x: Tensor, p: float, keys: Tensor | None, where: int, *indices: Tensor) -> Tensor:
+Keys = Tensor | int | None
+"""[B], int64: a number per example and step, to hash. Or, on a GPU, one number, below 2^63, for all
+of them, to draw from. None: draw from torch's generator as it is."""
+
+
+def dropout(x: Tensor, p: float, keys: Keys, where: int, first: int = 0) -> Tensor:
     """`x` with each element set to 0 with probability `p`, the others divided by 1 - p.
 
     Args:
-        x: [B, ..., C].
-        keys: [B], int64: a number per example and step; None: draw from torch's generator.
+        x: [B, T, C], or [B, H, T, C].
         where: the `place` of this dropout.
-        indices: for every dimension of `x` between the first and the last, its indices in the
-            whole tensor: positions; or heads and positions.
+        first: the index in the whole tensor of the first position or head, along dimension 1.
     """
     if p == 0:
         return x
-    if keys is None:
-        return F.dropout(x, p)
+    if not isinstance(keys, Tensor):
+        with _drawing(x.device, keys, where, first):
+            return F.dropout(x, p)
     row = _mix(_low(keys) ^ _low(keys >> 32) ^ _low(torch.tensor(where)))  # [B]
-    for index in indices:
+    for size in x.shape[1:-1]:
+        index = torch.arange(first, first + size, device=x.device)
         row = _mix(row[..., None] + _mix(_low(index) + 1))  # [B, T]; or [B, H], [B, H, T]
+        first = 0  # of the dimensions that are never cut
     channels = _mix(_low(torch.arange(x.size(-1), device=x.device)) + 1)  # [C]
     kept = _mix(row[..., None] + channels) >= round(p * 2**32) - 2**31  # int32: from -2**31
     return torch.where(kept, x * (1 / (1 - p)), 0)
@@ -64,30 +78,37 @@ def attention(
     v: Tensor,
     mask: Tensor | None,
     p: float,
-    keys: Tensor | None,
+    keys: Keys,
     where: int,
-    heads: Tensor,
+    first: int = 0,
 ) -> Tensor:
     """Attention with dropout on its weights: [B, H, T, E], the shape of the queries.
 
     Args:
         mask: added to the scores, where p is 0; None: position t sees positions 0 to t.
         p, keys, where: see `dropout`.
-        heads: [H], the numbers of these heads in the model.
+        first: the number of the first of these heads in the model.
     """
     T = q.size(-2)
     if mask is not None and T == 1 and q.device.type == "cpu":
         # One position: the fused kernel, made for many, takes up to twice as long.
         return ((q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1) + mask).softmax(-1) @ v
-    if p == 0 or keys is None or q.device.type != "cpu":
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None
-        )
+    if p == 0 or not isinstance(keys, Tensor):
+        with _drawing(q.device, keys if p else None, where, first):
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None
+            )
     scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)  # [B, H, queries, keys]
-    future = torch.ones(T, T, dtype=torch.bool).triu(1)  # [queries, keys]
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)  # [queries, keys]
     weights = scores.masked_fill(future, -math.inf).softmax(-1)
-    # `dropout` takes the indices of heads and queries, and numbers the keys itself.
-    return dropout(weights, p, keys, where, heads, torch.arange(T)) @ v
+    return dropout(weights, p, keys, where, first) @ v
+
+
+def _drawing(
+    device: torch.device, keys: Keys, where: int, first: int
+) -> AbstractContextManager[None]:
+    """The context of a draw."""
+    return drawing(device, mixed(keys, where, first)) if isinstance(keys, int) else nullcontext()
 
 
 def _low(x: Tensor) -> Tensor:

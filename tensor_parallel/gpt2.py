@@ -176,10 +176,10 @@ class VocabularyParallelHead(nn.Module):
 
 
 class HeadAndLoss(nn.Module):
-    """Final norm, and loss or logits. Takes (hidden states B T C, weights B T, ...) and uses only
-    the N positions whose weight is not 0.
+    """Final norm, and loss or logits. Takes (hidden states B T C, targets, ...) and uses only the N
+    target positions: [N], their numbers among all B T, or weights [B, T] that are not 0 there.
 
-    With (..., keys, labels B T) it returns the summed loss, a scalar on every rank, or without grad
+    With (..., keys, labels N) it returns the summed loss, a scalar on every rank, or without grad
     mode the three numbers of `loss.measure`. Without labels it returns this rank's logits,
     [N, rows].
     """
@@ -191,17 +191,17 @@ class HeadAndLoss(nn.Module):
         self.ln_f, self.lm_head, self.sequence_parallel = ln_f, lm_head, sequence_parallel
 
     def forward(self, value: tuple[Any, ...]) -> Tensor:
-        hidden, weights, *more = value  # more: keys and labels; or a prefix; or none
+        hidden, targets, *more = value  # more: keys and labels; or a prefix; or none
         hidden, head = self.ln_f(hidden), self.lm_head
         scattered = self.sequence_parallel and self.training
         if scattered:
             hidden = gather(hidden, head.ranks, SEQUENCE)  # [B, T/t, C] to [B, T, C]
-        chosen = weights != 0  # [B, T]
-        hidden = hidden[chosen]  # [N, C]
+        if targets.dim() == 2:
+            targets = targets.flatten().nonzero()[:, 0]
+        hidden = hidden.flatten(0, 1).index_select(0, targets)  # [N, C]
         if not scattered:  # else `gather` sums its gradients in backward
             hidden = replicate(hidden, head.ranks)
         if len(more) < 2:
             return F.linear(hidden, head.weight)
-        labels = more[1][chosen]  # [N]
         compute = head_loss if torch.is_grad_enabled() else measure
-        return compute(hidden, head.known, labels, weights[chosen], head.ranks, head.first)
+        return compute(hidden, head.known, more[1], head.ranks, head.first)

@@ -9,10 +9,10 @@ label's logit, or 0 on a rank without the label.
 
     loss = log(e^a0 + e^a1) - (b0 + b1)      a: logsumexp of a rank's logits, b: the label's, or 0
 
-The gradient of a logit is its softmax, minus 1 at the label, times the position's weight: known as
-soon as the loss is. So forward works through the positions in chunks. It computes a chunk's logits,
-its losses, and its part of the gradients of hidden states and weights, and drops the logits. No
-rank ever holds more than one chunk of its logits, forward or backward.
+The gradient of a logit is its softmax, minus 1 at the label: known as soon as the loss is. So
+forward works through the positions in chunks. It computes a chunk's logits, its losses, and its
+part of the gradients of hidden states and weights, and drops the logits. No rank ever holds more
+than one chunk of its logits, forward or backward.
 
 Cost, t ranks, N positions: three products of N C V/t, as without fusion; 2 N numbers sent by each
 rank. Memory: a chunk of logits; between forward and backward, per micro-batch, the gradients of the
@@ -34,43 +34,38 @@ from runtime.shared_memory import wide
 CHUNK = 1 << 22  # logits at a time
 
 
-def head_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, ranks: Ranks, first: int
-) -> Tensor:
-    """The weighted sum of the cross-entropies at N positions, on every rank: a scalar.
+def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int) -> Tensor:
+    """The sum of the cross-entropies at N positions, on every rank: a scalar.
 
     Args:
         hidden: [N, C], the same on all ranks. Each rank gets its part of the gradient; `replicate`
             sums them.
         weight: [rows, C], this rank's rows of the output embedding.
-        labels, weights: [N], the token to predict at each position, and the position's weight.
+        labels: [N], the token to predict at each position.
         first: the token of the first row.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    loss: Tensor = _HeadLoss.apply(hidden, weight, labels, weights, ranks, first)
+    loss: Tensor = _HeadLoss.apply(hidden, weight, labels, ranks, first)
     return loss
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, ranks: Ranks,
-        first: int,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int
+    ) -> Tensor:
         dtype = wide(hidden)
         d_hidden = torch.empty_like(hidden)  # [N, C], from this rank's tokens only
         d_weight = torch.zeros_like(weight, dtype=dtype)  # a sum over the chunks
         total = hidden.new_zeros((), dtype=dtype)
         for at in _chunks(len(hidden), weight, ranks, first):
             chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
-            count = weights[at].to(total.dtype)  # [n], the positions' weights
-            total += (chunk.losses * count).sum()
-            # softmax, minus 1 at the label, times the position's weight
-            d_logits = chunk.exps.mul_((count * torch.exp(chunk.largest - chunk.log_sum))[:, None])
-            rows = chunk.here.nonzero()[:, 0]  # of the labels that this rank has
-            d_logits[rows, (labels[at] - first)[rows]] -= count[rows]
+            total += chunk.losses.sum()
+            # softmax, minus 1 at the label, if this rank has it
+            d_logits = chunk.exps.mul_(torch.exp(chunk.largest - chunk.log_sum)[:, None])
+            d_logits.scatter_add_(1, chunk.column, -chunk.here.to(dtype)[:, None])
             d_logits = d_logits.to(weight.dtype)  # the type of the products
             torch.mm(d_logits, weight, out=d_hidden[at])
             if weight.dtype == dtype:
@@ -87,22 +82,20 @@ class _HeadLoss(torch.autograd.Function):
         (d_hidden, d_weight), ctx.gradients = ctx.gradients, None
         # Multiply before rounding: a rounded dy would scale all gradients of the step.
         both = [d.to(dy.dtype).mul_(dy).to(ctx.dtype) for d in (d_hidden, d_weight)]
-        return *both, None, None, None, None
+        return *both, None, None, None
 
 
 @torch.no_grad()
-def measure(
-    hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, ranks: Ranks, first: int
-) -> Tensor:
+def measure(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first: int) -> Tensor:
     """[3], float64: the loss of `head_loss`, the number of positions whose label is the likeliest
     token, and N."""
     total = torch.zeros(3, dtype=torch.float64)
     for at in _chunks(len(hidden), weight, ranks, first):
         chunk = _Chunk.of(hidden[at], weight, labels[at], ranks, first)
         largest = ranks.all_gather(chunk.largest[None], 0).amax(0)  # [n], now over all tokens
-        loss = (chunk.losses * weights[at]).sum()
         right = (chunk.at_label == largest).sum()
-        total += torch.stack([loss.double(), right.double(), right.new_tensor(len(largest))]).cpu()
+        found = torch.stack([chunk.losses.sum().double(), right.double()]).cpu()
+        total += torch.cat([found, found.new_tensor([len(largest)])])
     return total
 
 
@@ -126,6 +119,7 @@ class _Chunk(NamedTuple):
     largest: Tensor  # [n]: the largest of this rank's logits
     log_sum: Tensor  # [n]: logsumexp of all ranks' logits
     at_label: Tensor  # [n]: the label's logit, from the rank that has it
+    column: Tensor  # [n, 1]: the label's place among this rank's tokens; any, if it is elsewhere
     here: Tensor  # [n]: whether this rank has it
     losses: Tensor  # [n]
 
@@ -135,14 +129,14 @@ class _Chunk(NamedTuple):
         logits = logits.to(wide(logits))
         local = labels - first
         here = (local >= 0) & (local < len(weight))
-        column = local.clamp(0, len(weight) - 1)[:, None]  # [n, 1]; any row if it is elsewhere
+        column = local.clamp(0, len(weight) - 1)[:, None]
         mine = logits.gather(1, column)[:, 0].masked_fill(~here, 0)
         largest = logits.amax(-1)
         exps = logits.sub_(largest[:, None]).exp_()  # overwrites logits, not read any more
         two = torch.stack([largest + exps.sum(-1).log(), mine])  # [2, n]
         log_sums, labelled = ranks.all_gather(two[None], 0).unbind(1)  # each [t, n]
         log_sum, at_label = log_sums.logsumexp(0), labelled.sum(0)
-        return cls(exps, largest, log_sum, at_label, here, log_sum - at_label)
+        return cls(exps, largest, log_sum, at_label, column, here, log_sum - at_label)
 
 
 def _chunks(positions: int, weight: Tensor, ranks: Ranks, first: int) -> list[slice]:

@@ -10,17 +10,17 @@ from torch import Tensor
 from runtime.dropout import attention, dropout, place
 
 KEYS = torch.randint(2**62, (64,), generator=torch.Generator().manual_seed(0))
-POSITIONS = torch.arange(32)
+T = 32  # positions
 
 
-def mask(keys: Tensor = KEYS, where: str = "drop", positions: Tensor = POSITIONS) -> Tensor:
-    ones = torch.ones(len(keys), len(positions), 128)
-    return dropout(ones, 0.1, keys, place(where), positions) == 0
+def mask(keys: Tensor = KEYS, where: str = "drop", first: int = 0, end: int = T) -> Tensor:
+    ones = torch.ones(len(keys), end - first, 128)
+    return dropout(ones, 0.1, keys, place(where), first) == 0
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.9])
 def test_the_share_that_is_dropped(p: float) -> None:
-    left = dropout(torch.full((64, 32, 128), 3.0), p, KEYS, place("drop"), POSITIONS)
+    left = dropout(torch.full((64, 32, 128), 3.0), p, KEYS, place("drop"))
     dropped = (left == 0).double()
     assert left.unique().tolist() == pytest.approx([0, 3 / (1 - p)])  # so that the mean stays
     for dims in ((0, 1, 2), (1, 2), (0, 2), (0, 1)):  # of all, by example, position, channel
@@ -44,26 +44,26 @@ def test_neighbours_examples_and_places_are_independent(other: Tensor) -> None:
 
 def test_a_mask_does_not_depend_on_who_holds_the_activation() -> None:
     assert mask(KEYS[5:9]).equal(mask()[5:9])
-    for some in (POSITIONS[:12], POSITIONS[8:12]):
-        assert mask(positions=some).equal(mask()[:, some])
+    for first, end in ((0, 12), (8, 12)):
+        assert mask(first=first, end=end).equal(mask()[:, first:end])
 
 
 def test_the_gradient_is_dropped_where_the_value_is() -> None:
     x = torch.ones(64, 32, 128).requires_grad_()
-    y = dropout(x, 0.3, KEYS, 5, POSITIONS)
+    y = dropout(x, 0.3, KEYS, 5)
     y.sum().backward()
     assert x.grad is not None and x.grad.equal(y)
 
 
 def test_attention_without_dropout_is_torchs_and_heads_are_independent() -> None:
     q, k, v = torch.randn(3, 2, 4, 6, 8).double()
-    keys, heads = KEYS[:2], torch.arange(4)
+    keys = KEYS[:2]
     plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(attention(q, k, v, None, 1e-12, keys, 3, heads), plain)
-    some = attention(q[:, 2:], k[:, 2:], v[:, 2:], None, 0.3, keys, 3, heads[2:])
-    assert some.equal(attention(q, k, v, None, 0.3, keys, 3, heads)[:, 2:])
+    torch.testing.assert_close(attention(q, k, v, None, 1e-12, keys, 3), plain)
+    some = attention(q[:, 2:], k[:, 2:], v[:, 2:], None, 0.3, keys, 3, 2)
+    assert some.equal(attention(q, k, v, None, 0.3, keys, 3)[:, 2:])
     uniform, ones = torch.zeros(64, 4, 32, 8), torch.ones(64, 4, 32, 8)
     # Position t has t + 1 weights, each 1 / (t + 1) or dropped.
-    sums = attention(uniform, uniform, ones, None, 0.5, KEYS, 3, heads)[..., 16:, 0]
+    sums = attention(uniform, uniform, ones, None, 0.5, KEYS, 3)[..., 16:, 0]
     assert abs(sums.mean() - 1) < 0.02
     assert abs(torch.corrcoef(sums.transpose(0, 1).flatten(1))[0, 1]) < 0.1

@@ -160,7 +160,8 @@ class Plain:
                 continue
             optimizer.zero_grad()
             with self.context():
-                loss = plain_loss(self.output(step.inputs[0]), step.targets[0])
+                output = at_targets_of(step.inputs[0], self.output(step.inputs[0]))
+                loss = plain_loss(output, step.targets[0])
             (loss / step.count).backward()
             if recipe.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), recipe.max_grad_norm)
@@ -183,7 +184,7 @@ class Plain:
             ids, _, keys = x
             layers = nn.Sequential(*self.task.layers(self.model))
             return layers((ids, torch.ones_like(ids), keys)).unflatten(0, ids.shape)  # [B, T, V]
-        if isinstance(x, tuple):  # (ids, weights): the weights only say which logits are wanted
+        if isinstance(x, tuple):  # (ids, ...): what follows only says which logits are wanted
             inputs = {"input_ids": x[0], "use_cache": False}
             return functional_call(self.model, weights, (), inputs).logits
         return functional_call(self.model, weights, (x.to(dtype),))
@@ -196,21 +197,22 @@ class Plain:
     def outputs(self, batches: Mapping[str, tuple[Any, Any]]) -> dict[str, Tensor]:
         """The outputs for validation batches, at their target positions."""
         with self.context():
-            outputs = {name: self.output(x) for name, (x, _) in batches.items()}
-        return {
-            name: out[y[1] != 0] if isinstance(y := batches[name][1], tuple) else out
-            for name, out in outputs.items()
-        }
+            return {name: at_targets_of(x, self.output(x)) for name, (x, _) in batches.items()}
 
 
-def plain_loss(output: Tensor, target: Any) -> Tensor:
-    """The summed cross-entropy, computed at every position and weighted; in fp32 at least."""
+def at_targets_of(x: Any, output: Tensor) -> Tensor:
+    """Of all outputs those at the targets of x: (ids, their numbers or weights, ...), or pictures,
+    which all have one."""
+    if not isinstance(x, tuple):
+        return output
+    targets = x[1].flatten().nonzero()[:, 0] if x[1].dim() == 2 else x[1]
+    return output.flatten(0, 1)[targets]
+
+
+def plain_loss(output: Tensor, labels: Tensor) -> Tensor:
+    """The summed cross-entropy, in fp32 at least."""
     output = output.to(torch.promote_types(output.dtype, torch.float32))
-    if not isinstance(target, tuple):
-        return F.cross_entropy(output, target, reduction="sum")
-    ids, weights = target
-    losses = F.cross_entropy(output.flatten(0, 1), ids.flatten(), reduction="none")  # [B T]
-    return (losses * weights.flatten()).sum()
+    return F.cross_entropy(output, labels, reduction="sum")
 
 
 def weights_on_main(world: World, model: LaidOutModel) -> dict[str, Tensor]:

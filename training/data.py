@@ -24,6 +24,7 @@ from tokenizers.implementations import ByteLevelBPETokenizer
 from torch import Tensor
 
 from training.results import writing
+from training.task import to_device
 
 if TYPE_CHECKING:  # see training/model.py
     from transformers import PreTrainedTokenizerFast
@@ -159,4 +160,4 @@ def collate_batch(
         "labels": ids[:, 1:].contiguous(),
         "label_token_weights": weights[:, 1:].contiguous(),
     }
-    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+    return to_device(batch, device)

@@ -69,10 +69,10 @@ def drawn(
 
 
 def newest_alone(ids: Tensor) -> Tensor:
-    """Weights B T with which the layers of training/model.py give logits of the last position."""
-    weights = torch.zeros(ids.shape, device=ids.device)
-    weights[:, -1] = 1
-    return weights
+    """The targets with which the layers of training/model.py give logits of the last position: [B],
+    of ids [B, T]."""
+    B, T = ids.shape
+    return torch.arange(T - 1, B * T, T, device=ids.device)
 
 
 def translate(

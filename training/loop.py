@@ -76,7 +76,7 @@ def train(
         if average_gradients_fn is not None:  # other layouts combine theirs in backward
             average_gradients_fn(cast(nn.Module, model.module))
         # All ranks meet here: they decide alike whether to update, from the same numbers.
-        remark = optimizer.step(loss.cpu(), step.count, (step.positions, step.tokens))
+        remark = optimizer.step(loss, step.count, (step.positions, step.tokens))
         if remark is not None and rank == 0:
             bar.write(remark)
         seconds = time.perf_counter() - start  # a GPU may still compute the update
@@ -107,8 +107,8 @@ def _add(totals: Totals, step: Step, loss_sum: float, seconds: float, skipped: b
 
 def seeded(steps: Iterable[Step], model: LaidOutModel, seed: int, done: int) -> Iterator[Step]:
     """The same steps, of which `done` precede the first. Before each torch's generators are seeded
-    by its number. So dropout that draws (fused attention's on a GPU) has other masks on every part
-    and shard, and the same ones in a resumed run."""
+    by its number. So dropout that draws (of transformers, in --pipeline blocks) has other masks on
+    every part and shard, and the same ones in a resumed run."""
     for number, step in enumerate(steps, done):
         torch.manual_seed(stream(seed, "dropout", model.part, model.shard, number))
         yield step

@@ -5,20 +5,21 @@ tools; `wte` is tied: the first and the last layer use it. This project's choice
 
 - initial weights depend on the seed and on the parameter's *name*, so every layout starts from the
   same model, whichever rank holds a parameter;
-- logits are computed at target positions only. The head is a [C, V] matrix product per position,
-  and in translation half of all positions, source and padding, have no target;
+- logits are computed at target positions only: `targets` are their numbers among all B T. The head
+  is a [C, V] matrix product per position, and in translation half of all positions, source and
+  padding, have no target;
 - any layout can cut the list of layers anywhere. A block is cut between attention and MLP, too:
   with the head on the last stage, whole blocks are often too coarse for stages of equal cost;
 
-      (ids, weights) -> Embedding -> Attention -> FeedForward -> ... -> Head -> logits
+      (ids, targets) -> Embedding -> Attention -> FeedForward -> ... -> Head -> logits
                         wte wpe drop   ln_1 attn    ln_2 mlp             ln_f lm_head
 
 - dropout depends on the example and on the place in the model (runtime/dropout.py): with (ids,
-  weights, keys), one key per example, every layout drops the same;
+  targets, keys), one key per example, every layout drops the same;
 - the activation is PyTorch's fused tanh-GELU: the function `gelu_new` of the published weights, in
   one pass over memory instead of eight.
 
-With (ids, weights, prefix) the layers continue sentences (training/generation.py): ids are the
+With (ids, targets, prefix) the layers continue sentences (training/generation.py): ids are the
 newest positions, the prefix keeps the keys and values of earlier ones.
 
 Shapes: B examples, T positions, C width, V vocabulary, N positions with a target, S positions of a
@@ -37,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime.dropout import attention, dropout, place
+from runtime.dropout import Keys, attention, dropout, place
 from training.errors import UserError
 from training.seeds import stream
 
@@ -143,27 +144,27 @@ class Layer(nn.Module):
     """A layer of GPT-2 that knows its place in the model.
 
     Attributes:
-        shard: this rank's place on the tensor-parallel axis: which heads it has and, with sequence
-            parallelism, which positions (tensor_parallel/gpt2.py).
+        shard: this rank's place on the tensor-parallel axis: which heads it has.
+        sequence_parallel: in training it also has that part of the positions
+            (tensor_parallel/gpt2.py).
     """
 
     shard = 0
+    sequence_parallel = False
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.where = place(name)
 
-    def positions(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
-        """The positions of the hidden states B T C in their sequences."""
-        T = hidden.size(1)
-        some = bool(more) and more[0].size(1) > T  # weights B T have more: these are a part of them
-        return torch.arange(T, device=hidden.device) + (self.shard * T if some else 0)  # [T]
+    def first(self, hidden: Tensor) -> int:
+        """The position of the first of the hidden states B T C in its sequence."""
+        return self.shard * hidden.size(1) if self.sequence_parallel and self.training else 0
 
     def drop(self, hidden: Tensor, p: float, more: Sequence[Any]) -> Tensor:
         """Dropout of hidden states B T C, in training."""
         if not self.training:
             return hidden
-        return dropout(hidden, p, _keys(more), self.where, self.positions(hidden, more))
+        return dropout(hidden, p, _keys(more), self.where, self.first(hidden))
 
 
 class Embedding(Layer):
@@ -176,8 +177,10 @@ class Embedding(Layer):
     def forward(self, value: Value) -> Value:
         ids, *more = value if isinstance(value, tuple) else (value,)
         hidden, prefix = self.wte(ids), _prefix(more)  # B T C, or this rank's part of T
-        positions = self.positions(hidden, more)  # [T], of the hidden states
-        if prefix is not None:
+        if prefix is None:
+            first = self.first(hidden)
+            positions = torch.arange(first, first + hidden.size(1), device=hidden.device)  # [T]
+        else:
             positions = prefix.positions(ids.size(-1)).to(ids.device)  # [B, T]
         hidden = self.drop(hidden + self.wpe(positions), self.p, more)
         return (hidden, *more) if more else hidden
@@ -213,10 +216,9 @@ class Attention(HiddenLayer):
         if prefix is not None:
             mask = prefix.mask(hidden)  # B 1 T S
             k, v = prefix.update(attn.layer_idx, k, v)  # B H S E, with earlier positions
-        H = q.size(1)
-        heads = torch.arange(H, device=hidden.device) + self.shard * H  # their numbers in the model
+        first = self.shard * q.size(1)  # the number of its first head in the model
         p = attn.attn_dropout.p if self.training else 0.0
-        y = attention(q, k, v, mask, p, _keys(more), self.weights_where, heads)  # B H T E
+        y = attention(q, k, v, mask, p, _keys(more), self.weights_where, first)  # B H T E
         y = attn.c_proj(y.transpose(1, 2).reshape(B, T, -1))  # B T C, as hidden
         return self.drop(y, attn.resid_dropout.p, more)
 
@@ -235,7 +237,7 @@ class FeedForward(HiddenLayer):
 
 
 class Head(nn.Module):
-    """Final norm and logits: B T V, or N V of (hidden states, weights B T)."""
+    """Final norm and logits: B T V, or N V of (hidden states, targets, ...)."""
 
     def __init__(self, ln_f: nn.LayerNorm, lm_head: nn.Linear) -> None:
         super().__init__()
@@ -245,31 +247,42 @@ class Head(nn.Module):
     def forward(self, value: Value) -> Tensor:
         hidden, *more = value if isinstance(value, tuple) else (value,)
         if more:
-            hidden = hidden[more[0] != 0]  # B T C to N C
+            hidden = at_targets(hidden, more[0])  # B T C to N C
         return F.linear(self.ln_f(hidden), self.weight)
 
 
-def _keys(more: Sequence[Any]) -> Tensor | None:
-    """The keys in what comes with ids or hidden states: (weights, keys, ...)."""
-    return more[1] if len(more) > 1 and isinstance(more[1], Tensor) else None
+def at_targets(hidden: Tensor, targets: Tensor) -> Tensor:
+    """Hidden states B T C at the N target positions: N C.
+
+    Args:
+        targets: [N], their numbers among all B T. Or, where a batch is to be cut along B, weights
+            [B, T], not 0 at targets: to count these, the host waits for a GPU.
+    """
+    if targets.dim() == 2:
+        targets = numbers_of_targets(targets)
+    return hidden.flatten(0, 1).index_select(0, targets)
+
+
+def numbers_of_targets(weights: Tensor) -> Tensor:
+    """[N]: where weights [B, T] are not 0, among all B T."""
+    return weights.flatten().nonzero()[:, 0]
+
+
+def _keys(more: Sequence[Any]) -> Keys:
+    """The keys in what comes with ids or hidden states: (targets, keys, ...)."""
+    return more[1] if len(more) > 1 and isinstance(more[1], Tensor | int) else None
 
 
 def _prefix(more: Sequence[Any]) -> Any:
-    """The prefix in what comes with ids or hidden states: (weights, prefix)."""
-    return more[1] if len(more) > 1 and not isinstance(more[1], Tensor) else None
+    """The prefix in what comes with ids or hidden states: (targets, prefix)."""
+    return more[1] if len(more) > 1 and not isinstance(more[1], Tensor | int) else None
 
 
-def loss_of_targets(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-    """The weighted sum of the cross-entropies of logits N V; target: (ids B T, weights B T).
-
-    ``ids`` are already shifted by one: position t predicts ``ids[t]``.
-    """
-    ids, weights = target
-    chosen = weights != 0
+def loss_of_targets(logits: Tensor, labels: Tensor) -> Tensor:
+    """The summed cross-entropy, in nats, of logits N V; labels N: the tokens to predict."""
     if logits.dtype == torch.bfloat16:
         logits = logits.float()
-    losses = F.cross_entropy(logits, ids[chosen], reduction="none")  # [N], nats
-    return (losses * weights[chosen]).sum()
+    return F.cross_entropy(logits, labels, reduction="none").sum()  # in this order on every rank
 
 
 def gpt2_layers(model: GPT2LMHeadModel) -> list[nn.Module]:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.errors import RunError
+from training.task import to_device
 from training.world import World
 
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
@@ -65,15 +66,12 @@ class Recipe:
         return self.learning_rate * falling[self.lr_scheduler]
 
 
-def squared_norms(gradients: Sequence[Tensor]) -> list[float]:
-    """The square of the 2-norm of each gradient; over gradients or parts of them these add up.
-    Gradients of one device come first, then those of the next."""
-    by_device: dict[torch.device, list[Tensor]] = {}
+def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norms of gradients, a vector per device and type. Waits for no GPU."""
+    alike: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    norms = [torch.stack(torch._foreach_norm(alike)) for alike in by_device.values()]
-    # In float64, whatever the gradients' type. Waits for every GPU, once.
-    return [norm * norm for of_device in norms for norm in of_device.tolist()]
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return [torch.stack(torch._foreach_norm(some)) for some in alike.values()]
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
@@ -177,19 +175,22 @@ class Optimizers:
         """The norm of the gradient, the loss of each rank, and the summed counts: the same on all
         ranks."""
         rank, world_size = self._world.rank, self._world.world_size
+        device = self._world.device
+        device = torch.device("cpu") if device.type == "mps" else device  # it has no float64
+        here = partial(torch.Tensor.to, device=device, non_blocking=device.type != "cpu")
+        found = self._run(lambda i: norms_of(_gradients(self._counted[i])))
+        norms = [here(vector).double() for vectors in found for vector in vectors]
         # [squared norm | a loss per rank | counts]; each rank fills in its own, the sum has all.
-        facts = torch.zeros(1 + world_size + len(counts), dtype=torch.float64)
-        # Summed parameter by parameter: the sum does not depend on where stages are cut.
-        total = 0.0
-        for squares in self._run(lambda i: squared_norms(_gradients(self._counted[i]))):
-            total = sum(squares, start=total)
-        facts[0] = total
-        facts[1 + rank] = loss  # apart: an error names the rank
-        facts[1 + world_size :] = torch.tensor(counts)
+        facts = to_device(
+            torch.tensor([0.0] * (1 + world_size) + list(counts), dtype=torch.float64), device
+        )
+        if norms:
+            # In the order of the parameters: the sum does not depend on where stages are cut.
+            facts[0] = torch.cat(norms).square().cumsum(0)[-1]
+        facts[1 + rank] = here(loss)  # apart: an error names the rank
         if world_size > 1:
-            facts = facts.to(self._world.device)
             dist.all_reduce(facts)
-        square, *others = facts.tolist()
+        square, *others = facts.tolist()  # the only place where a step waits for its GPU
         return math.sqrt(square), others[:world_size], others[world_size:]
 
     def _update(self, i: int, factor: float) -> None:

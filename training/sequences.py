@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_parallel.dataset import even_slices, partition_dataset, shuffled_indices
+from runtime.dropout import Keys
 from training.agreement import check_same
 from training.data import TOKENIZER_FILES, Encoded, collate_batch, load_tokenizer
 from training.layout import LaidOutModel
@@ -34,13 +35,14 @@ from training.model import (
     import_transformers,
     initializer,
     loss_of_targets,
+    numbers_of_targets,
     round_vocab,
     sizes_of_blocks,
 )
 from training.pretrained import model_content, pretrained_config, pretrained_initializer
 from training.results import writing
 from training.seeds import stream
-from training.task import Step, Task, steps_of_epoch
+from training.task import Step, Task, measured, steps_of_epoch, to_device
 from training.world import World, gather_over_ranks, on_main
 
 if TYPE_CHECKING:  # see training/model.py
@@ -135,30 +137,41 @@ class SequenceTask(Task, ABC):
         nothing: Any = ([], [])  # for a rank that gets none of the last, smaller batch
         for count, (mine, batches) in zip_longest(counts, loader, fillvalue=nothing):
             yield Step(
-                inputs=[(b["input_ids"], b["label_token_weights"], b["keys"]) for b in batches],
-                targets=[(b["labels"], b["label_token_weights"]) for b in batches],
+                inputs=[x for x, _ in batches],
+                targets=[labels for _, labels in batches],
                 count=count,
-                positions=sum(b["input_ids"].numel() for b in batches),  # B T of each
+                positions=sum(ids.numel() for (ids, *_), _ in batches),  # B T of each
                 tokens=sum(max(0, len(e.ids) - 1) for e in mine),
             )
 
     def _collate(self, num_microbatches: int | None, drop: int, mine: list[Encoded]) -> Any:
-        """A rank's part of a global batch, and its micro-batches. `keys` select the dropout mask of
-        each example, and `drop` changes them every epoch; see runtime/dropout.py."""
-        parts = self._cut(mine, num_microbatches)
-        return mine, [self._batch(part) | {"keys": self._keys(part, drop)} for part in parts]
+        """A rank's part of a global batch, and its micro-batches: ((ids, targets, keys), labels),
+        with the labels of the targets. All that depends on values is done here, on the CPU: on a
+        GPU the host would wait for them."""
+        parts = []
+        for part in self._cut(mine, num_microbatches):
+            ids, labels, weights = self._batch(part)
+            targets = numbers_of_targets(weights)
+            x = ids, targets, self._keys(part, drop)
+            parts.append(to_device((x, labels.flatten()[targets]), self.device))
+        return mine, parts
 
-    def _keys(self, examples: Sequence[Encoded], drop: int) -> Tensor:
-        """The dropout keys, [B], int64."""
+    def _keys(self, examples: Sequence[Encoded], drop: int) -> Keys:
+        """What selects the dropout masks of the examples, see runtime/dropout.py; `drop` changes
+        them every epoch."""
+        if self.device.type != "cpu":
+            return stream(drop, "examples", *(example.number for example in examples))
         keys = [(drop + SPREAD * example.number) % 2**63 for example in examples]
-        return torch.tensor(keys, dtype=torch.long, device=self.device)
+        return torch.tensor(keys, dtype=torch.long)
 
-    def _batch(self, examples: Sequence[Encoded]) -> dict[str, Tensor]:
+    def _batch(self, examples: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, labels and their weights, each [B, T], on the CPU."""
         args = self.args
-        return collate_batch(
-            examples, args.src, args.tgt, self.tokenizer, args.model_max_length, self.device,
+        batch = collate_batch(
+            examples, args.src, args.tgt, self.tokenizer, args.model_max_length, "cpu",
             padding=args.padding,
         )  # fmt: skip
+        return batch["input_ids"], batch["labels"], batch["label_token_weights"]
 
     def _cut(self, mine: list[Encoded], num_microbatches: int | None) -> list[list[Encoded]]:
         """On a CPU a few hundred positions keep the cores as busy as thousands, and smaller
@@ -174,25 +187,23 @@ class SequenceTask(Task, ABC):
         return parts
 
     def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
-        """Batches of similar lengths."""
+        """Batches of similar lengths: ((ids, weights), labels of the targets). They have weights
+        [B, T] and not the targets' numbers, since stages in threads cut them."""
         mine = sorted(self.examples["validation"], key=_length)[part::parts]  # lengths dealt out
-        batches = [self._batch(mine[i : i + EVAL_BATCH]) for i in range(0, len(mine), EVAL_BATCH)]
-        return [
-            ((b["input_ids"], b["label_token_weights"]), (b["labels"], b["label_token_weights"]))
-            for b in batches
-        ]
+        found = []
+        for i in range(0, len(mine), EVAL_BATCH):
+            ids, labels, weights = self._batch(mine[i : i + EVAL_BATCH])
+            found.append(to_device(((ids, weights), labels[weights != 0]), self.device))
+        return found
 
-    def loss(self, output: Tensor, target: Any) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The summed loss over the target tokens."""
         return loss_of_targets(output, target)
 
-    def measure(self, output: Tensor, target: Any) -> Tensor:
+    def measure(self, output: Tensor, target: Tensor) -> Tensor:
         """[summed loss, right tokens, number of tokens]; output [N, V] at the N target tokens."""
-        ids, weights = target
-        labels = ids[weights != 0]  # [N], in the order of the output's rows
-        right = (output.argmax(-1) == labels).sum()
-        count = torch.tensor(len(labels), device=output.device)
-        return torch.stack([self.loss(output, target), right, count]).double().cpu()
+        right = (output.argmax(-1) == target).sum()
+        return measured(self.loss(output, target), right, len(target))
 
     def describe(self) -> str:
         """Sizes of the model and of the splits."""

@@ -24,7 +24,7 @@ from runtime.recompute import mode_of
 from training.generation import likeliest, newest_alone
 from training.layout import LaidOutModel, Plan
 from training.memory import state_bytes
-from training.model import split_by
+from training.model import at_targets, split_by
 from training.prefix import Prefix
 from training.shared_cores import sharing
 from training.task import Step, Task, materialize
@@ -42,7 +42,7 @@ class _InOneProcess(LaidOutModel):
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
         """Layer by layer, each on its own device: one position is too little to pipeline."""
         self._train(False)
-        value: Any = (ids, newest_alone(ids), prefix)  # [B, T], [B, T], and the cache
+        value: Any = (ids, newest_alone(ids), prefix)  # [B, T], [B], and the cache
         with self.plan.autocast(self.devices[0]):
             for layer in self.layers:
                 device = next(layer.parameters()).device  # cpu, whichever slice of the cores
@@ -190,9 +190,10 @@ class BlocksInThreads(_InOneProcess):
         plan.timeline.watch(self.optimizers[0], 0)
 
     def _logits(self, x: Any) -> Tensor:
-        ids, weights, *_ = x
+        ids, targets, *_ = x
         hidden = self.module.transformer(input_ids=ids, use_cache=False)[0]  # B T C
-        return self.module.lm_head(hidden[weights.to(hidden.device) != 0])  # N V
+        targets = targets.to(hidden.device, non_blocking=True)
+        return self.module.lm_head(at_targets(hidden, targets))  # N V
 
     def backward(self, step: Step) -> Tensor:
         """The batch is one piece to the embedding and the head; `h_pp` cuts it for the blocks."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from training.layout import LaidOutModel
     from training.world import World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,20 @@ def steps_of_epoch(args: Any, num_examples: int) -> int:
     is less."""
     whole: int = -(-num_examples // args.batch_size)
     return min(whole, args.max_batches or whole)
+
+
+def to_device(values: T, device: torch.device | str) -> T:
+    """Tensors of the CPU, nested, on the device. The host does not wait for a GPU: they are pinned,
+    so that the GPU fetches them when it gets there."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return values
+    return tree_map_only(Tensor, lambda t: t.pin_memory().to(device, non_blocking=True), values)
+
+
+def measured(loss: Tensor, right: Tensor, count: int) -> Tensor:
+    """[loss, right, count] in float64 on the CPU, as `Task.measure` returns them."""
+    return torch.tensor([*torch.stack([loss, right]).tolist(), count], dtype=torch.float64)
 
 
 def materialize(task: Task, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -2,7 +2,7 @@
 
 Three things change. The layers hold parts of the model's matrices, so initial values, checkpoints
 and exports use `Part`. The head is fused with the loss and needs the labels, so a micro-batch has
-them too: (ids, weights, keys, labels). A parameter that every rank holds whole is counted once in
+them too: (ids, targets, keys, labels). A parameter that every rank holds whole is counted once in
 norms; with sequence parallelism its gradient is summed over the ranks.
 
 With one rank nothing changes.
@@ -59,7 +59,7 @@ class Shared:
         self.parts = cut(self.model, self.ranks, sequence_parallel)  # replaces matrices; by name
         self.layers = task.layers(self.model)  # after `cut`: they hold its new modules
         for layer in self.layers[:-1]:  # tells them their heads and positions
-            layer.shard = axis.rank  # type: ignore[assignment]
+            layer.shard, layer.sequence_parallel = axis.rank, sequence_parallel  # type: ignore[assignment]
         self.head: VocabularyParallelHead = skeleton.lm_head
         norm = skeleton.transformer.ln_f
         self.layers[-1] = HeadAndLoss(norm, self.head, sequence_parallel)
@@ -77,12 +77,14 @@ class Shared:
         """The input of the first layer for a micro-batch whose loss is wanted."""
         if not self.parts:
             return x
-        (ids, weights, *rest), (labels, _) = x, target  # each [B, T]
-        keys = rest[0] if rest else torch.zeros_like(ids[:, 0])  # [B]; 0 in evaluation
+        ids, targets, *rest = x  # [B, T], [N]
+        keys = rest[0] if rest else 0  # none in evaluation
         # Padding makes the sequence a multiple of the number of ranks.
         more = -ids.size(1) % self.ranks.size if training and self.sequence_parallel else 0
-        ids, weights, labels = (F.pad(t, (0, more)) for t in (ids, weights, labels))
-        return ids, weights, keys, labels
+        if more:
+            targets = targets + targets // ids.size(1) * more  # earlier rows are longer
+            ids = F.pad(ids, (0, more))
+        return ids, targets, keys, target
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
         """The summed loss, from the output of the last layer."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeline.trace import split
-from training.model import gpt2_layers
+from training.model import at_targets, gpt2_layers, numbers_of_targets
 from training.prefix import Prefix
 
 if TYPE_CHECKING:  # see training/model.py
@@ -27,22 +27,22 @@ if TYPE_CHECKING:  # see training/model.py
 
 
 class LogitsOfTargets(nn.Module):
-    """Token ids [B, T] and weights [B, T] to the logits [N, V] where the weight is not 0."""
+    """Token ids [B, T] and targets [N] to the logits [N, V] at these positions."""
 
     def __init__(self, model: GPT2LMHeadModel) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         hidden = self.model.transformer(input_ids=ids, use_cache=False).last_hidden_state
-        return self.model.lm_head(hidden[weights != 0])
+        return self.model.lm_head(at_targets(hidden, targets))
 
 
 def traced_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
     """As many as `gpt2_layers` gives, with the same parameters each."""
     begins = [f"h.{k}{half}" for k in range(model.config.n_layer) for half in ("", ".ln_2")]
     at = [f"model.transformer.{name}" for name in (*begins, "ln_f")]
-    example = torch.zeros(2, 2, dtype=torch.long), torch.ones(2, 2)
+    example = torch.zeros(2, 2, dtype=torch.long), torch.arange(3)
     traced = split(LogitsOfTargets(model).train(model.training), example, at)
     first, *rest = zip(traced, gpt2_layers(model), strict=True)
     return [FirstTracedLayer(*first), *(TracedLayer(*pair) for pair in rest)]
@@ -50,7 +50,7 @@ def traced_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
 
 class TracedLayer(nn.Module):
     """A traced layer. The hand-written one replaces it when sentences are continued, or when the
-    input has no weights and all logits are wanted."""
+    input has no targets and all logits are wanted."""
 
     def __init__(self, traced: nn.Module, by_hand: nn.Module) -> None:
         super().__init__()
@@ -69,13 +69,14 @@ class TracedLayer(nn.Module):
 
 
 class FirstTracedLayer(TracedLayer):
-    """Takes (ids, weights, keys); keys are for dropout."""
+    """Takes (ids, targets, keys); keys are for dropout."""
 
     def forward(self, value: Any) -> Any:
         if not is_by_hand(value):
-            ids, weights, *_ = value
-            short = ids.size(1) == 1  # to transformers a special case: position 1 has no target
-            value = tuple(F.pad(t, (0, 1)) if short else t for t in (ids, weights))
+            ids, targets, *_ = value
+            targets = numbers_of_targets(targets) if targets.dim() == 2 else targets
+            # One position is a special case to transformers: a second one, which has no target.
+            value = (F.pad(ids, (0, 1)), 2 * targets) if ids.size(1) == 1 else (ids, targets)
         return super().forward(value)
 
 

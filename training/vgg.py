@@ -39,7 +39,7 @@ from training.layout import LaidOutModel
 from training.model import generator_for, split_by
 from training.pictures import Pictures, PictureSets, to_inputs
 from training.seeds import stream
-from training.task import Score, Step, steps_of_epoch
+from training.task import Score, Step, measured, steps_of_epoch, to_device
 from training.world import World
 
 VGG = "vgg16"
@@ -151,8 +151,9 @@ class PictureTask:
             yield Step(inputs, targets, count, len(mine), len(mine))
 
     def _to_device(self, pictures: Pictures, index: Any) -> tuple[Tensor, Tensor]:
-        images, labels = pictures.images[index], pictures.labels[index]  # bytes [n, 3, 32, 32], [n]
-        return to_inputs(images.to(self.device), self.dtype), labels.to(self.device)
+        found = pictures.images[index], pictures.labels[index]  # bytes [n, 3, 32, 32], [n]
+        images, labels = to_device(found, self.device)
+        return to_inputs(images, self.dtype), labels
 
     def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
         """The test pictures."""
@@ -163,8 +164,7 @@ class PictureTask:
     def measure(self, output: Tensor, target: Tensor) -> Tensor:
         """[summed loss, right answers, number of answers]; output [B, classes], target [B]."""
         right = (output.argmax(-1) == target).sum()
-        count = torch.tensor(len(target), device=output.device)
-        return torch.stack([self.loss(output, target), right, count]).double().cpu()
+        return measured(self.loss(output, target), right, len(target))
 
     def score(self, world: World, model: LaidOutModel, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """Accuracy in percent."""

@@ -168,6 +168,9 @@ class PlainModule(StagesInThreads):
     def backward(self, step: Step) -> Tensor:
         """The batch is one piece to the caller."""
         (x,), (target,) = step.inputs, step.targets
+        if isinstance(x, tuple):  # weights, which are cut as the ids are, not numbers of targets
+            ids, targets, *keys = x
+            x = ids, torch.zeros(ids.numel()).index_fill(0, targets, 1).view_as(ids), *keys
         loss = self.task.loss(self.pipe(x), target)
         (loss / max(1, step.count)).backward()
         return loss.detach()

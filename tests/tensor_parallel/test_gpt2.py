@@ -21,24 +21,24 @@ VOCABULARY = 67  # 3 does not divide it
 N, C = 30, 24
 
 
-def case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states N C, the whole embedding V C, labels N and their weights N."""
+def case() -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states N C, the whole embedding V C, labels N."""
     g = torch.Generator().manual_seed(1)
     hidden = torch.randn(N, C, generator=g, dtype=torch.float64).requires_grad_()
     weight = torch.randn(VOCABULARY, C, generator=g, dtype=torch.float64)
     labels = torch.randint(VOCABULARY, (N,), generator=g)
     labels[::3] = (hidden @ weight.t()).argmax(-1)[::3]  # some are right
-    return hidden, weight, labels, torch.rand(N, generator=g, dtype=torch.float64)
+    return hidden, weight, labels
 
 
 def on_ranks(rank: int, world_size: int) -> list[Tensor]:
     """The loss, its gradients of all hidden states and of this rank's rows, what validation counts,
     and the likeliest of all tokens and of the first five."""
     ranks = Ranks(torch.distributed.group.WORLD)
-    hidden, whole, labels, weights = case()
+    hidden, whole, labels = case()
     part = Part(tuple(whole.shape), 0, 1, rank, world_size)
     head = VocabularyParallelHead(nn.Parameter(part.of(whole)), VOCABULARY, ranks)
-    args = hidden, head.known, labels, weights, ranks, head.first
+    args = hidden, head.known, labels, ranks, head.first
     with patch.object(loss, "CHUNK", 200):  # logits, so that there are several chunks
         total = loss.head_loss(*args)
         (2 * total).backward()
@@ -51,9 +51,9 @@ def on_ranks(rank: int, world_size: int) -> list[Tensor]:
 
 
 def test_the_head_computes_what_one_process_does(three_ranks: processes.Ranks) -> None:
-    hidden, weight, labels, weights = case()
+    hidden, weight, labels = case()
     logits = hidden @ weight.requires_grad_().t()
-    total = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
+    total = F.cross_entropy(logits, labels, reduction="sum")
     (2 * total).backward()
     right = (logits.argmax(-1) == labels).sum()
     measured = torch.stack([total.detach(), right, right.new_tensor(N)])

@@ -15,7 +15,7 @@ from torch import nn
 from tests.ranks import Ranks
 from training.errors import RunError
 from training.loop import train
-from training.optimization import ADVICE, Optimizers, Recipe, squared_norms
+from training.optimization import ADVICE, Optimizers, Recipe
 from training.task import Step
 from training.world import World
 
@@ -38,10 +38,16 @@ def test_learning_rates(lr_scheduler: str, warmup: int, rates: list[float]) -> N
     assert found == pytest.approx(rates, rel=1e-15, abs=1e-15)
 
 
-def test_the_squares_of_norms_are_in_float64() -> None:
-    """In float32, the type of the norms, the second would be infinite, and the third 0."""
-    found = squared_norms([torch.tensor([[3.0], [4.0]]), *torch.tensor([[3e19], [1e-30]])])
-    assert found == pytest.approx([25.0, 9e38, 1e-60], rel=1e-6, abs=0)
+@pytest.mark.parametrize(
+    ("gradient", "norm"), [([3.0, 4.0], 5.0), ([3e19], 3e19), ([1e-30], 1e-30)]
+)
+def test_norms_are_squared_in_float64(gradient: list[float], norm: float) -> None:
+    """In float32, their type, the second square would be infinite, and the third 0."""
+    p = nn.Parameter(torch.zeros(len(gradient)))
+    p.grad = torch.tensor(gradient)
+    optimizers = Optimizers([torch.optim.SGD([p], lr=1.0)], Recipe(1.0, 1, 1))
+    optimizers.step(torch.tensor(1.0), 1)
+    assert optimizers.norm == pytest.approx(norm, rel=1e-6, abs=0)
 
 
 def make(recipe: Recipe, *sizes: int, **more: Any) -> tuple[list[nn.Parameter], Optimizers]:

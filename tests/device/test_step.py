@@ -1,0 +1,165 @@
+"""A step on the device: how often the host waits, how many kernels it launches, which activations
+it drops."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from itertools import count, islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.device.seen import Seen, watch
+from tests.device.session import on_device
+from tests.equivalence.problems import Sentences
+from training.layout import LaidOutModel, Plan
+from training.loop import train
+from training.optimization import Optimizers
+from training.replicated import Replicated
+from training.staged import StagesInThreads
+from training.task import Step, materialize
+from training.world import World
+
+PROBLEM = Sentences(16, 8, max_grad_norm=1e-3, dropout=0.1)
+CUDA = World(device=torch.device("cuda:0"))
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+
+
+def steps(task: Any, model: LaidOutModel) -> Iterator[Step]:
+    for epoch in count():
+        yield from task.steps(epoch, model.part, model.parts, model.num_microbatches)
+
+
+def third_step(model: LaidOutModel, world: World = CUDA, average: Any = None) -> Seen:
+    """What the loop does in its third step, from the examples to the update."""
+    optimizers = Optimizers(
+        model.optimizers, PROBLEM.recipe, world, counted=model.counted, run=model.run
+    )
+    batches = steps(model.task, model)
+    train(model, optimizers, islice(batches, 2), "", average_gradients_fn=average)
+    with watch() as seen:
+        train(model, optimizers, islice(batches, 1), "", average_gradients_fn=average)
+    assert optimizers.steps == 3 and optimizers.norm > 1e-3  # it was clipped
+    return seen
+
+
+def waits(seen: Seen) -> Counter[str]:
+    return Counter(
+        f"{wait.why}, {wait.where.rpartition('/')[2].partition(':')[0]}" for wait in seen.waits
+    )
+
+
+ONE_WAIT = {"copy to the CPU, optimization.py": 1}  # losses, norm and counts, read together
+
+
+def plain_step(num_microbatches: int) -> Seen:
+    """The same by hand: transformers' model, all logits, clipping, fused AdamW."""
+    model: Any = materialize(PROBLEM.task(CUDA, torch.float32), CUDA.device).train()
+    optimizer = ADAMW(model.parameters())
+    for _ in range(3):
+        with watch() as seen:
+            optimizer.zero_grad()
+            total = torch.zeros((), device="cuda")
+            for ids in torch.randint(64, (8, 17)).pin_memory().chunk(num_microbatches):
+                ids = ids.to("cuda", non_blocking=True)
+                logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+                loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+                (loss / num_microbatches).backward()
+                total += loss.detach()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            total.item()
+    return seen
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@on_device
+def test_a_step_waits_once_and_launches_what_a_plain_loop_does(num_microbatches: int) -> None:
+    """With dropout. Clipping by hand scales by a number of the device, without a wait; by a
+    number of the host it takes a kernel less."""
+    plan = Plan(ADAMW, num_microbatches=num_microbatches)
+    seen = third_step(Replicated(PROBLEM.task(CUDA, torch.float32), CUDA, plan))
+    assert waits(seen) == ONE_WAIT
+    plain = plain_step(num_microbatches)
+    assert plain.operators["native_dropout"] == seen.operators["native_dropout"] > 0
+    assert len(seen.kernels) <= 1.2 * len(plain.kernels)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@on_device
+def test_a_step_of_stages_in_threads_waits_once(recompute: str) -> None:
+    plan = Plan(ADAMW, recompute=recompute)
+    task, devices = PROBLEM.task(CUDA, torch.float32), [torch.device("cuda", k) for k in (0, 1)]
+    model = StagesInThreads(task, CUDA, plan, devices, "1f1b", 4, cut=(3, 3))
+    assert waits(third_step(model)) == ONE_WAIT
+    model.close()
+
+
+def gradients(build: Any, num_microbatches: int, **options: Any) -> dict[str, Tensor]:
+    """Of the first step, by name, on the CPU."""
+    task = PROBLEM.task(CUDA, torch.float32)
+    plan = Plan(ADAMW, num_microbatches=num_microbatches, **options)
+    model = build(task, CUDA, plan)
+    model.backward(next(steps(task, model)))
+    found = {name: p.grad.cpu() for name, p in model.module.named_parameters()}
+    model.close()
+    return found
+
+
+def largest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest difference, as a part of the largest gradient."""
+    assert a.keys() == b.keys()
+    size = max(float(g.abs().max()) for g in a.values())
+    return max(float((a[name] - b[name]).abs().max()) for name in a) / size
+
+
+@on_device
+def test_what_is_dropped_depends_on_the_micro_batch_alone() -> None:
+    """One process, recomputation and stages drop the same; of another cut another's. The stages
+    add in another order: rounding is far below the share of a dropped activation."""
+    devices = [torch.device("cuda", k) for k in (0, 1)]
+    alone = gradients(Replicated, 2)
+    again = gradients(Replicated, 2, recompute="always")
+    assert all(alone[name].equal(again[name]) for name in alone)
+    for recompute in ("never", "always", "sqrt"):
+        build = partial(
+            StagesInThreads, devices=devices, schedule="1f1b", num_microbatches=2, cut=(3, 3)
+        )
+        assert largest(alone, gradients(build, 2, recompute=recompute)) < 1e-5
+    assert largest(alone, gradients(Replicated, 4)) > 1e-2
+
+
+@on_device
+def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
+    from runtime.dropout import attention, dropout, place
+
+    x = torch.ones(8, 16, 32, device="cuda:1")  # which is not the current device
+
+    def mask(key: int, where: str, first: int = 0) -> Tensor:
+        return dropout(x, 0.25, key, place(where), first).cpu()
+
+    task = PROBLEM.task(CUDA, torch.float32)
+    model = Replicated(task, CUDA, Plan(ADAMW, num_microbatches=2))
+    keys = [x[2] for step in islice(steps(task, model), 4) for x in step.inputs]  # of two epochs
+    assert len(set(keys)) == 8 and all(type(key) is int and 0 <= key < 2**63 for key in keys)
+    torch.manual_seed(0)
+    masks = [
+        *(mask(key, "drop") for key in keys),
+        mask(keys[0], "h.0.attn"),
+        mask(keys[0], "drop", 16),
+    ]
+    for i, one in enumerate(masks):
+        assert abs(float((one == 0).double().mean()) - 0.25) < 0.04  # 5 deviations of 4,096 draws
+        assert one.unique().tolist() == pytest.approx([0, 4 / 3])
+        for other in masks[:i]:  # both keep an element with probability 9/16
+            assert abs(float(((one > 0) & (other > 0)).double().mean()) - 9 / 16) < 0.04
+    torch.manual_seed(1)
+    assert mask(keys[0], "drop").equal(masks[0])
+    q = torch.zeros(8, 2, 16, 32, device="cuda:1")
+    draws = [attention(q, q, x[:, None], None, 0.25, key, 3).cpu() for key in (5, 6, 5)]
+    assert draws[0].equal(draws[2]) and not draws[0].equal(draws[1])
