@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from runtime.graph import move
+
 from . import microbatch
 from .delivery import gradients_by_stage, hooks_held, trained_parameters
 from .stage import Stage
@@ -50,7 +52,7 @@ def pipelined(pipe: Pipe, stages: Sequence[Stage], x: Any, sizes: Sequence[int])
     return microbatch.join(batches)
 
 
-Marks = list[list[bool]]  # per micro-batch and leaf: whether it has a gradient
+Marks = list[list[torch.device | None]]  # per micro-batch and leaf: its device if it has a gradient
 
 
 @dataclass
@@ -92,10 +94,10 @@ class _Pipelined(torch.autograd.Function):
             for gradients_of_stage in own:  # no parameter is in two of them
                 sums.update(gradients_of_stage)
             of_inputs = [
-                dx
+                dx if dx is None else move(dx, home)  # a stage's is on the stage's device
                 for row, marks in zip(pieces, call.inputs, strict=True)
-                for dx, mark in zip(row, marks, strict=True)
-                if mark
+                for dx, home in zip(row, marks, strict=True)
+                if home is not None
             ]
         of_parameters = [sums.get(p) for p in call.parameters]
         return None, None, *of_inputs, *of_parameters  # None: for `call` and `outputs`
@@ -106,4 +108,7 @@ def _has_gradient(leaf: Any) -> bool:
 
 
 def _marks(batches: Sequence[Any]) -> Marks:
-    return [[_has_gradient(leaf) for leaf in pytree.tree_leaves(batch)] for batch in batches]
+    return [
+        [leaf.device if _has_gradient(leaf) else None for leaf in pytree.tree_leaves(batch)]
+        for batch in batches
+    ]

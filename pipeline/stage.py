@@ -5,8 +5,9 @@ through all stages would make a pipeline's backward sequential.
 
 Idea. Each stage builds its own graph per micro-batch. ``forward(i, x)`` detaches x, runs the
 layers, keeps x and the output y, and returns y detached. ``backward(i, dy)`` differentiates y by x
-and by the parameters, frees the graph, and returns dx. The work runs on the calling thread: the
-worker that ran the forward runs the backward.
+and by the parameters, frees the graph, and returns dx. The worker that ran the forward runs the
+backward. (A GPU's backward runs on autograd's own thread of that GPU, unless the caller forbids it,
+as workers do: see worker.py.)
 
     stage s-1 ──x──▸ [detach ─ layers ─ y] ──y detached──▸ stage s+1
     stage s-1 ◂─dx── [       grad        ] ◂─────dy─────── stage s+1

@@ -54,6 +54,11 @@ class Context:
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            # Autograd runs a GPU's backward on its thread of that GPU. That of a Pipe, too, which
+            # waits there for the workers. A worker's own backward would wait for the same thread,
+            # for ever: so it stays on the worker. Ranks need none of this: where one starts a
+            # backward inside another, both are on one thread, and autograd nests them.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self.inference:  # first, because it changes grad mode
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))

@@ -1,0 +1,153 @@
+"""A Pipe on devices, one or two, and mixed with the CPU, computes what its Sequential computes on
+the CPU. (On the device without hardware: tests/device.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeline.catalogue import SCHEDULES, places
+from pipeline.partition import place
+from pipeline.pipe import Pipe
+from runtime.recompute import MODES
+from tests.device.session import on_device
+from tests.pipeline.pipeline_models import (
+    STEPS,
+    assert_close,
+    batch,
+    cut,
+    forward_backward,
+    gradients,
+    in_one_process,
+    square_error,
+    take_gradients,
+    tower,
+)
+
+PLACES = (
+    ("cuda:0",), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0", "cuda:1"), ("cpu:0", "cuda:0"),
+    ("cuda:1", "cpu:0"), ("cpu:0", "cuda:0", "cpu:1"),
+)  # fmt: skip
+
+
+def on_cpu(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def split(model: nn.Sequential, devices: tuple[str, ...]) -> tuple[nn.Sequential, Any]:
+    """As many layers on each device; a tied parameter has a copy on each other device."""
+    return place([*model], [len(model) // len(devices)] * len(devices), devices)
+
+
+@pytest.mark.parametrize("devices", PLACES, ids="-".join)
+@on_device
+def test_loss_and_gradients_are_those_of_the_sequential(devices: tuple[str, ...]) -> None:
+    """Also of the input, on whichever device it is; and the output is on the last one."""
+    x, y = batch(8)
+    expected = in_one_process(tower(), x.requires_grad_(), y) | {"x": x.grad}
+    for home in ("cpu", devices[0]):
+        for step in STEPS:
+            model = tower()
+            layers, replicas = split(model, devices)
+            pipe_x = x.detach().to(torch.device(home)).requires_grad_()
+            with Pipe(layers, split_size=3, replicas=replicas) as pipe:
+                loss = step(pipe, pipe_x, y)
+                memory = torch.device("cpu" if devices[-1].startswith("cpu") else devices[-1])
+                assert loss.device == memory
+            found = gradients(model) | {"loss": loss, "x": pipe_x.grad}
+            if step is not forward_backward:
+                found["x"] = expected["x"]
+            assert_close(found, expected)
+
+
+class Head(nn.Module):
+    """The embedding's weight, used again."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+def tied() -> nn.Sequential:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(9, 6).double()
+    return nn.Sequential(embedding, nn.Linear(6, 6).double(), nn.Tanh(), Head(embedding))
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target.to(logits.device), reduction="sum")
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("cpu:0", "cuda:1")], ids="-".join)
+@on_device
+def test_a_tied_weight_gets_the_sum_of_both_stages(devices: tuple[str, ...]) -> None:
+    """After an update its copy on the other device has followed."""
+    ids, target = torch.arange(8) % 9, (torch.arange(8) * 5) % 9
+    reference, model = tied(), tied()
+    layers, replicas = split(model, devices)
+    assert len(replicas) == 1
+    with Pipe(layers, split_size=2, replicas=replicas) as pipe:
+        for step in ("autograd", "1f1b", "zb"):
+            cross_entropy(reference(ids), target).backward()
+            if step == "autograd":
+                cross_entropy(pipe(ids), target).backward()
+            else:
+                pipe.train_step(ids, target, cross_entropy, step)
+            found = {n: p.grad for n, p in model.named_parameters() if p not in replicas}
+            assert_close(found, {n: p.grad for n, p in reference.named_parameters()})
+            for both in (reference, model):
+                with torch.no_grad():
+                    for p in both.parameters():
+                        if p.grad is not None:
+                            p.sub_(0.1 * p.grad)
+                            p.grad = None
+
+
+@on_device
+def test_autograd_grad_through_two_forwards_in_the_middle_of_a_graph() -> None:
+    """Layers of the caller before and behind, both on devices; `retain_graph`; two backwards."""
+    x, _ = batch(4)
+    model, before, after = tower(), nn.Linear(4, 4).double(), nn.Linear(3, 3).double()
+    every = [*before.parameters(), *model.parameters(), *after.parameters()]
+
+    def loss_of(function: Any, value: Tensor) -> Tensor:
+        return (after(function(before(value)).square()) * function(before(value * 2))).sum()
+
+    expected = torch.autograd.grad(loss_of(model, x), every)
+    before.to("cuda:0")
+    after.to("cuda:1")
+    layers, _ = split(model, ("cuda:0", "cuda:1"))
+    every = [*before.parameters(), *model.parameters(), *after.parameters()]
+    with Pipe(layers, split_size=2) as pipe:
+        loss = loss_of(pipe, x.to("cuda:0"))
+        for _ in range(2):
+            found = torch.autograd.grad(loss, every, retain_graph=True)
+            assert [g.device for g in found] == [p.device for p in every]
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one.cpu(), other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("cpu:0", "cuda:0")], ids="-".join)
+@on_device
+def test_every_schedule_and_recomputation(devices: tuple[str, ...]) -> None:
+    x, y = batch(8)
+    expected = in_one_process(tower(), x, y)
+    for name in SCHEDULES:
+        ranks = places(name, 2)
+        sizes = [6 // len(ranks) + (s < 6 % len(ranks)) for s in range(len(ranks))]
+        for recompute in MODES:
+            model = tower()
+            layers = cut(model, sizes, [devices[rank] for rank in ranks])
+            with Pipe(layers, sizes=sizes, recompute=recompute) as pipe:
+                loss = pipe.train_step(x, y, square_error, name, num_microbatches=4)
+                assert_close(take_gradients(model) | {"loss": loss}, expected)
+                if name == "gpipe":
+                    forward_backward(pipe, x, y)
+                    assert_close(take_gradients(model), {k: expected[k] for k in gradients(model)})
