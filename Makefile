@@ -7,7 +7,7 @@
 # make bench   every benchmark: a table each, and JSON files
 # make chaos   kills, stops and interrupts real runs, and checks what is left (45 minutes)
 # make fuzz    compares random models under random layouts with one plain process (five minutes)
-# make clean   removes everything that the targets above made, except .venv
+# make clean   removes what the targets above made, by name, except .venv; your own workdirs stay
 
 PYTHON ?= python3
 VENV := .venv
@@ -71,5 +71,5 @@ fuzz: $(VENV)/.installed
 	$(RUN) -m tests.fuzz
 
 clean:
-	rm -rf workdir workdir_* build *.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results
+	rm -rf workdir workdir_report workdir_figures build *.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

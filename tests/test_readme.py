@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -91,6 +92,19 @@ def test_the_map_of_the_readme_has_every_file() -> None:
         if path.stem != "__init__"
     }
     assert sorted(named) == sorted(there)
+
+
+def test_make_clean_leaves_what_people_have_made(tmp_path: Path) -> None:
+    """Also the folders in which the README's own commands keep a trained model."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    theirs = {*re.findall(r"--workdir (\w+)", text), "my_runs"} - {"workdir"}
+    assert "workdir_saved" in theirs
+    of_targets = {"workdir", *re.findall(r"workdir_\w+", (ROOT / "Makefile").read_text("utf-8"))}
+    for name in theirs | of_targets | {"workdir_report"}:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    subprocess.run(["make", "-f", ROOT / "Makefile", "clean"], check=True, capture_output=True)
+    assert {path.name for path in tmp_path.iterdir()} == theirs
 
 
 QUOTED = re.compile(r"`([^`]+)`")
