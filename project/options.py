@@ -14,13 +14,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args, get_type_hints
 
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from jsonargparse.typing import restricted_number_type
+
+from training.command_line import is_it, underscored
 
 if TYPE_CHECKING:
     Count = int
@@ -45,6 +46,13 @@ WORDS = {  # what a value of the type must be
 }
 
 SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of the built-in data
+
+# Values of options that take others, too: a name much like one of them is a misspelt one.
+NAMES = {
+    "model": ("auto", "vgg16", "gpt2-mini", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+    "dataset": ("builtin",),
+    "balance": ("auto", "uniform"),
+}
 
 # What an option is called in another program, and by the courses.
 TWINS = {"num_devices": "world_size", "world_size": "num_devices", "num_workers": "num_devices"}
@@ -197,8 +205,13 @@ def parse(kind: type[T], description: str | None, argv: Sequence[str] | None = N
 
     Prints help and ends with status 0, or prints one line on a mistake and ends with status 2.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = underscored(sys.argv[1:] if argv is None else argv)
     parser = _parser(kind, description, given)
+    for name in sorted(
+        _names(given)
+    ):  # first: what follows an unknown option looks like a strategy
+        if name.startswith("--") and name not in ("--", *parser._option_string_actions):
+            parser.error(f"unrecognized arguments: {name}")
     if not {"--n_epochs", "--num_batches"} - _names(given):
         parser.error("--n_epochs and --num_batches both say when the run ends: leave one out")
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -206,6 +219,12 @@ def parse(kind: type[T], description: str | None, argv: Sequence[str] | None = N
     first, others = files.parse_known_args(given)  # files first: the command line wins
     found = parser.parse_args([f"--config={path}" for path in first.config] + others)
     options = {field.name: getattr(found, field.name) for field in fields(kind)}  # type: ignore[arg-type]
+    for name, known in NAMES.items():
+        value = options.get(name) or known[0]
+        if "/" in value or Path(value).exists() or value in known:
+            continue  # a name on the hub, or a folder
+        if near := is_it(value, known):
+            parser.error(f"--{name} {value}: there is no such {name}{near}")
     return settle_sizes(kind(**options))
 
 
@@ -236,7 +255,7 @@ def as_typed(message: str, given: Sequence[str]) -> str:
 
 
 def _names(given: Sequence[str]) -> set[str]:
-    return {word.partition("=")[0] for word in given}
+    return {word.partition("=")[0] for word in underscored(given)}
 
 
 def _parser(kind: type, description: str | None, given: Sequence[str]) -> _Parser:
@@ -306,8 +325,7 @@ def _in_one_line(hints: dict[str, Any], message: str) -> str:
             if name in {field.name for field in fields(group)}:
                 return f"--{name}: an option for {group.__doc__}, which this program does not have"
         known = [*hints, *(alias for alias, option in ALIASES.items() if option in hints)]
-        near = get_close_matches(name, known, 1, cutoff=0.65)
-        return f"--{name}: there is no such option" + "".join(f"; is it --{n}?" for n in near)
+        return f"--{name}: there is no such option" + is_it(name, known).replace("it ", "it --")
     key = re.search(r'[Kk]ey "(\w+)"', message)
     if message.endswith("required: strategy"):
         return f"name a strategy first: {', '.join(get_args(hints['strategy']))}"
@@ -315,9 +333,10 @@ def _in_one_line(hints: dict[str, Any], message: str) -> str:
         return " ".join(message.replace('Parser key "config"', "--config").split())
     hint = str(hints[key[1]])
     rules = [rule for word, rule in WORDS.items() if re.search(rf"\b{word}\b", hint)]
-    if choices := re.search(r"Literal\[(.*?)\]", hint):
-        rules.append(choices[1].replace("'", "").replace(", ", " or "))
+    words = re.search(r"Literal\[(.*?)\]", hint)
+    choices = words[1].replace("'", "").split(", ") if words else []
+    rules += [" or ".join(choices)] if choices else []
     found = re.search(r"value: (.+)|: '(.+)'|: (\S+) does not conform", message)
     value = found[found.lastindex or 0] if found else ""
     option = "strategy" if key[1] == "strategy" else f"--{key[1]}"  # it has no dashes
-    return f"{option} {value}: it must be {', or '.join(rules)}"
+    return f"{option} {value}: it must be {', or '.join(rules)}{is_it(value, choices)}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,71 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.catalogue import SCHEDULES
+from training.command_line import Parser, count
+
+OUTPUT = Path("submit_figures")
+MOST_STAGES, MOST_CELLS = 64, 2048  # drawn in seconds, and legible
+OF_TRAIN = {  # figures of runs of train.py
+    "split_time": "computation, exposed communication and idle time of a step",
+    "throughput": "examples per second of runs, beside the ideal",
+    "memory": "parameters, gradients, optimizer state and peak of each rank",
+}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__)
+    commands = parser.add_subparsers(dest="figure", required=True, metavar="COMMAND")
+
+    def command(name: str, text: str) -> Callable[..., argparse.Action]:
+        added = commands.add_parser(name, help=text)
+        added.add_argument("--output", type=Path, metavar="PATH",
+            help=f"the picture, or a folder for it ({OUTPUT}; of training: the run's)")  # fmt: skip
+        return added.add_argument
+
+    # fmt: off
+    run: dict[str, Any] = {"type": Path, "metavar": "DIR", "help": "workdir of this run"}
+    option = command("data_parallel", "time and throughput of one process against several")
+    option("--single", required=True, **run)
+    option("--multiple", required=True, **run)
+    option = command("pipeline", "time and throughput of a pipeline against one stage at a time")
+    option("--model_parallel", required=True, **run)
+    option("--pipeline_parallel", required=True, **run)
+    option = command("training", "loss and score of a run after each epoch; of runs, their losses")
+    option("workdir", nargs="+", **run)
+    option = command("schedule", "clock table of a pipeline schedule, printed and drawn")
+    option("--schedule", choices=list(SCHEDULES), default="1f1b", help="which (1f1b)")
+    option("--num_devices", "--stages", type=count, metavar="K", default=4, help="stages (4)")
+    option("--num_microbatches", "--n_chunk", type=count, metavar="M", default=8,
+           help="micro-batches (8)")
+    option("--chunks", type=count, metavar="V", help="chunks per rank, of interleaved (2)")
+    root: dict[str, Any] = {"type": Path, "metavar": "DIR", "default": Path("workdir"),
+                            "help": "folder of the runs' folders (%(default)s)"}
+    for name, text in OF_TRAIN.items():
+        option = command(name, text)
+        option("runs", help="e.g. ddp=1,ddp=2")
+        option("--workdir", **root)
+    option = command("timeline", "what each worker did when in one step, beside the ideal")
+    option("run", help="the workdir of a run with --timeline, or e.g. pipeline=3")
+    option("--step", type=count, metavar="K", help="which step, from 1 (a typical one)")
+    option("--workdir", **root)
+    # fmt: on
+    args = parser.parse_args(argv)
+    if args.figure == "schedule":
+        n, m = args.num_devices, args.num_microbatches
+        if n > MOST_STAGES or n * m > MOST_CELLS:
+            few = min(n, MOST_STAGES)
+            parser.error(
+                f"--num_devices {n} --num_microbatches {m}: a picture has room for {MOST_STAGES} "
+                f"stages, and for {MOST_CELLS} micro-batches over all stages; --num_devices {few} "
+                f"--num_microbatches {min(m, MOST_CELLS // few)} works"
+            )
+    return args
+
+
+if __name__ == "__main__":
+    parse()  # before torch and matplotlib are imported, which takes seconds
+
 from project.plot_timeline import (
     COLOURS,
     LINES,
@@ -40,7 +106,6 @@ from project.plot_timeline import (
     shares,
     steps_of,
 )
-from training.command_line import Parser, count
 from training.curves import (
     BLUE,
     INK,
@@ -56,7 +121,6 @@ from training.perfetto import read_timelines, write_trace
 from training.results import OPTIONS, SUMMARY
 from training.timeline import Event
 
-OUTPUT = Path("submit_figures")
 STRATEGIES = ("single", "ddp", "model", "fsdp", "pipeline", "tensor")
 TIME, THROUGHPUT = "training_time", "tokens_per_sec"
 YLABELS = {TIME: "training time of an epoch (s)", THROUGHPUT: "tokens per second, with padding"}
@@ -423,7 +487,8 @@ def named(name: str, root: Path) -> Run:
         model = " --model gpt2-mini" if strategy == "tensor" else ""  # vgg16 cannot be cut
         raise UserError(
             f"no finished run in {folder}; make it with: python project/train.py {strategy} "
-            f"--world_size {workers}{model} --num_batches 9 --timeline 8 --workdir {folder}"
+            f"--world_size {workers}{model} --num_batches 9 --timeline 8 "
+            f"--workdir {shlex.quote(str(folder))}"
         )
     return Run(folder)
 
@@ -500,51 +565,8 @@ def plot_memory(runs: Sequence[Run], path: Path) -> Path:
 # The command line
 
 COMPARED = {
-    "split_time": ("computation, exposed communication and idle time of a step", plot_split_time),
-    "throughput": ("examples per second of runs, beside the ideal", plot_throughput),
-    "memory": ("parameters, gradients, optimizer state and peak of each rank", plot_memory),
-}
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(description=__doc__)
-    commands = parser.add_subparsers(dest="figure", required=True, metavar="COMMAND")
-
-    def command(name: str, text: str) -> Callable[..., argparse.Action]:
-        added = commands.add_parser(name, help=text)
-        added.add_argument("--output", type=Path, metavar="PATH",
-            help=f"the picture, or a folder for it ({OUTPUT}; of training: the run's)")  # fmt: skip
-        return added.add_argument
-
-    # fmt: off
-    run: dict[str, Any] = {"type": Path, "metavar": "DIR", "help": "workdir of this run"}
-    option = command("data_parallel", "time and throughput of one process against several")
-    option("--single", required=True, **run)
-    option("--multiple", required=True, **run)
-    option = command("pipeline", "time and throughput of a pipeline against one stage at a time")
-    option("--model_parallel", required=True, **run)
-    option("--pipeline_parallel", required=True, **run)
-    option = command("training", "loss and score of a run after each epoch; of runs, their losses")
-    option("workdir", nargs="+", **run)
-    option = command("schedule", "clock table of a pipeline schedule, printed and drawn")
-    option("--schedule", choices=list(SCHEDULES), default="1f1b", help="which (1f1b)")
-    option("--num_devices", "--stages", type=count, metavar="K", default=4, help="stages (4)")
-    option("--num_microbatches", "--n_chunk", type=count, metavar="M", default=8,
-           help="micro-batches (8)")
-    option("--chunks", type=count, metavar="V", help="chunks per rank, of interleaved (2)")
-    root: dict[str, Any] = {"type": Path, "metavar": "DIR", "default": Path("workdir"),
-                            "help": "folder of the runs' folders (%(default)s)"}
-    for name, (text, _) in COMPARED.items():
-        option = command(name, text)
-        option("runs", help="e.g. ddp=1,ddp=2")
-        option("--workdir", **root)
-    option = command("timeline", "what each worker did when in one step, beside the ideal")
-    option("run", help="the workdir of a run with --timeline, or e.g. pipeline=3")
-    option("--step", type=count, metavar="K", help="which step, from 1 (a typical one)")
-    option("--workdir", **root)
-    # fmt: on
-    return parser.parse_args(argv)
+    "split_time": plot_split_time, "throughput": plot_throughput, "memory": plot_memory,
+}  # fmt: skip
 
 
 def draw_figure(args: argparse.Namespace) -> list[Path]:
@@ -586,7 +608,7 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
         return [drawn]
     runs = [named(run, args.workdir) for run in args.runs.split(",")]
     check_alike(runs)
-    return [COMPARED[name][1](runs, path(name))]
+    return [COMPARED[name](runs, path(name))]
 
 
 def main() -> None:

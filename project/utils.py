@@ -6,6 +6,8 @@ training/generation.py.
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -144,8 +146,8 @@ def _show(results: Results, args: Any) -> None:
     picture = plot_training(args.workdir, foot, args.num_batches)
     if any(args.workdir.glob("timeline_rank*.json")):
         results.say(
-            f"The recorded steps: python project/plot.py timeline {args.workdir} draws them and "
-            "writes them for https://ui.perfetto.dev."
+            f"The recorded steps: python project/plot.py timeline {shlex.quote(str(args.workdir))} "
+            "draws them and writes them for https://ui.perfetto.dev."
         )
     results.say(f"Results are in {args.workdir}/; the curves are drawn in {picture}.")
 
@@ -157,6 +159,10 @@ def run_program(main: Callable[[], None]) -> None:
     with signals_end():
         try:
             main()
+            sys.stdout.flush()
+        except BrokenPipeError:  # its reader has ended, such as `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
+            raise SystemExit(1) from None
         except (UserError, RunError) as error:
             status = 2 if isinstance(error, UserError) else 1
             text = as_typed(str(error), sys.argv)

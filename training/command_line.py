@@ -1,12 +1,33 @@
-"""argparse whose errors are one line without the usage, for programs with few options. The programs
-that train declare their options as dataclasses in project/options.py."""
+"""argparse whose errors are one line without the usage, for programs with few options; and what all
+command lines have in common. The programs that train declare their options as dataclasses in
+project/options.py."""
 
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from training.errors import refuse
+
+
+def underscored(words: Sequence[str]) -> list[str]:
+    """A command line in which hyphens in the names of options are underscores: --n-epochs=3."""
+    found = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        option = re.fullmatch(r"--[A-Za-z][\w-]*", name)
+        found.append((name[:2] + name[2:].replace("-", "_") if option else name) + equals + value)
+    return found
+
+
+def is_it(word: str, known: Iterable[str]) -> str:
+    """The end of a message on a misspelt word: the known one that is most like it, if any is."""
+    near = get_close_matches(word.lower(), list(known), 1, cutoff=0.65)
+    return "".join(f"; is it {found}?" for found in near)
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,9 +37,30 @@ class Parser(argparse.ArgumentParser):
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**settings, allow_abbrev=False)  # type: ignore[arg-type]
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As in argparse, which parses everything through it."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(underscored(words), namespace)
+
     def error(self, message: str) -> NoReturn:
         """Ends the program."""
+        if wrong := re.fullmatch(
+            r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message
+        ):
+            option, value = wrong[1].split("/")[0], wrong[2]
+            choices = wrong[3].replace("'", "").split(", ")
+            message = f"{option} {value}: it must be {' or '.join(choices)}{is_it(value, choices)}"
+        elif unknown := re.match(r"unrecognized arguments: (--\w+)", message):
+            message = f"{unknown[1]}: there is no such option{is_it(unknown[1], self._known())}"
         refuse(f"{self.prog}: error: {message}; --help explains all\n")
+
+    def _known(self) -> list[str]:
+        """All options, also of commands."""
+        commands = (action.choices for action in self._actions if isinstance(action.choices, dict))
+        inner = [
+            option for each in commands for parser in each.values() for option in parser._known()
+        ]
+        return [*self._option_string_actions, *inner]
 
 
 def count(text: str) -> int:

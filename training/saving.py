@@ -16,6 +16,7 @@ No result includes the time of saving.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -117,7 +118,7 @@ def _spelt(option: str, value: Any) -> str:
     """An option as it is typed."""
     if value is None and option not in ("n_train", "n_validation", "n_test"):
         return f"no --{option}"
-    return f"--{option} {'all' if value is None else value}"
+    return f"--{option} {'all' if value is None else shlex.quote(str(value))}"
 
 
 class Saving:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -88,7 +89,8 @@ def _lock(folder: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         raise UserError(
-            f"--workdir {folder}: another run is writing there; --workdir {folder}_2 works"
+            f"--workdir {folder}: another run is writing there; --workdir "
+            f"{shlex.quote(f'{folder}_2')} works"
         ) from None
     except OSError:
         os.close(descriptor)

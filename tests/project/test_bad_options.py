@@ -4,6 +4,7 @@ anything starts."""
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,7 @@ def no_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ended(line: str, capfd: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     """The status with which a command line ends, and what it says."""
-    program, *options = line.split()
+    program, *options = shlex.split(line)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [f"project/{program}.py", *options])
         with pytest.raises(SystemExit) as end:
@@ -54,8 +55,14 @@ TABLE = """
 # mistyped
 pp --n_chunks 2 => there is no such option; is it --n_chunk?
 pp --world_size 2 => there is no such option; is it --num_devices?; --help
+pp FLOW --schedule 1fb1 => or vhalf or vmin; is it 1f1b?; --help explains all
+dp --precision BF-16 => it must be fp32 or
+dp --model gpt2-min => there is no such model; is it gpt2-mini?; --help explains all
+dp --dataset buildin => there is no such dataset; is it builtin?; --help explains all
+train pipeline --balance unifrom => there is no such balance; is it uniform?; --help explains all
+train --n_epoch 4 => there is no such option; is it --n_epochs?; --help explains all
 dp --schedule zb => an option for stages of a pipeline, which this program does not have
-train ddpp => it must be single or ddp or fsdp or pipeline or model or tensor or 3d;
+train ddpp => it must be single or ddp or fsdp or pipeline or model or tensor or 3d; is it ddp?;
 dp --n_epochs 2 --num_batches=3 => leave one out;
 # what is computed again
 dp --recompute except_last => nothing would be recomputed; --recompute always works
@@ -112,7 +119,7 @@ dp --n_train 33 --batch_size 8 --n_epochs 2 --warmup_steps 10 => last; --warmup_
 # models
 dp --n_head 3 => the heads must divide the width; --n_head 2 works
 dp --vocab_size 258 => a byte-level vocabulary has at least 259 tokens; --vocab_size 2048 works
-train ddp --model gpt3 => neither a preset (gpt2-mini, gpt2,
+train ddp --model gpt/3 => neither a preset (gpt2-mini, gpt2,
 train ddp --model auto => needs one of vgg16, gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl
 dp --model empty --n_layer 2 => pretrained weights have a fixed size; only the presets can be ch
 dp --model empty => with a GPT-2 and its tokenizer (ValueError Unrecognized
@@ -160,7 +167,7 @@ CHANGED = [
     ("--model gpt2", "--model gpt2", "--model gpt2-mini"),
     ("--dropout 0.1", "--dropout 0.1", "--dropout 0.0"),
     ("--learning_rate 0.02", "--learning_rate 0.02", "--learning_rate 0.01"),
-    ("--dataset pairs", "--dataset pairs", "--dataset builtin"),
+    ("--dataset 'my pairs'", "--dataset 'my pairs'", "--dataset builtin"),
     ("--n_train all", "--n_train all", "--n_train 20"),
     ("--src en --tgt de", "--src en --tgt de", "--src de --tgt en"),
     ("--max_grad_norm 1", "--max_grad_norm 1.0", "no --max_grad_norm"),
@@ -177,7 +184,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_resume_with_other_options(made: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What decides what is computed must stay, whatever program resumes it."""
-    write_pairs(Path("pairs"))
+    write_pairs(Path("my pairs"))
     programs = [DP + "--world_size 1 ", PP, "train single "]
     for k, (change, now, then) in enumerate(CHANGED):
         line = f"{programs[k % 3]} {MADE} --workdir {made} --resume {change}"

@@ -11,7 +11,7 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from project.options import ALIASES, Processes
+from project.options import ALIASES, NAMES, Processes
 from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
 from project.train import TrainOptions
@@ -19,7 +19,7 @@ from tests.project.programs import FLOW, ROOT, parse
 from training.data import train_tokenizer
 from training.errors import UserError
 from training.launch import Settings
-from training.model import build_model, gpt2_config
+from training.model import PRESETS, build_model, gpt2_config
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -65,6 +65,7 @@ def test_every_option_refuses_what_it_cannot_be(capsys: pytest.CaptureFixture[st
                 said = refused(f"{program}--{name} {value}", capsys)
                 assert said.startswith(f"--{name} {value}: it must be ") and rule in said, said
             tried[name] = words[0]
+    assert NAMES["model"] == ("auto", "vgg16", *PRESETS)
     assert set(tried.values()) == set(RULES) and len(tried) > 40
     assert refused(DP + "twice", capsys) == "unrecognized arguments: twice"
     assert refused("train ", capsys).startswith("name a strategy first: single, ddp, ")
@@ -81,6 +82,9 @@ def test_flags_and_values() -> None:
         assert parse(f"{DP} {flag}").resume is False
     args = parse(DP + "--n_train all --pytest True --learning_rate 3e-4 --n_test 5")
     assert (args.n_train, args.pytest, args.learning_rate, args.n_test) == (None, True, 3e-4, 5)
+    args = parse(DP + "--n-epochs 3 --num-workers=4 --workdir my-runs --gradient-sync flat")
+    assert (args.n_epochs, args.world_size, args.gradient_sync) == (3, 4, "flat")
+    assert args.workdir == Path("my-runs")
     assert parse("train --zero 2 fsdp --check_weights").check_weights is True
     line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 1"
     settings = Settings.of(parse(DP + line))
@@ -128,17 +132,27 @@ for program in ("run_data_parallel", "run_pipeline", "train"):
     except SystemExit as end:
         assert not end.code, end.code
     print("=====")
+for line in ("run_pipeline --schedule 1fb1", "train ddp --model gtp2-mini", "plot timelin x"):
+    sys.argv = [f"project/{line.split()[0]}.py", *line.split()[1:]]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 2, end.code
 print(*(name for name in ("torch", "transformers", "matplotlib") if name in sys.modules))
 """
 
 
 def test_help_is_short_complete_and_answered_without_torch() -> None:
-    """For which everybody would wait, for seconds."""
+    """For which everybody would wait, for seconds. So are misspelt values."""
     done = subprocess.run(
         [sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, check=True
     )
     *pages, imported = done.stdout.split("=====\n")
     assert imported.split() == []
+    said = [line.split("; ") for line in done.stderr.splitlines()]
+    assert [words[-2:] for words in said] == [
+        [f"is it {word}?", "--help explains all"] for word in ("1f1b", "gpt2-mini", "timeline")
+    ]
     for page, kind in zip(pages, OPTIONS.values(), strict=True):
         assert 40 < page.count("\n") < 110
         assert max(map(len, page.splitlines())) <= 118

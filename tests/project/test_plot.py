@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from matplotlib.patches import Rectangle
 
 from project import plot
 from project.plot_timeline import bubbles, ideal_of, in_step, shares, steps_of
+from project.utils import run_program
 from tests.project.made_up import (
     DDP1,
     DDP2,
@@ -498,6 +500,8 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
     missing = f"{folder}/timeline_rank1.json'; make the run again, with --timeline 10"
     check(missing, "split_time", "ddp=2")
     check(f"no finished run in {tmp_path}/ddp3; make it with: python ", "timeline", "ddp=3")
+    with pytest.raises(UserError, match=r" --workdir 'my runs/ddp3'$"):
+        plot.named("ddp=3", Path("my runs"))
     check("/no/such: there is no such folder; name the --workdir", "timeline", "/no/such")
     for name in ("dp=2", "ddp=2,", "ddp=-1"):
         check("it must be a strategy (single, ddp, model, fsdp, pipeline, ", "throughput", name)
@@ -511,7 +515,19 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
     ("line", "said"),
     [
         ("", "the following arguments are required: COMMAND"),
-        ("schedule --schedule fast", "argument --schedule: invalid choice: 'fast' (choose from "),
+        (
+            "schedule --schedule fast",
+            "--schedule fast: it must be gpipe or 1f1b or zb or sequential or ",
+        ),
+        (
+            "schedule --num_devices 100000",
+            "--num_devices 100000 --num_microbatches 8: a picture has room for 64 stages, and for "
+            "2048 micro-batches over all stages; --num_devices 64 --num_microbatches 8 works",
+        ),
+        (
+            "schedule --stages 64 --n_chunk 99",
+            "--num_devices 64 --num_microbatches 32 works; --help",
+        ),
         (
             "schedule --output x.txt",
             "--output x.txt: it must be a folder, or a picture that ends in .png, .pdf",
@@ -526,6 +542,17 @@ def test_a_mistyped_line(line: str, said: str, capsys: pytest.CaptureFixture[str
     with pytest.raises((UserError, SystemExit)) as caught:
         plot.draw_figure(plot.parse(line.split()))
     assert said in f"{caught.value}{capsys.readouterr().err}"
+
+
+def test_a_reader_that_has_ended_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `plot.py ... | head`: Python would write what is left at its end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        with pytest.raises(SystemExit) as end:
+            run_program(lambda: output.write("stage 0: F0") and None)
+    assert end.value.code == 1
 
 
 # What is written
