@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**settings, allow_abbrev=False)  # type: ignore[arg-type]
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse, which parses everything through it."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args(underscored(words), namespace)

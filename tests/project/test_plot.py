@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -546,12 +547,16 @@ def test_a_mistyped_line(line: str, said: str, capsys: pytest.CaptureFixture[str
 
 def test_a_reader_that_has_ended_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in `plot.py ... | head`: Python would write what is left at its end."""
+
+    def main() -> None:
+        sys.stdout.write("stage 0: F0")
+
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as output:
         monkeypatch.setattr("sys.stdout", output)
         with pytest.raises(SystemExit) as end:
-            run_program(lambda: output.write("stage 0: F0") and None)
+            run_program(main)
     assert end.value.code == 1
 
 
