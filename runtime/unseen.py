@@ -24,8 +24,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-_LEAF: Any = torch._C._functions.AccumulateGrad  # the node of a leaf: only it has `variable`
-_REENTRANT = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+# The nodes of a leaf and of a checkpoint with reentry.
+_LEAF, _REENTRANT = torch._C._functions.AccumulateGrad, CheckpointFunction._backward_cls  # type: ignore[attr-defined]
 _RECORDING = "transformers.utils.output_capturing"
 _WITHOUT = (str, bytes, int, float, complex, type, FunctionType, ModuleType, nn.Module, type(None))
 
@@ -70,7 +70,7 @@ class Strangers:
         seen = self._seen
         nodes = [get_gradient_edge(t).node for t in tensors_in(value) if t.requires_grad]
         while nodes:  # from the value towards the leaves
-            node = nodes.pop()
+            node: Any = nodes.pop()
             if node in seen:
                 continue
             seen.add(node)
