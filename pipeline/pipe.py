@@ -93,14 +93,26 @@ class Pipe(nn.Module):
             *((f"partitions.{j}", part) for j, part in enumerate(self.partitions)),
         ]
         self.peak_alive: list[int] = []
-        self._crew = Crew(self.devices)
-        self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
+        self._start_workers()
         # Stages on one device share a worker: by stage, the first stage with the same worker.
         self._workers = [self.in_queues.index(queue) for queue in self.in_queues]
         workers = list(dict.fromkeys(self._workers))
         # As schedules count them. Without sizes: a rank per stage, even where a device has several.
         self._ranks = [workers.index(k) if sizes else s for s, k in enumerate(self._workers)]
+
+    def _start_workers(self) -> None:
+        self._crew = Crew(self.devices)
+        self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
         self._stages: list[Stage] = []  # of the forward in progress
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a file has: all but the workers, which it starts for itself."""
+        own = ("_crew", "in_queues", "out_queues", "_stages")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start_workers()
 
     def close(self) -> None:
         """End the worker threads. Garbage collection does so too."""

@@ -41,7 +41,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -188,6 +188,9 @@ class _Code:
 
     def __deepcopy__(self, _: object) -> _Code:
         return self  # copies of a layer share what never changes
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("a traced stage cannot be pickled: save state_dict(), and trace again")
 
 
 def _cut(programs: dict[bool, Program], names: Sequence[str]) -> nn.Sequential:

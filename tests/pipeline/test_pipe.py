@@ -4,6 +4,8 @@ gradients by name, hooks, whatever the cut and the schedule; and it holds what t
 from __future__ import annotations
 
 import gc
+import io
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from pipeline import schedule as sched
 from pipeline.pipe import Pipe, _clock_cycles
@@ -221,6 +224,58 @@ def test_a_copy_of_a_tied_parameter_on_another_device_follows_the_original() -> 
                 optimizer.zero_grad()
         torch.testing.assert_close(pipe(x), plain(x))
         assert [len(owned) for owned in pipe.stage_parameters()] == [2, 1]
+
+
+# Copies
+
+
+def _saved(pipe: Pipe) -> Pipe:
+    file = io.BytesIO()
+    torch.save(pipe, file)
+    file.seek(0)
+    loaded: Pipe = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("copied", [deepcopy, lambda p: pickle.loads(pickle.dumps(p)), _saved])
+def test_a_copy_is_a_pipe_of_its_own(copied: Callable[[Pipe], Pipe]) -> None:
+    """Of the first and the last layer's shared weight there is one in the copy, too."""
+    x, y = batch(8)
+    target = torch.cat([x, y, y[:, :1]], 1)
+    layers = [*tower(), nn.Linear(3, 4).double(), nn.Linear(4, 8).double()]
+    layers[-1].weight = layers[0].weight
+    model = nn.Sequential(*layers)
+    with Pipe(cut(model, (2, 6)), split_size=2) as pipe:
+        one_f_one_b(pipe, x, target)
+        expected = take_gradients(model)
+        copy = copied(pipe)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+    with copy:  # the first is closed
+        one_f_one_b(copy, x, target)
+        found = {str(k): p.grad for k, p in enumerate(copy.parameters())}
+        assert_same_bits(found, dict(zip(found, expected.values(), strict=True)))
+        assert set(gradients(model).values()) == {None}
+        assert len(pipe_threads()) == 2
+    assert pipe_threads() == []
+
+
+def test_an_averaged_model_of_a_pipe() -> None:
+    x, _ = batch(8)
+    with Pipe(cut(tower())) as pipe:
+        averaged = AveragedModel(pipe)
+        with torch.no_grad():
+            for step in (1.0, 2.0, 6.0):
+                for p in pipe.parameters():
+                    p.fill_(step / 10)
+                averaged.update_parameters(pipe)
+            found = averaged(x)
+            for p in pipe.parameters():
+                p.fill_(0.3)  # the mean
+            torch.testing.assert_close(found, pipe(x), rtol=1e-12, atol=0)
+        copy: Any = averaged.module
+        copy.close()
 
 
 # What is held

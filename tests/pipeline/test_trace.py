@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -365,7 +366,7 @@ def test_a_checkpoint_that_keeps_the_graph_is_traced() -> None:
     assert_close(found, everything(model))
 
 
-def test_inputs_must_answer_as_the_example_did() -> None:
+def test_inputs_must_answer_as_the_example_did_and_a_trace_is_not_pickled() -> None:
     first = split(made(Short), {"x": noise(2, 4), "times": 3}, ["b"])[0]
     assert first({"times": 3, "x": noise(1, 4)})[0].shape == (1, 4)
     for given, said in (
@@ -375,3 +376,5 @@ def test_inputs_must_answer_as_the_example_did() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             first(given)
+    with pytest.raises(TypeError, match="a traced stage cannot be pickled: save state_dict"):
+        pickle.dumps(first)
