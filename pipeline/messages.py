@@ -1,14 +1,17 @@
 """Links between processes, and the values sent over them, as self-describing bytes.
 
-A value is a tensor, or tuples, lists and dicts of tensors and anything that can be pickled. Its
-head is its pickle, with a place instead of each tensor: shape, strides, dtype, and the offset of
-its contents in the body. So nothing is agreed on beforehand: shapes may change in every
-micro-batch, and a tensor that appears twice is one tensor on the other side too.
+A value is a tensor, or tuples, lists and dicts of tensors, numbers, texts, enumerations,
+NamedTuples and what is registered with torch.utils._pytree. Its head is its pickle, with a place
+instead of each tensor: shape, strides, dtype, and the offset of its contents in the body. So
+nothing is agreed on beforehand: shapes may change in every micro-batch, and a tensor that appears
+twice is one tensor on the other side too.
 
     head: (tensor at 0: float32 [8, 128, 256], tensor at 1048576: int64 [8, 128], None)
     body: | tensor | tensor |
 
-Unpickling can run code. The ranks of a run trust each other, as in torch's own object collectives.
+Unpickling can run code: only classes of values are unpickled, see `_Received`. (Torch's own object
+collectives, which compare the ranks at the start of a run, unpickle anything: the network between
+the ranks must be a trusted one.)
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import sys
+from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from runtime.shared_memory import ALIGNMENT, aligned
 
@@ -67,6 +73,17 @@ class _Received(pickle.Unpickler):
         self._body = body
         self._tensors: dict[Any, Tensor] = {}  # by place
 
+    def find_class(self, module: str, name: str) -> Any:
+        """Only what a value is made of; nothing is imported for it."""
+        found = super().find_class(module, name) if module in sys.modules else None
+        if not (isinstance(found, torch.dtype) or _is_of_values(found)):
+            raise TypeError(
+                f"a message from another rank holds a {module}.{name}, which is not unpickled: "
+                "hand on tensors, numbers, texts, enumerations, tuples, lists, dicts, NamedTuples, "
+                "or what is registered with torch.utils._pytree"
+            )
+        return found
+
     def persistent_load(self, entry: Any) -> Tensor:
         place, shape, requires_grad = entry
         if place not in self._tensors:  # else it came before: the same tensor
@@ -74,6 +91,16 @@ class _Received(pickle.Unpickler):
             # They share one body, but a write to one must not count for all: hence `data`.
             self._tensors[place] = tensor.data.requires_grad_(requires_grad)
         return self._tensors[place]
+
+
+def _is_of_values(kind: Any) -> bool:
+    known = (complex, set, frozenset, slice, range, bytearray, torch.device, torch.Size)
+    return isinstance(kind, type) and (
+        kind in known
+        or kind in pytree.SUPPORTED_NODES
+        or issubclass(kind, Enum)
+        or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+    )
 
 
 class Link:

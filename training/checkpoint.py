@@ -30,6 +30,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -305,7 +306,6 @@ class Saver:
             CheckpointError: on all ranks, if a tensor is missing or has another shape, or a file
                 cannot be read.
         """
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
         held, tensors = held_by_name(pieces), checkpoint.tensors
@@ -329,7 +329,7 @@ class Saver:
         wholes = {name: _empty(t) for name, t in tensors.items()} if alone else {}
 
         def read() -> None:
-            reader = FileSystemReader(folder)
+            reader = _reader(folder)
             if shared:
                 load(held, storage_reader=reader, **self._all_ranks)
             elif alone:
@@ -433,8 +433,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: with what is wrong with it.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
@@ -442,11 +440,54 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         for file, entry in manifest["files"].items():
             if file_entry(folder / file) != entry:
                 raise ValueError(f"the checksum of {file} differs")
-        # A pickle can run code. A run wrote this one into the user's own workdir.
-        tensors = FileSystemReader(folder).read_metadata().state_dict_metadata
+        tensors = _reader(folder).read_metadata().state_dict_metadata
         return Checkpoint(folder, json.loads((folder / STATE).read_bytes()), tensors)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.PickleError
+    ) as error:  # fmt: skip
         raise CheckpointError(f"{folder}: it is damaged ({error})") from None
+
+
+# `.metadata` is a pickle, which can run code: it is read with these classes alone. The entries of a
+# checkpoint are tensors; torch reads their values without unpickling anything else.
+_CLASSES = {
+    "torch": ("Size",),  # and every dtype
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),  # Python 3.13
+}  # fmt: skip
+
+
+class _Metadata(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _CLASSES.get(module, ()):
+            raise ValueError(
+                f"its .metadata asks for {module}.{name}, which no checkpoint of this project "
+                "needs: do not load files of people whom you do not trust"
+            )
+        return super().find_class(module, name)
+
+
+def _reader(folder: Path) -> Any:
+    """The library's reader, without its unpickling of any class."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
+            with Path(self._get_metadata_path(kwargs.get("rank"))).open("rb") as file:
+                metadata: Metadata = _Metadata(file).load()
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return Reader(folder)
 
 
 def file_entry(path: Path) -> dict[str, Any]:

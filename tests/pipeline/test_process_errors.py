@@ -8,14 +8,19 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
-from pipeline.messages import PeerError
+from pipeline.messages import Message, PeerError, _Received
 from pipeline.process import ProcessPipe
 from tests.pipeline.pipeline_models import (
     Fuse,
@@ -24,6 +29,7 @@ from tests.pipeline.pipeline_models import (
     tower,
 )
 from tests.ranks import Ranks
+from tests.training.test_checkpoint import Touch
 
 SOON = 10.0  # seconds; the time-out of the pipes is 30
 
@@ -164,6 +170,40 @@ def assert_arrived(found: dict[str, Any], rows: int) -> None:
     empty, one, nothing, three = found["more"]
     assert empty.shape == (0, 2) and three.dtype == torch.int64
     assert (one, nothing, three.item()) == (1, None, 3)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Kind(Enum):
+    ONE = "one"
+
+
+def sent(value: Any) -> Any:
+    """What arrives of it."""
+    message = Message(value)
+    body = torch.zeros(message.nbytes, dtype=torch.uint8)
+    message.write(body)
+    return _Received(message.head, body).load()
+
+
+def test_a_message_is_made_of_values_and_unpickles_nothing_else(tmp_path: Path) -> None:
+    x = torch.arange(3.0)
+    more = [Kind.ONE, torch.float64, torch.device("cpu"), x.shape, 1j, slice(2), {3}, "text"]
+    pair, output = sent((Pair(x, more), BaseModelOutput(last_hidden_state=x)))
+    assert type(pair) is Pair and pair.second == more and torch.equal(pair.first, x)
+    assert type(output) is BaseModelOutput and output.last_hidden_state is pair.first
+    touched = tmp_path / "touched"
+    for value, name in (
+        (Touch(touched), "pathlib.Path.touch"),
+        (SimpleNamespace(a=1), "types.SimpleNamespace"),
+        (partial(os.remove, touched), "functools.partial"),
+    ):
+        with pytest.raises(TypeError, match=rf"^a message from another rank holds a {name}, which"):
+            sent([value])
+    assert not touched.exists()
 
 
 def _talk(rank: int, _: int, share: bool) -> None:

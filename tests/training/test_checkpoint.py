@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -30,6 +32,7 @@ from training.checkpoint import (
     Piece,
     Saver,
     clean,
+    file_entry,
     names,
     newest,
     open_checkpoint,
@@ -144,6 +147,33 @@ def crash(work: Callable[[], object], folder: Path, at: int) -> bool:
             os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+class Touch:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_checkpoint_of_others_runs_no_code_of_theirs(tmp_path: Path) -> None:
+    """Neither where it is opened nor where its tensors are loaded."""
+    folder, touched = tmp_path / "saved", tmp_path / "touched"
+    opened = open_checkpoint(folder / save(folder, 1))
+    for hostile in (Touch(touched), {"state_dict_metadata": Touch(touched)}):
+        (opened.folder / ".metadata").write_bytes(pickle.dumps(hostile))
+        manifest = json.loads((opened.folder / "manifest.json").read_bytes())
+        manifest["files"][".metadata"] = file_entry(opened.folder / ".metadata")
+        (opened.folder / "manifest.json").write_text(json.dumps(manifest))
+        said = r"its \.metadata asks for pathlib\.Path\.touch, which no checkpoint of this pro"
+        with pytest.raises(CheckpointError, match=said):
+            open_checkpoint(opened.folder)
+        with pytest.raises(CheckpointError, match=said):
+            Saver(folder).load(opened, [whole("x", torch.zeros(3, 2))])
+    assert not touched.exists()
 
 
 def test_a_crash_at_any_instant_leaves_an_intact_one(tmp_path: Path) -> None:
