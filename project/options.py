@@ -169,6 +169,9 @@ class Processes:
     """CPU cores per process; by default all cores are shared out"""
     master_port: Whole | None = None
     """port on 127.0.0.1 where the processes meet; default: a free one"""
+    compile: bool = False
+    """of whole models (single, ddp): torch.compile each layer and the loss; faster on a GPU, after
+    half a minute"""
     timeout: Seconds = 300.0
     """seconds after which a process that does not answer ends the run"""
 

@@ -168,6 +168,11 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> A
         )
     if args.strategy not in ("single", "ddp"):
         _check_gpus(args)
+        if args.compile:
+            raise UserError(
+                f"{args.strategy} --compile: stages and shards watch each layer's operators, which "
+                "compiled code hides; single and ddp have it"
+            )
     name = f"{args.dp}x{args.pp}x{args.tp}" if args.strategy == "3d" else str(args.world_size)
     args.workdir = args.workdir or Path("workdir") / f"{args.strategy}{name}"
     claim_folders(args)  # last, since it makes folders

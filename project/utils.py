@@ -100,7 +100,7 @@ def plan_of(args: Any, world: World, workers: str = "rank", **about: Any) -> Pla
     return Plan(
         # Each rank makes its optimizer, of the parameters or shards that it holds.
         partial(make_optimizer, args), args.precision, args.num_microbatches, timeline,
-        args.recompute,
+        args.recompute, getattr(args, "compile", False),
     )  # fmt: skip
 
 

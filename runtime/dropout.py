@@ -107,8 +107,10 @@ def attention(
 def _drawing(
     device: torch.device, keys: Keys, where: int, first: int
 ) -> AbstractContextManager[None]:
-    """The context of a draw."""
-    return drawing(device, mixed(keys, where, first)) if isinstance(keys, int) else nullcontext()
+    """The context of a draw. Compiled code cannot seed: it draws from the generator as it is."""
+    if torch.compiler.is_compiling() or not isinstance(keys, int):
+        return nullcontext()
+    return drawing(device, mixed(keys, where, first))
 
 
 def _low(x: Tensor) -> Tensor:

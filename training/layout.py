@@ -44,6 +44,7 @@ class Plan:
     num_microbatches: int | None = None  # None: as suits the device
     timeline: Timeline = OFF
     recompute: str = "never"  # never, always, except_last or sqrt: runtime/recompute.py
+    compile: bool = False  # of whole models: layers and loss run through torch.compile
 
     @property
     def dtype(self) -> torch.dtype:

@@ -67,6 +67,11 @@ class Replicated(LaidOutModel):
         self.num_microbatches = plan.num_microbatches
         self.module = materialize(task, world.device, plan.dtype)  # the same on all ranks
         layers = task.layers(self.module)  # they share the module's parameters
+        self._loss = task.loss
+        if plan.compile:  # layer by layer: equal layers are compiled once, hooks run as ever
+            self._loss = torch.compile(task.loss)
+            for layer in layers:
+                layer.compile()
         self.net: nn.Module = nn.Sequential(*layers)
         if plan.recompute != "never":
             number = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}  # of segments
@@ -103,7 +108,7 @@ class Replicated(LaidOutModel):
             # Only the backward of the last micro-batch starts the exchange.
             with nullcontext() if i == last else self._no_sync():
                 with self.plan.autocast(self.devices[0]), timeline.span("F", microbatch=i):
-                    loss = self.task.loss(self.net(x), target)  # summed over its targets
+                    loss = self._loss(self.net(x), target)  # summed over its targets
                 with timeline.span("B", microbatch=i):
                     (loss * scale).backward()  # adds to the gradients so far
             total += loss.detach()
@@ -117,7 +122,9 @@ class Replicated(LaidOutModel):
         training = self.net.training
         if training:  # not while sentences are continued, see next_tokens
             self.net.eval()
-        with self.plan.autocast(self.devices[0]):
+        # Evaluation has other shapes, of which each would be compiled.
+        eager = torch.compiler.set_stance("force_eager") if self.plan.compile else nullcontext()
+        with self.plan.autocast(self.devices[0]), eager:
             output = self.net(x)  # [N, V] at N targets, or [B, classes]
         if training:
             self.net.train()

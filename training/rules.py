@@ -7,6 +7,9 @@ fills in options that were not given, so that options.json has them.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from typing import Any
 
 from runtime.cores import core_slice
@@ -50,6 +53,17 @@ def settle_training(args: Any) -> None:
         args.learning_rate = rate * (SGD_FACTOR if sgd else 1)
     if args.num_batches is not None:
         check_warmup(args, 0)
+    if getattr(args, "compile", False):
+        _check_compiler(choose_device(args.device, 0, 1).type)
+
+
+def _check_compiler(device: str) -> None:
+    """Raises UserError if torch.compile lacks what it makes code with."""
+    compiler = os.environ.get("CXX", "g++")
+    if device == "cuda" and importlib.util.find_spec("triton") is None:
+        raise UserError("--compile: torch.compile needs the package triton here; leave it out")
+    if device != "cuda" and shutil.which(compiler) is None:
+        raise UserError(f"--compile: there is no C++ compiler {compiler} here; leave it out")
 
 
 def check_batch(args: Any, parts: int, option: str = "world_size") -> None:

@@ -100,6 +100,7 @@ train ddp --dataset mine.txt => this is text, and vgg16 learns pictures; --model
 train tensor => only GPT-2's matrices are cut; --model gpt2-mini works
 train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --num_workers 2 or 4 works
 train 3d --tp 4 --model gpt2-mini --sequence_parallel --model_max_length 127 => 128 works
+train fsdp --compile => hides; single and ddp have it
 train 3d --pp 2 --sequence_parallel => the ranks that share a matrix; tensor, or 3d --tp 2, works
 train 3d --dp 2 --zero 2 => --zero 1 --dp 2 or, without stages, --zero 3 --dp 2 works
 train 3d --dp 2 --pp 2 --zero 3 => stages keep their parameters; --zero 1, or --pp 1, works
