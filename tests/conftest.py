@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -69,3 +69,10 @@ def device(_devices: list[Device]) -> Device:
         _devices[0].close()
         _devices[0] = Device()
     return _devices[0]
+
+
+@pytest.fixture
+def world_of(request: pytest.FixtureRequest) -> Callable[[int], Ranks | None]:
+    """The world of so many ranks, started when it is asked for; None for one process."""
+    names = {2: "ranks", 3: "three_ranks", 4: "four_ranks"}
+    return lambda n: None if n == 1 else request.getfixturevalue(names[n])

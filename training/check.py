@@ -18,13 +18,16 @@ For a run in float64 the rounding is scaled by 2^-29, the ratio of the two machi
 weight that training does not move has no rounding error and must match exactly. AdamW divides a
 gradient by its own size and so hides a constant factor in all gradients; SGD reveals it.
 
+What the options ask of an update is computed here anew (`plain_steps`), without the code that runs
+use: a reference that shared it would share its mistakes. tests/equivalence trains by it, too.
+
 Cost: two more trainings on one process, one of them in float64: for a few steps, not for an epoch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, count, islice
@@ -37,8 +40,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from training.layout import LaidOutModel, Plan
-from training.loop import num_steps, recipe_of
-from training.task import Task, materialize
+from training.task import Step, Task, materialize
 from training.world import World, gather_over_ranks
 
 FACTOR = 16.0
@@ -139,6 +141,50 @@ def compare(
     return Verdict(what, differences, sorted(plain.keys() ^ got.keys()))
 
 
+def plain_rate(args: Any, step: int, total: int) -> float:
+    """The learning rate of step 0, 1, ... of `total`, as the options say."""
+    if step < args.warmup_steps:
+        return args.learning_rate * (step + 1) / args.warmup_steps
+    left = (total - step) / (total - args.warmup_steps)  # from 1 down to 0
+    falling = {"constant": 1.0, "linear": left, "cosine": math.sin(math.pi / 2 * left) ** 2}
+    return args.learning_rate * falling[args.lr_scheduler]
+
+
+def plain_steps(
+    args: Any,
+    parameters: list[nn.Parameter],
+    total: int,
+    losses: Iterable[Tensor],
+    eps: float = 1e-8,
+) -> Iterator[tuple[float, bool]]:
+    """Plain training, as the options say. Yields the loss of each step, and whether weights are
+    updated by it, once `p.grad` is there and before it is clipped.
+
+    Args:
+        args: the options that a person types.
+        total: the steps at whose end a decaying rate would be 0.
+        losses: the mean loss of each step, computed when it is asked for. A step that is not finite
+            is left out, but has its number.
+        eps: of AdamW.
+    """
+    optimizer: torch.optim.Optimizer
+    if args.optimizer == "sgd":
+        optimizer = torch.optim.SGD(parameters, momentum=args.momentum)
+    else:
+        optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), eps=eps, weight_decay=0.01)
+    for step, loss in enumerate(losses):
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        updates = bool(loss.isfinite() and norm.isfinite())
+        yield loss.item(), updates
+        if updates:
+            nn.utils.clip_grad_norm_(parameters, args.max_grad_norm or math.inf)
+            for group in optimizer.param_groups:
+                group["lr"] = plain_rate(args, step, total)
+            optimizer.step()
+
+
 class Plain:
     """The same training on one process, without the layout. In float64 it is exact; in float32 it
     casts as the layout does: weights to `compute_dtype`, or by autocast."""
@@ -152,23 +198,18 @@ class Plain:
         self.compute_dtype = None if exact else layout.compute_dtype
         self.autocast = None if exact or self.compute_dtype else plan
         self.model = materialize(task, self.device, dtype)
-        optimizer, recipe = plan.make_optimizer(self.model.parameters()), recipe_of(args, task)
         epochs = (islice(task.steps(e, 0, 1, 1), task.steps_per_epoch) for e in count())  # uncut
-        steps = chain.from_iterable(epochs)
-        for k, step in enumerate(islice(steps, num_steps(args, task))):
-            if step.count == 0:  # no update, but the schedule goes on
-                continue
-            optimizer.zero_grad()
-            with self.context():
-                output = at_targets_of(step.inputs[0], self.output(step.inputs[0]))
-                loss = plain_loss(output, step.targets[0])
-            (loss / step.count).backward()
-            if recipe.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(self.model.parameters(), recipe.max_grad_norm)
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.learning_rate_at(k)
-            optimizer.step()
+        total = args.num_batches or args.n_epochs * task.steps_per_epoch
+        losses = map(self._mean_loss, islice(chain.from_iterable(epochs), total))
+        for _ in plain_steps(args, list(self.model.parameters()), total, losses):
+            pass
         self.model.eval()
+
+    def _mean_loss(self, step: Step) -> Tensor:
+        """NaN without targets."""
+        with self.context():
+            output = at_targets_of(step.inputs[0], self.output(step.inputs[0]))
+            return plain_loss(output, step.targets[0]) / step.count
 
     def context(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""

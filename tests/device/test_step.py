@@ -18,7 +18,7 @@ from tests.device.seen import Seen, watch
 from tests.device.session import on_device
 from tests.equivalence.problems import Sentences
 from training.layout import LaidOutModel, Plan
-from training.loop import train
+from training.loop import recipe_of, train
 from training.optimization import Optimizers
 from training.replicated import Replicated
 from training.staged import StagesInThreads
@@ -37,9 +37,8 @@ def steps(task: Any, model: LaidOutModel) -> Iterator[Step]:
 
 def third_step(model: LaidOutModel, world: World = CUDA, average: Any = None) -> Seen:
     """What the loop does in its third step, from the examples to the update."""
-    optimizers = Optimizers(
-        model.optimizers, PROBLEM.recipe, world, counted=model.counted, run=model.run
-    )
+    recipe = recipe_of(PROBLEM.options, model.task)
+    optimizers = Optimizers(model.optimizers, recipe, world, counted=model.counted, run=model.run)
     batches = steps(model.task, model)
     train(model, optimizers, islice(batches, 2), "", average_gradients_fn=average)
     with watch() as seen:

@@ -32,12 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from project.train import TrainOptions
+from project.utils import make_optimizer
 from tests.equivalence.plain import Key, Reference
-from tests.equivalence.problems import EPS, LEARNING_RATE, SEED
+from tests.equivalence.problems import EPS, SEED
 from tests.equivalence.table import Row
 from training.layout import LaidOutModel, Plan
-from training.loop import seeded, train
+from training.loop import recipe_of, seeded, train
 from training.optimization import Optimizers
 from training.saving import NO_RESUME, Saving, find_resume
 from training.task import Step, Task
@@ -124,14 +124,17 @@ def laid_out(row: Row, world: World, dtype: torch.dtype) -> Iterator[Training]:
     """A row with nothing done yet."""
 
     def adamw(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(list(parameters), LEARNING_RATE, eps=EPS, fused=True)
+        optimizer = make_optimizer(options, parameters)
+        for group in optimizer.param_groups:
+            group["eps"] = EPS
+        return optimizer
 
-    task = row.problem.task(world, dtype)
+    options, task = row.problem.options, row.problem.task(world, dtype)
     precision = "fp64" if dtype == torch.float64 else "fp32"
     plan = Plan(adamw, precision, row.num_microbatches, recompute=row.recompute)
     model = row.build(task, world, plan)
     optimizer = Optimizers(
-        model.optimizers, row.problem.recipe, world, counted=model.counted, run=model.run
+        model.optimizers, recipe_of(options, task), world, counted=model.counted, run=model.run
     )
     try:
         yield Training(world, task, model, optimizer)
@@ -151,8 +154,7 @@ def interrupted(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Fou
     with TemporaryDirectory() as folder:
         workdir = Path(gather_over_ranks(folder, world)[0])
         args = replace(
-            TrainOptions(), workdir=workdir, save_every=half, resume=True, seed=SEED,
-            num_batches=n_steps,
+            row.problem.options, workdir=workdir, save_every=half, resume=True,
         )  # fmt: skip
 
         def saving(training: Training) -> Saving:

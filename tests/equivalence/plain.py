@@ -1,8 +1,9 @@
 """The reference: one process, plain PyTorch.
 
 transformers' GPT-2 or a VGG16, the whole batch in one rectangle, all logits, the mean over the
-batch's targets, `clip_grad_norm_`, `LambdaLR`, AdamW. Of the product it has the order of the
-examples and the initial weights.
+batch's targets. The updates are those that the options ask for, by arithmetic that no run uses
+(`training.check.plain_steps`: learning rates, `clip_grad_norm_`, AdamW). Of the product it has the
+order of the examples and the initial weights.
 """
 
 from __future__ import annotations
@@ -16,16 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
-from tests.equivalence.problems import (
-    DECAY,
-    EPS,
-    LEARNING_RATE,
-    SEED,
-    WARMUP,
-    Noise,
-    Problem,
-    Sentences,
-)
+from tests.equivalence.problems import DECAY, EPS, SEED, Noise, Problem, Sentences
+from training.check import plain_steps
 from training.model import gpt2_layers
 from training.seeds import stream
 from training.vgg import vgg16
@@ -52,33 +45,19 @@ def plain(problem: Problem, n_steps: int, dtype: torch.dtype) -> Reference:
     model = model.to(dtype)
     for name, p in model.named_parameters():
         task.initialize(name, p)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    found: Reference = {}
     batches = ((epoch, batch) for epoch in count() for batch in problem.batches(epoch))
-    for k, (epoch, batch) in enumerate(islice(batches, n_steps), 1):
-        loss = mean_loss(problem, model, batch, task, epoch)
-        optimizer.zero_grad()
-        loss.backward()
-        gradients = {("gradient", name, k): p.grad.clone() for name, p in model.named_parameters()}
-        norm = nn.utils.clip_grad_norm_(model.parameters(), problem.max_grad_norm or math.inf)
-        found["loss", "", k] = torch.tensor(math.nan, dtype=torch.float64)
-        if loss.isfinite() and norm.isfinite():
-            optimizer.step()
-            found["loss", "", k] = loss.detach().double()
-            found |= gradients
-        scheduler.step()
+    losses = (mean_loss(problem, model, batch, epoch) for epoch, batch in islice(batches, n_steps))
+    found: Reference = {}
+    steps = plain_steps(problem.options, list(model.parameters()), DECAY, losses, EPS)
+    for k, (loss, updates) in enumerate(steps, 1):
+        found["loss", "", k] = torch.tensor(loss if updates else math.nan, dtype=torch.float64)
+        if updates:
+            for name, p in model.named_parameters():
+                found["gradient", name, k] = p.grad.clone()
     return found | {("weight", name, 0): p.detach() for name, p in model.named_parameters()}
 
 
-def rate(step: int) -> float:
-    """As a part of the highest."""
-    if step < WARMUP:
-        return (step + 1) / WARMUP
-    return math.cos(math.pi / 2 * (step - WARMUP) / (DECAY - WARMUP)) ** 2
-
-
-def mean_loss(problem: Problem, model: Any, batch: list[int], task: Any, epoch: int) -> Tensor:
+def mean_loss(problem: Problem, model: Any, batch: list[int], epoch: int) -> Tensor:
     """The mean loss of the examples with these numbers; NaN where they have no target.
 
     Dropout is not transformers' own, which draws, but that of the layers that every layout runs.
@@ -95,7 +74,8 @@ def mean_loss(problem: Problem, model: Any, batch: list[int], task: Any, epoch: 
         ids[row, : len(example.ids)] = torch.tensor(example.ids)
         weights[row, example.num_source : len(example.ids)] = 1
     if problem.dropout:
-        keys = task._keys(examples, stream(SEED, "dropout", epoch))
+        seed = stream(SEED, "dropout", epoch)
+        keys = torch.tensor([(seed + 0x9E3779B97F4A7C15 * i) % 2**63 for i in batch])
         logits = nn.Sequential(*gpt2_layers(model))(
             (ids[:, :-1], torch.ones_like(ids[:, 1:]), keys)
         )

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from data_parallel.dataset import shuffled_indices
+from project.train import TrainOptions
 from training.data import PAD, Encoded
 from training.model import generator_for, gpt2_config, initializer
-from training.optimization import Recipe
 from training.pictures import Pictures, PictureSets
 from training.seeds import stream
 from training.sequences import CPU_POSITIONS
@@ -52,10 +52,12 @@ class Problem:
         return -(-self.num_examples // self.batch_size)
 
     @property
-    def recipe(self) -> Recipe:
-        return Recipe(
-            LEARNING_RATE, self.steps_per_epoch, DECAY, "cosine", WARMUP, self.max_grad_norm,
-            on_nan="skip",
+    def options(self) -> TrainOptions:
+        """How the weights are updated, as a person types it."""
+        return TrainOptions(
+            batch_size=self.batch_size, learning_rate=LEARNING_RATE, lr_scheduler="cosine",
+            warmup_steps=WARMUP, num_batches=DECAY, max_grad_norm=self.max_grad_norm,
+            on_nan="skip", optimizer="adamw", seed=SEED,
         )  # fmt: skip
 
     def batches(self, epoch: int) -> list[list[int]]:

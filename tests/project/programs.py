@@ -33,6 +33,7 @@ PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
     "run_pipeline": (run_pipeline, run_pipeline.parse_pipeline),
     "train": (train, train.parse_train),
 }
+KINDS = (run_data_parallel.DataParallelOptions, run_pipeline.PipelineOptions, train.TrainOptions)
 # Batches of 6, 6, 6 and 2: of three ranks the last has no example of the fourth.
 SIZES = "--batch_size 6 --n_train 20 --n_validation 9 --device cpu --keep 9 "
 TINY = SIZES + (

@@ -46,17 +46,14 @@ LAYOUTS = [
 )
 def test_a_layout_is_one_process(
     learned: Callable[[str], Learned],
-    ranks: Ranks,
-    three_ranks: Ranks,
-    four_ranks: Ranks,
+    world_of: Callable[[int], Ranks | None],
     what: str,
     n: int,
     line: str,
 ) -> None:
-    on = {1: None, 2: ranks, 3: three_ranks, 4: four_ranks}[n]
     one = learned(what)
     assert losses(one.workdir)[-1] < losses(one.workdir)[0]
-    printed, error = run(f"{line} {one.line}", on)
+    printed, error = run(f"{line} {one.line}", world_of(n))
     assert error is None, printed
     assert losses() == pytest.approx(losses(one.workdir), rel=SAME, nan_ok=True)
     assert written("work") == written(one.workdir)

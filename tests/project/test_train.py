@@ -25,6 +25,8 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 CHECKED = "--num_batches 5 --check_weights --check_output "
 GPT = TINY + CHECKED + "--dropout 0 --optimizer sgd --learning_rate 0.02 "
 
+DECAYING = GPT.replace("--num_batches 5", "--n_epochs 2 --lr_scheduler cosine --warmup_steps 2")
+
 # Whatever a strategy does on two ranks must come out as on one: batches of 6, 6, 6, 2, then of the
 # next epoch. The first lines are the course's, on less data.
 OF_COURSE = [
@@ -32,7 +34,7 @@ OF_COURSE = [
 ]
 LINES = [
     *(f"{line} {VGG} {CHECKED} --max_grad_norm 0.5 --warmup_steps 1" for line in OF_COURSE),
-    f"pipeline --schedule zb --num_microbatches 3 --precision fp64 {GPT}",
+    f"pipeline --schedule zb --num_microbatches 3 --precision fp64 {DECAYING}",
     f"ddp --precision bf16 {GPT}",
     f"fsdp --precision bf16 {VGG} {CHECKED}",
 ]
@@ -59,7 +61,7 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
     assert about["num_microbatches"] == m or "--num_microbatches" in line
     for events in workers.values():
         assert {"F", "optimizer"} < {event.kind for event in events}
-        assert max(event.step for event in events) == 4
+        assert max(event.step for event in events) == (7 if "--n_epochs" in line else 4)
 
 
 def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
