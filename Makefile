@@ -7,13 +7,14 @@
 # make bench   every benchmark: a table each, and JSON files
 # make chaos   kills, stops and interrupts real runs, and checks what is left (45 minutes)
 # make fuzz    compares random models under random layouts with one plain process (five minutes)
+# make mutants breaks one line at a time, some 300, and checks that a test sees each (half an hour)
 # make clean   removes what the targets above made, by name, except .venv; your own workdirs stay
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: train test verify lint report figures bench chaos fuzz clean
+.PHONY: train test verify lint report figures bench chaos fuzz mutants clean
 .DELETE_ON_ERROR:
 
 # Without --no-build-isolation pip installs setuptools for the build; the environment needs none.
@@ -69,6 +70,9 @@ chaos: $(VENV)/.installed
 
 fuzz: $(VENV)/.installed
 	$(RUN) -m tests.fuzz
+
+mutants: $(VENV)/.installed
+	$(RUN) -m tests.mutants
 
 clean:
 	rm -rf workdir workdir_report workdir_figures build *.egg-info .pytest_cache .mypy_cache .ruff_cache benchmarks/results

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from data_parallel.fsdp import FullyShardedDataParallel
 from pipeline.pipe import Pipe
 from pipeline.stage import Stage
-from runtime.recompute import segments
+from runtime.recompute import SameDraws, segments
 from tests.pipeline.pipeline_models import (
     Call,
     assert_same_bits,
@@ -31,6 +31,20 @@ from training.replicated import Recomputed
 
 def test_sqrt_keeps_about_as_many_inputs_as_a_segment_has_layers() -> None:
     assert segments(range(10), "sqrt") == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
+
+
+def test_a_second_forward_draws_the_same_and_the_generator_goes_on() -> None:
+    torch.manual_seed(0)
+    first, later, last = (torch.rand(3) for _ in range(3))
+    torch.manual_seed(0)
+    draws, found = SameDraws(torch.device("cpu")), []
+    for between in (True, False):
+        with draws.entered():
+            found.append(torch.rand(3))
+        if between:
+            found.append(torch.rand(3))
+    found.append(torch.rand(3))
+    assert torch.equal(torch.stack(found), torch.stack([first, later, first, last]))
 
 
 def layers(runs: list[int] | None = None) -> nn.Sequential:

@@ -133,8 +133,22 @@ class Sparse(nn.Module):
         return x * self.table((x.sum(-1) > 0).long())
 
 
+class Sometimes(nn.Module):
+    """Has a parameter that rank 0 does not use, or all do: there its memory may hold another
+    layer's gradient."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.one * (self.two if self.always or len(x) > 2 else 1)  # more: on rank 1
+
+
 LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
     "parameter": lambda: [Own(), Own(), Call(lambda given: given[0] * given[1] * given[2])],
+    "unused": lambda: [Sometimes(False), *(Sometimes(True) for _ in range(3))],
     "matrix": lambda: [Matrix(), nn.Linear(3, 1, bias=False)],
     "checkpoint": lambda: [Again(), nn.Tanh(), Again()],
     "sparse": lambda: [Sparse(), nn.Linear(3, 3), Sparse()],
@@ -151,17 +165,18 @@ LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
 REFUSED = {
     "closed": "layer 2 (Call) uses a tensor inside SimpleNamespace that requires grad",
     "view": "layer 2 (Call) changes a tensor in place that shares memory",
-    "saved": "a (2, 3) tensor that backward needs has been modified in place",
+    "saved": "a ({}, 3) tensor that backward needs has been modified in place",
 }
 
 
 def _trained(rank: int, _: int, kind: str) -> None:
     """The gradients are those of one process, or there is an error."""
     models: list[Any] = [filled(nn.Sequential(nn.Linear(3, 3), *LAYERS[kind]())) for _ in range(2)]
-    inputs = [torch.full((2, 3), 1.0 + r, dtype=DTYPE) for r in range(2)]  # by rank
+    inputs = [torch.full((2 + r, 3), 1.0 + r, dtype=DTYPE) for r in range(2)]  # by rank
     fsdp = FullyShardedDataParallel(models[0], SGD)
     if kind in REFUSED:
-        with pytest.raises((RuntimeError, ValueError), match=f"^{re.escape(REFUSED[kind])}"):
+        said = REFUSED[kind].format(len(inputs[rank]))
+        with pytest.raises((RuntimeError, ValueError), match=f"^{re.escape(said)}"):
             fsdp.backward(fsdp.forward(inputs[rank]).sum())
         return
     fsdp.backward(fsdp.forward(inputs[rank].clone()).sum())  # layers may write to it

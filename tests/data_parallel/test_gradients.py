@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
@@ -107,6 +108,30 @@ def test_every_way_gives_the_mean_on_every_rank(three_ranks: Ranks, way: str) ->
         assert _furthest(first, want) > 1e-4 or way != "in bf16"
         for other in found[1:]:
             assert all(torch.equal(other[step][n], g) for n, g in first.items() if g is not None)
+
+
+def _of_two(rank: int, _: int) -> list[list[float]]:
+    """What ranks 1 and 2 get in each way."""
+    group, found = dist.new_group([1, 2]), []  # all ranks make it
+    for way in WAYS if rank > 0 else ():
+        layer = nn.Linear(2, 3)
+        for p in layer.parameters():
+            p.grad = torch.full_like(p, rank)
+        if way in BY_HAND:
+            BY_HAND[way](layer, group)
+        else:
+            comm_dtype = torch.bfloat16 if way == "in bf16" else None
+            share_memory = way == "overlap"
+            GradientBuckets(
+                layer.parameters(), group, comm_dtype=comm_dtype, share_memory=share_memory
+            ).finish()
+        found.append([p.grad.mean().item() for p in layer.parameters() if p.grad is not None])
+    return found
+
+
+def test_a_group_may_be_smaller_than_the_world(three_ranks: Ranks) -> None:
+    of_a_rank = [[1.5, 1.5]] * len(WAYS)
+    assert three_ranks.run(_of_two) == [[], of_a_rank, of_a_rank]
 
 
 def _grouped(_: int, _world_size: int) -> list[list[int]]:

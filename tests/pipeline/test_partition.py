@@ -27,6 +27,7 @@ NESTED = [
 # One without parameters stays with the one before it, the first with the next; one appears twice.
 SOME_WITH = [nn.Flatten(), WithDevice(linear(), "cpu:0"), RELU, WithDevice(linear(), "cpu:1"), RELU]
 WITHOUT = [linear(), nn.Dropout(), linear().to("meta")]  # where the parameters are
+AND_BACK = [*WITHOUT, linear()]
 
 
 @pytest.mark.a4_2_1
@@ -38,6 +39,7 @@ WITHOUT = [linear(), nn.Dropout(), linear().to("meta")]  # where the parameters 
         (NESTED, "Linear ELU Linear, ReLU", "cpu:0, cpu:1"),
         (SOME_WITH, "Flatten Linear ReLU, Linear ReLU", "cpu:0, cpu:1"),
         (WITHOUT, "Linear Dropout, Linear", "cpu, meta"),
+        (AND_BACK, "Linear Dropout, Linear, Linear", "cpu, meta, cpu"),
     ],
 )
 def test_consecutive_layers_of_a_device_form_a_partition(
@@ -65,7 +67,9 @@ def test_what_cannot_be_cut_says_so() -> None:
         balance([1.0, 1.0], 3)
 
 
-@pytest.mark.parametrize("costs", [[3, 1, 4, 1, 5, 9, 2, 6], [1, 1, 1, 1, 1, 1, 1, 8]])
+@pytest.mark.parametrize(
+    "costs", [[3, 1, 4, 1, 5, 9, 2, 6], [1, 1, 1, 1, 1, 1, 1, 8], [8, 1, 1, 1]]
+)
 def test_balance_finds_the_best_of_all_cuts(costs: list[float]) -> None:
     def costliest(ends: Sequence[int]) -> float:
         return max(sum(costs[a:b]) for a, b in pairwise(ends))

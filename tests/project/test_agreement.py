@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.project.programs import TINY, VGG, on_rank
+from tests.project.programs import KINDS, TINY, VGG, on_rank
 from tests.ranks import Ranks
 from training.agreement import run_things
 from training.data import train_tokenizer
@@ -82,5 +83,10 @@ def test_hosts_need_no_common_folder(ranks: Ranks) -> None:
 
 
 def test_what_hosts_may_choose_is_not_compared() -> None:
-    options = {"seed": 0, "workdir": "here", "dataset": "/a", "model": "/b", "timeout": 3.0}
-    assert run_things(options, {"test": "x"}) == {"--seed": b"0", "the test data": b"x"}
+    options = {field.name: 0 for kind in KINDS for field in fields(kind)}
+    compared = run_things(options, {"test": "x"})
+    assert compared.pop("the test data") == b"x" and set(compared.values()) == {b"0"}
+    assert {f"--{name}" for name in options} - compared.keys() == {
+        "--workdir", "--dataset", "--model", "--device", "--cores_per_rank", "--timeout",
+        "--master_port",
+    }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 
 from project.utils import read_texts, run_program
 from tests.project.conftest import write_pairs
-from tests.project.programs import FLOW, PROGRAMS, TINY, names_in, parse, run
+from tests.project.programs import FLOW, KINDS, PROGRAMS, TINY, names_in, parse, run
 from training.errors import UserError
-from training.saving import NO_RESUME, find_resume
+from training.saving import DECIDE, NO_RESUME, find_resume
 from training.workdir import alone_in_workdir
 
 pytestmark = pytest.mark.usefixtures("elsewhere", "no_run_begins")
@@ -66,7 +67,12 @@ train ddpp => it must be single or ddp or fsdp or pipeline or model or tensor or
 dp --n_epochs 2 --num_batches=3 => leave one out;
 # what is computed again
 dp --recompute except_last => nothing would be recomputed; --recompute always works
-train fsdp --recompute sqrt => would be gathered once more; --recompute always works
+pp ONE --recompute except_last => nothing would be recomputed; --recompute always works
+pp FLOW --n_chunk 1 --recompute except_last => nothing would be recomputed; --recompute always
+pp FLOW --num_devices 1 --recompute except_last => nothing would be recomputed; --recompute always
+train 3d --dp 2 --recompute except_last => nothing would be recomputed; --recompute always works
+train model --recompute except_last => nothing would be recomputed; --recompute always works
+train fsdp --zero 2 --recompute sqrt => would be gathered once more; --recompute always works
 # ranks and examples
 dp --cores_per_rank 999 => {cores} cores may be used here; --cores_per_rank {works} works
 dp --world_size 4 --n_train 3 => each rank needs an example; --world_size 1 to 3 works
@@ -82,6 +88,7 @@ train 3d --model gpt2-mini --pp 9 --schedule zbv => every stage needs one; --pp 
 train pipeline --num_workers 17 => 16 layers and every stage needs one; --num_workers 1 to 16 works
 # micro-batches
 dp --accumulation_steps 33 => a micro-batch needs an example; --accumulation_steps 1 to 32 works
+pp FLOW --n_chunk 65 => a micro-batch needs an example; --n_chunk 1 to 64 works
 train model --num_microbatches 2 => with more than one it is pipeline
 # without effect, or of another strategy
 dp --gradient_sync flat --bucket_mb 8 => only the buckets of --gradient_sync overlap have it
@@ -175,6 +182,15 @@ CHANGED = [
 ]
 
 
+# All other options decide what is computed.
+MAY_CHANGE = """
+    async_save balance benchmark_only bucket_mb check_output check_weights chunks cores_per_rank
+    device dp gradient_sync keep master_port model_parallel_mode n_epochs num_batches num_devices
+    num_microbatches on_nan pipeline pp profile pytest recompute resume save_every schedule
+    sequence_parallel strategy tensorboard timeline timeout tp trace wandb workdir world_size zero
+"""
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workdir of a run of two epochs of four steps."""
@@ -202,6 +218,8 @@ def test_a_resume_with_other_options(made: Path, capfd: pytest.CaptureFixture[st
 
 def test_what_a_resume_may_change(made: Path) -> None:
     """Where to write, how long, on which devices; among it what was chosen and is now given."""
+    every = {field.name for kind in KINDS for field in fields(kind)}
+    assert every > DECIDE and sorted(every - DECIDE) == MAY_CHANGE.split()
     line = f"{MADE} --workdir {made} --resume "
     fingerprint = read_texts(parse(DP + line)).fingerprints()["train"]
     for change in (

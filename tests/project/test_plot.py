@@ -332,6 +332,8 @@ def test_split_time_throughput_and_memory(tmp_path: Path, drawn: dict[str, Figur
     assert title(fig) == "ddp, 4 workers: 3.00x the examples/s of one (ideal 4x)"
     assert foot(fig).startswith("vgg16; batches of 12; all examples")  # what all have in common
     assert len({bar.get_facecolor() for bar in boxes(ax)}) == 3  # baseline, measured, ideal
+    of_two = draw(tmp_path, drawn, "throughput", "ddp=4,ddp=2")  # the ideal: twice the two's
+    assert heights(of_two.axes[0]) == [12.0, 8.0, 4.0]
     alone = draw(tmp_path, drawn, "throughput", "fsdp=2")
     assert title(alone) == "fsdp, 2 workers: 4.00 examples/s"
 

@@ -88,6 +88,7 @@ def test_a_rank_group_may_have_no_examples(three_ranks: processes.Ranks, share: 
 
 def test_the_degrees_that_work() -> None:
     assert degrees(6, 100) == [1, 2, 3, 6]
+    assert degrees(4, 9) == [1, 2]  # of four ranks with three tokens each, one would have none
     with pytest.raises(ValueError, match=r"6 heads .* cannot be cut over 4 ranks; .*: 1, 2, 3, 6$"):
         ranks = Ranks()
         ranks.size = 4

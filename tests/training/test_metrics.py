@@ -14,6 +14,7 @@ from project.utils import read_texts
 from tests.project.programs import TINY, parse, run, summary
 from tests.ranks import Ranks
 from training.metrics import flops_of_forward, peak_flops
+from training.optimization import Optimizers
 from training.translation import TranslationTask
 from training.world import World
 
@@ -42,11 +43,25 @@ def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_afte
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert run(f"train single {LINE} --workdir one --tensorboard --wandb")[1] is None
+    norms: list[float] = []
+
+    def note_norms(_: int, patches: pytest.MonkeyPatch) -> None:
+        step = Optimizers.step
+
+        def noted(self: Optimizers, *given: Any) -> str | None:
+            said = step(self, *given)
+            norms.append(self.norm)
+            return said
+
+        patches.setattr(Optimizers, "step", noted)
+
+    line = f"train single {LINE} --workdir one --tensorboard --wandb"
+    assert run(line, None, note_norms)[1] is None
     steps, evaluations = read("one")
     assert [x["step"] for x in steps] == list(range(1, 9))
     assert [x["epoch"] for x in steps] == [0] * 4 + [1] * 4
     assert [x["loss"] for x in steps] == summary("one")["loss"]
+    assert [x["gradient_norm"] for x in steps] == norms
     assert steps[0]["learning_rate"] == 0.005 and steps[1]["learning_rate"] == 0.01
     assert all(x.keys() == STEP for x in steps)
     assert [(x["step"], x["epoch"]) for x in evaluations] == [(4, 0), (8, 1)]
@@ -60,7 +75,7 @@ def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_afte
     assert [x["step"] for x in read()[0]] == [1, 2, 3]
     with Path("work/metrics.jsonl").open("a") as file:
         file.write('{"epoch": 0, "st')
-    assert run(f"train ddp {LINE} --resume", ranks)[1] is None
+    assert run(f"train pipeline {LINE} --resume", ranks)[1] is None  # whose ranks see all examples
     found, evaluations = read()
     assert [x["step"] for x in evaluations] == [4, 8]
     for here, there in zip(steps, found, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import nn
 from tests.ranks import Ranks
 from training.errors import RunError
 from training.loop import train
-from training.optimization import ADVICE, Optimizers, Recipe
+from training.optimization import ADVICE, Optimizers, Recipe, clip_factor
+from training.results import Totals
 from training.task import Step
 from training.world import World
 
@@ -36,6 +38,11 @@ def test_learning_rates(lr_scheduler: str, warmup: int, rates: list[float]) -> N
     recipe = Recipe(8.0, 4, 8, lr_scheduler, warmup)
     found = [recipe.learning_rate_at(k) for k in range(9)]
     assert found == pytest.approx(rates, rel=1e-15, abs=1e-15)
+
+
+def test_only_a_norm_above_the_limit_is_clipped() -> None:
+    factors = [clip_factor(norm, 2.0) for norm in (0.5, 2.0, 8.0)]
+    assert factors == pytest.approx([1.0, 1.0, 0.25], rel=1e-6) and clip_factor(8.0, None) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -103,13 +110,17 @@ def test_a_loss_that_explodes_is_said_once() -> None:
     assert said == [None, None, None, remark, None]
 
 
-def test_what_is_done_after_a_step_is_not_training_time() -> None:
-    _, optimizers = make(Recipe(1.0, 9, 9), 1)
-    model: Any = SimpleNamespace(backward=lambda _: torch.tensor(1.0))
+def test_an_epoch_counts_steps_but_not_what_is_done_after_them() -> None:
+    """Of a step that was left out, neither the loss nor the targets."""
+    (parameter,), optimizers = make(Recipe(1.0, 9, 9, on_nan="skip"), 1)
+    feed([parameter], 0.0)
+    losses = iter([2.0, NAN, 0.5])
+    model: Any = SimpleNamespace(backward=lambda _: torch.tensor(next(losses)))
     start = time.perf_counter()
-    steps = [Step([], [], 1, 7, 5)] * 2
+    steps = [Step([], [], 4 + k, 7, 5) for k in range(3)]
     totals = train(model, optimizers, steps, "", after_step=lambda *_: time.sleep(0.05))
-    assert 0 < totals.seconds <= time.perf_counter() - start - 2 * 0.05
+    assert 0 < totals.seconds <= time.perf_counter() - start - 3 * 0.05
+    assert replace(totals, seconds=0.0) == Totals(2.5, 4 + 6, 21, 15, 0.0, skipped=1, steps=3)
 
 
 ROWS = [  # of two ranks: losses, and gradients

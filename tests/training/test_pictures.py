@@ -50,14 +50,18 @@ def test_a_folder_of_pictures_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for split, (k, name), i in product(("train", "test"), enumerate(("cat", "dog")), range(2)):
         (tmp_path / "pictures" / split / name).mkdir(parents=True, exist_ok=True)
-        picture = image.fromarray(np.full((40, 40, 3), 100 * k + 50, np.uint8))
+        pixels = np.full((40, 40, 3), 100 * k + 50, np.uint8)
+        pixels[20:] += 1  # below the middle
+        picture = image.fromarray(pixels)
         picture.save(tmp_path / "pictures" / split / name / f"{i}.png")
     sets = load_pictures(str(tmp_path / "pictures"), None, 3, 0)
     assert sets.classes == ("cat", "dog")
     assert (len(sets.train), len(sets.test)) == (4, 3)
     for picture, label in zip(sets.train.images, sets.train.labels, strict=True):
         assert picture.shape == (3, 32, 32)
-        assert picture.unique().tolist() == [100 * int(label) + 50]
+        colour = 100 * int(label) + 50
+        assert picture[:, 0].unique().tolist() == [colour]
+        assert picture[:, -1].unique().tolist() == [colour + 1]
     (tmp_path / "empty").mkdir()
     for name, said in (("none", "there is no such folder"), ("empty", "nothing that can be read")):
         with pytest.raises(UserError, match=f"/{name}: .*{said}"):

@@ -97,6 +97,8 @@ def test_a_single_file_is_cut_into_splits(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"text.{ending}"
     rows = [("None", "NA"), ("001", "1.50"), *numbered(2, 40)]
     path.write_bytes(WRITERS[ending](rows))
+    few = load(path, train=30, validation=2, test=3).splits
+    assert few == dict(zip(SPLITS, map(pairs, (rows[:30], rows[35:37], rows[37:])), strict=True))
     texts = load(path, train=30)
     # Validation is a tenth of the 36 that test has left.
     expected = [rows[:30], rows[32:36], rows[36:40]]

@@ -1,0 +1,109 @@
+"""Runs tests again and again, in processes whose libraries are imported already.
+
+Problem: a mutant needs new processes, as Python imports a file once; and torch, transformers and
+pytest take four seconds to import, in every rank again.
+
+Idea: this process imports them, and nothing of the project, and is forked for each line that it
+reads: {"tests": [...], "limit": seconds}. The fork imports the project, with the mutant in it, from
+the current folder. The server that the ranks of tests come from (tests/ranks.py) is forked from
+that, where multiprocessing would start a Python. It answers {"status": ..., "said": ...}: pytest's
+status, or null for tests that had not ended; these are killed, with all that they have started.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import psutil
+
+PROJECT = ("runtime", "data_parallel", "pipeline", "tensor_parallel", "training", "project")
+LIBRARIES = (
+    "torch", "torch.distributed", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2",
+    "transformers", "tokenizers", "datasets", "safetensors.torch", "matplotlib.pyplot", "numpy",
+    "jsonargparse", "sacrebleu", "tqdm", "pytest", "pytest_timeout", "torch.utils.flop_counter",
+    "torch.distributed.checkpoint", "torch.distributed.device_mesh", "torch.export",
+)  # fmt: skip
+
+
+def serve() -> None:
+    """Until there is no line left."""
+    for library in LIBRARIES:
+        __import__(library)
+    assert not any(name in sys.modules for name in PROJECT)
+    for line in sys.stdin:
+        print(json.dumps(_run(**json.loads(line))), flush=True)
+
+
+def _run(tests: list[str], limit: float) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile() as said, tempfile.TemporaryDirectory() as folder:
+        child = os.fork()
+        if child == 0:
+            _test(tests, said.name, folder)
+        status, end = None, time.monotonic() + limit
+        while status is None and time.monotonic() < end:
+            time.sleep(0.02)
+            done, code = os.waitpid(child, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if done else None
+        if status is None:
+            _kill(child)
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it has left, as the server of its ranks
+        return {"status": status, "said": Path(said.name).read_text("utf-8", "replace")}
+
+
+def _kill(child: int) -> None:
+    """And all that it has started."""
+    every = [psutil.Process(child), *psutil.Process(child).children(recursive=True)]
+    for process in every:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    os.waitpid(child, 0)
+
+
+def _test(tests: list[str], said: str, folder: str) -> NoReturn:
+    """In the fork."""
+    status = 3  # pytest's, for an error of its own
+    try:
+        os.setsid()
+        out = os.open(said, os.O_WRONLY)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        with patch("multiprocessing.util.spawnv_passfds", _fork):
+            mp.get_context("forkserver")
+            forkserver.ensure_running()
+        import pytest
+
+        options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
+        status = int(pytest.main([*options, f"--basetemp={folder}/tests", *tests]))
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
+def _fork(_: Any, command: list[Any], passed: Any) -> int:  # noqa: ARG001
+    """In the place of starting a Python with `-c` and a program."""
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(command[-1], {"__name__": "__main__"})
+        finally:
+            os._exit(0)
+    return child
+
+
+if __name__ == "__main__":
+    serve()

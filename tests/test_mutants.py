@@ -1,0 +1,28 @@
+"""The table of mutants fits the code of today. `make mutants` says whether tests see them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutants.table import ROOT, mutants
+
+
+def test_every_text_is_there_once_and_every_test_exists(request: pytest.FixtureRequest) -> None:
+    """Where a test has cases, of those that were collected."""
+    table, wrong = mutants(), []
+    ids = {item.nodeid for item in request.session.items}
+    cases = {name.partition("[")[0] for name in ids} if not request.config.option.keyword else set()
+    for mutant in table:
+        try:
+            mutant.applied_to((ROOT / mutant.file).read_text("utf-8"))
+        except (ValueError, OSError) as error:
+            wrong.append(f"{mutant.said()}: {error}")
+        for test in mutant.tests:
+            file, _, name = test.partition("::")
+            function, case, _ = name.partition("[")
+            path = ROOT / file
+            there = path.is_file() and f"\ndef {function}(" in path.read_text("utf-8")
+            if not there or (case and f"{file}::{function}" in cases and test not in ids):
+                wrong.append(f"{mutant.place}: there is no {test}")
+    assert wrong == [] and len(table) >= 150
+    assert len({(m.file, m.text, m.replacement) for m in table}) == len(table)
