@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,10 +25,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from runtime.graph import move
 from runtime.recorder import Recorder, acting
 
 from .schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from .stage import Stage
+from .streams import Link, Transfer
 from .worker import Stopped
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -35,14 +38,15 @@ RECOMPUTE = "R"  # for the recorder
 
 
 class Channel:
-    """Values from one stage to its neighbour, by micro-batch."""
+    """Values from one stage to its neighbour, by micro-batch; over ``link`` to another device."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: Link | None = None) -> None:
         self._queue: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._early: dict[int, Any] = {}  # arrived, not yet asked for
+        self._link = link
 
     def put(self, i: int, value: Any) -> None:
-        self._queue.put((i, value))
+        self._queue.put((i, value if self._link is None else self._link.send(value)))
 
     def get(self, i: int) -> Any:
         """Wait for micro-batch i. Raises `Stopped` after `stop`."""
@@ -52,7 +56,8 @@ class Channel:
                 self.stop()  # for the next who waits
                 raise Stopped
             self._early[entry[0]] = entry[1]
-        return self._early.pop(i)
+        value = self._early.pop(i)
+        return value.receive() if isinstance(value, Transfer) else value
 
     def stop(self) -> None:
         self._queue.put(None)
@@ -74,15 +79,16 @@ class Losses:
         scale: float | Tensor,
         memory: torch.device,
     ) -> None:
-        self._loss_fn, self._targets = loss_fn, targets
-        self._scale, self._memory = scale, memory
+        # The targets are the caller's, perhaps on another device than the outputs. All are moved
+        # before anything is launched that a copy could wait for.
+        to_outputs = partial(pytree.tree_map_only, Tensor, lambda t: move(t, memory))
+        self._loss_fn, self._targets = loss_fn, [to_outputs(target) for target in targets]
+        self._scale = to_outputs(scale)
         self.values: list[Tensor | None] = [None] * len(targets)  # by micro-batch
 
     def of(self, i: int, output: Any) -> Tensor:
         """Runs on the last stage, at the end of its forward."""
-        # the target is the caller's, perhaps on another device than the output
-        target = pytree.tree_map_only(Tensor, lambda t: t.to(self._memory), self._targets[i])
-        loss = self._loss_fn(output, target)
+        loss = self._loss_fn(output, self._targets[i])
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(

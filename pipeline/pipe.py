@@ -24,7 +24,7 @@ Glossary: m micro-batches, n stages, i micro-batch, j or s stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -40,7 +40,7 @@ from runtime.unseen import refuse_gradient, refuse_hooks
 from . import microbatch
 from .autograd import pipelined
 from .catalogue import plan
-from .dataflow import Dataflow, Losses, LossFunction, channels
+from .dataflow import Channel, Dataflow, Losses, LossFunction, channels
 from .delivery import (
     Replicas,
     deliver,
@@ -51,7 +51,8 @@ from .delivery import (
 from .partition import _split_module, containers, split_by_sizes
 from .schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
-from .worker import Context, Crew, Task
+from .streams import Link, Links
+from .worker import Context, Crew, Task, memory_of
 
 T = TypeVar("T")
 _clock_cycles = clock_cycles  # the course's name
@@ -101,13 +102,13 @@ class Pipe(nn.Module):
         self._ranks = [workers.index(k) if sizes else s for s, k in enumerate(self._workers)]
 
     def _start_workers(self) -> None:
-        self._crew = Crew(self.devices)
+        self._crew, self._links = Crew(self.devices), Links()
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
         self._stages: list[Stage] = []  # of the forward in progress
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a file has: all but the workers, which it starts for itself."""
-        own = ("_crew", "in_queues", "out_queues", "_stages")
+        own = ("_crew", "_links", "in_queues", "out_queues", "_stages")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,7 +152,7 @@ class Pipe(nn.Module):
         n = len(stages)
         actions = [Action(BACKWARD, n - 1 - j, i) for i, j in self._all_clocks(len(gradients))]
         flow = Dataflow(  # down: n + 1 channels, from the output's gradient to the input's
-            stages, {}, channels(range(n + 1)), recorder=self.recorder, retain_graph=retain_graph
+            stages, {}, self._down(range(n + 1)), recorder=self.recorder, retain_graph=retain_graph
         )
         for i, gradient in enumerate(gradients):  # one entry per leaf of the output
             flow.down[n].put(i, gradient)
@@ -166,7 +167,10 @@ class Pipe(nn.Module):
         with it: nobody waits for the end of a clock.
         """
         stages = self._stages or self._new_stages()  # not within `forward`: stages of their own
-        flow = Dataflow(stages, channels(range(len(stages) + 1)), {}, recorder=self.recorder)
+        n = len(stages)
+        # On its own, it leaves outputs on their partition's device.
+        up = self._up(range(n + 1)) if self._stages else channels(range(n + 1))
+        flow = Dataflow(stages, up, {}, recorder=self.recorder)
         reached: dict[int, int] = {}  # by micro-batch, the last partition that it has passed
         for i, j in schedule:
             if i not in reached:
@@ -181,6 +185,20 @@ class Pipe(nn.Module):
         self._run_flow(flow, [Action(FORWARD, j, i) for i, j in schedule])
         for i, j in reached.items():
             batches[i] = flow.up[j + 1].get(i)  # here already: _run_flow has waited
+
+    def _up(self, stages: Iterable[int]) -> dict[int, Channel]:
+        """Channels for activations into these stages."""
+        return {s: Channel(self._link(s - 1, s)) for s in stages}
+
+    def _down(self, stages: Iterable[int]) -> dict[int, Channel]:
+        """Channels for gradients out of these stages."""
+        return {s: Channel(self._link(s, s - 1)) for s in stages}
+
+    def _link(self, source: int, target: int) -> Link | None:
+        """Between two stages; None where one of them is the caller."""
+        if not {source, target} <= {*range(len(self.devices))}:
+            return None
+        return self._links.between(memory_of(self.devices[source]), memory_of(self.devices[target]))
 
     def _all_clocks(self, num_batches: int) -> list[tuple[int, int]]:
         """The pairs of all clocks, in order. ValueError unless each appears once."""
@@ -239,7 +257,7 @@ class Pipe(nn.Module):
             losses, n = Losses(loss_fn, targets, scale, stages[-1].memory), len(stages)
             # up: into every stage, none for the loss; down: out of every stage, the first only if
             # the input has a gradient
-            up, down = channels(range(n)), channels(range(not any(wanted), n))
+            up, down = self._up(range(n)), self._down(range(not any(wanted), n))
             for i, value in enumerate(inputs):
                 up[0].put(i, value)  # all at once: the channel holds them
             _, actions = plan(schedule, self._ranks, len(targets))  # of all ranks, by clock

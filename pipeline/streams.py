@@ -1,20 +1,34 @@
-"""The CUDA streams on which the workers of a Pipe compute: the caller's.
+"""The CUDA streams of a Pipe: workers compute on the caller's, and copy on streams of their own.
 
 Streams are thread-local: a worker would use the default streams, whatever its caller chose, and
 neither would wait for the other's kernels. So during a call every worker uses the caller's current
-streams of all devices (a copy uses the streams of both ends). Work on one stream runs in launch
-order, so no event is needed.
+streams of all devices. Work on one stream runs in launch order, so no event is needed.
 
 An autograd thread calls the backward, which uses the streams of its forward, as autograd's own
 nodes do. They first wait for that thread's current streams, which in the end wait for them.
+
+What a stage hands to another device is copied by a `Link`, on a stream of each end. On the compute
+streams a copy would wait for all that its receiver has launched, and what its sender launches next
+would wait for the copy. Activations and gradients go in opposite directions, over two links. The
+method is torchgpipe's (Kim et al., 2020):
+
+    sender's compute      F0 ─┐ F1 ─┐ F2 ─┐            ┐ the copy waits for the event of its F alone
+    link                      └ c0 ┐└ c1 ┐└ c2 ┐
+    receiver's compute             └ F0   └ F1  └ F2   ┘ and is waited for by the next F alone
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from torch import cuda
+import torch
+from torch import Tensor, cuda
+from torch.utils import _pytree as pytree
+
+from runtime.sharing import overlapping
 
 
 class Streams:
@@ -50,3 +64,85 @@ class Streams:
         for own, other in zip(self._streams, others._streams, strict=False):
             if own != other:
                 own.wait_stream(other)  # the GPU waits, not this thread
+
+
+@dataclass
+class Transfer:
+    """A value on its way to another device, and the event after which it is there."""
+
+    value: Any
+    arrived: Any
+    device: torch.device
+
+    def receive(self) -> Any:
+        """The value, for the current stream of the thread that calls. Only a CPU is waited for."""
+        if self.device.type == "cpu":
+            self.arrived.synchronize()
+            return self.value
+        stream = cuda.current_stream(self.device)
+        stream.wait_event(self.arrived)
+        for leaf in pytree.tree_leaves(self.value):
+            if isinstance(leaf, Tensor):
+                # Its memory belongs to the link's stream, on which the next copy could take it as
+                # soon as it is freed here, where that only means: launched. Now it will wait for
+                # what this stream has been given by then.
+                leaf.record_stream(stream)
+        return self.value
+
+
+class Link:
+    """Copies values from one device to another, at least one of them a GPU.
+
+    One thread sends and one receives. The streams last as long as the link; an end on the CPU has
+    none.
+    """
+
+    def __init__(self, source: torch.device, target: torch.device) -> None:
+        self._source, self._target = source, target
+        self._streams = [cuda.Stream(end) for end in (source, target) if end.type == "cuda"]
+
+    def send(self, value: Any) -> Any:
+        """Launch the copy of ``value`` after what the current stream has been given so far; return
+        a `Transfer`. Tensors keep ``requires_grad``, and one at two places stays one.
+
+        A value whose tensors share memory in another way is returned as it is: whoever receives it
+        must see that, and copies it.
+        """
+        leaves, spec = pytree.tree_flatten(value)
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        strided = all(t.layout == torch.strided for t in tensors.values())
+        if not tensors or not strided or overlapping(leaves):
+            return value
+        if self._source.type == "cuda":
+            self._streams[0].wait_stream(cuda.current_stream(self._source))
+        with ExitStack() as stack:
+            for stream in self._streams:  # a copy between GPUs uses the current streams of both
+                stack.enter_context(cuda.stream(stream))
+            copies = {key: self._copy(t) for key, t in tensors.items()}
+            arrived = self._streams[-1].record_event()
+        moved = [copies.get(id(leaf), leaf) for leaf in leaves]
+        return Transfer(pytree.tree_unflatten(moved, spec), arrived, self._target)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        # To the CPU: into pinned memory, so that this thread need not wait.
+        copy = tensor.detach().to(self._target, non_blocking=True)
+        if self._source.type == "cuda":
+            # The sender may free the tensor before the copy has run. Its memory then belongs to the
+            # compute stream, whose next kernel could take it: it will wait for the copy.
+            tensor.record_stream(self._streams[0])
+        return copy.requires_grad_(tensor.requires_grad)
+
+
+class Links:
+    """The links of a Pipe, one per pair of devices that stages hand values over between."""
+
+    def __init__(self) -> None:
+        self._links: dict[tuple[torch.device, torch.device], Link] = {}
+
+    def between(self, source: torch.device, target: torch.device) -> Link | None:
+        """None where nothing is copied, or no GPU has a part in it."""
+        if source == target or {source.type, target.type}.isdisjoint({"cuda"}):
+            return None
+        if (source, target) not in self._links:
+            self._links[source, target] = Link(source, target)
+        return self._links[source, target]

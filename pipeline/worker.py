@@ -154,6 +154,11 @@ def _run(
     worker(in_queue, out_queue, device)
 
 
+def memory_of(device: torch.device) -> torch.device:
+    """Where the tensors of a worker's device are: cpu for cpu:1, and cuda:k for cuda."""
+    return torch.device("cpu") if device.type == "cpu" else _with_index(device)
+
+
 def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())

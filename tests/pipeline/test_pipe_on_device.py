@@ -3,6 +3,7 @@ the CPU. (On the device without hardware: tests/device.)"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,18 +15,23 @@ from pipeline.catalogue import SCHEDULES, places
 from pipeline.partition import place
 from pipeline.pipe import Pipe
 from runtime.recompute import MODES
+from tests.device.seen import watch
 from tests.device.session import on_device
 from tests.pipeline.pipeline_models import (
     STEPS,
+    Call,
+    Step,
     assert_close,
     batch,
     cut,
     forward_backward,
     gradients,
     in_one_process,
+    one_f_one_b,
     square_error,
     take_gradients,
     tower,
+    zb,
 )
 
 PLACES = (
@@ -151,3 +157,89 @@ def test_every_schedule_and_recomputation(devices: tuple[str, ...]) -> None:
                 if name == "gpipe":
                     forward_backward(pipe, x, y)
                     assert_close(take_gradients(model), {k: expected[k] for k in gradients(model)})
+
+
+@pytest.mark.parametrize("step", [forward_backward, one_f_one_b, zb])
+@on_device
+def test_what_is_handed_over_is_copied_on_streams_of_its_own(step: Step) -> None:
+    """In both directions; and all that computes is on the caller's streams, the backward too."""
+    x, y = batch(8)
+    callers = [torch.cuda.Stream(0), torch.cuda.Stream(1)]
+    layers, _ = split(tower(), ("cuda:0", "cuda:1"))
+    x, y = x.to("cuda:0"), y.to("cuda:1")
+    with (
+        Pipe(layers, split_size=2) as pipe, torch.cuda.stream(callers[0]),
+        torch.cuda.stream(callers[1]), watch() as seen,
+    ):  # fmt: skip
+        step(pipe, x, y)
+    ours = {k: callers[k].stream_id for k in (0, 1)}
+    moved = Counter((c.source, c.target, *c.streams) for c in seen.copies)
+    (up, forth), (down, back) = sorted(moved.items())
+    assert (up[:2], forth) == (("cuda:0", "cuda:1"), 4)  # micro-batches
+    assert (down[:2], back) == (("cuda:1", "cuda:0"), 4)
+    assert len({(0, up[2]), (1, up[3]), (1, down[2]), (0, down[3]), *ours.items()}) == 6
+    assert set(seen.streams) == set(ours.items())
+    assert seen.waits == []
+
+
+@on_device
+def test_a_cpu_stage_waits_for_its_own_micro_batch_alone() -> None:
+    """By the event behind its copy, and not for all that the GPU has been given. The gradients'
+    copies wait for pageable memory, on a stream on which nothing else is."""
+    x, y = batch(8)
+    layers, _ = split(tower(), ("cuda:0", "cpu:0"))
+    with Pipe(layers, split_size=2) as pipe:
+        x = x.to("cuda:0")
+        with watch() as seen:
+            pipe.train_step(x, y, square_error)
+    waits = {"event.synchronize": 4, "copy from the CPU, pageable": 4}
+    assert Counter(wait.why for wait in seen.waits) == waits
+    assert set(seen.streams) == {(0, 0)}
+    ends = [(c.source, c.target) for c in seen.copies if 0 in c.streams and any(c.streams)]
+    assert Counter(ends) == {("cuda:0", "cpu"): 4, ("cpu", "cuda:0"): 4}
+
+
+@on_device
+def test_tensors_that_share_memory_are_refused_as_on_one_device() -> None:
+    """And one tensor at two places stays one, which gets both gradients."""
+    x, y = batch(4)
+
+    def shift(pair: Any) -> Any:
+        pair[1].add_(1.0)
+        return pair[0] * pair[1].sum(-1, keepdim=True)
+
+    model = nn.Sequential(nn.Linear(4, 3).double(), Call(lambda h: (h, h[:, :2])), Call(shift))
+    with (
+        Pipe(cut(model.cuda(), (2, 1), ("cuda:0", "cuda:1"))) as pipe,
+        pytest.raises(ValueError, match="shares memory"),
+    ):
+        pipe.train_step(x, y, square_error)
+    double, multiply = Call(lambda h: (h, h)), Call(lambda pair: pair[0] * pair[1])
+    model = nn.Sequential(nn.Linear(4, 3).double(), double, multiply)
+    expected = in_one_process(model, x, y)
+    with Pipe(cut(model.cuda(), (2, 1), ("cuda:0", "cuda:1"))) as pipe:
+        loss = pipe.train_step(x, y, square_error)
+    assert_close(gradients(model) | {"loss": loss}, expected)
+
+
+@on_device
+def test_a_backward_called_on_other_streams_computes_on_the_forwards() -> None:
+    """And run_on_stages on those of its caller; nothing of it stays in the workers."""
+    x, y = batch(4)
+    layers, _ = split(tower(), ("cuda:0", "cuda:1"))
+    side, other = ([torch.cuda.Stream(k) for k in (0, 1)] for _ in range(2))
+
+    def streams(_: int) -> list[int]:
+        return [torch.cuda.current_stream(k).stream_id for k in (0, 1)]
+
+    with Pipe(layers, split_size=2) as pipe:
+        with torch.cuda.stream(side[0]), torch.cuda.stream(side[1]):
+            output = pipe(x)
+            loss = square_error(output, y)
+        with torch.cuda.stream(other[0]), torch.cuda.stream(other[1]), watch() as seen:
+            loss.backward()
+            assert pipe.run_on_stages(streams) == [[s.stream_id for s in other]] * 2
+        assert pipe.run_on_stages(streams) == [[0, 0]] * 2
+    by_stream = Counter(k.stream for k in seen.kernels if "mm" in k.operator)  # of the layers
+    # two micro-batches; two layers each, of which the first has no gradient of its input
+    assert by_stream == {side[0].stream_id: 2 * 3, side[1].stream_id: 2 * 4}
