@@ -28,9 +28,10 @@ from torch import nn
 from tqdm import tqdm
 
 from training.agreement import check_replicas, check_same, run_things
+from training.errors import RunError
 from training.layout import LaidOutModel, Plan
 from training.metrics import Metrics, Tracker
-from training.optimization import Optimizers, Recipe
+from training.optimization import ADVICE, Optimizers, Recipe
 from training.results import NOTHING_YET, Results, Totals
 from training.saving import NO_RESUME, Resume, Saving
 from training.seeds import stream
@@ -187,7 +188,7 @@ def run(
     whole_epochs = args.num_batches is None
     if whole_epochs and done == 0 and not args.benchmark_only:
         note("evaluation")
-        results.say_start(*_evaluate(world, task, model))
+        results.say_start(*_evaluate(results, "before the first step"))
     for epoch in range(first, -(-total // per_epoch)):  # the last one may be cut short
         length = min(per_epoch, total - epoch * per_epoch)  # steps of this epoch
         steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
@@ -214,7 +215,7 @@ def run(
         few = task.score_name == "BLEU" and not whole_epochs and total < per_epoch
         found: tuple[float, Score | None] = (math.nan, None)
         if not args.benchmark_only:
-            found = _evaluate(world, task, model, score=not few)
+            found = _evaluate(results, f"after epoch {epoch + 1}", score=not few)
         result = results.end_epoch(epoch, totals, *found)
         metrics.add_evaluation(optimizer.steps, epoch, result)
         before = NOTHING_YET  # only the first epoch was begun by an earlier run
@@ -225,8 +226,14 @@ def run(
     return results
 
 
-def _evaluate(
-    world: World, task: Task, model: LaidOutModel, score: bool = True
-) -> tuple[float, Score | None]:
+def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, Score | None]:
+    """The validation loss and the score. RunError, on all ranks, if the loss is not finite, unless
+    --on_nan skip."""
+    world, task, model = results.world, results.task, results.model
     loss, accuracy = evaluate_loss(world, task, model)
+    if not math.isfinite(loss):
+        said = f"{when}: the validation loss is {loss}"
+        if results.args.on_nan == "stop":
+            raise RunError(f"{said}; {ADVICE}")
+        results.say(f"{said}; the run goes on")
     return loss, task.score(world, model, loss, accuracy) if score else None

@@ -172,6 +172,7 @@ def test_steps_that_are_left_out_are_null_and_counted_through_a_resume(ranks: Ra
     line = f"train ddp {VGG} --learning_rate 1e30 --on_nan skip --keep 1 "
     printed, error = run(line + "--num_batches 12", ranks)
     assert error is None, printed
+    assert "after epoch 3: the validation loss is nan; the run goes on" in printed
     found = summary()
     assert found["loss"][0] is not None and found["loss"][1:] == [None] * 11
     assert found["validation_loss"] is None
@@ -184,15 +185,28 @@ def test_steps_that_are_left_out_are_null_and_counted_through_a_resume(ranks: Ra
     assert error is not None and "step 1 of 4" in error and "as were 19 before it" in error
 
 
-def test_ruined_weights_end_a_run_and_leave_the_last_good_ones() -> None:
-    """The third step is finite, and what it has made of the weights is saved; the fourth is not."""
+@pytest.mark.parametrize(
+    ("ruinous", "said", "good"),
+    [
+        (2, "epoch 1, step 4 of 4: the loss is nan; try ", "000002-epoch0-step2"),
+        (3, "after epoch 1: the validation loss is nan; try ", "000003-epoch0-step3"),
+    ],
+)
+def test_ruined_weights_end_a_run_and_leave_the_last_good_ones(
+    ruinous: int, said: str, good: str
+) -> None:
+    """A step is finite, and what it has made of the weights is saved; what comes after it is not:
+    the next step or, after the last one, the evaluation."""
 
     def ruin(_: int, patches: pytest.MonkeyPatch) -> None:
-        patches.setattr(Recipe, "learning_rate_at", lambda _, step: 1e30 if step == 2 else 1e-2)
+        patches.setattr(
+            Recipe, "learning_rate_at", lambda _, step: 1e30 if step == ruinous else 1e-2
+        )
 
     line = f"run_pipeline {FLOW} {TINY} --n_epochs 1 --save_every 1 --keep 1"
     _, error = run(line, None, ruin)
     assert error is not None
-    assert error.startswith("epoch 1, step 4 of 4: the loss is nan; try ")
-    assert names_in("work/checkpoints") == ["000002-epoch0-step2", "000003-epoch0-step3"]
+    assert error.startswith(said)
+    ruined = f"{ruinous + 1:06}-epoch0-step{ruinous + 1}"
+    assert names_in("work/checkpoints") == [good, ruined]
     assert list(Path("work").glob("*results*")) == []
