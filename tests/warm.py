@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import re
 import runpy
+import select
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -45,11 +49,56 @@ def run_warm(command: Sequence[str], folder: Path) -> CompletedProcess[str]:
     return CompletedProcess(command, process.exitcode, said, complained)
 
 
+class Terminal:
+    """A program whose standard output and error are a terminal that does not know its size, as
+    those of some containers. What a person would type is sent with `type`."""
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        self.master, slave = os.openpty()
+        name, environment = os.ttyname(slave), dict(os.environ)
+        args = (list(command), folder, environment, name, name)
+        self.process: Any = server().Process(target=_program, args=args)
+        self.process.start()
+        os.set_blocking(self.master, False)
+        self.text = ""
+
+    def until(self, pattern: str | None) -> None:
+        """Reads until the pattern is found; None: until the program has ended."""
+        end = time.monotonic() + LIMIT
+        while not (re.search(pattern, self.text) if pattern else self.process.exitcode is not None):
+            assert time.monotonic() < end, self.text
+            self._read()
+        self._read()
+
+    def _read(self) -> None:
+        select.select([self.master], [], [], 0.1)
+        with suppress(OSError):  # nothing there
+            while data := os.read(self.master, 1 << 16):
+                self.text += data.decode("utf-8", "replace")
+
+    def type(self, keys: str) -> None:
+        """Ctrl-C is \x03."""
+        os.write(self.master, keys.encode())
+
+    def screen(self) -> list[str]:
+        """The lines as they are seen in the end."""
+        lines = []
+        for line in self.text.replace("\r\n", "\n").split("\n"):
+            shown = ""
+            for part in line.split("\r"):
+                erased = "\x1b[K" in part
+                part = part.replace("\x1b[K", "")
+                shown = part if erased else part + shown[len(part) :]
+            lines.append(shown.rstrip())
+        return lines
+
+
 def _program(
     command: list[str], folder: Path, environment: dict[str, str], out: str, err: str
 ) -> None:
+    os.setsid()  # a terminal becomes this process' own, and sends it Ctrl-C
     for number, name in ((1, out), (2, err)):
-        os.dup2(os.open(name, os.O_WRONLY), number)
+        os.dup2(os.open(name, os.O_RDWR), number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

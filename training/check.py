@@ -40,6 +40,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from training.layout import LaidOutModel, Plan
+from training.progress import moving
 from training.task import Step, Task, materialize
 from training.world import World, gather_over_ranks
 
@@ -200,7 +201,9 @@ class Plain:
         self.model = materialize(task, self.device, dtype)
         epochs = (islice(task.steps(e, 0, 1, 1), task.steps_per_epoch) for e in count())  # uncut
         total = args.num_batches or args.n_epochs * task.steps_per_epoch
-        losses = map(self._mean_loss, islice(chain.from_iterable(epochs), total))
+        steps = islice(chain.from_iterable(epochs), total)
+        line = moving(steps, f"One process, {'64' if exact else '32'} bits", total, "step")
+        losses = map(self._mean_loss, line)
         for _ in plain_steps(args, list(self.model.parameters()), total, losses):
             pass
         self.model.eval()

@@ -57,9 +57,10 @@ def torchrun_world_size() -> int | None:
 
 
 def say(text: str) -> None:
-    """Prints in one piece: ranks may share a terminal."""
+    """Prints in one piece: ranks may share a terminal. There it erases what is left of a line that
+    moved (training/progress.py)."""
     with suppress(OSError):  # a terminal that is closed
-        sys.stderr.write(text)
+        sys.stderr.write("\r\x1b[K" * sys.stderr.isatty() + text)
         sys.stderr.flush()
 
 

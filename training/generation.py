@@ -17,15 +17,15 @@ Shapes: B unfinished sentences, T their newest positions, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from training.data import eos
 from training.prefix import Prefix
+from training.progress import moving
 
 CPU_READ = 256  # positions of prompts per forward on a CPU, at least; a GPU reads all at once
 
@@ -117,14 +117,17 @@ def continue_all(
             less there are none.
         num_tokens: of the vocabulary, without the embedding's unused rows.
         batch_size: prompts of similar lengths that are continued together.
-        bar: the text of a progress bar; None shows none.
+        bar: the text of a line that moves on a terminal; None shows none.
         seeds: one per prompt, for a decoder that samples; draws do not depend on the batches.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     order = [i for i in range(len(prompts)) if most[i] > 0]
     order.sort(key=lambda i: len(prompts[i]))  # by length: little padding
     chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    for chunk in tqdm(chunks, bar, disable=True if bar is None else None, leave=False):
+    # At most so many tokens: a sentence that ends early takes what it had left off the rest.
+    total = sum(most[i] for i in order)
+    line = moving(None, bar or "", total, "token", shown=bar is not None)
+    for chunk in chunks:
         chances = None
         if seeds is not None:
             n = max(most[i] for i in chunk)
@@ -133,10 +136,11 @@ def continue_all(
             chances = torch.stack(uniform).to(device)  # [B, n], used from left to right
         found = continue_together(
             decoder, [prompts[i] for i in chunk], [most[i] for i in chunk], stop, num_tokens,
-            device, chances,
+            device, chances, line.update,
         )  # fmt: skip
         for i, row in zip(chunk, found, strict=True):
             rows[i] = row
+    line.close()
     decoder.end()  # other ranks may have sentences left
     return rows
 
@@ -150,8 +154,10 @@ def continue_together(
     num_tokens: int,
     device: torch.device | str,
     chances: Tensor | None,
+    advance: Callable[[int], object] = lambda _: None,
 ) -> list[list[int]]:
-    """One batch of `continue_all`. Finished sentences leave the batch."""
+    """One batch of `continue_all`. Finished sentences leave the batch. `advance` is called with how
+    many tokens fewer can follow."""
     rows: list[list[int]] = [[] for _ in prompts]
     prefix = Prefix([len(prompt) for prompt in prompts], device, chances)
     positions = CPU_READ if torch.device(device).type == "cpu" else math.inf
@@ -159,7 +165,7 @@ def continue_together(
         [decoder.next_tokens(_padded(prompts[at], device), prefix, num_tokens)
          for at in prefix.in_parts(positions)]
     )  # fmt: skip
-    live = list(range(len(prompts)))  # the sentence of each row
+    live, left = list(range(len(prompts))), sum(most)  # the sentence of each row
     while True:
         going = []  # rows that continue
         for row, (i, token) in enumerate(zip(live, tokens.tolist(), strict=True)):
@@ -167,6 +173,8 @@ def continue_together(
                 rows[i].append(token)
                 if len(rows[i]) < most[i]:
                     going.append(row)
+        before, left = left, sum(most[live[row]] - len(rows[live[row]]) for row in going)
+        advance(before - left)
         if not going:
             return rows
         if len(going) < len(live):

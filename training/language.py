@@ -91,7 +91,10 @@ class LanguageTask(SequenceTask):
         mine = prompts[model.part :: model.parts]  # this part's, for all its ranks
         most = [min(CONTINUED, self.args.model_max_length - len(prompt)) for prompt in mine]
         stop, num_tokens = self.tokenizer.eos_token_id, len(self.tokenizer)
-        rows = continue_all(model, mine, most, stop, num_tokens, self.device)
+        rows = continue_all(
+            model, mine, most, stop, num_tokens, self.device,
+            bar="Continuing" if world.is_main else None,
+        )  # fmt: skip
         texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
         generated = self.of_all_parts(world, model, texts, len(prompts))
         return Score(math.exp(min(loss, 700)), generated)

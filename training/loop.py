@@ -16,7 +16,6 @@ parameters.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -25,23 +24,19 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from tqdm import tqdm
 
 from training.agreement import check_replicas, check_same, run_things
 from training.errors import RunError
 from training.layout import LaidOutModel, Plan
 from training.metrics import Metrics, Tracker
 from training.optimization import ADVICE, Optimizers, Recipe
+from training.progress import moving
 from training.results import NOTHING_YET, Results, Totals
 from training.saving import NO_RESUME, Resume, Saving
 from training.seeds import stream
 from training.shared_cores import core_notes
 from training.task import Score, Step, Task
 from training.world import World
-
-# Progress bars of one process need only a lock among threads. tqdm's default is a named semaphore
-# among processes, which a killed run would leave in /dev/shm.
-tqdm.set_lock(threading.RLock())
 
 
 def train(
@@ -67,9 +62,7 @@ def train(
         RunError: a loss or gradient is not finite; see `Optimizers.step`.
     """
     totals = before
-    bar = tqdm(  # rank 0 draws it, and only on a terminal
-        steps, desc, n_steps, initial=before.steps, leave=False, disable=None if rank == 0 else True
-    )
+    bar = moving(steps, desc, n_steps, "step", shown=rank == 0, done=before.steps)
     start = time.perf_counter()  # waiting for the next batch counts, too
     for step in bar:
         optimizer.zero_grad()  # backward adds to what it finds
@@ -82,9 +75,9 @@ def train(
             bar.write(remark)
         seconds = time.perf_counter() - start  # a GPU may still compute the update
         totals = _add(totals, step, optimizer.loss_sum, seconds, math.isnan(optimizer.loss))
-        bar.set_postfix(
-            loss=f"{optimizer.loss_sum / max(1, step.count):.3f}",
-            tokens_per_sec=f"{totals.positions / totals.seconds:,.0f}",
+        bar.set_postfix_str(
+            f"loss {optimizer.loss_sum / max(1, step.count):.3f}, "
+            f"{totals.positions / totals.seconds:,.0f} tokens/s",
             refresh=False,
         )
         if after_step is not None:
@@ -125,9 +118,7 @@ def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float,
     if world.world_size > 1:  # a rank that has no batch left still takes part in collectives
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
     batches += [(None, None)] * (int(most) - len(batches))
-    for x, target in tqdm(
-        batches, "Validating", leave=False, disable=None if world.is_main else True
-    ):
+    for x, target in moving(batches, "Validating", len(batches), "batch", shown=world.is_main):
         found = model.measure(x, target)
         if found is not None:  # None: no batch left, or another rank sees the outputs
             totals += found

@@ -92,9 +92,7 @@ def test_it_says_what_it_trains_and_how_well_and_nothing_else(
 ) -> None:
     _, done = trained
     assert done.returncode == 0, done.stderr
-    bars = ("Epoch ", "Validating", "Translating", "Port 11868 ")
-    lines = done.stderr.replace("\r", "\n").split("\n")
-    assert [line for line in lines if line.strip() and not line.startswith(bars)] == []
+    assert done.stderr == ""  # nothing of the line that moves on a terminal
     layout, *lines = done.stdout.split("\n")
     assert layout == "ddp: 2 ranks, micro-batches: automatic, 2 epochs"
     assert lines[0].startswith("gpt2-mini: 1 block of width 32, vocabulary 320, 0.024 M parameters")
