@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data_parallel.sharding import Unit
-from runtime.ranks import all_gather, reduce_scatter
+from runtime.ranks import all_gather, reduce_scatter, where_hosts_meet
 from runtime.shared_memory import SharedBuffers, aligned, sum_into
 
 Finish = Callable[[], None]
@@ -111,9 +111,12 @@ class Exchange:
         be finished."""
         by_parts = dist.get_backend(self.group) == "gloo"
         started = []  # the work, and what it receives, of each reduction
-        for _, whole, target, _, _ in reductions:
-            received = torch.empty_like(whole if by_parts else target)  # by rank; or the sum
-            exchange = dist.all_to_all_single if by_parts else reduce_scatter
+        for _, whole, target, accumulate, _ in reductions:
+            if by_parts:
+                received, exchange = torch.empty_like(whole), dist.all_to_all_single  # by rank
+            else:
+                received = torch.empty_like(target) if accumulate else target  # the sum
+                exchange = reduce_scatter
             work = exchange(received, whole, group=self.group, async_op=True)
             started.append((work, received))
 
@@ -122,8 +125,9 @@ class Exchange:
                 started, reductions, strict=True
             ):
                 work.wait()
-                parts = list(received.view(-1, unit.shard_numel))  # W to be added up, or the sum
-                sum_into(parts, [target], accumulate=accumulate)
+                if received is not target:
+                    parts = list(received.view(-1, unit.shard_numel))  # W to add up, or the sum
+                    sum_into(parts, [target], accumulate=accumulate)
                 if lent is not None:
                     self.gradients.give(lent)  # sent: nobody needs it any more
 
@@ -140,7 +144,7 @@ class Exchange:
 
         It raises RuntimeError if they have not.
         """
-        said = torch.tensor([what, -what], device=self.device)
+        said = torch.tensor([what, -what], device=where_hosts_meet(self.group, self.device))
         work = dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group, async_op=True)
         assert work is not None
 

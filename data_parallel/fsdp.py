@@ -22,6 +22,9 @@ Bytes in fp32 with AdamW for W ranks and P parameters, L of them in the largest 
     2      4 P          4 P / W     8 P / W   4 L to 8 L         4 P (W-1)/W, and as much per step
     3      4 P / W      4 P / W     8 P / W   8 L to 12 L        12 P (W-1)/W
 
+On GPUs a step waits for none: counts and announcements are exchanged by the CPUs, if the group has
+them (`init_process_group("cpu:gloo,cuda:nccl")`).
+
 All ranks must make the same calls. A rank without examples calls ``forward(None)`` and
 ``backward(None)``, and contributes zeros; `train_step` does so by itself.
 
@@ -48,6 +51,7 @@ from data_parallel.sharded_layer import LayerGraph, ShardedLayer
 from data_parallel.sharding import FlatPiece, make_units
 from data_parallel.shards import Gradients, ShardedUnit
 from runtime.graph import Initialize
+from runtime.ranks import where_hosts_meet
 from runtime.recorder import Recorder, acting
 from runtime.unseen import Strangers, refuse_gradient, refuse_gradient_hooks
 
@@ -235,10 +239,10 @@ class FullyShardedDataParallel:
             RuntimeError: see `forward`; or `scale` requires a gradient.
         """
         refuse_gradient(scale, "scale", "let a layer or loss_fn multiply by a parameter")
-        most = torch.tensor(len(inputs), device=self.device)  # all ranks make as many passes
+        most = torch.tensor(len(inputs), device=where_hosts_meet(self.group, self.device))
         with self._record("all_reduce", -1):
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-            passes = int(most)
+            passes = int(most)  # all ranks make as many
         total = torch.zeros((), device=self.device)
         for i in range(passes):
             loss = None

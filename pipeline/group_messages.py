@@ -12,7 +12,8 @@ announces the size of the next.
 
 Between GPUs only the head is sent by gloo, so reading it never waits for the GPU; the body follows
 through the device's own groups. Each direction has its group: NCCL runs the messages of one group
-and pair of ranks in order, on one stream beside the compute stream.
+and pair of ranks in order, on one stream beside the compute stream. Ranks that share a GPU have
+gloo alone, which sends from the CPU's memory: there the body goes through it, and both ends wait.
 
 A rank that fails closes its connections; ranks that notice close theirs too.
 """
@@ -41,8 +42,8 @@ _FIRST_ROOM = 1 << 12  # bytes
 
 class GroupLink(Link):
     """A link with the global rank ``peer``. ``bodies``: the groups for the bodies that this rank
-    sends, and receives, on ``device``; none on a CPU. ``groups``: all groups of this rank's links,
-    destroyed by the first that is closed."""
+    sends, and receives, on ``device``; none if they go through the CPU's memory. ``groups``: all
+    groups of this rank's links, destroyed by the first that is closed."""
 
     def __init__(
         self,
@@ -93,7 +94,8 @@ class GroupLink(Link):
         begin = aligned(_LENGTHS.size + length)
         head = envelope[_LENGTHS.size : _LENGTHS.size + length].numpy().tobytes()
         if not self._bodies:
-            return head, envelope[begin : begin + nbytes]  # a view: the envelope lives with it
+            # on a CPU a view: the envelope lives with it
+            return head, envelope[begin : begin + nbytes].to(self._device)
         body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         if nbytes:  # only now is its size known
             _call(dist.irecv, body, self._peer, self._bodies[1]).wait()  # NCCL: the stream waits
@@ -140,7 +142,7 @@ def open_group_links(
     rank = dist.get_rank(group)
     members = dist.get_process_group_ranks(group or dist.group.WORLD)  # global ranks
     groups = _new_groups(members, group, device, timeout)
-    heads, *bodies = groups  # bodies: up, down; none on a CPU
+    heads, *bodies = groups  # bodies: up, down; or none
     links: dict[int, GroupLink] = {}
     for low, high in pairs:  # in the same order on all ranks: no cycle of waits
         for begin, end in ((low, high), (high, low)):
@@ -161,8 +163,8 @@ def open_group_links(
 def _new_groups(
     members: list[int], group: dist.ProcessGroup | None, device: torch.device, timeout: float
 ) -> list[dist.ProcessGroup]:
-    """A gloo group of the members of ``group``; for GPUs also one per direction with their backend.
-    All members call it together.
+    """A gloo group of the members of ``group``; with NCCL also one of it per direction. All members
+    call it together.
 
     `dist.new_group` names a subgroup by the number of groups in this process. A group made after
     another was closed would meet its leftovers in the store, and members with different numbers of
@@ -170,11 +172,13 @@ def _new_groups(
     this uses two private functions of torch.
     """
     name: list[Any] = [os.urandom(8).hex()]
-    dist.broadcast_object_list(name, members[0], group, device)  # from the first to all
+    dist.broadcast_object_list(name, members[0], group)  # from the first to all
     world = c10d._get_default_group()
     backend, store = c10d._world.pg_map[world]
+    backend = backend.removeprefix("cpu:gloo,")  # bodies are on GPUs
+    through_cpu = device.type == "cpu" or dist.get_backend(group) == "gloo"
     groups = []
-    for way in ("heads",) if device.type == "cpu" else ("heads", "up", "down"):
+    for way in ("heads",) if through_cpu else ("heads", "up", "down"):
         new, _ = c10d._new_process_group_helper(
             len(members), dist.get_rank(group), members,
             c10d.Backend("gloo" if way == "heads" else backend), store,

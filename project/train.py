@@ -324,7 +324,7 @@ def _check_gpus(args: Any) -> None:
     per rank; gloo can sum tensors on a GPU, but neither send nor gather them."""
     here = torchrun("LOCAL_WORLD_SIZE", args.world_size)  # ranks of this machine
     device = choose_device(args.device, 0, here)
-    if device.type != "cuda" or choose_backend(args.device, here) == "nccl":
+    if device.type != "cuda" or choose_backend(args.device, here) != "gloo":
         return
     gpus = torch.cuda.device_count()
     fewer = f"--world_size {gpus}" if here == args.world_size else f"--nproc-per-node {gpus}"

@@ -49,13 +49,15 @@ def sum_into(
     parts: Sequence[Tensor], targets: Sequence[Tensor], divisor: int = 1, accumulate: bool = False
 ) -> None:
     """Writes the sum of the parts, divided by `divisor`, into every target, or adds it to the
-    target (`accumulate`). A target may be one of the parts. Works on chunks that stay in cache."""
+    target (`accumulate`). A target may be one of the parts. On a CPU works on chunks that stay in
+    cache."""
     first = targets[0]
+    chunk = CHUNK if first.device.type == "cpu" else max(1, first.numel())
     # Built up in the first target, a sum takes half the time; later parts must not lie there.
     direct = len(parts) > 1 and not accumulate and first.dtype == wide(parts[0]) == parts[0].dtype
     direct = direct and all(first.data_ptr() != part.data_ptr() for part in parts[2:])
-    for begin in range(0, first.numel(), CHUNK):
-        here = slice(begin, begin + CHUNK)
+    for begin in range(0, first.numel(), chunk):
+        here = slice(begin, begin + chunk)
         total = add_up([part[here] for part in parts], first[here] if direct else None)
         if divisor > 1:
             total = torch.div(total, divisor, out=total if direct else None)

@@ -31,10 +31,10 @@ def server() -> Any:
     return context
 
 
-def _serve(rank: int, world_size: int, port: int, inbox: Connection) -> None:
+def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connection) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what the libraries hold is not searched for garbage any more
-    setup(rank, world_size, "gloo", port=port, hosted=True, timeout=LIMIT)
+    setup(rank, world_size, backend, port=port, hosted=True, timeout=LIMIT)
     while True:
         function, args = inbox.recv()
         try:
@@ -48,7 +48,7 @@ class Ranks:
     """`world_size` processes with a gloo process group among them; a function may take `limit`
     seconds, the first with the start."""
 
-    def __init__(self, world_size: int, limit: float = LIMIT) -> None:
+    def __init__(self, world_size: int, limit: float = LIMIT, backend: str = "gloo") -> None:
         self.world_size, self.limit = world_size, limit
         context = server()
         self.store = host_store(listen(), timedelta(seconds=LIMIT))
@@ -58,7 +58,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, world_size, self.store.port, theirs),
+                args=(rank, world_size, self.store.port, backend, theirs),
                 daemon=True,
             )
             process.start()

@@ -390,7 +390,7 @@ def _run_rank(
     join(choose_backend(settings.device, local_size))
     main(replace(world, device=device), *args)
     world.last.note("end")
-    dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+    dist.barrier()
     dist.destroy_process_group()
 
 

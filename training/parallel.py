@@ -28,7 +28,7 @@ from pipeline.microbatch import MicroBatches
 from pipeline.partition import balance, measure_costs
 from pipeline.process import ProcessPipe
 from runtime.mesh import Axis, Mesh, make_mesh
-from runtime.ranks import Ranks
+from runtime.ranks import Ranks, where_hosts_meet
 from runtime.recompute import NEVER, mode_of
 from training.checkpoint import Piece, whole
 from training.generation import newest_alone
@@ -162,9 +162,11 @@ class Sharded(LaidOutModel):
             self._forward(None)  # helps to gather every layer for the others
 
     def _some_rank_goes_on(self, this_one: bool) -> bool:
-        going = torch.tensor(int(this_one), device=self.world.device)
+        group = self.mesh.data.group
+        going = torch.tensor(int(this_one))
         if self.mesh.data.size > 1:
-            dist.all_reduce(going, op=dist.ReduceOp.MAX, group=self.mesh.data.group)
+            going = going.to(where_hosts_meet(group, self.world.device))
+            dist.all_reduce(going, op=dist.ReduceOp.MAX, group=group)
         return bool(going)
 
     def held(self) -> Iterable[Tensor]:

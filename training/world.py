@@ -50,9 +50,11 @@ def choose_device(device: str, local_rank: int, local_world_size: int) -> torch.
 
 
 def choose_backend(device: str, local_world_size: int) -> str:
-    """NCCL where every rank has a GPU of its own, gloo otherwise."""
+    """NCCL where every rank has a GPU of its own, and gloo for what their hosts tell each other, so
+    that they need not wait for the GPUs; gloo alone otherwise."""
     on_gpu = choose_device(device, 0, local_world_size).type == "cuda"
-    return "nccl" if on_gpu and torch.cuda.device_count() >= local_world_size else "gloo"
+    one_each = on_gpu and torch.cuda.device_count() >= local_world_size
+    return "cpu:gloo,cuda:nccl" if one_each else "gloo"
 
 
 def on_main(world: World, work: Callable[[], None]) -> None:
@@ -62,7 +64,7 @@ def on_main(world: World, work: Callable[[], None]) -> None:
     if world.world_size == 1:
         work()
         return
-    done = torch.zeros((), device=world.device)  # broadcast again and again, until it is 1
+    done = torch.zeros(())  # broadcast again and again, until it is 1
     if not world.is_main:
         while not done.item():
             dist.broadcast(done, 0)  # meets one of `tell`
@@ -70,8 +72,6 @@ def on_main(world: World, work: Callable[[], None]) -> None:
     finished = threading.Event()
 
     def tell() -> None:
-        if world.device.type == "cuda":  # a new thread begins on GPU 0
-            torch.cuda.set_device(world.device)
         with suppress(RuntimeError):  # another rank is gone: the launcher notices
             while not done.item():
                 done.fill_(finished.wait(_BEAT))  # 1 when the work has ended

@@ -211,14 +211,14 @@ def _put_distributed() -> None:
         nccl = "nccl" in str(backend)
         init("gloo" if nccl else backend, *args, **kwargs)
         if nccl:
-            names[c10d._get_default_group()] = "nccl"
+            names[c10d._get_default_group()] = str(backend)
 
     def make_group(
         ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         kwargs.pop("device_id", None)
         name = backend or get_backend()
-        group = new_group(ranks, timeout, "gloo" if name == "nccl" else backend, *args, **kwargs)
+        group = new_group(ranks, timeout, "gloo" if "nccl" in name else backend, *args, **kwargs)
         if isinstance(group, c10d.ProcessGroup):  # this rank is a member
             names[group] = name
         return group

@@ -42,16 +42,17 @@ def _serve(inbox: Connection) -> None:
             inbox.send((False, traceback.format_exc()))
 
 
-_worlds: dict[int, Ranks] = {}
+_worlds: dict[tuple[int, str], Ranks] = {}
 
 
-def ranks(world_size: int) -> Ranks:
-    """For a function that runs on the device: ranks that have it, too, started once."""
+def ranks(world_size: int, backend: str = "gloo") -> Ranks:
+    """For a function that runs on the device: ranks that have it, too, started once. With another
+    ``backend`` gloo stands for NCCL under its name."""
     from tests.ranks import Ranks  # imports torch
 
-    if world_size not in _worlds or _worlds[world_size].broken:
-        _worlds[world_size] = Ranks(world_size)
-    return _worlds[world_size]
+    if (world_size, backend) not in _worlds or _worlds[world_size, backend].broken:
+        _worlds[world_size, backend] = Ranks(world_size, backend=backend)
+    return _worlds[world_size, backend]
 
 
 class Device:

@@ -226,5 +226,6 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("mps", 0, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(choose_device("auto", r, 3)) for r in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert [choose_backend("auto", n) for n in (1, 2, 3)] == ["nccl", "nccl", "gloo"]
+    both = "cpu:gloo,cuda:nccl"
+    assert [choose_backend("auto", n) for n in (1, 2, 3)] == [both, both, "gloo"]
     assert (str(choose_device("cpu", 1, 2)), choose_backend("cpu", 2)) == ("cpu", "gloo")
