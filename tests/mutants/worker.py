@@ -32,7 +32,7 @@ PROJECT = ("runtime", "data_parallel", "pipeline", "tensor_parallel", "training"
 LIBRARIES = (
     "torch", "torch.distributed", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2",
     "transformers", "tokenizers", "datasets", "safetensors.torch", "matplotlib.pyplot", "numpy",
-    "jsonargparse", "sacrebleu", "tqdm", "pytest", "pytest_timeout", "torch.utils.flop_counter",
+    "jsonargparse", "sacrebleu", "tqdm", "pytest", "torch.utils.flop_counter",
     "torch.distributed.checkpoint", "torch.distributed.device_mesh", "torch.export",
 )  # fmt: skip
 
@@ -86,8 +86,9 @@ def _test(tests: list[str], said: str, folder: str) -> NoReturn:
             forkserver.ensure_running()
         import pytest
 
-        options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
-        status = int(pytest.main([*options, f"--basetemp={folder}/tests", *tests]))
+        options = ["-x", "-q", "--tb=line", "--show-capture=no", "--disable-warnings"]
+        options += ["-p", "no:cacheprovider", f"--basetemp={folder}/tests"]
+        status = int(pytest.main([*options, *tests]))
         sys.stdout.flush()
     except BaseException:
         traceback.print_exc()
