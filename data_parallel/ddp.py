@@ -27,7 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data_parallel.gradients import GradientBuckets, copy_back, in_groups
+from data_parallel.gradients import (
+    GradientBuckets,
+    copy_back,
+    default_bucket_bytes,
+    in_groups,
+)
 from runtime.recorder import Recorder
 
 
@@ -50,7 +55,7 @@ class DistributedDataParallel(nn.Module):
         self,
         module: nn.Module,
         group: dist.ProcessGroup | None = None,
-        bucket_bytes: int = 4 << 20,
+        bucket_bytes: int | None = None,
         comm_dtype: torch.dtype | None = None,
         share_memory: bool = True,
         recorder: Recorder | None = None,
@@ -58,7 +63,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.group = group
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = bucket_bytes or default_bucket_bytes(group)
         self._check_that_all_have_the_same_module()
         self.broadcast_params()
         self.buckets = GradientBuckets(

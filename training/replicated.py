@@ -58,7 +58,7 @@ class Replicated(LaidOutModel):
         world: World,
         plan: Plan,
         gradient_sync: str = "overlap",
-        bucket_bytes: int = 4 << 20,
+        bucket_bytes: int | None = None,
         comm_dtype: torch.dtype | None = None,
         share_memory: bool = True,
     ) -> None:

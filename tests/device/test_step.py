@@ -7,15 +7,18 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from data_parallel import gradients
 from tests.device.seen import Seen, watch
-from tests.device.session import on_device
+from tests.device.session import on_device, ranks
 from tests.equivalence.problems import Sentences
 from training.layout import LaidOutModel, Plan
 from training.loop import recipe_of, train
@@ -27,6 +30,7 @@ from training.world import World
 
 PROBLEM = Sentences(16, 8, max_grad_norm=1e-3, dropout=0.1)
 CUDA = World(device=torch.device("cuda:0"))
+GRADIENTS = str(Path(gradients.__file__))
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
@@ -99,7 +103,7 @@ def test_a_step_of_stages_in_threads_waits_once(recompute: str) -> None:
     model.close()
 
 
-def gradients(build: Any, num_microbatches: int, **options: Any) -> dict[str, Tensor]:
+def gradients_of(build: Any, num_microbatches: int, **options: Any) -> dict[str, Tensor]:
     """Of the first step, by name, on the CPU."""
     task = PROBLEM.task(CUDA, torch.float32)
     plan = Plan(ADAMW, num_microbatches=num_microbatches, **options)
@@ -122,15 +126,15 @@ def test_what_is_dropped_depends_on_the_micro_batch_alone() -> None:
     """One process, recomputation and stages drop the same; of another cut another's. The stages
     add in another order: rounding is far below the share of a dropped activation."""
     devices = [torch.device("cuda", k) for k in (0, 1)]
-    alone = gradients(Replicated, 2)
-    again = gradients(Replicated, 2, recompute="always")
+    alone = gradients_of(Replicated, 2)
+    again = gradients_of(Replicated, 2, recompute="always")
     assert all(alone[name].equal(again[name]) for name in alone)
     for recompute in ("never", "always", "sqrt"):
         build = partial(
             StagesInThreads, devices=devices, schedule="1f1b", num_microbatches=2, cut=(3, 3)
         )
-        assert largest(alone, gradients(build, 2, recompute=recompute)) < 1e-5
-    assert largest(alone, gradients(Replicated, 4)) > 1e-2
+        assert largest(alone, gradients_of(build, 2, recompute=recompute)) < 1e-5
+    assert largest(alone, gradients_of(Replicated, 4)) > 1e-2
 
 
 @on_device
@@ -162,3 +166,40 @@ def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
     q = torch.zeros(8, 2, 16, 32, device="cuda:1")
     draws = [attention(q, q, x[:, None], None, 0.25, key, 3).cpu() for key in (5, 6, 5)]
     assert draws[0].equal(draws[2]) and not draws[0].equal(draws[1])
+
+
+def ddp(rank: int, world_size: int, num_microbatches: int) -> dict[str, Any]:
+    world = World(rank, world_size, rank, torch.device("cuda", rank))
+    torch.cuda.set_device(rank)
+    plan = Plan(ADAMW, num_microbatches=num_microbatches)
+    model = Replicated(PROBLEM.task(world, torch.float32), world, plan, bucket_bytes=8 << 10)
+    average: Any = model.average_gradients
+    seen = third_step(model, world, average)
+    assert model.close() is None
+    copies = [kernel for kernel in seen.kernels if kernel.where.startswith(GRADIENTS)]
+    names = Counter(kernel.operator for kernel in copies)
+    return {"waits": waits(seen), "kernels": len(seen.kernels), "of buckets": names}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@on_device
+def test_a_step_of_two_replicas_waits_once_and_copies_bucket_by_bucket(
+    num_microbatches: int,
+) -> None:
+    found = ranks(2).run(ddp, num_microbatches)
+    plain = plain_step(num_microbatches)
+    for of_rank in found:
+        assert of_rank["waits"] == ONE_WAIT
+        assert of_rank["kernels"] <= 1.2 * len(plain.kernels)
+        n = of_rank["of buckets"]["_foreach_copy_"]
+        assert n > 2 and of_rank["of buckets"] == {"_foreach_copy_": n, "fill_": n, "div_": n}
+
+
+def sizes(_rank: int, _world_size: int) -> list[int]:
+    group = dist.new_group(backend="nccl")
+    return [gradients.default_bucket_bytes(each) for each in (None, group)]
+
+
+@on_device
+def test_buckets_are_larger_over_nccl() -> None:
+    assert ranks(2).run(sizes) == [[4 << 20, 25 << 20]] * 2
