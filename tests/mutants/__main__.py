@@ -6,7 +6,7 @@
 First the tests run in the copy as it is. Then, for each mutant of the table (tests/mutants/
 table.py), its tests run until one is red. A mutant under which all are green has survived: a line
 may be wrong and nobody notices. Tests that do not end count as red. The status is 1 if a mutant has
-survived, or its text does not occur once, or its tests do not exist.
+survived or its text does not occur once, or a test is red without a mutant or does not exist.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from tqdm import tqdm
 from tests.mutants.table import ROOT, Mutant, mutants
 
 LIMIT = 300.0  # seconds for a mutant's tests
+ALL = 1800.0  # for all tests, without a mutant
+GREEN = 0  # pytest's status
 NOT_COPIED = (".git", ".venv", "__pycache__", ".*_cache", "workdir*", "results", "*.egg-info")
-GREEN, RED, NOT_FOUND = 0, 1, 4  # pytest's status
 
 
 class Copy:
@@ -53,13 +54,13 @@ class Copy:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def test(self, tests: list[str]) -> tuple[int | None, str]:
-        """pytest's status, None where it did not end; and what it said."""
+    def test(self, tests: list[str], limit: float) -> tuple[bool, str]:
+        """Whether all are green; and what pytest said."""
         assert self.worker.stdin is not None and self.worker.stdout is not None
-        self.worker.stdin.write(json.dumps({"tests": tests, "limit": LIMIT}) + "\n")
+        self.worker.stdin.write(json.dumps({"tests": tests, "limit": limit}) + "\n")
         self.worker.stdin.flush()
         answer: dict[str, Any] = json.loads(self.worker.stdout.readline())
-        return answer["status"], answer["said"]
+        return answer["status"] == GREEN, answer["said"]
 
     def judge(self, mutant: Mutant) -> str:
         """What became of it: killed, or else what is wrong."""
@@ -71,14 +72,10 @@ class Copy:
             return str(error)
         path.write_text(wrong, "utf-8")
         try:
-            status, said = self.test(list(mutant.tests))
+            green, _ = self.test(list(mutant.tests), LIMIT)
         finally:
             path.write_text(source, "utf-8")
-        if status == GREEN:
-            return "survived"
-        if status == NOT_FOUND:
-            return "no such test: " + said.strip().splitlines()[-1]
-        return "killed"
+        return "survived" if green else "killed"
 
     def close(self) -> None:
         """Ends the worker."""
@@ -109,9 +106,9 @@ def run(chosen: list[Mutant], jobs: int) -> int:
 
         def green(tests: list[str]) -> str:
             copy = free.get()
-            status, said = copy.test(tests)
+            fine, said = copy.test(tests, ALL)
             free.put(copy)
-            return "" if status == GREEN else said
+            return "" if fine else said
 
         def judge(mutant: Mutant) -> str:
             copy = free.get()

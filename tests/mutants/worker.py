@@ -52,12 +52,14 @@ def _run(tests: list[str], limit: float) -> dict[str, Any]:
         if child == 0:
             _test(tests, said.name, folder)
         status, end = None, time.monotonic() + limit
-        while status is None and time.monotonic() < end:
-            time.sleep(0.02)
-            done, code = os.waitpid(child, os.WNOHANG)
-            status = os.waitstatus_to_exitcode(code) if done else None
-        if status is None:
-            _kill(child)
+        try:
+            while status is None and time.monotonic() < end:
+                time.sleep(0.02)
+                done, code = os.waitpid(child, os.WNOHANG)
+                status = os.waitstatus_to_exitcode(code) if done else None
+        finally:
+            if status is None:  # too late; or a signal ends this process
+                _kill(child)
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # what it has left, as the server of its ranks
         return {"status": status, "said": Path(said.name).read_text("utf-8", "replace")}
