@@ -155,8 +155,9 @@ class Files:
     """write checkpoints in the background while training goes on, from a copy in memory"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: a GPU if there is one"""
-    timeline: Whole = 0
-    """record N steps after the first, for plot.py timeline and ui.perfetto.dev"""
+    timeline: Whole | None = None
+    """record N steps after the first, for plot.py timeline and ui.perfetto.dev; default: 20, and 0
+    on a GPU, which would wait for every action"""
 
 
 @dataclass

@@ -260,6 +260,11 @@ class Run:
         options, again = self.summary, "make the run again, with --timeline 10"
         try:
             workers, about = read_timelines(self.folder)
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{self.folder}: its run has recorded no steps, as there is no "
+                f"{Path(error.filename).name}; {again}"
+            ) from None
         except (OSError, ValueError) as error:
             raise UserError(f"{error}; {again}") from None
         if not any(workers.values()):

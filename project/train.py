@@ -33,7 +33,6 @@ from project.options import (
     Stages,
     Tools,
     Training,
-    Whole,
     begin,
     parse,
     settle_sizes,
@@ -82,7 +81,6 @@ class TrainOptions(Training, Data, Model, Files, Processes, Strategy, Stages, To
     cores_per_rank: Count | None = 1
     workdir: Path | None = None  # type: ignore[assignment]
     """folder for results; default: workdir/STRATEGY and WORLD_SIZE, or as workdir/3d2x2x2"""
-    timeline: Whole = 20
 
 
 if __name__ == "__main__":

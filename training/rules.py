@@ -20,6 +20,7 @@ from training.task import steps_of_epoch
 from training.world import choose_device
 
 RATES = {"vgg16": 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
+STEPS_RECORDED = 20
 SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the size of the rate
 
 
@@ -42,10 +43,12 @@ def settle_ranks(args: Any) -> None:
 
 
 def settle_training(args: Any) -> None:
-    """Settles the model and the learning rate."""
+    """Settles the model, the learning rate, and how many steps are recorded."""
+    kind = choose_device(args.device, 0, args.world_size).type
     if args.model == "auto":
-        gpu = choose_device(args.device, 0, args.world_size).type == "cuda"
-        args.model = "gpt2" if gpu else "gpt2-mini"
+        args.model = "gpt2" if kind == "cuda" else "gpt2-mini"
+    if args.timeline is None:  # 0.3 microseconds per action; a GPU would be waited for
+        args.timeline = STEPS_RECORDED if kind == "cpu" else 0
     if args.learning_rate is None:
         narrow = args.n_embd is not None and args.n_embd <= 512 and args.model in PRESETS
         rate = RATES.get(args.model) or (1e-3 if narrow else 1e-4)

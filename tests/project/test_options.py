@@ -166,7 +166,7 @@ MODEL = "--model_parallel_mode model_parallel "
 CHOSEN: dict[str, dict[str, object]] = {
     DP: {
         "world_size": 2, "model": "gpt2-mini", "learning_rate": 1e-3, "workdir": Path("workdir"),
-        "bucket_mb": 4.0, "n_train": 5000, "strategy": "ddp",
+        "bucket_mb": 4.0, "n_train": 5000, "strategy": "ddp", "timeline": 20,
     },
     # Of your own data all is used.
     DP + "--dataset mine": {"n_train": None, "n_validation": None, "n_test": None},
@@ -182,7 +182,8 @@ CHOSEN: dict[str, dict[str, object]] = {
     },
     "train single": {"workdir": Path("workdir/single1")},
     "train fsdp --num_workers 3 --optimizer sgd": {"learning_rate": 30 * 3e-4, "zero": 3},
-    PP: {"num_devices": 1, "schedule": "sequential", "num_microbatches": 4},
+    PP: {"num_devices": 1, "schedule": "sequential", "num_microbatches": 4, "timeline": 20},
+    PP + "--timeline 0": {"timeline": 0},
     PP + "--pipeline blocks": {"num_devices": 1, "num_microbatches": 1},
     f"{PP} {MODEL} --num_devices 3 --balance 1,1,2 --n_chunk 8": {
         "num_devices": 3, "balance": "1,1,2", "schedule": "sequential", "num_microbatches": 8,
@@ -241,6 +242,7 @@ def test_what_torchrun_and_the_machine_allow(
     found: int | str
     try:
         args = parse(line)
+        assert args.timeline == (0 if gpus and "cpu" not in line else 20)  # it would wait
         found = args.world_size
         if line.startswith(PP):
             choose_devices(args)

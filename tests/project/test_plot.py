@@ -500,9 +500,14 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
     check("--step 7: it was not recorded; take 1 to 2", *timeline)
     assert not (folder / "trace.json").exists()
     (folder / "timeline_rank1.json").unlink()
-    missing = f"{folder}/timeline_rank1.json'; make the run again, with --timeline 10"
+    missing = f"{folder}: its run has recorded no steps, as there is no timeline_rank1.json; make"
     check(missing, "split_time", "ddp=2")
     check(f"no finished run in {tmp_path}/ddp3; make it with: python ", "timeline", "ddp=3")
+    (tmp_path / "none").mkdir()
+    check(
+        f"{tmp_path}/none: its run has recorded no steps, as there is no timeline_rank0.json; make "
+        "the run again, with --timeline 10", "timeline", f"{tmp_path}/none",
+    )  # fmt: skip
     with pytest.raises(UserError, match=r" --workdir 'my runs/ddp3'$"):
         plot.named("ddp=3", Path("my runs"))
     check("/no/such: there is no such folder; name the --workdir", "timeline", "/no/such")

@@ -168,6 +168,7 @@ def test_torchrun_starts_it_and_a_killed_rank_costs_a_restart_and_nothing_else(
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "--max-restarts", "3", "killed.py", *TINY, "--resume", "--save_every", "3",
+        "--timeline", "0",
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=folder / "killed", env=environment, capture_output=True, text=True,
