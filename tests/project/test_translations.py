@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.ranks import Ranks
 from training.errors import RunError
 from training.generation import evaluate_bleu, translate
 from training.parallel import lay_out
+from training.sequences import SequenceTask
 from training.staged import BlocksInThreads, StagesInThreads
 from training.task import materialize
 from training.translation import TranslationTask
@@ -116,6 +118,18 @@ def translations(rank: int, world_size: int, line: str) -> tuple[int, list[str]]
     model.close()
     assert found[0] == found[1]
     return model.parts, found[0]
+
+
+def of_all(rank: int, world_size: int) -> list[str]:
+    """Seven sentences, dealt out and put together again; the last two ranks have the same."""
+    model: Any = SimpleNamespace(part=min(rank, 1), parts=2)
+    mine = list("abcdefg")[model.part :: 2]
+    every: Any = SequenceTask.of_all_parts
+    return every(None, World(rank, world_size), model, mine, 7)
+
+
+def test_outputs_of_all_parts_are_in_the_order_of_the_examples(three_ranks: Ranks) -> None:
+    assert three_ranks.run(of_all) == [list("abcdefg")] * 3
 
 
 def test_bleu_is_of_the_corpus() -> None:
