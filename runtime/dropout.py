@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -60,8 +61,7 @@ def dropout(x: Tensor, p: float, keys: Keys, where: int, first: int = 0) -> Tens
     if p == 0:
         return x
     if not isinstance(keys, Tensor):
-        with _drawing(x.device, keys, where, first):
-            return F.dropout(x, p)
+        return _drawn(lambda: F.dropout(x, p), x.device, keys, where, first)
     row = _mix(_low(keys) ^ _low(keys >> 32) ^ _low(torch.tensor(where)))  # [B]
     for size in x.shape[1:-1]:
         index = torch.arange(first, first + size, device=x.device)
@@ -94,23 +94,26 @@ def attention(
         # One position: the fused kernel, made for many, takes up to twice as long.
         return ((q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1) + mask).softmax(-1) @ v
     if p == 0 or not isinstance(keys, Tensor):
-        with _drawing(q.device, keys if p else None, where, first):
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None
-            )
+        fused = partial(
+            F.scaled_dot_product_attention, q, k, v,
+            attn_mask=mask, dropout_p=p, is_causal=mask is None,
+        )  # fmt: skip
+        return _drawn(fused, q.device, keys if p else None, where, first)
     scores = (q / math.sqrt(q.size(-1))) @ k.transpose(-2, -1)  # [B, H, queries, keys]
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)  # [queries, keys]
     weights = scores.masked_fill(future, -math.inf).softmax(-1)
     return dropout(weights, p, keys, where, first) @ v
 
 
-def _drawing(
-    device: torch.device, keys: Keys, where: int, first: int
-) -> AbstractContextManager[None]:
-    """The context of a draw. Compiled code cannot seed: it draws from the generator as it is."""
+def _drawn(
+    draw: Callable[[], Tensor], device: torch.device, keys: Keys, where: int, first: int
+) -> Tensor:
+    """What `draw` returns, from the seeded generator. Compiled code cannot seed: it draws from the
+    generator as it is."""
     if torch.compiler.is_compiling() or not isinstance(keys, int):
-        return nullcontext()
-    return drawing(device, mixed(keys, where, first))
+        return draw()
+    with drawing(device, mixed(keys, where, first)):
+        return draw()
 
 
 def _low(x: Tensor) -> Tensor:

@@ -260,7 +260,10 @@ def at_targets(hidden: Tensor, targets: Tensor) -> Tensor:
     """
     if targets.dim() == 2:
         targets = numbers_of_targets(targets)
-    return hidden.flatten(0, 1).index_select(0, targets)
+    hidden = hidden.flatten(0, 1)
+    if len(targets) == len(hidden):  # all of them, as in plain text: in their order
+        return hidden
+    return hidden.index_select(0, targets)
 
 
 def numbers_of_targets(weights: Tensor) -> Tensor:

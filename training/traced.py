@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeline.trace import split
-from training.model import at_targets, gpt2_layers, numbers_of_targets
+from training.model import gpt2_layers, numbers_of_targets
 from training.prefix import Prefix
 
 if TYPE_CHECKING:  # see training/model.py
@@ -35,7 +35,8 @@ class LogitsOfTargets(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         hidden = self.model.transformer(input_ids=ids, use_cache=False).last_hidden_state
-        return self.model.lm_head(at_targets(hidden, targets))
+        hidden = hidden.flatten(0, 1).index_select(0, targets)  # whatever their number
+        return self.model.lm_head(hidden)
 
 
 def traced_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
