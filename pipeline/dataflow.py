@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from runtime.graph import move
+from runtime.recompute import device_types
 from runtime.recorder import Recorder, acting
 
 from .schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
@@ -219,7 +220,9 @@ class Dataflow:
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
     """Autocast is for forwards only: the backward of an operator chooses its own types."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    with contextlib.ExitStack() as stack:
+        for kind in device_types():
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

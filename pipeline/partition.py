@@ -217,8 +217,8 @@ def _forward_backward(layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any
     graph.differentiate(
         parameters, [torch.ones_like(t) if isinstance(t, Tensor) else None for t in ends]
     )
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return output
 
 

@@ -304,4 +304,4 @@ class Pipe(nn.Module):
         """Update the copies of tied parameters after an optimizer step."""
         with torch.no_grad():
             for copy, original in self.replicas.items():
-                copy.copy_(original, non_blocking=copy.device.type == "cuda")
+                copy.copy_(original, non_blocking=copy.device.type != "cpu")

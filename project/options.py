@@ -82,8 +82,9 @@ class Training:
     """clip the global gradient norm to this, e.g. 1.0; off by default"""
     on_nan: Literal["stop", "skip"] = "stop"
     """if a loss or gradient is not finite: stop the run, or skip the step on all ranks"""
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """bf16: matrix products in bfloat16, weights and optimizer in fp32"""
+    precision: Literal["fp32", "tf32", "bf16", "fp64"] = "fp32"
+    """bf16: matrix products in bfloat16, weights and optimizer in fp32; tf32: products of CUDA
+    devices with 10 bits of their factors' fractions"""
     seed: Whole = 0
     """of weights, data order and dropout"""
     num_batches: Count | None = None

@@ -91,7 +91,11 @@ def text_task(args: Any, world: World, texts: Texts, resume: Resume) -> Sequence
 
 
 def plan_of(args: Any, world: World, workers: str = "rank", **about: Any) -> Plan:
-    """What the options ask of a layout."""
+    """What the options ask of a layout. Sets how this process' GPU multiplies."""
+    if world.device.type == "cuda":  # torch's own default has tf32 in convolutions alone
+        exact = "tf32" if args.precision == "tf32" else "ieee"
+        torch.backends.cuda.matmul.fp32_precision = exact
+        torch.backends.cudnn.conv.fp32_precision = exact  # type: ignore[attr-defined]
     steps = args.timeline + 1 if args.timeline else 0  # pictures leave out the first step
     timeline = Timeline(
         world.rank, world.world_size, num_steps=steps, workers=workers, device=world.device,

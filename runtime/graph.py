@@ -155,7 +155,7 @@ def _versions(value: Any) -> list[int]:
 
 def move(tensor: Tensor, memory: torch.device, copy: bool = False) -> Tensor:
     """Move a tensor to a device. A copy to a GPU is asynchronous: the CPU does not wait for it."""
-    return tensor.to(memory, non_blocking=memory.type == "cuda", copy=copy)
+    return tensor.to(memory, non_blocking=memory.type != "cpu", copy=copy)
 
 
 class _Alias(torch.autograd.Function):

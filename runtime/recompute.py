@@ -59,13 +59,19 @@ def segments(layers: Sequence[T], mode: str) -> list[list[T]]:
     return [list(layers[a:b]) for a, b in pairwise(edges)]
 
 
+def device_types() -> list[str]:
+    """The CPU, and the accelerator of this machine, if torch knows one."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
 class Autocast:
     """This thread's autocast, to be entered again."""
 
     def __init__(self) -> None:
         self._before = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in ("cpu", "cuda")
+            for kind in device_types()
         ]
 
     @contextlib.contextmanager

@@ -42,6 +42,6 @@ def acting(
         start = time.perf_counter() if start is None else start
         yield
         if recorder is not None and getattr(recorder, "recording", True):
-            if device is not None and device.type == "cuda":
-                torch.cuda.synchronize(device)  # kernels run later than they are launched
+            if device is not None and device.type != "cpu":
+                torch.accelerator.synchronize(device)  # kernels run later than they are launched
             recorder(kind, place, microbatch, start, time.perf_counter())

@@ -382,7 +382,7 @@ def _run_rank(
     world.last.note("start")
     device = choose_device(settings.device, world.local_rank, local_size)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.accelerator.set_device_index(device)
     elif cores := core_slice(world.local_rank, local_size, settings.cores_per_rank):
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))

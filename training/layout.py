@@ -40,7 +40,7 @@ class Plan:
     """What the options ask of a layout."""
 
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-    precision: str = "fp32"  # fp32, bf16 or fp64
+    precision: str = "fp32"  # fp32, tf32, bf16 or fp64
     num_microbatches: int | None = None  # None: as suits the device
     timeline: Timeline = OFF
     recompute: str = "never"  # never, always, except_last or sqrt: runtime/recompute.py
@@ -54,7 +54,7 @@ class Plan:
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         if self.precision != "bf16":
-            return nullcontext()  # fp32 and fp64 compute in the type of the weights
+            return nullcontext()  # others compute in the type of the weights
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
     def notes(self, device: torch.device) -> list[str]:

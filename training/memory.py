@@ -23,8 +23,8 @@ def keep_freed_memory() -> None:
 
 def peak_bytes(device: torch.device) -> int:
     """The peak memory of this process: resident, or allocated on a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type == "cuda":  # torch knows no peak of Apple's
+        return torch.accelerator.max_memory_allocated(device)
     if sys.platform == "linux":  # in a child, getrusage's peak starts at its parent's memory
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("VmHWM:")[1].split()[0])  # kB

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,12 @@ from training.memory import peak_bytes
 from training.optimization import Optimizers
 from training.results import METRICS, json_text, writing
 from training.task import Task
-from training.world import World, gather_over_ranks
+from training.world import World
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 """Takes the number of steps done, and the numbers to write."""
 Tracker = Callable[[Any, int], Sink]
 """Opens a sink, given the options and the number of steps that a resumed run has done."""
-
-_SIDE = 1024  # of the matrices that measure the peak
 
 
 class Metrics:
@@ -63,9 +60,6 @@ class Metrics:
         self.copies = world.world_size / model.parts  # ranks that have the same part of a batch
         self.device = world.device
         self.flops = flops_of_forward(task) if world.is_main else (0.0, 0.0)  # body and head
-        weights = next(iter(model.held()))
-        dtype = torch.bfloat16 if args.precision == "bf16" else weights.dtype
-        self.peak = sum(gather_over_ranks(peak_flops(world.device, dtype), world))  # collective
         self.sinks: list[Sink] = []
         if world.is_main:
             self.sinks.append(_json_lines(args.workdir / METRICS, steps_done))
@@ -83,7 +77,7 @@ class Metrics:
             optimizer.steps, epoch=epoch, loss=optimizer.loss, learning_rate=optimizer.rate,
             gradient_norm=optimizer.norm, seconds=seconds, tokens_per_sec=positions / seconds,
             real_tokens_per_sec=tokens / seconds, tflops_per_sec=speed / 1e12,
-            share_of_peak=speed / self.peak, peak_rss_bytes=peak_bytes(self.device),
+            peak_rss_bytes=peak_bytes(self.device),
             skipped=math.isnan(optimizer.loss),
         )  # fmt: skip
 
@@ -111,17 +105,6 @@ def flops_of_forward(task: Task) -> tuple[float, float]:
     with torch.no_grad(), FlopCounterMode(display=False) as of_head:
         head(hidden)  # without weights: all positions
     return of_body.get_total_flops() / positions, of_head.get_total_flops() / positions
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second in a product of large matrices on this device; the best of three."""
-    a = torch.ones(_SIDE, _SIDE, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for a GPU
-        best = min(best, time.perf_counter() - start)
-    return 2 * _SIDE**3 / best  # a product and a sum each
 
 
 def _json_lines(path: Path, steps_done: int) -> Sink:

@@ -58,6 +58,12 @@ def settle_training(args: Any) -> None:
         check_warmup(args, 0)
     if getattr(args, "compile", False):
         _check_compiler(choose_device(args.device, 0, 1).type)
+    device = choose_device(args.device, 0, args.world_size).type
+    if args.precision == "tf32" and device != "cuda":
+        raise UserError(
+            f"--precision tf32 --device {device}: it is how CUDA devices multiply; "
+            "--precision fp32 works"
+        )
 
 
 def _check_compiler(device: str) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data_parallel import gradients
+from project.train import parse_train
+from project.utils import plan_of
 from tests.device.seen import Seen, watch
 from tests.device.session import on_device, ranks
 from tests.equivalence.problems import Sentences
@@ -203,3 +205,14 @@ def sizes(_rank: int, _world_size: int) -> list[int]:
 @on_device
 def test_buckets_are_larger_over_nccl() -> None:
     assert ranks(2).run(sizes) == [[4 << 20, 25 << 20]] * 2
+
+
+@on_device
+def test_products_are_exact_unless_tf32_is_asked_for(tmp_path: Path) -> None:
+    """Torch's own default is tf32 in convolutions."""
+    backends: Any = torch.backends
+    line = f"single --model gpt2-mini --device cuda --workdir {tmp_path} --precision"
+    for precision, wanted in (("tf32", "tf32"), ("fp32", "ieee")):
+        plan = plan_of(parse_train(None, f"{line} {precision}".split()), CUDA)
+        assert plan.dtype == torch.float32
+        assert backends.cuda.matmul.fp32_precision == backends.cudnn.conv.fp32_precision == wanted

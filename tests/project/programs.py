@@ -92,7 +92,6 @@ def on_rank(
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr("training.curves.plot_training", lambda workdir, *_: workdir / "training.png")
-        patch.setattr("training.metrics.peak_flops", lambda *_: 1e12)  # it takes longer than a run
         patch.setattr(Saving, "after_step", stop)
         if tamper is not None:
             tamper(rank, patch)

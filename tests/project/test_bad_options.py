@@ -58,6 +58,7 @@ pp --n_chunks 2 => there is no such option; is it --n_chunk?
 pp --world_size 2 => there is no such option; is it --num_devices?; --help
 pp FLOW --schedule 1fb1 => or vhalf or vmin; is it 1f1b?; --help explains all
 dp --precision BF-16 => it must be fp32 or
+dp --precision tf32 --device cpu => it is how CUDA devices multiply; --precision fp32 works
 dp --model gpt2-min => there is no such model; is it gpt2-mini?; --help explains all
 dp --dataset buildin => there is no such dataset; is it builtin?; --help explains all
 train pipeline --balance unifrom => there is no such balance; is it uniform?; --help explains all

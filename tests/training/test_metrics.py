@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from project.utils import read_texts
 from tests.project.programs import TINY, parse, run, summary
 from tests.ranks import Ranks
-from training.metrics import flops_of_forward, peak_flops
+from training.metrics import flops_of_forward
 from training.optimization import Optimizers
 from training.translation import TranslationTask
 from training.world import World
@@ -21,7 +19,7 @@ from training.world import World
 LINE = TINY + "--n_epochs 2 --dropout 0.1 --precision fp64 --lr_scheduler cosine --warmup_steps 2 "
 STEP = {
     "epoch", "step", "loss", "learning_rate", "gradient_norm", "seconds", "tokens_per_sec",
-    "real_tokens_per_sec", "tflops_per_sec", "share_of_peak", "peak_rss_bytes", "skipped",
+    "real_tokens_per_sec", "tflops_per_sec", "peak_rss_bytes", "skipped",
 }  # fmt: skip
 
 
@@ -85,7 +83,7 @@ def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_afte
         assert tokens[1] == pytest.approx(tokens[0])
 
 
-def test_the_arithmetic_is_what_the_shapes_say_and_the_peak_a_rate() -> None:
+def test_the_arithmetic_is_what_the_shapes_say() -> None:
     """Twice the elements of every matrix that a position meets, and the attention."""
     args = parse(f"train single {TINY} --workdir work")
     args.workdir.mkdir(exist_ok=True)
@@ -93,6 +91,3 @@ def test_the_arithmetic_is_what_the_shapes_say_and_the_peak_a_rate() -> None:
     L, C, V = 2, 16, 300
     T = task.validation_batches(0, 1)[0][0][0].size(1)
     assert flops_of_forward(task) == (2 * L * 12 * C * C + L * 4 * T * C, 2 * V * C)
-    start = time.perf_counter()
-    rate = peak_flops(torch.device("cpu"), torch.float32)
-    assert 3 * 2 * 1024**3 / rate <= time.perf_counter() - start
