@@ -146,9 +146,10 @@ class Gradients:
             if not u.has_gradient:
                 _lay_out(u.unit, u.accumulated, of_unit)  # replaces the last step's
             elif of_unit is not None:
-                for view, gradient in zip(u.unit.views(u.accumulated), of_unit, strict=True):
-                    if gradient is not None:
-                        view += gradient
+                views = zip(u.unit.views(u.accumulated), of_unit, strict=True)
+                here = [(view, gradient) for view, gradient in views if gradient is not None]
+                if here:
+                    torch._foreach_add_([view for view, _ in here], [dw for _, dw in here])
             u.has_gradient = True
         if last:  # A shared unit is complete after the first layer that uses it.
             self._reduce([u for u in units if layer == u.unit.layers[0]])
@@ -206,10 +207,11 @@ def _lay_out(unit: Unit, whole: Tensor, found: Sequence[Tensor | None] | None) -
     if found is None:
         whole.zero_()
         return
-    for gap in unit.gaps:
-        whole[gap].zero_()
-    for view, gradient in zip(unit.views(whole), found, strict=True):
-        if gradient is None:
-            view.zero_()
-        else:
-            view.copy_(gradient)
+    both = list(zip(unit.views(whole), found, strict=True))
+    empty = [view for view, gradient in both if gradient is None]
+    empty += [whole[gap] for gap in unit.gaps if gap.start < gap.stop]
+    here = [(view, gradient) for view, gradient in both if gradient is not None]
+    if empty:  # all in one call: on a GPU, one kernel
+        torch._foreach_zero_(empty)
+    if here:
+        torch._foreach_copy_([view for view, _ in here], [gradient for _, gradient in here])

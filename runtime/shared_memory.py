@@ -62,7 +62,10 @@ def sum_into(
         if divisor > 1:
             total = torch.div(total, divisor, out=total if direct else None)
         for target in targets[direct:]:  # not the first, if the sum was built up there
-            target[here] = target[here] + total if accumulate else total
+            if accumulate:
+                target[here] += total
+            else:
+                target[here] = total
 
 
 def aligned(nbytes: int) -> int:

@@ -9,15 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.device.seen import watch
 from tests.device.session import on_device, ranks
 
 NCCL = "cpu:gloo,cuda:nccl"  # as training.world.choose_backend says
 STEPS = 2
+NAMES = [
+    "fsdp2-zero1-m2", "fsdp2-zero2-m2", "fsdp2-zero3-m2", "pipeline2-1f1b-m3", "pipeline2-zb-m3",
+    "pipeline2-zbv-v2_m3", "mesh2-1x1x2", "mesh2-1x1x2-sequence",
+]  # fmt: skip
 
 
 def compared(rank: int, world_size: int, name: str) -> str:
@@ -36,13 +42,7 @@ def compared(rank: int, world_size: int, name: str) -> str:
     return check(row, reference, world, STEPS, torch.float64).failure
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fsdp2-zero1-m2", "fsdp2-zero2-m2", "fsdp2-zero3-m2", "pipeline2-1f1b-m3",
-        "pipeline2-zb-m3", "pipeline2-zbv-v2_m3", "mesh2-1x1x2", "mesh2-1x1x2-sequence",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", NAMES)
 @on_device
 def test_two_ranks_with_a_device_each(name: str) -> None:
     assert ranks(2, NCCL).run(compared, name) == ["", ""]
@@ -76,11 +76,14 @@ def second_step(rank: int, world_size: int, name: str) -> tuple[list[str], set[s
     return [wait.where for wait in seen.waits], {c.operator for c in seen.collectives}
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
 @on_device
-def test_counts_and_announcements_of_shards_wait_for_no_device(zero: int) -> None:
-    for waits, _ in ranks(2, NCCL).run(second_step, f"fsdp2-zero{zero}-m2"):
-        assert [where for where in waits if "/data_parallel/" in where] == []
+def test_a_step_waits_once(name: str) -> None:
+    """For the norm, the losses and the counts of all ranks, which it reads together."""
+    for waits, _ in ranks(2, NCCL).run(second_step, name):
+        assert [where.rpartition("/")[2].partition(":")[0] for where in waits] == [
+            "optimization.py"
+        ]
 
 
 @on_device
@@ -93,3 +96,43 @@ def test_gloo_gets_no_message_of_a_device() -> None:
     assert [found & moves for _, found in ranks(2, NCCL).run(second_step, "pipeline2-1f1b-m3")] == [
         moves
     ] * 2
+
+
+def seeds_and_gradients(rank: int, world_size: int, name: str) -> tuple[list[int], list[Tensor]]:
+    """What seeds each dropout of a tensor rank in a step; gradients of what it has whole."""
+    from runtime.randomness import drawing
+    from tests.equivalence.compare import laid_out
+    from tests.equivalence.table import find
+    from training.world import World
+
+    world = World(rank, world_size, rank, torch.device("cuda", rank))
+    row = find(name)
+    problem: Any = row.problem
+    row = replace(row, problem=replace(problem, n_layer=2, dropout=0.1), num_microbatches=1)
+    seeds: list[int] = []
+
+    def noted(device: torch.device, seed: int) -> Any:
+        seeds.append(seed)
+        return drawing(device, seed)
+
+    with (
+        laid_out(row, world, torch.float32) as training,
+        mock.patch("runtime.dropout.drawing", noted),
+    ):
+        model: Any = training.model
+        model.backward(next(training._steps()))
+        return seeds, [p.grad.cpu() for p in model.on_all]
+
+
+@pytest.mark.parametrize("sequence", ["", "-sequence"])
+@on_device
+def test_tensor_ranks_drop_the_same_where_they_hold_the_same(sequence: str) -> None:
+    """Of the embedding, and of each block's attention weights, attention and MLP: the ranks hold
+    other heads, and all positions or, with sequence parallelism, other ones."""
+    (first, mine), (second, theirs) = ranks(2, NCCL).run(
+        seeds_and_gradients, f"mesh2-1x1x2{sequence}"
+    )
+    same = [a == b for a, b in zip(first, second, strict=True)]
+    assert same == [False] * 7 if sequence else same == [True, *[False, True, True] * 2]
+    assert len({*first, *second}) == (14 if sequence else 9)
+    assert all(a.equal(b) for a, b in zip(mine, theirs, strict=True)) and len(mine) > 9
