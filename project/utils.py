@@ -24,7 +24,7 @@ from training.generation import evaluate_bleu, translate
 from training.language import LanguageTask
 from training.layout import LaidOutModel, Plan
 from training.loop import evaluate_loss, train
-from training.results import Results, show
+from training.results import Results, show, writing
 from training.rules import check_plain_text, check_warmup
 from training.saving import Resume
 from training.sequences import FILES, SequenceTask
@@ -66,7 +66,8 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
     path = Path("tests") / f"model{rank}_gradients.pth"
     path.parent.mkdir(exist_ok=True)
     gradients = {n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None}
-    torch.save(gradients, path)
+    with writing(path):
+        torch.save(gradients, path)
     return path
 
 

@@ -38,6 +38,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -240,7 +241,8 @@ class Saver:
             return name
 
         self.wait()  # at most one is being written
-        name = self._together(begin, self._cannot_write)[0]  # as rank 0 has named it
+        new = partial(self._cannot_write, self.folder.name)
+        name = self._together(begin, new)[0]  # as rank 0 has named it
         texts = {STATE: json_text(state, indent=1).encode(), **files}
         if not self.background:
             self._write(name, pieces, texts)
@@ -282,16 +284,23 @@ class Saver:
                 _sync(self.folder)  # the name, too
 
         try:
-            self._together(work, self._cannot_write)  # ends when rank 0 has renamed the folder
+            self._together(
+                work, partial(self._cannot_write, name)
+            )  # ends when rank 0 has renamed the folder
         except BaseException:
             if self.world.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
 
-    def _cannot_write(self, why: str) -> RunError:
+    def _cannot_write(self, name: str, why: str) -> RunError:
+        if "unexpected pos" in why:  # torch's zip writer gives positions in the file, and no reason
+            why = "its disk is full"
+        with suppress(OSError):  # this host has no such folder
+            why += f"; {shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free there"
         return RunError(
-            f"--workdir {self.folder.parent}: a checkpoint cannot be written ({why}); --resume "
-            "continues from the one before, and --keep 0 saves none"
+            f"--workdir {self.folder.parent}: a checkpoint cannot be written ({name}: {why}); make "
+            "room there, or take another --workdir; --resume continues from the one before, and "
+            "--keep 0 saves none"
         )
 
     def wait(self) -> None:

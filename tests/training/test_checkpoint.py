@@ -226,13 +226,18 @@ def full_at(at: int, patch: pytest.MonkeyPatch, error: Exception = FULL) -> None
 def test_a_full_disk_leaves_the_last_one_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, 2)
     before = contents(tmp_path)
-    errors = [(at, FULL, str(FULL)) for at in range(1, 9)]
-    for at, cause, why in (*errors, (1, MemoryError(), "MemoryError()")):  # which has no text
+    errors: list[tuple[int, Exception, str]] = [(at, FULL, str(FULL)) for at in range(1, 9)]
+    errors.append((1, MemoryError(), "MemoryError()"))  # which has no text
+    full = RuntimeError("[enforce fail] . unexpected pos 704 vs 598")
+    errors.append((1, full, "its disk is full"))
+    for at, cause, why in errors:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError) as error:
             full_at(at, patch, cause)
+            patch.setattr("shutil.disk_usage", lambda _: Mock(free=1_230_000))
             save(tmp_path, 3)
         assert str(error.value) == (
-            f"--workdir {tmp_path.parent}: a checkpoint cannot be written ({why}); --resume "
+            f"--workdir {tmp_path.parent}: a checkpoint cannot be written (000002-step3: "
+            f"{why}; 1.2 MB are free there); make room there, or take another --workdir; --resume "
             "continues from the one before, and --keep 0 saves none"
         )
         assert (contents(tmp_path), names_in(tmp_path)) == (before, ["000001-step2"])
