@@ -28,7 +28,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.catalogue import SCHEDULES
+from pipeline.catalogue import SCHEDULES, in_words
 from training.command_line import Parser, count
 
 OUTPUT = Path("submit_figures")
@@ -115,6 +115,7 @@ from training.curves import (
     plot_training,
     read_epochs,
     readable,
+    with_error,
 )
 from training.errors import UserError
 from training.perfetto import read_timelines, write_trace
@@ -170,7 +171,7 @@ def draw_bars(path: Path, bars: Sequence[Bar], *, title: str, foot: str, ylabel:
                 base += value
             if bar.std:
                 ax.errorbar(x, base, bar.std, color=INK, capsize=7, elinewidth=1.8)
-            above = readable(base) + (plus_minus + readable(bar.std) if bar.std else "")
+            above = with_error(base, bar.std, plus_minus)
             ax.text(x, base + bar.std + 0.02 * top, above, ha="center", va="bottom", size=size)
         labels = [bar.label.replace(", ", "\n") for bar in bars]
         ax.set_xticks(range(len(bars)), labels, color=INK, size=size)
@@ -283,9 +284,8 @@ class Run:
             facts.append("data {dp} x pipeline {pp} x tensor {tp}".format(**options))
         stages = options.get("num_devices") or options.get("pp") or options.get("world_size", 1)
         if options.get("schedule") and stages > 1:
-            n, chunks = options["num_microbatches"], options.get("chunks") or 1
-            each = f" with {chunks} chunks" if chunks > 1 else ""
-            facts.append(f"{stages} stages{each}, {options['schedule']}, {n} micro-batches")
+            n, words = options["num_microbatches"], in_words(stages, options.get("chunks") or 1)
+            facts.append(f"{words}, {options['schedule']}, {n} micro-batches")
         if cores := options.get("cores"):
             who = "" if "num_devices" in options else " per process"
             facts.append(f"{cores} core{'s' * (cores > 1)}{who}")

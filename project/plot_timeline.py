@@ -18,8 +18,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from pipeline.catalogue import SCHEDULES, find
+from pipeline.catalogue import SCHEDULES, find, in_words
 from pipeline.schedule import (
+    BACKWARD,
     FORWARD,
     Action,
     Schedule,
@@ -48,6 +49,10 @@ COLOURS = {  # by kind, in the order of the legend
     "baseline": GREY, "measured": BLUE, "ideal": "white",
 }  # fmt: skip
 LINES = (GREY, ORANGE, SKY, BLUE, GREEN, PURPLE, VERMILION, INK)  # of curves
+MEANING = {  # of the names in a clock table
+    "F": "forward", "B": "backward", "I": "backward, gradient of the input",
+    "W": "backward, gradients of the weights",
+}  # fmt: skip
 ACTIONS = ("F", "B", "I", "W", "R")  # a schedule's actions, and recomputation
 Workers = Mapping[str, Sequence[Event]]  # the events of each worker, by its name
 
@@ -142,21 +147,33 @@ def plot_schedule(
         schedule = find(name, chunks)(num_ranks, num_microbatches)
     except ValueError as error:
         raise UserError(str(error)) from None
-    print(draw(schedule))
+    print(draw(schedule), explained(schedule), sep="\n")
     ranks = ranks_of(schedule)
     chunks = len(ranks) // num_ranks
-    place, each = ("rank", f" with {chunks} chunks") if chunks > 1 else ("stage", "")
+    place, each = ("rank", "chunks") if chunks > 1 else ("stage", "")
     places = [f"{place} {r}" for r in range(num_ranks)]
     takes = clocks(schedule)
     table = simulated(schedule, places, lambda action: float(takes[action.kind]))
     held = ", ".join(map(str, peak_alive(schedule)))
     return draw_timeline(
         path, {"": table}, "clock", ranks,
-        title=f"{name}: {num_ranks} {place}s{each}, {num_microbatches} micro-batches, "
+        title=f"{name}: {in_words(num_ranks, chunks)}, {num_microbatches} micro-batches, "
         f"{duration(table):.0f} clocks, {float(bubble(schedule)):.0%} idle",
         foot=f"numbers: micro-batches{', letters: chunks' if each else ''}; the {place}s hold the "
         f"activations of at most {held} {'chunks' if each else 'micro-batches'}",
     )  # fmt: skip
+
+
+def explained(schedule: Schedule) -> str:
+    """What the names in its clock table mean."""
+    kinds = {action.kind.value for actions in schedule for action in actions}
+    meant = {kind: words for kind, words in MEANING.items() if kind in kinds}
+    if "B" in meant and clocks(schedule)[BACKWARD] == 2:
+        meant["B"] += ", two clocks"
+    letters = len(ranks_of(schedule)) > len(schedule)
+    names = [f"{kind}0{'a' * letters} {words}" for kind, words in meant.items()]
+    names += ["a, b: the rank's chunks"] if letters else []
+    return f"{'; '.join(names)}; 0: the micro-batch; . idle"
 
 
 def draw_step(
@@ -188,8 +205,8 @@ def draw_step(
     if ideal:
         panels = {"measured": measured, "ideal": ideal}
         idle, least = (fmean(bubbles(panel).values()) for panel in panels.values())
-        chunks = f", {len(ranks) // len(measured)} chunks each" if ranks else ""
-        title += f", {about['schedule']}, {len(measured)} stages{chunks}: "
+        n = len(measured)
+        title += f", {about['schedule']}, {in_words(n, len(ranks or measured) // n)}: "
         title += f"{idle:.1%} idle, ideal {least:.1%}"
         meaning = "ideal: equal stages and micro-batches, transfers take no time"
     else:

@@ -38,7 +38,7 @@ from project import plot
 from project.plot import OUTPUT, THROUGHPUT, TIME, YLABELS, describe, speed_up
 from project.plot_timeline import bubbles, draw_step, in_step, plot_schedule, steps_of
 from training.command_line import Parser, count
-from training.curves import readable
+from training.curves import readable, with_error
 from training.errors import RunError, say
 from training.results import SUMMARY, writing
 
@@ -92,8 +92,7 @@ class Run(plot.Run):
         """The mean over all epochs but the first and its spread: of the slowest rank's time, or of
         the ranks' sum."""
         mean, std = self.over_epochs(metric)
-        spread = f" ± {readable(std)}" if len(self.ranks[0]) > 2 else ""
-        return f"{readable(mean)}{spread}{unit}"
+        return f"{with_error(mean, std if len(self.ranks[0]) > 2 else 0.0)}{unit}"
 
     def positions(self) -> float:
         """Positions of an epoch, over all ranks, padding included."""

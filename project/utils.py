@@ -112,7 +112,8 @@ def plan_of(args: Any, world: World, workers: str = "rank", **about: Any) -> Pla
 def announce(world: World, args: Any, model: LaidOutModel) -> None:
     """Prints, on rank 0, the layout and the length of the run."""
     n = getattr(args, "num_devices", args.world_size)
-    facts = [f"{n} {'stage' if hasattr(args, 'num_devices') else 'rank'}{'s' * (n > 1)}"]
+    staged = hasattr(args, "num_devices") and not model.ranks  # a stage each
+    facts = [f"{n} {'stage' if staged else 'rank'}{'s' * (n > 1)}"]
     if args.strategy == "3d":
         facts.append(f"data {args.dp} x pipeline {args.pp} x tensor {args.tp}")
     if getattr(args, "sequence_parallel", False):
@@ -120,8 +121,9 @@ def announce(world: World, args: Any, model: LaidOutModel) -> None:
     if getattr(args, "zero", None):
         facts.append(f"ZeRO stage {args.zero}")
     if model.schedule is not None and getattr(args, "pp", n) > 1:  # several stages
-        chunks = f" with {args.chunks} chunks per rank" if model.ranks else ""
-        facts.append(f"schedule {model.schedule}{chunks}")
+        facts.append(f"schedule {model.schedule}")
+        if model.ranks:
+            facts.append(f"{args.chunks} chunks each, {len(model.ranks)} stages")
     facts.append(f"micro-batches: {args.num_microbatches or model.num_microbatches or 'automatic'}")
     n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
     facts.append(f"{n} {unit}{'s' * (n > 1)}")

@@ -62,6 +62,9 @@ def test_slurm_gets_a_script_whose_command_is_good(
     assert command is not None
     check(command[0], monkeypatch)
     words = shlex.split(command[0])
+    assert "--dataset" in words
+    # Slurm signals steps, and the script itself only with B: as torchrun takes its place.
+    assert ("--signal=B:TERM@120" in text) == ("exec torchrun" in text)
     sizes = [int(words[words.index(f"--{x}") + 1]) for x in ("dp", "pp", "tp") if f"--{x}" in words]
     assert math.prod(sizes) == int(asked["nodes"]) * int(asked["gpus-per-node"])
 

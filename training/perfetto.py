@@ -20,8 +20,8 @@ LANES = (COMPUTE, COMMUNICATION)
 
 def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
     """The events of a run's workers by name (`rank 0`, or `stage 0`), and the `about` of rank 0's
-    timeline. An event without a stage counts for the first one. If devices have several stages,
-    `ranks` in `about` gives each stage's device, and workers are called `device 0`.
+    timeline. An event without a stage counts for the first one. If threads have several stages,
+    `ranks` in `about` gives each stage's rank, and workers are called `rank 0`.
 
     Raises:
         FileNotFoundError: a rank's file is missing.
@@ -42,7 +42,7 @@ def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any
         ranks = about.get("ranks")
         for event in [] if by_rank else events:
             s = max(0, event.stage)
-            name = f"device {ranks[s]}" if ranks else f"stage {s}"
+            name = f"rank {ranks[s]}" if ranks else f"stage {s}"
             workers.setdefault(name, []).append(event)
         if by_rank:
             workers[f"rank {rank}"] = events

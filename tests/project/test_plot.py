@@ -27,7 +27,7 @@ from tests.project.made_up import (
     write_epochs,
     write_run,
 )
-from training.curves import STYLE, plot_training
+from training.curves import STYLE, plot_training, with_error
 from training.errors import UserError
 from training.timeline import Event
 
@@ -127,7 +127,7 @@ def test_plot_and_plot_results(
     (ax,) = drawn["times.png"].axes
     assert (heights(ax), error_bars(ax)) == ([3.0, 1.5], [(2.75, 3.25), (1.0, 2.0)])
     assert labels(ax) == ["Single GPU", "Data Parallel - GPU0"]
-    assert inside(ax) == ["3.00 ± 0.250", "1.50 ± 0.500"]
+    assert inside(ax) == ["3.0 ± 0.2", "1.5 ± 0.5"]
     with pytest.raises(ValueError, match="zip"):
         plot.plot([1.0, 2.0], [0.1], ["a", "b"], path)
     monkeypatch.chdir(tmp_path)
@@ -272,7 +272,11 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
     path = tmp_path / "1f1b.png"
     line = f"schedule --schedule=1f1b --num_devices=3 --n_chunk=4 --output={path}"
     assert plot.draw_figure(plot.parse(line.split())) == [path]
-    printed = capsys.readouterr().out.splitlines()
+    *printed, meaning = capsys.readouterr().out.splitlines()
+    assert meaning == (
+        "F0 forward; B0 backward, two clocks; I0 backward, gradient of the input; W0 backward, "
+        "gradients of the weights; 0: the micro-batch; . idle"
+    )
     assert printed == [
         "stage 0: F0 F1 F2 .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3",
         "stage 1: .  F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 .  I3 W3 .",
@@ -295,6 +299,27 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
     assert legend(fig) == ["forward", "backward", *halves, "idle"]
     assert labels(ax) == [str(k) for k in range(16)]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["stage 0", "stage 1", "stage 2"]
+
+
+def test_several_stages_per_rank_have_one_vocabulary(
+    tmp_path: Path, drawn: dict[str, Figure], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Printed and drawn; and a deviation has one digit, or whole ones."""
+    line = f"schedule --schedule=zbv --num_devices=2 --n_chunk=3 --output={tmp_path}/zbv.png"
+    plot.draw_figure(plot.parse(line.split()))
+    first, second, meaning = capsys.readouterr().out.splitlines()
+    assert first.startswith("rank 0: F0a F1a ") and second.startswith("rank 1: ")
+    assert meaning.startswith("F0a forward; I0a ") and "; a, b: the rank's chunks; " in meaning
+    words = "2 ranks, 2 chunks each, 4 stages"
+    assert title(drawn["zbv.png"]).startswith(f"zbv: {words}, 3 micro-batches, ")
+    write_epochs(
+        tmp_path, "eval_results", SINGLE, schedule="zbv", num_devices=2, chunks=2,
+        num_microbatches=3,
+    )  # fmt: skip
+    assert plot.Run(tmp_path).facts == [f"{words}, zbv, 3 micro-batches"]
+    pairs = [(8.8, 0.0426), (5748.2, 133.4), (21.84, 0.5), (12.3, 0.96), (4.567, 0.0)]
+    found = [with_error(*pair) for pair in pairs]
+    assert found == ["8.80 ± 0.04", "5,748 ± 133", "21.8 ± 0.5", "12.3 ± 1.0", "4.57"]
 
 
 # Runs of train.py
