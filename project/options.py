@@ -205,6 +205,13 @@ class Tools:
 T = TypeVar("T")
 
 
+def _plain(value: Any) -> Any:
+    """A number as Python's own type: torch.compile does not know jsonargparse's restricted ones."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return int(value) if isinstance(value, int) else float(value)
+    return value
+
+
 def parse(kind: type[T], description: str | None, argv: Sequence[str] | None = None) -> T:
     """The options on the command line, as an object of the dataclass `kind`.
 
@@ -223,7 +230,7 @@ def parse(kind: type[T], description: str | None, argv: Sequence[str] | None = N
     files.add_argument("--config", action="append", default=[])
     first, others = files.parse_known_args(given)  # files first: the command line wins
     found = parser.parse_args([f"--config={path}" for path in first.config] + others)
-    options = {field.name: getattr(found, field.name) for field in fields(kind)}  # type: ignore[arg-type]
+    options = {field.name: _plain(getattr(found, field.name)) for field in fields(kind)}  # type: ignore[arg-type]
     for name, known in NAMES.items():
         value = options.get(name) or known[0]
         if "/" in value or Path(value).exists() or value in known:

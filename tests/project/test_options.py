@@ -197,6 +197,7 @@ CHOSEN: dict[str, dict[str, object]] = {
 def test_what_is_not_given_is_chosen(line: str) -> None:
     args = parse(line)
     assert {name: getattr(args, name) for name in CHOSEN[line]} == CHOSEN[line]
+    assert {type(x) for x in vars(args).values() if isinstance(x, float)} == {float}  # for compile
     if line.startswith(PP):
         devices = [torch.device("cpu", i) for i in range(args.num_devices)]
         assert choose_devices(args) == devices
