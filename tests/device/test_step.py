@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data_parallel import gradients
-from project.train import parse_train
+from project.train import parse_train, read_data, run_rank
 from project.utils import plan_of
 from tests.device.seen import Seen, watch
 from tests.device.session import on_device, ranks
@@ -216,3 +217,23 @@ def test_products_are_exact_unless_tf32_is_asked_for(tmp_path: Path) -> None:
         plan = plan_of(parse_train(None, f"{line} {precision}".split()), CUDA)
         assert plan.dtype == torch.float32
         assert backends.cuda.matmul.fp32_precision == backends.cudnn.conv.fp32_precision == wanted
+
+
+@on_device
+def test_a_step_of_a_program_waits_once(tmp_path: Path) -> None:
+    """With metrics.jsonl, the line that moves, and its share of a validation, which both runs do
+    once: a run of one step more waits once more."""
+    counts = []
+    for steps_of_run in (3, 4):
+        line = (
+            "single --model gpt2-mini --n_layer 1 --n_embd 16 --n_head 2 --vocab_size 300 "
+            "--n_train 64 --n_validation 8 --n_test 2 --batch_size 8 --num_microbatches 2 --keep 0 "
+            f"--device cuda --timeline 0 --num_batches {steps_of_run} --workdir {tmp_path}"
+        )
+        args = parse_train(None, line.split())
+        data = read_data(args)
+        with watch() as seen, patch("training.curves.plot_training"):
+            run_rank(CUDA, args, data)
+        counts.append(waits(seen))
+    assert counts[1] - counts[0] == ONE_WAIT
+    assert counts[0] - counts[1] == {}
