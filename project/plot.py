@@ -287,7 +287,10 @@ class Run:
             n, words = options["num_microbatches"], in_words(stages, options.get("chunks") or 1)
             facts.append(f"{words}, {options['schedule']}, {n} micro-batches")
         if cores := options.get("cores"):
+            n, total = options.get("world_size", 1), options.get("cores_of_all")
             who = "" if "num_devices" in options else " per process"
+            if total is not None and n * cores > total:
+                cores, who = total, f", shared by {n} processes"
             facts.append(f"{cores} core{'s' * (cores > 1)}{who}")
         return facts
 
@@ -407,15 +410,19 @@ def compare(
         )
     about = facts_of(runs, labels[:2])
     about.append("mean of all epochs but the first, ± standard deviation if there are several")
-    cores = [run.summary.get("cores") for run in runs]
-    equal = cores[0] == cores[1]
-    if not equal:
+    apart = [
+        f"{words} {' and '.join(map(str, values))}"
+        for name, words in (("cores", "cores per process:"), ("batch_size", "batches of"))
+        if len({*(values := [run.summary.get(name) for run in runs])}) > 1
+    ]
+    equal = not apart
+    if apart:
         about.append(
-            f"no ideal is drawn, since a process has {cores[0]} cores in one run and {cores[1]} in "
-            "the other: --cores_per_rank 1 for both makes them equal"
+            "no ratio and no ideal, since the runs differ in more than their layout "
+            f"({'; '.join(apart)}): the same --batch_size, and --cores_per_rank 1, make them alike"
         )
     gains = {metric: speed_up(measured, baseline, metric) for metric in YLABELS}
-    if abs(gains[THROUGHPUT] / gains[TIME] - 1) > 0.01:
+    if equal and abs(gains[THROUGHPUT] / gains[TIME] - 1) > 0.01:
         about.append(
             f"{gains[TIME]:.2f}x by time, {gains[THROUGHPUT]:.2f}x by tokens/s: the time is that "
             "of the slowest rank; tokens/s are the ranks' sum and count padding, which depends on "
@@ -437,14 +444,16 @@ def compare(
         sign = -1 if metric == TIME else 1  # of time, less is better
         bars = [Bar(labels[0], {"baseline": base}, std)]
         bars += [
-            Bar(label, {"measured": mean}, std, f"{(mean / base) ** sign:.2f}x")
+            Bar(label, {"measured": mean}, std, f"{(mean / base) ** sign:.2f}x" if equal else "")
             for label, (mean, std) in shown.items()
         ]
+        verb, unit = ("as fast as", "s") if metric == TIME else ("the tokens/s of", "tokens/s")
+        title = f"{labels[1]}: {gains[metric]:.2f}x {verb} {labels[2]} (ideal {ideal:.3g}x)"
         if equal:
             bars.append(Bar("ideal", {"ideal": base * ideal**sign}, inside=f"{ideal:.3g}x"))
-        verb = "as fast as" if metric == TIME else "the tokens/s of"
-        title = f"{labels[1]}: {gains[metric]:.2f}x {verb} {labels[2]}"
-        title += f" (ideal {ideal:.3g}x)" if equal else ""
+        else:
+            values = zip(labels, ((base, std), after), strict=False)
+            title = "; ".join(f"{label}: {with_error(*value)} {unit}" for label, value in values)
         paths.append(output / f"{name}_{file}.png")
         draw_bars(paths[-1], bars, title=title, foot="; ".join(about), ylabel=YLABELS[metric])
     return paths

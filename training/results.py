@@ -20,6 +20,7 @@ import json
 import math
 import os
 import shlex
+import socket
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -173,7 +174,10 @@ class Results:
         the last evaluation; bytes are per rank."""
         world, args, model = self.world, self.args, self.model
         mine = (peak_bytes(world.device), model.state_bytes())
-        memory = gather_over_ranks(mine, world)  # by rank
+        here = socket.gethostname()
+        cores = core_slice(0, 1) if world.device.type == "cpu" else ()
+        every = gather_over_ranks((mine, [(here, core) for core in cores]), world)  # by rank
+        memory = [of_rank for of_rank, _ in every]
         if not world.is_main:
             return
         *steps, last = read_metrics(args.workdir)
@@ -185,7 +189,8 @@ class Results:
             **options_of(args),
             "layout": model.description,
             "load": os.getloadavg()[0],  # of the machine, over a minute, this run included
-            "cores": len(core_slice(0, 1)) if world.device.type == "cpu" else None,  # a process'
+            "cores": len(cores) or None,  # a process'
+            "cores_of_all": len({core for _, of_rank in every for core in of_rank}) or None,
             "schedule": model.schedule,
             "num_microbatches": args.num_microbatches or model.num_microbatches,
             "step_seconds": seconds,

@@ -176,13 +176,20 @@ def test_data_parallel(
     plot.draw_figure(plot.parse(line))
     time = drawn[names[0]]
     assert labels(time.axes[0]) == ["1 process", "rank 0", "rank 1"]
-    assert title(time) == "2 processes: 1.82x as fast as one"
+    assert title(time) == "1 process: 20 ± 1 s; 2 processes: 11 ± 1 s"
+    assert [text for text in inside(time.axes[0]) if text.endswith("x")] == []
+    assert "x" not in title(drawn[names[1]])
     assert foot(time).startswith(
         "1 process: batches of 64, 2 cores per process; 2 processes: batches of 128, 1 core per "
         "process; mean of all epochs but the first, ± standard deviation if there are several; "
-        "no ideal is drawn, "
-        "since a process has 2 cores in one run and 1 in the other: "
+        "no ratio and no ideal, since the runs differ in more than their layout (cores per "
+        "process: 2 and 1; batches of 64 and 128): "
     )
+    shared = {"world_size": 8, "cores": 1, "cores_of_all": 2}
+    (single / "options.json").write_text(json.dumps(shared))
+    assert plot.Run(single).facts == ["2 cores, shared by 8 processes"]
+    (single / "options.json").write_text(json.dumps({**shared, "world_size": 2}))
+    assert plot.Run(single).facts == ["1 core per process"]
 
 
 def test_pipeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
