@@ -452,8 +452,8 @@ def compare(
         if equal:
             bars.append(Bar("ideal", {"ideal": base * ideal**sign}, inside=f"{ideal:.3g}x"))
         else:
-            values = zip(labels, ((base, std), after), strict=False)
-            title = "; ".join(f"{label}: {with_error(*value)} {unit}" for label, value in values)
+            of_each = zip(labels, ((base, std), after), strict=False)
+            title = "; ".join(f"{label}: {with_error(*value)} {unit}" for label, value in of_each)
         paths.append(output / f"{name}_{file}.png")
         draw_bars(paths[-1], bars, title=title, foot="; ".join(about), ylabel=YLABELS[metric])
     return paths
