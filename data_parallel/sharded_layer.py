@@ -177,7 +177,8 @@ class ShardedLayer:
                 if u not in self.regathered:  # an embedding used as a matrix after all
                     return tensor.clone(), None
                 return _Note(u, start, tensor.shape, tensor.stride())  # keeps no memory
-        return tensor, tensor._version
+        # an empty part of a unit has no address to be found by; writes to it change nothing
+        return tensor, tensor._version if tensor.numel() else None
 
 
 def _unpack(saved: Any) -> Tensor:

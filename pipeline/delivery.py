@@ -47,7 +47,7 @@ def gradients_by_stage(
     tied: Gradients = {}
     for gradients in own:  # in the order of the stages
         for p in [p for p in gradients if stages_of[p] > 1]:
-            gradient = gradients.pop(p)
+            gradient = gradients.pop(p).to_dense()  # an embedding's may be sparse, a head's is not
             tied[p] = tied[p] + gradient if p in tied else gradient
     return own, tied
 

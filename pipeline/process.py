@@ -177,7 +177,7 @@ class ProcessPipe:
             # what is left; of tied parameters, by name and stage
             left = {stage.index: stage.take_gradients() for stage in stages}
             parts = {
-                name: {s: found.pop(p) for s, found in left.items() if p in found}
+                name: {s: found.pop(p).to_dense() for s, found in left.items() if p in found}
                 for name, p in tied.items()
             }
             sums = self._neighbours.sum_tied(tied, parts)  # waits for the ranks that share them

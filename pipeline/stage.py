@@ -283,6 +283,7 @@ class Stage:
         # these get more when the products are computed, or from another part
         later = {p for product in graph.products for p in (product.weight, product.bias)}
         later |= self._shared
-        add(kept.sums, {p: g for p, g in found.items() if p in later})
+        # dense: an embedding's may be sparse, and a product's, or another part's, is not
+        add(kept.sums, {p: g.to_dense() for p, g in found.items() if p in later})
         add(self._totals, {p: g for p, g in found.items() if p not in later})
         return result

@@ -46,6 +46,8 @@ def fill(name: str, tensor: Tensor) -> None:
     """Values that depend on the name alone."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.empty(tensor.shape, dtype=DTYPE).normal_(0, 0.4, generator=generator)
+    if tensor.is_complex():
+        values = torch.complex(values, values.sin())
     with torch.no_grad():
         tensor.copy_(values)
 

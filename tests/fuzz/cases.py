@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 from random import Random
 from typing import Any
 
@@ -25,12 +26,13 @@ from data_parallel.fsdp import FullyShardedDataParallel
 from pipeline.catalogue import ONE_EACH
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
+from pipeline.trace import split
 from tests.data_parallel.sharded_models import DTYPE, fill, whole
-from tests.fuzz.models import DOMAINS, build, loss_of, make_input
+from tests.fuzz.models import DOMAINS, Again, Borrows, build, loss_of, make_input, refusals
 from tests.pipeline.pipeline_models import cut
 
 WORLD_SIZE = 3
-ON_ONE = ("forward", "train_step")  # kinds that need one process
+ON_ONE = ("forward", "train_step", "traced")  # kinds that need one process
 # Relative to the largest value of a gradient or weight. Sums of less than 1e3 terms of like size
 # are off by 1e-13; the rest is for what cancels, and for three steps.
 TOLERANCE = 1e-9
@@ -66,6 +68,12 @@ class Case:
     def model(self, device: str = "cpu") -> nn.Sequential:
         return build(self.name, self.domain, device)
 
+    def refusals(self) -> list[str]:
+        """What may be said instead of training it: regular expressions."""
+        families = {"traced": ("traced", "pipe"), "ddp": ()}
+        family = ("fsdp",) if self.kind.startswith("fsdp") else families.get(self.kind, ("pipe",))
+        return [said for name in family for said in refusals(self.model(), name)]
+
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         size, length = self.steps[step]
         target = torch.linspace(-1, 1, size, dtype=DTYPE)
@@ -89,6 +97,12 @@ def draw(seed: int) -> Case:
     """The case of that number: the first drawn from it that plain PyTorch can train."""
     for attempt in count():
         case = _draw(seed, f"{seed}/{attempt}")
+        # A refusal within a step leaves ranks without examples waiting: only those before it.
+        late = (Again, Borrows)
+        if case.kind.startswith("fsdp") and any(
+            isinstance(m, late) and "fsdp" in m.refused for m in case.model().modules()
+        ):
+            continue
         try:
             found = plain(case)
         except RuntimeError:  # a layer writes to what another needs; nothing has a gradient
@@ -146,7 +160,8 @@ def _train(case: Case, parameters: Mapping[str, nn.Parameter], step: Step) -> Fo
     for k, (B, _) in enumerate(case.steps):
         found[f"loss {k}"] = step(k, *case.batch(k), 1 / B)
         for name, p in parameters.items():
-            found[f"gradient {k} of {name}"] = None if p.grad is None else p.grad.clone()
+            gradient = None if p.grad is None else p.grad.to_dense().clone()  # may be sparse
+            found[f"gradient {k} of {name}"] = gradient
         optimizer.step()
         optimizer.zero_grad()
     return found | {f"weight {name}": p.detach().clone() for name, p in parameters.items()}
@@ -172,6 +187,27 @@ def _threads(case: Case, _: int) -> Found:
 
         found = _train(case, dict(model.named_parameters()), step)
         return found | _evaluated(case, model, pipe)
+
+
+def _traced(case: Case, _: int) -> Found:
+    """The stages of a trace, in threads; one stage where there is no such cut."""
+    model = case.model()
+    ends = list(accumulate(case.sizes))[:-1]
+    try:
+        stages = split(model, case.batch(0)[0], [str(end) for end in ends])
+    except ValueError as error:
+        if not re.search("nothing is left to compute|calls no such submodule", str(error)):
+            raise
+        stages = split(model, case.batch(0)[0], [])
+    devices = [f"cpu:{s % case.options['workers']}" for s in range(len(stages))]
+    m, schedule = case.options["m"], case.options["schedule"]
+    with Pipe(cut(stages, [1] * len(stages), devices), m) as pipe:
+
+        def step(_: int, x: Tensor, target: Tensor, scale: float) -> Tensor:
+            return pipe.train_step(x, target, loss_of, schedule, m, scale=scale)
+
+        found = _train(case, dict(model.named_parameters()), step)
+        return found | _evaluated(case, stages, pipe)
 
 
 def _process(case: Case, _: int) -> Found:
@@ -241,7 +277,7 @@ def _fsdp(case: Case, rank: int) -> Found:
 
 KINDS: dict[str, Callable[[Case, int], Found]] = {
     "forward": _threads, "train_step": _threads, "process": _process,
-    "ddp": _ddp, "fsdp1": _fsdp, "fsdp2": _fsdp, "fsdp3": _fsdp,
+    "traced": _traced, "ddp": _ddp, "fsdp1": _fsdp, "fsdp2": _fsdp, "fsdp3": _fsdp,
 }  # fmt: skip
 
 
@@ -249,17 +285,34 @@ KINDS: dict[str, Callable[[Case, int], Found]] = {
 
 
 def run(rank: int, _: int, seed: int) -> bytes:
-    """What this rank of three has found; nothing if the case needs one process. As bytes: torch
-    would share each tensor as a file."""
+    """What this rank of three has found, or a text that says why it refuses the case, if that is
+    expected; nothing if the case needs one process. As bytes: torch would share each tensor as a
+    file."""
     case = draw(seed)
     idle = rank > 0 and case.kind in ON_ONE
-    return pickle.dumps({} if idle else KINDS[case.kind](case, rank))
+    try:
+        return pickle.dumps({} if idle else KINDS[case.kind](case, rank))
+    except (RuntimeError, ValueError) as error:  # a neighbour's is a PeerError
+        said = str(error)
+        if not any(re.search(refusal, said) for refusal in case.refusals()):
+            raise
+        return pickle.dumps(said)
+
+
+def refused(by_rank: Sequence[bytes]) -> bool:
+    """Whether the case was refused, as expected."""
+    return any(isinstance(pickle.loads(mine), str) for mine in by_rank)
 
 
 def wrong(seed: int, by_rank: Sequence[bytes]) -> list[str]:
-    """What differs from plain training; what no rank has found is infinitely far off."""
+    """What differs from plain training; what no rank has found is infinitely far off. Nothing, if
+    the case was refused."""
+    if refused(by_rank):
+        return []
     expected = plain(draw(seed))
-    worst = {name: 0.0 if v is None else math.inf for name, v in expected.items()}
+    # Of an empty weight no rank of fsdp holds a part.
+    nothing = [name for name, v in expected.items() if v is None or not v.numel()]
+    worst = dict.fromkeys(expected, math.inf) | dict.fromkeys(nothing, 0.0)
     found = [item for mine in by_rank for item in pickle.loads(mine).items()]
     worst |= dict.fromkeys((name for name, _ in found), 0.0)
     for name, value in found:
@@ -274,5 +327,7 @@ def _difference(value: Tensor | None, expected: Tensor | None, kind: str) -> flo
         expected = torch.zeros_like(value)  # a weight nobody uses has a gradient of zeros there
     if value is None or expected is None or value.shape != expected.shape:
         return 0.0 if value is expected else math.inf
+    if not value.numel():
+        return 0.0
     worst = (value.detach() - expected).abs().max().item()
     return math.inf if math.isnan(worst) else worst / max(expected.abs().max().item(), 1e-3)

@@ -166,6 +166,24 @@ class Complex(nn.Module):
         return torch.view_as_real(z).prod(-1)
 
 
+class LookUp(nn.Module):
+    """Its weight's gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table((x[..., 0] > 0).long())
+
+
+def sparse_and_tied() -> list[nn.Module]:
+    """As a matrix the weight has a dense gradient."""
+    look_up, head = LookUp(), nn.Linear(4, 5, bias=False)
+    head.weight = look_up.table.weight
+    return [linear(), look_up, nn.Tanh(), head, nn.Linear(5, 4)]
+
+
 class Transforms(nn.Module):
     """torch.func around products with its weights."""
 
@@ -216,6 +234,8 @@ SAME: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     "no features": (lambda: [linear(), Empty(), linear()], (1, 2)),
     "complex weights": (lambda: [Complex(), nn.Tanh(), Complex()], (1, 2)),
     "torch.func": (lambda: [Transforms(), nn.Tanh(), Transforms()], (1, 2)),
+    "a sparse embedding, tied": (sparse_and_tied, (2, 3)),
+    "a sparse embedding, tied, in a stage": (sparse_and_tied, (4, 1)),
     "parametrizations": (lambda: [parametrizations.weight_norm(linear()) for _ in "1234"], (2, 2)),
 }
 
