@@ -17,17 +17,24 @@ import torch
 from . import seen
 from .tensors import DeviceTensor, aten, attention, dispatch, index_of
 
-_keep: list[Any] = []  # libraries of operators, and what C++ calls
+MOST = 16  # as in guard.cpp
+_keep: list[Any] = []  # libraries of operators, what C++ calls, and the guard
+
+
+def set_number(_: int, number: int) -> None:
+    """On a rank: from now on there are so many devices, and two at least."""
+    _keep[0].set_number(max(2, number))
 
 
 def install(guard: ctypes.CDLL, number: int) -> None:
     """Makes cuda:0 ... cuda:number-1 available in this process."""
+    _keep.append(guard)
     guard.set_number(number)
     told = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda why: seen.wait(why.decode()))
     guard.set_on_wait(told)
     _keep.append(told)
     warnings.filterwarnings("ignore", message=".*overrid.*kernel.*", category=UserWarning)
-    _put_cuda(number)
+    _put_cuda(lambda: int(guard.get_number()))
     _put_operators()
     _put_parameters()
     _put_distributed()
@@ -79,9 +86,9 @@ class _Device:
         torch._C._accelerator_setDeviceIndex(self.before)
 
 
-def _put_cuda(number: int) -> None:
+def _put_cuda(number: Callable[[], int]) -> None:
     cuda = torch.cuda
-    generators = [torch.Generator(f"cuda:{k}") for k in range(number)]
+    generators = [torch.Generator(f"cuda:{k}") for k in range(MOST)]
     properties = SimpleNamespace(
         name="no hardware", major=9, minor=0, total_memory=1 << 33, multi_processor_count=1
     )
@@ -98,7 +105,7 @@ def _put_cuda(number: int) -> None:
         # devices
         "is_available": lambda: True, "is_initialized": lambda: True, "init": nothing,
         "_lazy_init": nothing, "_is_in_bad_fork": lambda: False, "_is_compiled": lambda: False,
-        "device_count": lambda: number, "current_device": torch._C._accelerator_getDeviceIndex,
+        "device_count": number, "current_device": torch._C._accelerator_getDeviceIndex,
         "set_device": lambda device: torch._C._accelerator_setDeviceIndex(index_of(device)),
         "device": _Device, "_DeviceGuard": _Device,
         "synchronize": lambda d=None: torch._C._accelerator_synchronizeDevice(index_of(d)),

@@ -110,3 +110,4 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 
 extern "C" void set_number(int n) { number = n; }
 extern "C" void set_on_wait(void (*f)(const char*)) { on_wait = f; }
+extern "C" int get_number() { return number; }

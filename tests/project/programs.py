@@ -25,7 +25,7 @@ from training.errors import RunError
 from training.results import Totals
 from training.saving import Saving, find_resume
 from training.text import END
-from training.world import World
+from training.world import World, choose_device
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
@@ -82,7 +82,7 @@ def on_rank(
 ) -> tuple[str, str | None]:
     """What a rank prints, less pictures, and how it ends: the text of a RunError, or None. With
     `stop_at` it ends after that step."""
-    program, printed, world = line.split()[0], io.StringIO(), World(rank, world_size, rank)
+    program, printed = line.split()[0], io.StringIO()
     after_step = Saving.after_step
 
     def stop(self: Saving, epoch: int, totals: Totals) -> None:
@@ -96,6 +96,10 @@ def on_rank(
         if tamper is not None:
             tamper(rank, patch)
         args = parse(line)
+        device = choose_device(args.device, rank, world_size)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        world = World(rank, world_size, rank, device)
         try:
             if program == "run_pipeline":
                 run_pipeline.run_pp(args, run_pipeline.choose_devices(args))

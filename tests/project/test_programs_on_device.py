@@ -1,0 +1,94 @@
+"""Every program on the device without hardware: what it learns in two epochs, interrupted and
+resumed in the second, evaluates and translates is what one process does on the CPU, by name.
+Without dropout, whose masks a device draws in its own way."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+from project import generate
+from tests.device.session import Device, ranks
+from tests.project.conftest import Learned
+from tests.project.programs import FLOW, SAME, VGG, losses, run, summary, weights, written
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+LAYOUTS = [
+    (1, "train single"),
+    (1, "run_pipeline --model_parallel_mode model_parallel --num_devices 2"),
+    (1, f"run_pipeline {FLOW} --schedule zbv"),
+    (1, f"run_pipeline {FLOW} --n_chunk 3 --pipeline blocks"),
+    (2, "run_data_parallel"),
+    (2, "train ddp"),
+    (2, "train fsdp"),
+    (2, "train pipeline --schedule zb"),
+    (2, "train model"),
+    (2, "train tensor --sequence_parallel"),
+    (4, "train 3d --pp 2 --tp 2"),
+]
+LINES = ["Der Mann", "Wir sehen zwei Häuser"]
+
+
+def on_device(line: str, n: int, workdir: Path) -> tuple[str | None, str]:
+    """Interrupted after step 5 of 8, one after a checkpoint. Its error, and what the rest says."""
+    world = ranks(n, "nccl") if n > 1 else None
+    line += f" --device cuda --save_every 2 --resume --workdir {workdir}"
+    printed, error = run(line, world, stop_at=5)
+    if error is None:
+        printed, error = run(line, world)
+    return error, printed
+
+
+def translated(trained: Path, device: str) -> str:
+    printed = io.StringIO()
+    words = [str(trained), *LINES, "--device", device]
+    with redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["generate.py", *words])
+        generate.main()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(("n", "line"), LAYOUTS, ids=[line for _, line in LAYOUTS])
+def test_a_program_learns_on_a_device_what_it_learns_on_the_cpu(
+    device: Device, learned: Callable[[str], Learned], tmp_path: Path, n: int, line: str
+) -> None:
+    one, workdir = learned("pairs"), tmp_path / "work"
+    error, printed = device.run(on_device, f"{line} {one.line}", n, workdir)
+    assert error is None, printed
+    assert ": 4 steps done." in printed and "cuda" in printed
+    assert losses(workdir) == pytest.approx(losses(one.workdir), rel=SAME, nan_ok=True)
+    assert written(workdir) == written(one.workdir)
+    found, expected = weights(workdir), weights(one.workdir)
+    assert found.keys() == expected.keys()
+    for name, p in expected.items():
+        torch.testing.assert_close(found[name], p, msg=name)
+
+
+def test_generate_on_a_device_translates_as_on_the_cpu(
+    device: Device, learned: Callable[[str], Learned]
+) -> None:
+    workdir = learned("pairs").workdir
+    found = device.run(translated, workdir, "cuda")
+    assert found.count("\n") == len(LINES)
+    assert found == translated(workdir, "cpu")
+
+
+def test_vgg_on_two_devices_is_one_process(device: Device, tmp_path: Path) -> None:
+    """As `--check_weights` and `--check_output` find, which compare with one process."""
+    checked = f"--num_batches 3 --check_weights --check_output {VGG} --device cuda"
+    for strategy in ("ddp", "pipeline"):
+        line = f"train {strategy} {checked} --workdir {tmp_path / strategy}"
+        printed, error = device.run(on_ranks, line)
+        assert error is None, printed
+        checks = summary(tmp_path / strategy)["checks"]
+        assert [checks[what]["agrees"] for what in ("weights", "outputs")] == [True, True]
+
+
+def on_ranks(line: str) -> tuple[str, str | None]:
+    return run(line, ranks(2, "nccl"))
