@@ -125,7 +125,7 @@ class Exchange:
                 started, reductions, strict=True
             ):
                 work.wait()
-                if received is not target:
+                if received is not target and unit.numel:  # all its weights may be empty
                     parts = list(received.view(-1, unit.shard_numel))  # W to add up, or the sum
                     sum_into(parts, [target], accumulate=accumulate)
                 if lent is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -146,11 +147,23 @@ class Sometimes(nn.Module):
         return x * self.one * (self.two if self.always or len(x) > 2 else 1)  # more: on rank 1
 
 
+class Empty(nn.Module):
+    """All its weights together have no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.all = nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(3, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(F.linear(x, self.none), self.all)
+
+
 LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
     "parameter": lambda: [Own(), Own(), Call(lambda given: given[0] * given[1] * given[2])],
     "unused": lambda: [Sometimes(False), *(Sometimes(True) for _ in range(3))],
     "matrix": lambda: [Matrix(), nn.Linear(3, 1, bias=False)],
     "checkpoint": lambda: [Again(), nn.Tanh(), Again()],
+    "empty": lambda: [Empty(), nn.Linear(3, 3)],
     "sparse": lambda: [Sparse(), nn.Linear(3, 3), Sparse()],
     "closed": lambda: [
         Call(lambda x: SimpleNamespace(hidden=torch.tanh(x), skip=x)),  # torch cannot look inside
@@ -173,7 +186,7 @@ def _trained(rank: int, _: int, kind: str) -> None:
     """The gradients are those of one process, or there is an error."""
     models: list[Any] = [filled(nn.Sequential(nn.Linear(3, 3), *LAYERS[kind]())) for _ in range(2)]
     inputs = [torch.full((2 + r, 3), 1.0 + r, dtype=DTYPE) for r in range(2)]  # by rank
-    fsdp = FullyShardedDataParallel(models[0], SGD)
+    fsdp = FullyShardedDataParallel(models[0], SGD, share_memory=kind != "empty")
     if kind in REFUSED:
         said = REFUSED[kind].format(len(inputs[rank]))
         with pytest.raises((RuntimeError, ValueError), match=f"^{re.escape(said)}"):
@@ -182,7 +195,8 @@ def _trained(rank: int, _: int, kind: str) -> None:
     fsdp.backward(fsdp.forward(inputs[rank].clone()).sum())  # layers may write to it
     for x in inputs:
         models[1](x).sum().backward()
-    want = {n: p.grad for n, p in models[1].named_parameters() if p.grad is not None}
+    trained = [(n, p.grad) for n, p in models[1].named_parameters() if p.numel()]
+    want = {n: grad for n, grad in trained if grad is not None}
     same(whole(fsdp, "gradients"), {n: grad.to_dense() for n, grad in want.items()})
 
 
