@@ -109,8 +109,8 @@ def _drawn(
     draw: Callable[[], Tensor], device: torch.device, keys: Keys, where: int, first: int
 ) -> Tensor:
     """What `draw` returns, from the seeded generator. Compiled code cannot seed: it draws from the
-    generator as it is."""
-    if torch.compiler.is_compiling() or not isinstance(keys, int):
+    generator as it is. So does a stage on the CPU beside stages on GPUs: from its stage's."""
+    if torch.compiler.is_compiling() or not isinstance(keys, int) or device.type == "cpu":
         return draw()
     with drawing(device, mixed(keys, where, first)):
         return draw()

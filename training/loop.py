@@ -49,6 +49,7 @@ def train(
     n_steps: int | None = None,
     before: Totals = NOTHING_YET,
     after_step: Callable[[Totals, float], None] | None = None,
+    prepare: Callable[[], None] | None = None,
 ) -> Totals:
     """Trains an epoch, or the rest of one. Afterwards p.grad still holds the last step's gradients.
 
@@ -57,6 +58,7 @@ def train(
         before: totals of this epoch's steps that an earlier run has done; `steps` are the rest.
         after_step: called with the totals so far and the step's seconds, e.g. to save; its own time
             is not counted.
+        prepare: called while a GPU still computes, to make the next batch; see `Ahead`.
 
     Raises:
         RunError: a loss or gradient is not finite; see `Optimizers.step`.
@@ -67,6 +69,8 @@ def train(
     for step in bar:
         optimizer.zero_grad()  # backward adds to what it finds
         loss = model.backward(step)  # a scalar, this rank's part of the sum
+        if prepare is not None:
+            prepare()
         if average_gradients_fn is not None:  # other layouts combine theirs in backward
             average_gradients_fn(cast(nn.Module, model.module))
         # All ranks meet here: they decide alike whether to update, from the same numbers.
@@ -97,6 +101,26 @@ def _add(totals: Totals, step: Step, loss_sum: float, seconds: float, skipped: b
         skipped=totals.skipped + skipped,
         steps=totals.steps + 1,
     )
+
+
+class Ahead(Iterator[Step]):
+    """Steps, of which the next can be made ahead of its turn: while a GPU computes the one before,
+    which the host has only launched."""
+
+    def __init__(self, steps: Iterable[Step]) -> None:
+        self._steps = iter(steps)
+        self._made: list[Step] = []  # one at most
+
+    def prepare(self) -> None:
+        """Makes the next step, if there is one and it is not made."""
+        if not self._made:
+            self._made += islice(self._steps, 1)
+
+    def __next__(self) -> Step:
+        self.prepare()
+        if not self._made:
+            raise StopIteration
+        return self._made.pop()
 
 
 def seeded(steps: Iterable[Step], model: LaidOutModel, seed: int, done: int) -> Iterator[Step]:
@@ -183,8 +207,8 @@ def run(
     for epoch in range(first, -(-total // per_epoch)):  # the last one may be cut short
         length = min(per_epoch, total - epoch * per_epoch)  # steps of this epoch
         steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
-        steps = islice(steps, length - before.steps)  # none if all are done
-        steps = plan.timeline.over(seeded(steps, model, args.seed, optimizer.steps))
+        ahead = Ahead(islice(steps, length - before.steps))  # none if all are done
+        steps = plan.timeline.over(seeded(ahead, model, args.seed, optimizer.steps))
 
         def after_step(totals: Totals, seconds: float, epoch: int = epoch) -> None:
             metrics.add_step(epoch, optimizer, seconds)
@@ -195,7 +219,7 @@ def run(
 
         totals = train(
             model, optimizer, steps, f"Epoch {epoch + 1}", world.rank, average_gradients_fn, length,
-            before, after_step,
+            before, after_step, ahead.prepare,
         )  # fmt: skip
         note("checkpoint")
         saving.save(epoch, totals)  # before the evaluation, which can be repeated

@@ -138,7 +138,12 @@ class Optimizers:
             RunError: on all processes, if a loss or the gradient is not finite and steps are not
                 skipped, or too many were. The weights are unchanged.
         """
-        self.norm, losses, self.counts = self._facts(loss, counts)
+        self.rate = self.recipe.learning_rate_at(self.steps)  # skipped steps have one, too
+        facts = self._facts(loss, counts)
+        launched = target_tokens > 0 and self._launch_update(facts)
+        square, *others = facts.tolist()  # the only place where a step waits for its GPU
+        losses, self.counts = others[: self._world.world_size], others[self._world.world_size :]
+        self.norm = math.sqrt(square)
         self.target_tokens = target_tokens
         self.loss_sum = sum(losses)
         epoch, step = divmod(self.steps, self.recipe.steps_per_epoch)
@@ -149,14 +154,14 @@ class Optimizers:
         self.in_a_row = self.in_a_row + 1 if wrong else 0  # a batch without targets ends the row
         if self.in_a_row == MOST_IN_A_ROW:
             raise RunError(f"{where}: {wrong}, as were {MOST_IN_A_ROW - 1} before it; {ADVICE}")
-        self.rate = self.recipe.learning_rate_at(self.steps)  # skipped steps have one, too
         self.steps += 1
         self.loss = math.nan
         if wrong or not target_tokens:
             return f"{where}: {wrong or 'the batch has no target token'}; the step was skipped"
         self.loss = self.loss_sum / target_tokens
         factor = clip_factor(self.norm, self.recipe.max_grad_norm)
-        self._run(partial(self._update, factor=factor))  # stages in threads: each on its worker
+        if not launched:
+            self._run(partial(self._update, factor=factor))  # stages in threads: on their workers
         self._first = self.loss if math.isnan(self._first) else self._first
         if self._risen or self.loss <= RISEN * self._first:
             return None
@@ -171,9 +176,9 @@ class Optimizers:
         """Restores it. `state` may have more keys."""
         self.steps, self.in_a_row = state["steps"], state["in_a_row"]
 
-    def _facts(self, loss: Tensor, counts: Sequence[int]) -> tuple[float, list[float], list[float]]:
-        """The norm of the gradient, the loss of each rank, and the summed counts: the same on all
-        ranks."""
+    def _facts(self, loss: Tensor, counts: Sequence[int]) -> Tensor:
+        """The squared norm of the gradient, the loss of each rank, and the summed counts, in
+        float64: the same on all ranks. Waits for no GPU."""
         rank, world_size = self._world.rank, self._world.world_size
         device = self._world.device
         device = torch.device("cpu") if device.type == "mps" else device  # it has no float64
@@ -190,8 +195,28 @@ class Optimizers:
         facts[1 + rank] = here(loss)  # apart: an error names the rank
         if world_size > 1:
             dist.all_reduce(facts)
-        square, *others = facts.tolist()  # the only place where a step waits for its GPU
-        return math.sqrt(square), others[:world_size], others[world_size:]
+        return facts
+
+    def _launch_update(self, facts: Tensor) -> bool:
+        """On a GPU, launches the update before the host has seen the facts, so that the GPU need
+        not wait for the host: torch's fused optimizers clip by `grad_scale`, and leave everything
+        as it is where `found_inf` is 1. Returns whether it did."""
+        fused = all(
+            isinstance(o, torch.optim.Optimizer) and o.defaults.get("fused")
+            for o in self.optimizers
+        )
+        devices = {p.device for owned in self._owned for p in owned}
+        if not fused or facts.device.type == "cpu" or devices != {facts.device}:
+            return False
+        finite = facts[: 1 + self._world.world_size].isfinite().all()
+        most = self.recipe.max_grad_norm or math.inf
+        for optimizer in self.optimizers:
+            optimizer.grad_scale = ((facts[0].sqrt() + 1e-6) / most).clamp(min=1).float()  # type: ignore[attr-defined]
+            optimizer.found_inf = finite.logical_not().float()  # type: ignore[attr-defined]
+        self._run(partial(self._update, factor=1.0))
+        for optimizer in self.optimizers:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        return True
 
     def _update(self, i: int, factor: float) -> None:
         optimizer = self.optimizers[i]

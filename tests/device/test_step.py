@@ -3,6 +3,7 @@ it drops."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +26,7 @@ from tests.device.session import on_device, ranks
 from tests.equivalence.problems import Sentences
 from training.layout import LaidOutModel, Plan
 from training.loop import recipe_of, train
-from training.optimization import Optimizers
+from training.optimization import Optimizers, Recipe
 from training.replicated import Replicated
 from training.staged import StagesInThreads
 from training.task import Step, materialize
@@ -237,3 +238,32 @@ def test_a_step_of_a_program_waits_once(tmp_path: Path) -> None:
         counts.append(waits(seen))
     assert counts[1] - counts[0] == ONE_WAIT
     assert counts[0] - counts[1] == {}
+
+
+@on_device
+def test_an_update_launched_ahead_is_the_one_that_the_host_decides_on() -> None:
+    """Clipped, left out and taken as on the CPU, where the host decides before it updates."""
+
+    def updated(device: str) -> tuple[list[Tensor], list[Any]]:
+        torch.manual_seed(0)
+        weights = nn.Linear(3, 2).to(device)
+        optimizer = ADAMW(weights.parameters())
+        recipe = Recipe(0.1, 9, 9, max_grad_norm=1.0, on_nan="skip")
+        optimizers = Optimizers([optimizer], recipe, World(device=torch.device(device)))
+        said: list[Any] = []
+        for size, loss in ((1e-2, 1.0), (9.0, 1.0), (1.0, math.nan), (math.inf, 1.0), (1e-2, 2.0)):
+            for p in weights.parameters():
+                p.grad = torch.full_like(p, size)
+            before = [p.detach().cpu().clone() for p in weights.parameters()]
+            remark = optimizers.step(torch.tensor(loss, device=device), 1)
+            same = all(map(torch.equal, before, (p.detach().cpu() for p in weights.parameters())))
+            said.append(
+                (remark, same, optimizers.norm, optimizer.state[weights.bias]["step"].item())
+            )
+        return [p.detach().cpu() for p in weights.parameters()], said
+
+    (cpu, of_cpu), (device, of_device) = updated("cpu"), updated("cuda:0")
+    assert [same for _, same, _, _ in of_device] == [False, False, True, True, False]
+    assert [number for *_, number in of_device] == [1, 2, 2, 2, 3]
+    assert repr(of_device) == repr(of_cpu)
+    torch.testing.assert_close(device, cpu)
