@@ -11,6 +11,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from benchmarks.formulas import (
+    FP32,
+    all_reduce_bytes,
+    boundary_bytes,
+    held_microbatches,
+    pipeline_bubble,
+    reduce_scatter_bytes,
+    zero,
+    zero_traffic,
+)
 from benchmarks.harness import RESULTS, Row
 from benchmarks.mathematics_measured import (
     MICROBATCHES,
@@ -22,16 +32,6 @@ from benchmarks.mathematics_measured import (
     WORLDS,
     make_layers,
     measure,
-)
-from planning.cost import (
-    FP32,
-    all_reduce_bytes,
-    boundary_bytes,
-    held_microbatches,
-    pipeline_bubble,
-    reduce_scatter_bytes,
-    zero,
-    zero_traffic,
 )
 
 TITLE = "Predicted and measured"

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from benchmarks.formulas import Link, all_reduce_seconds
 from benchmarks.wire import bytes_sent
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
@@ -29,7 +30,6 @@ from pipeline.dataflow import Channel
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
-from planning.cost import Link, all_reduce_seconds
 from project.plot_timeline import bubbles, in_step, steps_of
 from training.launch import Settings, launch
 from training.memory import state_bytes

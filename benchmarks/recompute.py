@@ -2,7 +2,7 @@
 
 Memory: the first of two stages runs its list of actions alone, with made-up gradients, and the
 bytes of all live tensors are counted, including temporaries of backward but not the gradients of
-parameters. The formula is `planning.cost.recomputed_activations`, applied to the counted
+parameters. The formula is `benchmarks.formulas.recomputed_activations`, applied to the counted
 activations of one micro-batch. Under the V-shaped schedules, with two stages per rank, the same is
 done for each of four ranks.
 
@@ -22,6 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.formulas import (
+    held_activations,
+    held_chunks,
+    held_microbatches,
+    recomputed_activations,
+)
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from benchmarks.live_bytes import LiveBytes
 from pipeline.catalogue import V_SHAPED, places, plan
@@ -29,12 +35,6 @@ from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from pipeline.stage import Stage
-from planning.cost import (
-    held_activations,
-    held_chunks,
-    held_microbatches,
-    recomputed_activations,
-)
 from runtime.recompute import segments
 from training.curves import BLUE, GREEN, GREY, picture
 from training.model import build_model, gpt2_config, gpt2_layers

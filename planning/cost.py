@@ -1,207 +1,474 @@
-"""Cost of a parallel layout: bytes held, bytes sent, seconds, idle time. Closed forms, no torch.
+"""Predicts a step of training: its seconds and where they go, and the memory of every stage.
 
-The derivations are in docs/mathematics.md; every number there is computed here. Bytes are exact for
-the layout itself. Fragmentation, the framework's own memory and activations inside a layer are not
-counted.
+Idea. The work of a block is a list of kernels. A matrix product takes as long as its arithmetic or
+its bytes, whichever is longer; everything else takes as long as its bytes. The host starts kernels
+one by one, so that a pass takes as long as the GPU's work or the host's, whichever is longer. These
+seconds, and those of messages and collectives, go into the simulator with the schedule's own lists.
 
-Glossary: P parameters, W workers (ranks), n stages, m micro-batches, s stage, B sequences of T
-positions of width H.
+The model and its constants are explained in docs/planning.md, and what it leaves out.
+
+Glossary: t tokens of a micro-batch, h width, f width of the MLP, v vocabulary, s sequence.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipeline.catalogue import SCHEDULES, chunks_of, places
+from pipeline.chunks import interleaved_1f1b
+from pipeline.schedule import Kind
+
+from .describe import BYTES, Layout, Machine, Model
+from .simulate import CAUSES, Simulator, Work
+
+FLASH = 0.5  # the rate of fused attention, as a share of that of large matrix products
+LAUNCHES = 20  # kernels of a block's forward; backward has twice as many
+UPDATE_BYTES = (
+    48  # read and written per parameter by unscaling, clipping, AdamW, the copy to 16 bits
+)
+GIB = 2**30
+LOGITS_HELD, LOGITS_WORKING = 6, 6  # bytes per logit: in 16 bits and in fp32; their gradients
+FRAGMENTS = 0.05  # of a GPU's memory that no tensor can use
+SHARP = 4  # a pass is longer than the longer of the two: now and then each waits for the other
+
+
+class Pass(NamedTuple):
+    """Seconds of the GPU by purpose, and of the host, in one pass over some layers."""
+
+    products: float = 0  # matrix products
+    attention: float = 0
+    elementwise: float = 0  # norms, dropout, residuals, activations, the loss, adding gradients
+    tensor: float = 0  # collectives of tensor parallelism
+    host: float = 0  # starting kernels and collectives
+    gathering: float = 0  # collectives of ZeRO-2 and 3 that do not overlap
+
+    def plus(self, other: Pass, times: float = 1) -> Pass:
+        """The sum of this and some of the other."""
+        return Pass(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def device(self) -> float:
+        """Seconds of the GPU."""
+        return self.products + self.attention + self.elementwise + self.tensor
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole pass."""
+        longer, shorter = max(self.device, self.host), min(self.device, self.host)
+        overlapped = longer * (1 + (shorter / longer) ** SHARP) ** (1 / SHARP) if longer else 0.0
+        return overlapped + self.gathering
+
+
+class Group(NamedTuple):
+    """Ranks that work together: how many, how many of them in a node, and the links they have."""
+
+    size: int
+    inside: int
+    bandwidth: float  # bytes per second of the slowest link of a ring
+    link: float  # seconds of a message inside a node
+    network: float  # and between nodes
+
+    def scatter(self, size: float) -> float:
+        """Seconds of a reduce-scatter or all-gather of ``size`` bytes, by a ring."""
+        if self.size == 1:
+            return 0.0
+        nodes = self.size // self.inside
+        hops = (self.size - nodes) * self.link + (nodes if nodes > 1 else 0) * self.network
+        return size * (self.size - 1) / self.size / self.bandwidth + hops
+
+    def reduce(self, size: float) -> float:
+        """Seconds of an all-reduce, by a ring or by a tree over the nodes: which is faster."""
+        ring = 2 * self.scatter(size)
+        nodes = self.size // self.inside
+        if nodes < 3:
+            return ring
+        hops = (self.inside - 1) * self.link + math.log2(nodes) * self.network
+        return min(ring, 2 * (size / self.bandwidth + hops))
+
+
+def group(machine: Machine, size: int, stride: int) -> Group:
+    """The group of ranks r, r + stride, ... A node's network is shared by the groups in it."""
+    per_node = machine.gpus_per_node
+    inside = max(1, min(size, per_node // stride))
+    while size % inside:
+        inside -= 1
+    bandwidth = machine.link_gbs * 1e9 * machine.link_efficiency
+    if inside < size:
+        network = machine.network_gbs * 1e9 * machine.network_efficiency * inside / per_node
+        bandwidth = min(bandwidth, network) if inside > 1 else network
+    return Group(size, inside, bandwidth, machine.link_us * 1e-6, machine.network_us * 1e-6)
 
 
 @dataclass(frozen=True)
-class State:
-    """Bytes that training holds per parameter, by purpose."""
+class Costs:
+    """The passes of a block and of the head for one micro-batch, forward and backward; `weights`:
+    the part of backward that computes gradients of weights."""
+
+    block: tuple[Pass, Pass]
+    head: tuple[Pass, Pass]
+    weights: tuple[Pass, Pass]  # of a block, of the head
+
+
+def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
+    """What a micro-batch costs on one of the tp ranks of a stage."""
+    tp, size, s = layout.tp, BYTES[layout.precision], model.seq
+    b, h, f = layout.micro_batch, model.hidden, model.ffn
+    t = b * s
+    rate, memory = machine.per_second(layout.precision), machine.memory_per_second
+    kernel = machine.kernel_us * 1e-6
+
+    def product(m: int, n: int, k: int, batch: int = 1) -> float:
+        moved = size * batch * (m * n + m * k + n * k)
+        return max(2.0 * batch * m * n * k / rate, moved / memory) + kernel
+
+    heads = -(-model.heads // tp)  # of the rank with the most
+    wide, narrow = h // model.heads * heads, -(-f // tp)
+    up = (1 + model.gated_mlp) * narrow
+    shapes = [(h, 3 * wide), (wide, h), (h, up), (narrow, h)]  # features in, out
+    forward = sum(product(t, n, k) for k, n in shapes)
+    weights = sum(product(n, k, t) for k, n in shapes)
+    inputs = sum(product(t, k, n) for k, n in shapes)
+    if machine.attention == "flash":
+        attend = 2.0 * b * s * s * wide / (FLASH * rate) + kernel
+        attention = (attend, 2.5 * attend)
+    else:  # with all scores in memory: two products, softmax, dropout; twice as many backward
+        scores = b * heads * s * s
+        one = product(s, s, h // model.heads, b * heads)
+        attention = (2 * one + 4.5 * size * scores / memory, 4 * one + 5.5 * size * scores / memory)
+    # Bytes per token: norms, dropout and residuals; what lies between the matrices.
+    shared = 11 * size * h / (tp if layout.sequence_parallel else 1)
+    own = size * (6 * h + (5 if model.gated_mlp else 2) * f) / tp
+    passed = t * (shared + own) / memory + 8 * kernel
+    gradient = gradient_bytes(layout)
+    added = (size + 2 * gradient) / tp / memory  # seconds to add a parameter's gradient
+    ring = group(machine, tp, 1)
+    exchanged = 2 * ring.reduce(size * t * h) if tp > 1 else 0.0
+    host = machine.host_us * 1e-6
+    collective = (2 if tp > 1 else 0) * machine.collective_us * 1e-6
+    start = LAUNCHES * host + collective
+    there = Pass(forward, attention[0], passed, exchanged, start)
+    back = Pass(
+        inputs + weights, attention[1], 2 * passed + model.block * added, exchanged,
+        2 * LAUNCHES * host + collective,
+    )  # fmt: skip
+    if layout.recompute == "always":
+        back = back.plus(there)
+    elif layout.recompute == "selective" and machine.attention != "flash":
+        back = back.plus(Pass(attention=attention[0]))
+    v = -(-model.vocab // tp)
+    logits = t * v / memory  # seconds per byte of a logit
+    head = (
+        Pass(product(t, v, h), 0, 28 * logits, 0, LAUNCHES * host),
+        Pass(product(t, h, v) + product(h, v, t), 0, 12 * logits + model.table * added, 0,
+             2 * LAUNCHES * host),
+    )  # fmt: skip
+    halves = (Pass(weights, host=LAUNCHES * host), Pass(product(h, v, t), host=LAUNCHES * host / 2))
+    return Costs((there, back), head, halves)
+
+
+def gradient_bytes(layout: Layout) -> int:
+    """Of a parameter's gradient: bf16's are summed in fp32."""
+    return 2 if layout.precision == "fp16" else 4
+
+
+def cut(model: Model, layout: Layout, machine: Machine) -> list[int]:
+    """The blocks of each stage: as many each, or cut where the work of blocks and head is even."""
+    n = layout.stages
+    if machine.balance == "uniform" or n == 1:
+        return [model.layers // n + (s < model.layers % n) for s in range(n)]
+    total = model.layers + model.table / model.block  # in blocks
+    edges = [min(model.layers, round(total * s / n)) for s in range(n)] + [model.layers]
+    return [b - a for a, b in pairwise(edges)]
+
+
+class Memory(NamedTuple):
+    """Bytes of a GPU of a rank of the pipeline, by kind."""
 
     parameters: float
     gradients: float
     optimizer: float
+    activations: float
+    working: float  # of one block that is computed again, of the loss, of gathered parameters
+    reserve: float  # the framework's own, and buffers of collectives
 
     @property
-    def total(self) -> float:
-        """The sum."""
-        return self.parameters + self.gradients + self.optimizer
-
-
-FP32 = State(4, 4, 4 + 4)  # Adam's two moments
-MIXED = State(2, 2, 4 + 4 + 4)  # computes in fp16 or bf16; fp32 weights, two moments
+    def gib(self) -> float:
+        """The peak, in GiB."""
+        return sum(self) / GIB
 
 
 @dataclass(frozen=True)
-class Link:
-    """A link between two workers: bytes per second in each direction, and the seconds of the
-    smallest message."""
+class Prediction:
+    """A step. `parts`: its seconds by purpose, of the mean rank."""
 
-    bandwidth: float
-    latency: float = 0.0
+    model: Model
+    layout: Layout
+    machine: Machine
+    seconds: float
+    parts: dict[str, float]
+    bubble: float
+    memory: list[Memory]
+    blocks: list[int]
 
-    @classmethod
-    def gigabits(cls, rate: float, latency: float = 0.0) -> Link:
-        """A link of `rate` Gb/s: 8 bits per byte, 10^9 per giga."""
-        return cls(rate * 1e9 / 8, latency)
+    @property
+    def memory_gb(self) -> float:
+        """Of the fullest GPU, GiB."""
+        return max(rank.gib for rank in self.memory)
 
-    def seconds(self, size: float, messages: int = 1) -> float:
-        """The time for `messages` in sequence, `size` bytes in total."""
-        return messages * self.latency + size / self.bandwidth
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU has enough memory, and some more for fragments."""
+        return self.memory_gb <= self.machine.memory_gb * (1 - FRAGMENTS)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        return self.layout.batch_size * self.model.seq / self.seconds
 
-# --- bytes held -----------------------------------------------------------------------------------
-
-
-def zero(stage: int, parameters: float, workers: int, state: State = MIXED) -> State:
-    """Bytes on each worker under ZeRO (Rajbhandari et al., 2020): 0 is data parallelism, 1 shards
-    the optimizer state, 2 also the gradients, 3 also the parameters."""
-    share = [1 / workers if stage >= first else 1.0 for first in (3, 2, 1)]
-    return State(
-        parameters * state.parameters * share[0],
-        parameters * state.gradients * share[1],
-        parameters * state.optimizer * share[2],
-    )
-
-
-def gathered(layer_parameters: float, state: State = MIXED) -> float:
-    """Bytes that ZeRO-3 holds besides its shards: the whole parameters of the layer that computes
-    and of the one being fetched, and one layer's whole gradients."""
-    return layer_parameters * (2 * state.parameters + state.gradients)
+    @property
+    def tflops(self) -> float:
+        """Of the model's arithmetic, per GPU."""
+        return self.model.flops(self.layout.batch_size) / self.seconds / self.layout.gpus / 1e12
 
 
-def padded(numel: int, workers: int, alignment: int = 16) -> int:
-    """The elements of each worker's shard of a layer with one parameter: all shards are as long as
-    the longest, the rest is padding.
+@lru_cache(maxsize=512)
+def simulator(schedule: str, n: int, m: int, chunks: int | None) -> Simulator:
+    """Prepared once per schedule and size. Backwards that the schedule does not split are whole, as
+    in other trainers: with this project's early gradients a pipeline fills somewhat faster."""
+    chunks = chunks_of(schedule, chunks)
+    if schedule == "interleaved":
+        return Simulator(interleaved_1f1b(n, m, chunks))
+    return Simulator(SCHEDULES[schedule](n, m))
 
-    Args:
-        alignment: a shard holds a multiple of this many elements. In data_parallel/sharding.py they
-            fill a cache line of 64 bytes: 16 in fp32, 32 if 16-bit numbers are gathered.
+
+@lru_cache(maxsize=512)
+def _places(schedule: str, n: int, chunks: int | None) -> list[int]:
+    return places(schedule, n, chunks)
+
+
+def ranks_of(layout: Layout) -> list[int]:
+    """The rank of each stage."""
+    if layout.pp == 1:
+        return [0]
+    return _places(layout.schedule, layout.pp, layout.chunks)
+
+
+class Stage(NamedTuple):
+    """A stage's passes for one micro-batch, and its seconds at the end of a step."""
+
+    forward: Pass
+    backward: Pass
+    weights: Pass  # a part of backward
+    exchange: float
+    update: float
+    held: float  # bytes until the backward of a micro-batch
+
+
+class Step:
+    """A layout, priced: what its actions cost, before they are put in order.
+
+    Raises ValueError if the layout cannot run, unless it has run (``legal`` is False).
     """
-    return -(-numel // (workers * alignment)) * alignment  # rounded up
+
+    def __init__(self, model: Model, layout: Layout, machine: Machine, legal: bool = True) -> None:
+        if legal:
+            layout.check(model)
+        self.model, self.layout, self.machine = model, layout, machine
+        self.blocks = cut(model, layout, machine)
+        self.cost = costs(model, layout, machine)
+        tp, dp, pp, n = layout.tp, layout.dp, layout.pp, layout.stages
+        outer = layout.order == "pp-dp-tp"  # stages are outermost
+        self.replicas = group(machine, dp, tp if outer else tp * pp)
+        self.size = BYTES[layout.precision]
+        self.whole, self.entry = activations(model, layout, machine)
+        self.logits = layout.micro_batch * model.seq * model.vocab / tp
+        known: dict[tuple[int, bool, bool], Stage] = {}
+        self.stages = []
+        for s, blocks in enumerate(self.blocks):
+            kind = (blocks, s == 0, s == n - 1)
+            if kind not in known:
+                known[kind] = self._stage(*kind)
+            self.stages.append(known[kind])
+        self.message, ranks = 0.0, ranks_of(layout)
+        self.updates = [
+            sum(s.update for s, at in zip(self.stages, ranks, strict=True) if at == r)
+            + machine.step_ms * 1e-3
+            for r in range(pp)
+        ]
+        if pp > 1:
+            stride = tp * dp if outer else tp
+            link = group(machine, 2, stride)
+            if pp * stride > machine.gpus_per_node:  # some neighbours are on two nodes
+                link = group(machine, 2, machine.gpus_per_node)
+            sent = self.size * layout.micro_batch * model.seq * model.hidden / tp
+            hop = link.link if link.inside > 1 else link.network
+            self.message = sent / link.bandwidth + hop + machine.message_us * 1e-6
+            if model.tied:  # first and last stage add their gradients of the embedding
+                ends = group(machine, 2, stride * (pp - 1))
+                tied = ends.reduce(gradient_bytes(layout) * model.table / tp)
+                self.updates[0] += tied
+                self.updates[-1] += tied
+
+    def _stage(self, blocks: int, first: bool, last: bool) -> Stage:
+        forward, backward, late = Pass(), Pass(), Pass()
+        forward = forward.plus(self.cost.block[0], blocks)
+        backward = backward.plus(self.cost.block[1], blocks)
+        late = late.plus(self.cost.weights[0], blocks)
+        if last:
+            forward, backward = forward.plus(self.cost.head[0]), backward.plus(self.cost.head[1])
+            late = late.plus(self.cost.weights[1])
+        layout, machine, dp = self.layout, self.machine, self.replicas
+        number = self._parameters(blocks, first, last)
+        share = layout.dp if layout.zero else 1
+        update = number / share * UPDATE_BYTES / machine.memory_per_second
+        exchange = 0.0
+        sums, scatter = gradient_bytes(layout) * number, dp.scatter(self.size * number)
+        if layout.zero < 2:
+            exchange = dp.scatter(sums) if layout.zero else dp.reduce(sums)
+        else:  # every micro-batch: gradients are reduced, under ZeRO-3 parameters gathered
+            gather = scatter if layout.zero == 3 else 0.0
+            hidden = forward.seconds, backward.seconds  # they are fetched ahead
+            forward = forward._replace(gathering=max(0.0, gather - hidden[0]))
+            backward = backward._replace(gathering=max(0.0, gather + scatter - hidden[1]))
+        if layout.zero in (1, 2):
+            update += scatter  # the parameters that others have updated
+        held = blocks * (self.entry if layout.recompute == "always" else self.whole)
+        held += LOGITS_HELD * self.logits * last
+        return Stage(forward, backward, late, exchange, update, held)
+
+    def _parameters(self, blocks: int, first: bool, last: bool) -> float:
+        """That a GPU has of a stage."""
+        tables = 1 if first and last and self.model.tied else first + last
+        return (blocks * self.model.block + tables * self.model.table) / self.layout.tp
+
+    def work(self) -> Work:
+        """For the simulator."""
+        times = {
+            Kind.FORWARD: [s.forward.seconds for s in self.stages],
+            Kind.BACKWARD: [s.backward.seconds for s in self.stages],
+            Kind.BACKWARD_WEIGHT: [s.weights.seconds for s in self.stages],
+            Kind.BACKWARD_INPUT: [s.backward.seconds - s.weights.seconds for s in self.stages],
+        }
+        return Work(
+            lambda action: times[action.kind][action.stage], lambda _: self.message,
+            overlap=self.layout.schedule != "1f1b",  # Megatron-LM waits for its messages in 1F1B
+            exchange=lambda s: self.stages[s].exchange,
+            overlap_exchange=self.machine.overlap > 0,
+            update=self.updates.__getitem__,
+        )  # fmt: skip
+
+    def busy(self) -> list[float]:
+        """Per rank, the seconds of its actions for one micro-batch."""
+        each = [stage.forward.seconds + stage.backward.seconds for stage in self.stages]
+        found = [0.0] * self.layout.pp
+        for r, seconds in zip(ranks_of(self.layout), each, strict=True):
+            found[r] += seconds
+        return found
+
+    def estimate(self) -> float:
+        """The seconds of the step by a closed form, within a few percent of the simulation: the
+        slowest rank never waits once the pipeline is full."""
+        busy, layout, n = self.busy(), self.layout, self.layout.pp
+        longest, chunks = max(busy), layout.stages // n
+        fill = (sum(busy) - longest) / chunks + 2 * (n - 1) * self.message
+        if layout.schedule == "1f1b":
+            fill += 2 * (layout.num_microbatches - 1) * self.message
+        elif layout.schedule in ("zb", "zbv"):
+            fill /= 3 if layout.schedule == "zb" else 6
+        first = self.stages[0]
+        exchange = sum(stage.exchange for stage in self.stages[::n])
+        hidden = first.backward.seconds if self.machine.overlap else 0.0
+        ends = max(0.0, exchange - hidden) + max(self.updates)
+        return layout.num_microbatches * longest + fill + ends
+
+    def memory(self, peaks: Sequence[float]) -> list[Memory]:
+        """Per rank, from its activations' peak."""
+        layout, n = self.layout, self.layout.stages
+        share = [1 / layout.dp if layout.zero >= first else 1.0 for first in (3, 2, 1)]
+        found, ranks = [], ranks_of(layout)
+        for r, peak in enumerate(peaks):
+            mine = [(self.blocks[s], s == 0, s == n - 1) for s in range(n) if ranks[s] == r]
+            number = sum(self._parameters(*stage) for stage in mine)
+            table = any(first or last for _, first, last in mine)  # its gradient, twice
+            working = self.whole if layout.recompute == "always" else 0.0
+            if any(last for _, _, last in mine):
+                working = max(working, LOGITS_WORKING * self.logits)
+            working += table * 2 * self.size * self.model.table / layout.tp
+            if layout.zero == 3:  # the block that computes, and the next
+                working += 3 * self.size * self.model.block / layout.tp
+            optimizer = 8 if self.size == 4 else 12
+            found.append(
+                Memory(
+                    number * self.size * share[0], number * gradient_bytes(layout) * share[1],
+                    number * optimizer * share[2], peak, working, self.machine.reserve_gb * GIB,
+                )
+            )  # fmt: skip
+        return found
+
+    def least_memory(self) -> float:
+        """GiB that the first rank needs at least: 1F1B's."""
+        peak = self.stages[0].held * min(self.layout.num_microbatches, self.layout.pp)
+        peak = peak if self.layout.schedule not in ("vhalf", "vmin") else 0.0
+        return self.memory([peak])[0].gib
+
+    def predict(self, explain: bool = True) -> Prediction:
+        """Simulates the step. A long one repeats itself: then n of its micro-batches are simulated
+        for all in its middle. Unless it is to ``explain``, idle seconds have no causes."""
+        layout, n, m = self.layout, self.layout.pp, self.layout.num_microbatches
+        schedule, chunks = (layout.schedule, layout.chunks) if n > 1 else ("1f1b", None)
+        work, found = self.work(), list[list[float]]()
+        sizes = [m] if m <= 4 * n + 8 else [2 * n + m % n, 3 * n + m % n]
+        for size in sizes:
+            timeline = simulator(schedule, n, size, chunks).run(work)
+            idle = dict.fromkeys(CAUSES, 0.0)
+            for gap in timeline.gaps() if explain else ():
+                for cause, part in gap.causes.items():
+                    idle[cause] += part / n
+            busy = sum(timeline.busy) / n
+            found.append([timeline.seconds, timeline.span, busy, *idle.values()])
+        times = (m - sizes[0]) / n
+        seconds, span, busy, *idles = (
+            a + times * (b - a) for a, b in zip(found[0], found[-1], strict=True)
+        )
+        total = Pass()
+        for stage in self.stages:
+            total = total.plus(stage.forward, m / n).plus(stage.backward, m / n)
+        parts = total._asdict()
+        parts["host"] = busy - total.device - total.gathering  # more than the GPU's own seconds
+        parts |= dict(zip(CAUSES, idles, strict=True))
+        parts["update"] = sum(self.updates) / n
+        # What a rank waits while its messages are sent is no gap between actions.
+        parts["transfer"] += max(0.0, seconds - sum(parts.values()))
+        rows = timeline.memory(lambda s: self.stages[s].held)
+        peaks = [max(size for _, size in row) for row in rows]
+        return Prediction(
+            self.model, layout, self.machine, seconds, parts, 1 - busy / span,
+            self.memory(peaks), self.blocks,
+        )  # fmt: skip
 
 
-def pipeline_state(parameters: float, stages: int, state: State = MIXED) -> State:
-    """Bytes on each worker of a pipeline with evenly cut layers."""
-    share = parameters / stages
-    return State(share * state.parameters, share * state.gradients, share * state.optimizer)
+def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, float]:
+    """Bytes that a block holds for the backward of a micro-batch, and those of its input alone."""
+    t, tp, size = layout.micro_batch * model.seq, layout.tp, BYTES[layout.precision]
+    shared = tp if layout.sequence_parallel else 1
+    unfused = machine.attention != "flash"
+    # Inputs of both norms, masks of dropout, and what the norms give to the matrices.
+    outside = (2 * size + 2 * unfused) * model.hidden / shared
+    outside += 2 * size * model.hidden / (shared if machine.gathered == "again" else 1)
+    # q k v and the heads' output, q and k once more if rotated; the MLP's.
+    gated = model.gated_mlp
+    inside = size * ((6 if gated else 4) * model.hidden + (5 if gated else 2) * model.ffn) / tp
+    scores = 0.0
+    if unfused and layout.recompute != "selective":
+        scores = (2 * size + 1) * model.heads * model.seq / tp
+    return t * (outside + inside + scores), t * size * model.hidden / shared
 
 
-def held_microbatches(schedule: str, stages: int, microbatches: int, stage: int) -> int:
-    """The most micro-batches whose activations a stage holds at once, with one stage per rank."""
-    n, m, s = stages, microbatches, stage
-    return {"gpipe": m, "1f1b": min(m, n - s), "zb": min(m, n), "sequential": 1}[schedule]
-
-
-def held_chunks(schedule: str, ranks: int, chunks: int = 2) -> int:
-    """The most chunks of micro-batches whose activations a rank holds at once, if each rank has
-    several chunks of layers and there are enough micro-batches. `interleaved`: on the first rank;
-    V-shaped schedules (two chunks): on every rank, give or take one or two chunks."""
-    n = ranks
-    return {
-        "interleaved": (chunks - 1) * n + 2 * (n - 1) + 1,  # the first rank's warm-up, and one more
-        "zbv": 2 * n, "vhalf": 2 * math.ceil((n + 1) / 2), "vmin": 2 * math.ceil((n + 2) / 3),
-    }[schedule]  # fmt: skip
-
-
-def held_activations(
-    activations: float, schedule: str, stages: int, microbatches: int, stage: int
-) -> float:
-    """Peak bytes of activations on a stage, if the whole batch needs `activations` in the whole
-    model, and layers and micro-batches are cut evenly."""
-    held = held_microbatches(schedule, stages, microbatches, stage)
-    return activations / (stages * microbatches) * held  # one stage, one micro-batch; times held
-
-
-def recomputed_activations(
-    inputs: float, activations: float, held: int, microbatches: int, segments: int = 1
-) -> float:
-    """Peak bytes on a stage that keeps the inputs of its segments and recomputes one segment at a
-    time (Chen et al., 2016).
-
-    Args:
-        inputs, activations: bytes of the stage's input, and of everything its backward needs, for
-            the whole batch.
-        held: micro-batches between forward and backward, see `held_microbatches`.
-    """
-    # inputs of all segments that are held, and one segment computed again
-    return held / microbatches * segments * inputs + activations / (microbatches * segments)
-
-
-def gpt2_parameters(layers: int, width: int, vocabulary: int, positions: int) -> int:
-    """Parameters of GPT-2 with tied embeddings: per block 12 H^2 + 13 H."""
-    # blocks; both embeddings, and the final norm: 2 H
-    return layers * (12 * width**2 + 13 * width) + (vocabulary + positions + 2) * width
-
-
-# --- bytes sent, and how long it takes ------------------------------------------------------------
-
-
-def reduce_scatter_bytes(size: float, workers: int) -> float:
-    """Bytes that each worker sends in a ring reduce-scatter of `size` bytes; an all-gather of the
-    parts sends as many."""
-    return size * (workers - 1) / workers  # W - 1 messages of size / W
-
-
-def all_reduce_bytes(size: float, workers: int) -> float:
-    """Bytes that each worker sends in a ring all-reduce: a reduce-scatter and an all-gather."""
-    return 2 * reduce_scatter_bytes(size, workers)
-
-
-def all_reduce_seconds(size: float, workers: int, link: Link) -> float:
-    """The time of a ring all-reduce: 2 (W-1) steps in sequence."""
-    return link.seconds(all_reduce_bytes(size, workers), 2 * (workers - 1))
-
-
-def server_seconds(size: float, workers: int, link: Link) -> float:
-    """The same through one worker (parameter server), which receives from all and sends to all."""
-    return 2 * link.seconds(size * (workers - 1), workers - 1)  # in, then out
-
-
-def zero_traffic(
-    stage: int, parameters: float, workers: int, state: State = MIXED, microbatches: int = 1
-) -> float:
-    """Bytes that each worker sends in a step of `microbatches` per worker: gradients are
-    reduce-scattered, updated parameters all-gathered. Sharded tensors cannot wait for the last
-    micro-batch: ZeRO-2 and 3 reduce the gradients of each micro-batch, and ZeRO-3 gathers the
-    parameters twice for each, for forward and for backward."""
-    if stage == 0:
-        return all_reduce_bytes(parameters * state.gradients, workers)
-    reductions = microbatches if stage >= 2 else 1  # reduce-scatters of the gradients
-    gathers = 2 * microbatches if stage == 3 else 1  # all-gathers of the parameters
-    return reductions * reduce_scatter_bytes(parameters * state.gradients, workers) + gathers * (
-        reduce_scatter_bytes(parameters * state.parameters, workers)
-    )
-
-
-def boundary_bytes(sequences: int, positions: int, width: int, element: int = 2) -> int:
-    """Bytes of the activations that cross a boundary between two stages, one way: B T H elements.
-    As many come back as gradients. The number of micro-batches does not change the sum."""
-    return sequences * positions * width * element
-
-
-# --- idle time ------------------------------------------------------------------------------------
-
-
-def pipeline_bubble(stages: int, microbatches: int, work: float = 1) -> Fraction:
-    """The share of a step in which a rank idles: (n-1)/(work m + n-1).
-
-    Args:
-        work: the clocks of a rank's work on a micro-batch, if the next rank can start one clock
-            after it: 1 for GPipe and 1F1B (F and B as one clock), and 1.5 with early gradients; 3
-            for ZB-H1 (F, I, W); 6 for ZB-V (of two chunks); v for interleaved 1F1B with v chunks,
-            and 1.5 v. All but GPipe and 1F1B: m >= n.
-    """
-    return Fraction(stages - 1) / (Fraction(work) * microbatches + stages - 1)
-
-
-def pipeline_speedup(stages: int, microbatches: int) -> float:
-    """Compared with one stage at a time: n m / (m + n - 1)."""
-    return float(stages * (1 - pipeline_bubble(stages, microbatches)))
-
-
-def microbatches_for(stages: int, bubble: float) -> int:
-    """The fewest micro-batches with which the bubble of GPipe or 1F1B is at most `bubble`."""
-    limit = Fraction(str(bubble))  # 0.1 is 1/10
-    return max(1, math.ceil((stages - 1) * (1 - limit) / limit))  # from (n-1)/(m+n-1) <= limit
+def predict(model: Model, layout: Layout, machine: Machine) -> Prediction:
+    """Predicts a step. Raises ValueError if the layout cannot run."""
+    return Step(model, layout, machine).predict()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks
-from project import generate, plot, report
+from project import generate, plan, plot, report
 from project.run_data_parallel import parse_data_parallel
 from project.run_pipeline import parse_pipeline
 from project.train import parse_train
@@ -29,6 +29,7 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
     "project/plot.py": plot.parse,
     "project/generate.py": generate.parse,
     "project/report.py": report.parse,
+    "project/plan.py": plan.parse,
 }
 MARKED = {
     name

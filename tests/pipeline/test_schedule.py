@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks import formulas as cost
 from pipeline import catalogue, chunks
 from pipeline import schedule as sched
 from pipeline.pipe import _clock_cycles
 from pipeline.schedule import BACKWARD, FORWARD, Action
-from planning import cost
 from planning.simulate import simulate
 
 GRID = [(n, m) for n in range(1, 6) for m in (*range(1, 9), 13, 24)]

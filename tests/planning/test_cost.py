@@ -1,72 +1,227 @@
-"""The formulas against what the code really holds and sends. Their numbers: docs/mathematics.md, by
-tests/test_mathematics.py. Those of schedules: tests/pipeline/test_schedule.py."""
+"""The cost model: what can be counted by hand, monotone where it must be, and right on tables of
+measured runs where those are at hand."""
 
 from __future__ import annotations
 
-from functools import partial
-from unittest.mock import patch
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from benchmarks import mathematics_measured as measured
-from data_parallel.sharding import Unit
-from pipeline.partition import WithDevice
-from pipeline.pipe import Pipe
-from planning import cost
-from planning.cost import FP32
-from tests.ranks import Ranks
-from training.model import build_model, gpt2_config
+from benchmarks import formulas
+from planning.cost import Group, Step, cut, group, predict, simulator
+from planning.describe import MACHINES, Layout, machine, model_of
+from planning.search import layouts, neighbours, search, why
+from project.plan import compared, main, summary
 
-WIDTH = 64  # of a layer: 8 times as many parameters, and their biases
+A100 = machine("a100-80gb")
+MODEL = model_of("gpt2-medium")
+TABLES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "planner"
 
 
-@pytest.mark.parametrize(("compute", "alignment"), [(None, 16), (torch.bfloat16, 32)])
-def test_shards_are_as_long_as_the_formula_says(
-    compute: torch.dtype | None, alignment: int
+def seconds(machine_name: str = "a100-80gb", **layout: object) -> float:
+    given = {"gpus": 8, "dp": 8, "batch_size": 64, "micro_batch": 4} | layout
+    return predict(MODEL, Layout(**given), machine(machine_name)).seconds  # type: ignore[arg-type]
+
+
+def test_every_machine_can_be_read_and_predicts() -> None:
+    names = {path.stem for path in MACHINES.glob("*.yaml")}
+    assert names == {"a100-40gb", "a100-80gb", "b200", "h100", "h200", "t4", "v100"}
+    slowest_first = sorted(names, key=lambda name: -seconds(name, precision="fp16"))
+    assert slowest_first[:2] == ["t4", "v100"]
+    assert slowest_first[-1] == "b200"
+
+
+def test_a_ring_takes_what_the_formula_says() -> None:
+    link = formulas.Link(1e9, 1e-5)
+    for size in (2, 3, 8):
+        ring = Group(size, size, 1e9, 1e-5, 1e-3)
+        assert ring.reduce(1e6) == pytest.approx(formulas.all_reduce_seconds(1e6, size, link))
+    assert Group(1, 1, 1e9, 1e-5, 1e-3).reduce(1e6) == 0
+
+
+def test_groups_share_the_network_of_their_nodes() -> None:
+    """8 GPUs in a node, whose network carries 200 GB/s, 85 % of it used: a group with all 8 GPUs of
+    a node has it alone, a group with one has an eighth. In a node it is NVLink."""
+    inside = 0.7 * 300e9
+    assert group(A100, 8, 1)[:3] == (8, 8, inside)
+    assert group(A100, 16, 1)[:3] == (16, 8, 0.85 * 200e9)
+    assert group(A100, 16, 8)[:3] == (16, 1, 0.85 * 200e9 / 8)
+    far, near = group(A100, 512, 8), group(A100, 8, 1)
+    assert far.reduce(1e3) < 2 * far.scatter(1e3)  # small messages take the tree
+    assert near.reduce(1e9) == 2 * near.scatter(1e9)
+
+
+def test_memory_is_what_can_be_counted() -> None:
+    """gpt2-medium without recomputation in bf16: 2 bytes a parameter, 4 its gradient, 12 of the
+    optimizer, and what ZeRO shards of them."""
+    for zero, shares in ((0, (1, 1, 1)), (1, (1, 1, 8)), (2, (1, 8, 8)), (3, (8, 8, 8))):
+        layout = Layout(8, dp=8, batch_size=64, micro_batch=4, zero=zero)
+        (found,) = predict(MODEL, layout, A100).memory
+        expected = [
+            MODEL.parameters * size / share for size, share in zip((2, 4, 12), shares, strict=True)
+        ]
+        assert found[:3] == pytest.approx(tuple(expected))
+    # 1F1B's stage s of 4 holds 4 - s micro-batches; the last one logits, too.
+    staged = predict(MODEL, Layout(4, pp=4, batch_size=64, micro_batch=4), A100).memory
+    one = staged[2].activations / 2
+    assert [m.activations for m in staged[:3]] == pytest.approx([4 * one, 3 * one, 2 * one])
+    assert staged[3].activations > one
+    again = Layout(4, pp=4, batch_size=64, micro_batch=4, recompute="always")
+    less = predict(MODEL, again, A100).memory[0].activations
+    assert less == 4 * 6 * 4 * 1024 * 1024 * 2  # 4 held, 6 blocks' inputs of 4 x 1024 x 1024 x 2 B
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    for given in (
+        {"dp": 8}, {"dp": 2, "pp": 2, "tp": 2, "zero": 1}, {"dp": 1, "pp": 8, "schedule": "zb"},
+        {"dp": 2, "pp": 4, "schedule": "interleaved", "chunks": 2}, {"dp": 8, "zero": 3},
+    ):  # fmt: skip
+        layout = Layout(**({"gpus": 8, "batch_size": 64, "micro_batch": 1} | given))
+        found = predict(MODEL, layout, A100)
+        assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=0.02)
+
+
+def test_a_long_step_is_as_long_as_if_all_of_it_were_simulated() -> None:
+    for schedule in ("gpipe", "1f1b", "zb", "interleaved", "zbv"):
+        step = Step(MODEL, Layout(4, pp=4, batch_size=96, schedule=schedule), A100)
+        short = step.predict().seconds
+        timeline = simulator(schedule, 4, 96, None).run(step.work())
+        assert short == pytest.approx(timeline.seconds, rel=1e-3)
+        assert step.estimate() == pytest.approx(timeline.seconds, rel=0.05)
+
+
+def test_what_costs_more_takes_longer() -> None:
+    assert seconds(recompute="always") > 1.2 * seconds()
+    assert seconds(micro_batch=1) > seconds()  # small kernels wait for the host
+    assert seconds(gpus=16, dp=1, tp=16) > 2 * seconds(gpus=16, dp=8, tp=2)  # tp leaves the node
+    slow = replace(A100, gpus_per_node=1, network_gbs=1.25)
+    apart = Layout(8, dp=8, batch_size=64, micro_batch=4)
+    assert predict(MODEL, apart, slow).parts["exchange"] > 0.1
+    assert sum(cut(MODEL, Layout(4, pp=4), machine("h100"))) == MODEL.layers
+
+
+def test_the_search_finds_what_trying_everything_finds() -> None:
+    best, near = search(MODEL, 8, A100, 64, top=3)
+    everything = [
+        found
+        for layout in layouts(MODEL, 8, 64)
+        if (found := Step(MODEL, layout, A100).predict(explain=False)).fits
+    ]
+    fastest = sorted(found.seconds for found in everything)[:3]
+    assert [found.seconds for found in best] == pytest.approx(fastest)
+    assert best[0].layout in near
+    reasons = {change: why(best[0], other) for change, other in neighbours(best[0])}
+    assert any("slower: " in reason for reason in reasons.values())
+    assert all("-" not in reason.split(" slower")[0] for reason in reasons.values())
+
+
+def test_nothing_fits_is_said() -> None:
+    big = model_of(None, layers=96, hidden=12288, heads=96, vocab=51200, seq=2048)
+    with pytest.raises(ValueError, match=r"no layout fits; .* needs \d+ GiB of 79: more GPUs work"):
+        search(big, 8, A100, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("predict --model gpt2 --batch_size 8 --machine a10", "nor one of a100-40gb"),
+        ("predict --model gpt --batch_size 8", "--model gpt: one of gpt2-mini, gpt2"),
+        ("predict --n_layer 2 --batch_size 8", "hidden, heads, vocab, seq missing"),
+        ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "tp is 4; --gpus 4 works"),
+        ("predict --model gpt2 --batch_size 9 --dp 4", "--batch_size 12 works"),
+        ("predict --model gpt2 --batch_size 8 --pp 13", "13 stages need"),
+        ("predict --model gpt2 --batch_size 8 --network fast", "GB/s, or one of ethernet-10"),
+        ("simulate --stages 2 --num_microbatches 2 --forward 1,2,3", "one for each of --stages 2"),
+        ("check no.csv --machine h100", "no.csv: No such file"),
+        ("search --model gpt2 --gpus 13 --batch_size 5", "--batch_size 13 has some"),
+    ],
+)  # fmt: skip
+def test_a_mistake_gets_one_sentence(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for numel in (1, 10, 16, 17, 128, 129, 4000):
-        for workers in (1, 2, 3, 8):
-            unit = Unit(0, (0,), [("weight", nn.Parameter(torch.empty(numel)))], workers, compute)
-            assert unit.shard_numel == cost.padded(numel, workers, alignment)
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1)
+    assert message in error
 
 
-def test_parameters_of_gpt2() -> None:
-    config = gpt2_config("gpt2-mini", 320, 32, n_layer=2, n_embd=32, n_head=2)
-    model = build_model(config, 0)
-    assert cost.gpt2_parameters(2, 32, 320, 32) == sum(p.numel() for p in model.parameters())
+def run(words: str, capsys: pytest.CaptureFixture[str]) -> object:
+    main([*words.split(), "--json"])
+    return json.loads(capsys.readouterr().out)
 
 
-def measure(_rank: int, _world_size: int) -> dict[str, float]:
-    with patch.object(measured, "WIDTH", WIDTH):
-        found = measured._data_parallel_step()
-        for stage in (1, 2, 3):
-            found |= measured._sharded_step(stage)
-    return found
+def test_the_commands_of_the_documentation(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    xl = "--model gpt2-xl --gpus 16 --machine a100-80gb --batch_size 512"
+    found: dict[str, object] = run(  # type: ignore[assignment]
+        f"predict {xl} --dp 2 --pp 2 --tp 4 --micro_batch 4 --seq 1024 --schedule 1f1b "
+        "--recompute always --zero 1", capsys,
+    )  # fmt: skip
+    assert found["fits"] is True
+    assert len(found["memory_of_stages"]) == 2  # type: ignore[arg-type]
+    timed: dict[str, float] = run(  # type: ignore[assignment]
+        "simulate --stages 8 --num_microbatches 24 --forward 10 --backward_input 9 "
+        "--backward_weight 6 --transfer 0.3 --schedule zb", capsys,
+    )  # fmt: skip
+    assert timed["seconds"] == pytest.approx(24 * 25 + 7 * (10 + 9 - 6) + 4 * 7 * 0.3)
+    assert timed["bubble"] == pytest.approx(1 - 600 / timed["seconds"])
+    chosen: dict[str, object] = run(f"search {xl} --top 2", capsys)  # type: ignore[assignment]
+    assert len(chosen["best"]) == 2  # type: ignore[arg-type]
+    assert str(chosen["command"]).startswith("torchrun --nnodes 2 --nproc-per-node 8 project/train")
+    own = tmp_path / "mine.yaml"
+    own.write_text("like: a100-80gb\nmemory_gb: 10\n", "utf-8")
+    again: dict[str, object] = run(f"predict {xl} --dp 16 --machine {own}", capsys)  # type: ignore[assignment]
+    assert (again["memory_limit_gb"], again["fits"]) == (10, False)
+    own.write_text("like: a100-80gb\nmemori_gb: 10\n", "utf-8")
+    with pytest.raises(SystemExit):
+        run(f"predict {xl} --dp 16 --machine {own}", capsys)
+    assert "memori_gb is no figure of a machine; did you mean memory_gb?" in capsys.readouterr().err
 
 
-def test_a_rank_holds_and_sends_what_the_formula_says(ranks: Ranks) -> None:
-    """Some kilobytes more are headers, and what completes a cache line. Under ZeRO-3 the last layer
-    is gathered once and not twice: it is still whole when its backward, which is the first, needs
-    it."""
-    layer = 8 * WIDTH**2 + 5 * WIDTH
-    P = measured.LAYERS * layer
-    for found in ranks.run(measure):
-        for stage in range(4):
-            sent = cost.zero_traffic(stage, P, 2, FP32)
-            if stage == 3:
-                sent -= cost.reduce_scatter_bytes(4 * layer, 2)
-            assert sent <= found[f"sent {stage}"] < 1.01 * sent + 2e4
-            held = cost.zero(stage, P, 2, FP32).total
-            assert held <= found[f"held {stage}"] < 1.01 * held + 2e4
+def test_a_table_is_compared_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "runs.csv"
+    head = (
+        "layers,hidden,heads,ffn,gated_mlp,vocab,tied,seq,gpus,gpus_per_node,dp,tp,pp,chunks,"
+        "micro_batch,global_batch,schedule,zero,sequence_parallel,recompute,precision,"
+        "seconds_per_step,memory_gb,fits\n"
+    )
+    one = "24,1024,16,4096,0,51200,1,1024,8,8,{},{},1,1,1,64,1f1b,0,0,full,fp16,{},,{}\n"
+    path.write_text(
+        "# a comment\n" + head + one.format(8, 1, 0.5, 1) + one.format(1, 8, 9, 0), "utf-8"
+    )
+    rows: list[dict[str, object]] = run(f"check {path} --machine a100-80gb", capsys)  # type: ignore[assignment]
+    assert [row["seconds_per_step"] for row in rows] == [0.5, 9]
+    assert [row["fits"] for row in rows] == [True, False]
+    assert [row["predicted_fits"] for row in rows] == [True, True]
+    errors = summary(rows)
+    assert (errors["rows"], errors["pairs_in_order"], errors["regret"]) == (2, 1, 0)
+    assert errors["fits_right"] == 0.5
+    path.write_text(head.replace("heads,", ""), "utf-8")
+    for text, message in (
+        (head.replace("heads,", "") + "1\n", "the column heads is missing"),
+        (head + one.format(8, 1, "fast", 1), "row 1: could not convert string to float: 'fast'"),
+    ):
+        path.write_text(text, "utf-8")
+        with pytest.raises(SystemExit):
+            run(f"check {path} --machine a100-80gb", capsys)
+        assert message in capsys.readouterr().err
 
 
-def test_the_boundary_carries_what_the_formula_says() -> None:
-    """However many micro-batches there are, up and down, at each of two boundaries."""
-    layers = [WithDevice(nn.Linear(16, 16), f"cpu:{i}") for i in range(3)]
-    x, y = torch.randn(2, 8, 5, 16).unbind(0)
-    with Pipe(nn.Sequential(*layers)) as pipe:
-        for m in (1, 4):
-            step = partial(pipe.train_step, x, y, measured._squares, num_microbatches=m)
-            assert measured.boundary_traffic(step) == 2 * 2 * cost.boundary_bytes(8, 5, 16, 4)
+@pytest.mark.skipif(not TABLES.is_dir(), reason=f"no tables of measured runs in {TABLES}")
+@pytest.mark.parametrize(
+    ("table", "name", "limits"),
+    [
+        ("playbook_one_node_h100", "h100", {"time_error": 0.05, "memory_error": 0.06}),
+        ("narayanan2021_table1_a100", "a100-80gb", {"time_error": 0.04, "time_worst": 0.11}),
+    ],
+)  # fmt: skip
+def test_errors_on_measured_runs(table: str, name: str, limits: dict[str, float]) -> None:
+    found = summary(compared(TABLES / f"{table}.csv", machine(name)))
+    assert {what: found[what] < limit for what, limit in limits.items()} == dict.fromkeys(
+        limits, True
+    )
+    assert found.get("pairs_in_order", 1) > 0.9

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.formulas import pipeline_bubble
 from pipeline.catalogue import SCHEDULES, find
 from pipeline.chunks import interleaved_1f1b
 from pipeline.schedule import (
@@ -22,7 +23,6 @@ from pipeline.schedule import (
     one_f_one_b,
     ranks_of,
 )
-from planning.cost import pipeline_bubble
 from planning.simulate import (
     EXCHANGE,
     FILL,

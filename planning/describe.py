@@ -1,0 +1,301 @@
+"""What a prediction is about: a model, its layout over GPUs, and a machine. Read from options, from
+the rows of a table of measured runs, and from small YAML files.
+
+Every mistake is a ValueError of one sentence with the value, the rule, and what works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.catalogue import chunks_of
+
+MACHINES = Path(__file__).parent / "machines"
+PRESETS = {  # layers, hidden, heads, vocabulary, positions
+    "gpt2-mini": (4, 256, 4, 4096, 128),
+    "gpt2": (12, 768, 12, 50257, 1024),
+    "gpt2-medium": (24, 1024, 16, 50257, 1024),
+    "gpt2-large": (36, 1280, 20, 50257, 1024),
+    "gpt2-xl": (48, 1600, 25, 50257, 1024),
+}
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+RECOMPUTE = {"none": "never", "full": "always"}  # the words of tables, in those of train.py
+NETWORKS = {  # GB/s of a node, seconds of a message in us: line rates
+    "ethernet-10": (1.25, 30), "ethernet-25": (3.1, 30), "ethernet-100": (12.5, 20),
+    "infiniband-100": (12.5, 5), "infiniband-8x200": (200, 10), "infiniband-8x400": (400, 10),
+}  # fmt: skip
+LINKS = {"pcie3": 16.0, "pcie4": 32.0, "pcie5": 64.0}  # GB/s of a GPU, one way: line rates
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformer. ``ffn``: width of the MLP; ``gated_mlp``: it has two matrices up, not one."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    gated_mlp: bool = False
+    tied: bool = True
+
+    @cached_property
+    def block(self) -> int:
+        """Parameters of a block, without biases and norms."""
+        return (4 * self.hidden + (2 + self.gated_mlp) * self.ffn) * self.hidden
+
+    @property
+    def table(self) -> int:
+        """Parameters of an embedding, and of the head."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.layers * self.block + (1 if self.tied else 2) * self.table
+
+    def flops(self, sequences: int) -> float:
+        """Of the model's arithmetic in a step, recomputation not counted: attention looks back
+        only, so that half of its products count."""
+        block = 2 * self.block + 2 * self.seq * self.hidden
+        return 3.0 * sequences * self.seq * (self.layers * block + 2 * self.table)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is laid out. Its options are those of train.py.
+
+    ``order``: which ranks are neighbours, outermost first. Tensor is always innermost: train.py has
+    replicas outermost (dp-pp-tp), Megatron-LM and nanotron have stages outermost (pp-dp-tp).
+    """
+
+    gpus: int
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    micro_batch: int = 1
+    batch_size: int = 1
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    zero: int = 0
+    sequence_parallel: bool = False
+    recompute: str = "never"
+    precision: str = "bf16"
+    order: str = "dp-pp-tp"
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of a replica, in a step."""
+        return -(-self.batch_size // (self.dp * self.micro_batch))
+
+    @cached_property
+    def stages(self) -> int:
+        """Of the model: ranks times chunks."""
+        return self.pp * (chunks_of(self.schedule, self.chunks) if self.pp > 1 else 1)
+
+    def check(self, model: Model) -> None:
+        """Raises ValueError if it cannot run."""
+        named = f"--dp {self.dp} --pp {self.pp} --tp {self.tp}"
+        if self.dp * self.pp * self.tp != self.gpus:
+            raise ValueError(
+                f"{named} --gpus {self.gpus}: dp x pp x tp is {self.dp * self.pp * self.tp}; "
+                f"--gpus {self.dp * self.pp * self.tp} works"
+            )
+        per = self.dp * self.micro_batch
+        if self.batch_size % per:
+            more = -(-self.batch_size // per) * per
+            raise ValueError(
+                f"--batch_size {self.batch_size} --dp {self.dp} --micro_batch {self.micro_batch}: "
+                f"every replica has whole micro-batches; --batch_size {more} works"
+            )
+        if self.sequence_parallel and model.seq % self.tp:
+            raise ValueError(
+                f"--sequence_parallel --seq {model.seq} --tp {self.tp}: ranks have equal parts; "
+                f"--seq {-(-model.seq // self.tp) * self.tp} works"
+            )
+        if self.stages > model.layers:
+            raise ValueError(
+                f"--pp {self.pp} --schedule {self.schedule}: {self.stages} stages need as many "
+                f"blocks, and the model has {model.layers}; fewer stages work"
+            )
+        if self.zero > 1 and self.pp > 1:
+            raise ValueError(
+                f"--zero {self.zero} --pp {self.pp}: every micro-batch would exchange all "
+                "gradients; --zero 1, or --pp 1, works"
+            )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster, and how well the software that it was calibrated with uses it. A file may begin
+    with ``like: NAME`` and change some of these."""
+
+    name: str
+    source: str
+    gpus_per_node: int
+    memory_gb: float  # GiB of a GPU
+    tflops: Mapping[str, float]  # dense, by precision
+    memory_gbs: float  # GB/s
+    link_gbs: float  # GB/s that a GPU sends inside its node
+    network_gbs: float  # GB/s that a node sends
+    # The constants of the model: docs/planning.md says what each means and where it comes from.
+    matmul_efficiency: float
+    memory_efficiency: float
+    kernel_us: float
+    host_us: float
+    link_efficiency: float
+    link_us: float
+    network_efficiency: float
+    network_us: float
+    collective_us: float
+    message_us: float
+    step_ms: float
+    overlap: float
+    reserve_gb: float
+    attention: str  # flash or unfused
+    balance: str  # of stages: uniform or auto
+    gathered: str  # what sequence parallelism gathers for the matrices: kept for backward, or again
+
+    def per_second(self, precision: str) -> float:
+        """FLOP/s of large matrix products."""
+        if precision not in self.tflops:
+            raise ValueError(
+                f"--precision {precision}: {self.name} has no figure for it; "
+                f"{' or '.join(self.tflops)} works"
+            )
+        return self.tflops[precision] * 1e12 * self.matmul_efficiency
+
+    @property
+    def memory_per_second(self) -> float:
+        """Bytes that kernels read and write."""
+        return self.memory_gbs * 1e9 * self.memory_efficiency
+
+
+def machine(name: str, network: str | None = None, link: str | None = None) -> Machine:
+    """The machine of a YAML file, or of `machines/`, by its name; with another network, a name or
+    GB/s of a node, or other links, a name or GB/s of a GPU. ValueError if there is none."""
+    found = _read(name)
+    if network is not None:
+        found["network_gbs"], found["network_us"] = NETWORKS.get(
+            network, (_gbs("network", network, NETWORKS), found.get("network_us"))
+        )
+    if link is not None:
+        found["link_gbs"] = LINKS.get(link) or _gbs("link", link, LINKS)
+    known = {field.name for field in fields(Machine)}
+    if unknown := sorted(found.keys() - known):
+        near = get_close_matches(unknown[0], known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{name}: {unknown[0]} is no figure of a machine{hint}")
+    if missing := sorted(known - found.keys()):
+        raise ValueError(
+            f"{name}: {', '.join(missing)} missing; `like: a100-80gb` takes them from another"
+        )
+    return Machine(**found)
+
+
+def _gbs(option: str, given: str, known: Mapping[str, Any]) -> float:
+    if given not in known and (not _is_number(given) or float(given) <= 0):
+        raise ValueError(f"--{option} {given}: GB/s, or one of {', '.join(known)}")
+    return 0.0 if given in known else float(given)
+
+
+def _read(name: str) -> dict[str, Any]:
+    path = Path(name) if Path(name).suffix in (".yaml", ".yml") else MACHINES / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(file.stem for file in MACHINES.glob("*.yaml"))
+        raise ValueError(
+            f"--machine {name}: it is neither a YAML file nor one of {', '.join(known)}"
+        )
+    try:
+        found = yaml.safe_load(path.read_text("utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"--machine {name}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--machine {name}: a machine is a list of `figure: value`")
+    base = _read(found.pop("like")) if "like" in found else {}
+    return base | {"name": path.stem} | found
+
+
+def model_of(preset: str | None, **sizes: Any) -> Model:
+    """A preset, with the sizes that are given in place of its own, or a model of sizes alone."""
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if preset is not None:
+        if preset not in PRESETS:
+            raise ValueError(f"--model {preset}: one of {', '.join(PRESETS)}, or sizes instead")
+        layers, hidden, heads, vocab, seq = PRESETS[preset]
+        known = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "seq": seq}
+        given = known | given
+    if missing := [
+        name for name in ("layers", "hidden", "heads", "vocab", "seq") if name not in given
+    ]:
+        raise ValueError(
+            f"{', '.join(missing)} missing: a model is a --model, or all of --n_layer --n_embd "
+            "--n_head --vocab_size --seq"
+        )
+    model = Model(**{"ffn": 4 * given["hidden"]} | given)
+    if model.hidden % model.heads:
+        raise ValueError(f"--n_embd {model.hidden} --n_head {model.heads}: heads are equally wide")
+    return model
+
+
+WORDS = ("schedule", "recompute")  # the columns that are not numbers
+COLUMNS = (
+    "layers", "hidden", "heads", "ffn", "gated_mlp", "vocab", "tied", "seq", "gpus",
+    "gpus_per_node", "dp", "tp", "pp", "chunks", "micro_batch", "global_batch", "schedule", "zero",
+    "sequence_parallel", "recompute", "precision", "seconds_per_step", "memory_gb", "fits",
+)  # fmt: skip
+
+
+def row_of(row: Mapping[str, str], machine: Machine) -> tuple[Model, Layout, Machine]:
+    """The model, layout and nodes of a row of a table. Where a table is silent: one sequence per
+    micro-batch, and the fewest chunks, 2 or more, that cut a stage's blocks evenly.
+
+    Raises ValueError for a cell that is no number."""
+    number: dict[str, int] = {}
+    for name in COLUMNS[: COLUMNS.index("precision")]:
+        text = (row.get(name) or "").strip()
+        if name not in WORDS and text:
+            if not _is_number(text):
+                raise ValueError(f"{name} is {text!r}, and must be a number")
+            number[name] = int(float(text))
+    sizes = ("layers", "hidden", "heads", "ffn", "vocab", "seq")
+    if missing := [name for name in (*sizes, "gpus", "global_batch") if name not in number]:
+        raise ValueError(f"{missing[0]} is empty")
+    model = Model(
+        **{k: number[k] for k in sizes},
+        gated_mlp=bool(number.get("gated_mlp")), tied=bool(number.get("tied", 1)),
+    )  # fmt: skip
+    schedule, chunks, pp = row["schedule"] or "1f1b", number.get("chunks"), number.get("pp", 1)
+    if schedule == "interleaved" and chunks is None:
+        blocks = model.layers // pp
+        chunks = next((c for c in range(2, blocks + 1) if blocks % c == 0), 1)
+    if schedule in ("interleaved", "1f1b"):  # more than one chunk is interleaved, whatever it says
+        schedule = "interleaved" if (chunks or 1) > 1 and pp > 1 else "1f1b"
+    schedule = {"afab": "gpipe"}.get(schedule, schedule)
+    layout = Layout(
+        number["gpus"], number.get("dp", 1), number.get("tp", 1), pp,
+        number.get("micro_batch", 1), number["global_batch"], schedule,
+        chunks if schedule == "interleaved" else None, number.get("zero", 0),
+        bool(number.get("sequence_parallel")),
+        RECOMPUTE.get(row["recompute"], row["recompute"] or "never"),
+        row["precision"] or "bf16", "pp-dp-tp",
+    )  # fmt: skip
+    per = number.get("gpus_per_node", machine.gpus_per_node)  # a GPU keeps its part of the network
+    share = machine.network_gbs * per / machine.gpus_per_node
+    return model, layout, replace(machine, gpus_per_node=per, network_gbs=share)
+
+
+def _is_number(text: str | None) -> bool:
+    try:
+        float(text or "")
+    except ValueError:
+        return False
+    return True
