@@ -15,7 +15,7 @@ import importlib
 
 NAMES = (
     "data_parallel", "fsdp", "generation", "epoch", "pipeline", "pipeline_program",
-    "process_pipeline", "chunks", "recompute", "tensor", "throughput", "mathematics",
+    "process_pipeline", "chunks", "recompute", "tensor", "throughput", "mathematics", "plan",
 )  # fmt: skip
 
 

@@ -273,7 +273,8 @@ def row_of(row: Mapping[str, str], machine: Machine) -> tuple[Model, Layout, Mac
         **{k: number[k] for k in sizes},
         gated_mlp=bool(number.get("gated_mlp")), tied=bool(number.get("tied", 1)),
     )  # fmt: skip
-    schedule, chunks, pp = row["schedule"] or "1f1b", number.get("chunks"), number.get("pp", 1)
+    schedule = (row["schedule"] or "1f1b").lower()
+    chunks, pp = number.get("chunks"), number.get("pp", 1)
     if schedule == "interleaved" and chunks is None:
         blocks = model.layers // pp
         chunks = next((c for c in range(2, blocks + 1) if blocks % c == 0), 1)
