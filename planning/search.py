@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .cost import Prediction, Step
-from .describe import Layout, Machine, Model
+from .describe import Layout, Machine, Model, model_of
 
 MARGIN = 1.05  # simulated as long as the closed form is within this of the best
 NAMES = (
@@ -214,8 +214,12 @@ def command(model: Model, layout: Layout, machine: Machine, preset: str | None) 
             f"torchrun --nnodes {nodes} --nproc-per-node {machine.gpus_per_node} project/train.py"
         )
     sizes = f"--n_layer {model.layers} --n_embd {model.hidden} --n_head {model.heads}"
-    words = f"--model {preset}" if preset else f"--model gpt2 {sizes} --vocab_size {model.vocab}"
-    if layout.pp == layout.tp == 1 and layout.zero != 1:
+    words = f"--model gpt2 {sizes} --vocab_size {model.vocab}"
+    if preset and replace(model_of(preset), seq=model.seq) == model:
+        words = f"--model {preset}"
+    if layout.gpus == 1:
+        words = f"single {words}"
+    elif layout.pp == layout.tp == 1 and layout.zero != 1:
         words = f"{'fsdp' if layout.zero else 'ddp'} {words} --world_size {layout.dp}"
     else:
         words = f"3d {words} --dp {layout.dp} --pp {layout.pp} --tp {layout.tp}"

@@ -6,14 +6,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import formulas
 from planning.cost import Group, Step, cut, group, predict, simulator
 from planning.describe import MACHINES, Layout, machine, model_of
-from planning.search import layouts, neighbours, search, why
+from planning.search import command, layouts, neighbours, search, why
 from project.plan import compared, main, summary
+from project.train import parse_train
 
 A100 = machine("a100-80gb")
 MODEL = model_of("gpt2-medium")
@@ -225,3 +227,19 @@ def test_errors_on_measured_runs(table: str, name: str, limits: dict[str, float]
         limits, True
     )
     assert found.get("pairs_in_order", 1) > 0.9
+
+
+def test_train_accepts_the_commands_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each kind: single, ddp, fsdp, 3d with stages, chunks, parts of matrices, ZeRO."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    model, kinds = replace(MODEL, layers=16, vocab=512, seq=128), dict[str, list[str]]()
+    for gpus in (1, 8):
+        for layout in layouts(model, gpus, 64, micro_batch=2):
+            words = command(model, layout, A100, None).split()
+            kind = (words[2], layout.schedule, layout.zero, layout.tp > 1, layout.recompute)
+            kinds[str(kind)] = words[2:]
+    assert {words[0] for words in kinds.values()} == {"single", "ddp", "fsdp", "3d"}
+    for words in kinds.values():
+        found: Any = parse_train(None, words)
+        assert (found.batch_size, found.n_layer) == (64, 16)
+        assert found.dp * found.pp * found.tp == found.world_size
