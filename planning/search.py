@@ -1,8 +1,7 @@
 """Searches all layouts of a model over GPUs: the fastest that fit, and why others are not chosen.
 
-Every legal layout is priced by a closed form, which takes 0.5 ms; the best are simulated. So the
-search is exhaustive, and its ranking that of the simulator as long as the closed form is at most
-5 % off.
+Every legal layout is priced by a closed form, which takes 0.5 ms; the best are simulated. Where the
+form is too short, that costs simulations; where it is 5 % too long, a layout may be missed.
 """
 
 from __future__ import annotations
