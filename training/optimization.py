@@ -199,8 +199,8 @@ class Optimizers:
 
     def _launch_update(self, facts: Tensor) -> bool:
         """On a GPU, launches the update before the host has seen the facts, so that the GPU need
-        not wait for the host: torch's fused optimizers clip by `grad_scale`, and leave everything
-        as it is where `found_inf` is 1. Returns whether it did."""
+        not wait for the host: torch's fused optimizers leave everything as it is where their
+        `found_inf` is 1. Returns whether it did."""
         fused = all(
             isinstance(o, torch.optim.Optimizer) and o.defaults.get("fused")
             for o in self.optimizers
@@ -208,20 +208,24 @@ class Optimizers:
         devices = {p.device for owned in self._owned for p in owned}
         if not fused or facts.device.type == "cpu" or devices != {facts.device}:
             return False
-        finite = facts[: 1 + self._world.world_size].isfinite().all()
-        most = self.recipe.max_grad_norm or math.inf
+        # Four kernels: infinity and NaN times 0 are NaN, which is not 0.
+        not_finite = facts[: 1 + self._world.world_size].sum().mul(0).ne(0).float()
+        most = self.recipe.max_grad_norm  # as in `clip_factor`; torch's `grad_scale` is fp32 only
+        factor = 1.0 if most is None else (most / (facts[0].sqrt() + 1e-6)).clamp(max=1)
         for optimizer in self.optimizers:
-            optimizer.grad_scale = ((facts[0].sqrt() + 1e-6) / most).clamp(min=1).float()  # type: ignore[attr-defined]
-            optimizer.found_inf = finite.logical_not().float()  # type: ignore[attr-defined]
-        self._run(partial(self._update, factor=1.0))
+            optimizer.found_inf = not_finite  # type: ignore[attr-defined]
+        self._run(partial(self._update, factor=factor))
         for optimizer in self.optimizers:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+            del optimizer.found_inf  # type: ignore[attr-defined]
         return True
 
-    def _update(self, i: int, factor: float) -> None:
+    def _update(self, i: int, factor: float | Tensor) -> None:
+        """With a factor that is still being computed on the GPU, or a number."""
         optimizer = self.optimizers[i]
         gradients = _gradients(self._owned[i])  # also of those that other ranks count
-        if factor < 1 and gradients:
+        if gradients and isinstance(factor, Tensor):
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        elif gradients and factor < 1:
             torch._foreach_mul_(gradients, factor)
         for group in optimizer.param_groups:
             group["lr"] = self.rate
