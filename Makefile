@@ -5,6 +5,7 @@
 # make report  the runs, figures, tables and answers of CMU 11-868 on one page (five minutes)
 # make figures the same, and all other runs and figures of submit_figures/
 # make bench   every benchmark: a table each, and JSON files
+# make gpu     what only a GPU can show, in under eight minutes: checks, races, memory, speed
 # make chaos   kills, stops and interrupts real runs, and checks what is left (45 minutes)
 # make fuzz    compares random models under random layouts with one plain process (five minutes)
 # make mutants breaks one line at a time, some 300, and checks that a test sees each (half an hour)
@@ -14,7 +15,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: train test verify lint report figures bench chaos fuzz mutants clean
+.PHONY: train test verify lint report figures bench gpu chaos fuzz mutants clean
 .DELETE_ON_ERROR:
 
 # Without --no-build-isolation pip installs setuptools for the build; the environment needs none.
@@ -64,6 +65,9 @@ figures: report
 
 bench: $(VENV)/.installed
 	$(RUN) -m benchmarks
+
+gpu: $(VENV)/.installed
+	$(RUN) -m benchmarks.gpu
 
 chaos: $(VENV)/.installed
 	$(RUN) -m tests.chaos

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from runtime.mesh import Mesh, make_mesh
 from tests.equivalence.problems import Noise, Problem, Sentences
@@ -170,8 +171,9 @@ class PlainModule(StagesInThreads):
         (x,), (target,) = step.inputs, step.targets
         if isinstance(x, tuple):  # weights, which are cut as the ids are, not numbers of targets
             ids, targets, *keys = x
-            x = ids, torch.zeros(ids.numel()).index_fill(0, targets, 1).view_as(ids), *keys
-        loss = self.task.loss(self.pipe(x), target)
+            x = ids, ids.new_zeros(ids.numel()).index_fill(0, targets, 1).view_as(ids), *keys
+        output = self.pipe(x)  # on the last device
+        loss = self.task.loss(output, tree_map(lambda t: t.to(output.device), target))
         (loss / max(1, step.count)).backward()
         return loss.detach()
 
