@@ -125,7 +125,7 @@ def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> No
     assert "the epoch:" not in printed  # its speed was the earlier run's
     assert [summary()[k] == before[k] for k in ("loss", "bleu", "validation_loss")] == [True] * 3
     assert names_in("work/checkpoints") == ["000001-epoch0-step4"]
-    assert run(line + "--n_epochs 2 --resume")[1] is None
+    assert run(line + "--n_epochs 2 --resume --timeline 0")[1] is None
     assert len(summary()["loss"]) == 8
     evaluations = [x["step"] for x in read_metrics(Path("work")) if "loss" not in x]
     assert evaluations == [4, 8]  # the first was repeated
