@@ -8,11 +8,10 @@ A line of JSON per step and per evaluation, written at once, so that `tail -f` f
 `step` is the number of steps done in the whole run. Speeds are summed over all ranks;
 `tokens_per_sec` counts all positions, `real_tokens_per_sec` excludes padding. `tflops_per_sec`
 counts three forward passes per step, since backward takes two; recomputation is not counted.
-`share_of_peak` divides it by the speed that all ranks together reached in a large matrix product
-at the start of the run. training/trackers.py writes the same numbers for other tools.
+training/trackers.py writes the same numbers for other tools.
 
-Cost: 0.3 seconds at the start, for the matrix products (and a second trace, with --trace); 0.1 ms
-per step.
+Cost: at the start a forward without memory on rank 0 (and a second trace, with --trace); 0.1 ms per
+step.
 """
 
 from __future__ import annotations
