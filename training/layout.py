@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -127,8 +127,11 @@ class LaidOutModel(ABC):
         output = self.outputs(x)  # [N, V] at N targets, or [B, classes]
         if output is None:
             return None
-        # Stages: the outputs are on the last one's device, the targets on the first one's.
-        target = tree_map_only(Tensor, lambda t: t.to(output.device, non_blocking=True), target)
+        # Stages: the outputs are on the last one's device, the targets on the first one's. The host
+        # waits only where it reads them.
+        device = output.device
+        to_outputs = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
+        target = tree_map_only(Tensor, to_outputs, target)
         return self.task.measure(output, target)
 
     def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:

@@ -20,6 +20,7 @@ from pipeline.partition import balance as balanced
 from pipeline.partition import measure_costs, place
 from pipeline.pipe import Pipe
 from runtime.cores import core_slice
+from runtime.graph import move
 from runtime.recompute import mode_of
 from training.generation import likeliest, newest_alone
 from training.layout import LaidOutModel, Plan
@@ -192,8 +193,7 @@ class BlocksInThreads(_InOneProcess):
     def _logits(self, x: Any) -> Tensor:
         ids, targets, *_ = x
         hidden = self.module.transformer(input_ids=ids, use_cache=False)[0]  # B T C
-        targets = targets.to(hidden.device, non_blocking=True)
-        return self.module.lm_head(at_targets(hidden, targets))  # N V
+        return self.module.lm_head(at_targets(hidden, move(targets, hidden.device)))  # N V
 
     def backward(self, step: Step) -> Tensor:
         """The batch is one piece to the embedding and the head; `h_pp` cuts it for the blocks."""

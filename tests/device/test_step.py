@@ -97,6 +97,16 @@ def test_a_step_waits_once_and_launches_what_a_plain_loop_does(num_microbatches:
     assert len(seen.kernels) <= 1.2 * len(plain.kernels)
 
 
+@on_device
+def test_targets_of_outputs_on_the_cpu_are_waited_for() -> None:
+    """A last stage on the CPU reads them at once: the copy must have ended."""
+    model = Replicated(PROBLEM.task(CUDA, torch.float32), CUDA, Plan(ADAMW))
+    target = torch.zeros(3, dtype=torch.long, device="cuda")
+    with patch.object(model, "outputs", lambda _: torch.zeros(3, 64)), watch() as seen:
+        model.measure(None, target)
+    assert waits(seen) == {"copy to the CPU, layout.py": 1}
+
+
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @on_device
 def test_a_step_of_stages_in_threads_waits_once(recompute: str) -> None:
