@@ -63,7 +63,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.group = group
-        self._bucket_bytes = bucket_bytes or default_bucket_bytes(group)
+        self._bucket_bytes = bucket_bytes or default_bucket_bytes(dist.get_backend(group))
         self._check_that_all_have_the_same_module()
         self.broadcast_params()
         self.buckets = GradientBuckets(

@@ -183,7 +183,7 @@ class GradientBuckets:
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient")
         self.group = group
-        most = bucket_bytes or default_bucket_bytes(group)
+        most = bucket_bytes or default_bucket_bytes(dist.get_backend(group))
         self.world_size = dist.get_world_size(group)
         self.comm_dtype = comm_dtype
         self.recorder = recorder
@@ -278,10 +278,10 @@ class GradientBuckets:
                 bucket.gradients.div_(self.world_size)  # not the flags
 
 
-def default_bucket_bytes(group: dist.ProcessGroup | None) -> int:
+def default_bucket_bytes(backend: str) -> int:
     """The largest bucket: 25 MB over NCCL, as in PyTorch, since each is a few kernels and GPUs fill
     it in a millisecond; else 4 MB, which stay in the cores' caches."""
-    return (25 if "nccl" in dist.get_backend(group) else 4) << 20
+    return (25 if "nccl" in backend else 4) << 20
 
 
 def in_groups(tensors: Iterable[TensorT], most_bytes: int) -> list[list[TensorT]]:

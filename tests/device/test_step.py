@@ -211,7 +211,8 @@ def test_a_step_of_two_replicas_waits_once_and_copies_bucket_by_bucket(
 
 def sizes(_rank: int, _world_size: int) -> list[int]:
     group = dist.new_group(backend="nccl")
-    return [gradients.default_bucket_bytes(each) for each in (None, group)]
+    backends = map(dist.get_backend, (None, group))
+    return [gradients.default_bucket_bytes(backend) for backend in backends]
 
 
 @on_device

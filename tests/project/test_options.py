@@ -219,6 +219,8 @@ MACHINES: list[tuple[int, tuple[int, int] | None, str, int | str]] = [
      + "--world_size 1, or --device cpu, works"),
     (1, None, "train pipeline --device cpu", 2),
     (1, None, "train ddp --device cuda", 2),
+    (1, None, DP, 2),
+    (2, None, DP, 2),
     (1, None, f"{PP} {FLOW} --device cuda", "--num_devices 2 --device cuda: 1 GPU is visible; "
      "--num_devices 1, or --device cpu, works"),
     (3, (8, 2), "train fsdp", 8),  # on each of four machines
@@ -244,6 +246,8 @@ def test_what_torchrun_and_the_machine_allow(
     try:
         args = parse(line)
         assert args.timeline == (0 if gpus and "cpu" not in line else 20)  # it would wait
+        if line.startswith(DP):
+            assert args.bucket_mb == (25 if gpus > 1 else 4)  # NCCL: a GPU for each rank
         found = args.world_size
         if line.startswith(PP):
             choose_devices(args)
