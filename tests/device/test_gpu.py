@@ -11,8 +11,9 @@ def found(section: str) -> list[tuple[str, bool | None]]:
     return [(line.name, line.ok) for line in gpu.SECTIONS[section]()]
 
 
-def test_every_section_runs(device: Device) -> None:
-    """Those that need hardware say so; `verify` has tests of its own (test_processes.py)."""
+def test_sections_run(device: Device) -> None:
+    """Those that need hardware say so. Not here: `verify`, which has tests of its own
+    (test_processes.py), and `races`, whose bits only a GPU could change."""
     assert device.run(found, "waits") == [
         ("transformers, a plain loop", None),
         ("one process", True),
