@@ -223,7 +223,12 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Whether every GPU has enough memory, and some more for fragments."""
-        return self.memory_gb <= self.machine.memory_gb * (1 - FRAGMENTS)
+        return self.memory_gb <= self.usable_gb
+
+    @property
+    def usable_gb(self) -> float:
+        """GiB of a GPU, less its fragments."""
+        return self.machine.memory_gb * (1 - FRAGMENTS)
 
     @property
     def tokens_per_second(self) -> float:

@@ -20,7 +20,7 @@ NAMES = (
 REASONS = {
     "products": "its matrix products take longer",
     "attention": "attention takes longer",
-    "elementwise": "norms, dropout and activations are computed more often",
+    "elementwise": "norms, dropout, activations and the adding of gradients take longer",
     "tensor": "{share} of the step waits for the all-reduces of its matrices",
     "host": "{share} of the step the GPUs wait for the host, which starts many small kernels",
     "gathering": "{share} of the step waits for gathered parameters and reduced gradients",
@@ -95,7 +95,7 @@ def search(
         )
         raise ValueError(
             f"--gpus {gpus} --machine {machine.name}: no layout fits; {options(least.layout)} "
-            f"needs {least.memory_gb:.0f} GiB of {machine.memory_gb:.0f}: more GPUs work"
+            f"needs {least.memory_gb:.0f} GiB of {least.usable_gb:.0f}: more GPUs work"
         )
     again = [Step(model, found.layout, machine).predict() for found in best[:top]]
     near = [steps[k].layout for cost, k in priced if cost < 1.5 * best[0].seconds]
@@ -144,7 +144,7 @@ def why(best: Prediction, other: Prediction) -> str:
         worst = max(other.memory, key=lambda m: m.gib)
         kind = max(worst._asdict().items(), key=lambda item: item[1])
         return (
-            f"does not fit: {other.memory_gb:.0f} GiB of {other.machine.memory_gb:.0f}, "
+            f"does not fit: {other.memory_gb:.0f} GiB of {other.usable_gb:.0f}, "
             f"{kind[1] / 2**30:.0f} of them {kind[0]}"
         )
     ratio = other.seconds / best.seconds - 1
@@ -174,10 +174,11 @@ def what_if(best: Prediction, near: list[Layout]) -> Iterator[str]:
         steps = [Step(best.model, replace(x, batch_size=times * x.batch_size), other) for x in near]
         steps = sorted((s for s in steps if s.least_memory() < other.memory_gb), key=Step.estimate)
         fitting: list[Prediction] = []
-        for step in steps:
+        own = replace(best.layout, batch_size=times * best.layout.batch_size)
+        for step in (Step(best.model, own, other), *(s for s in steps if s.layout != own)):
             found = step.predict(explain=False)
             fitting += [found] * found.fits
-            if len(fitting) == 4:
+            if len(fitting) == 5:
                 break
         if not fitting:
             continue

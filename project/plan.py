@@ -1,7 +1,7 @@
 """Predicts a step of parallel training, and searches the best layout, before any GPU is rented.
 
 predict    seconds, tokens/s, where the time goes, memory of every GPU, whether it fits
-search     every legal layout: the best, why their neighbours are not, what would change the choice
+search     every legal layout: the best, why its neighbours lose, what would change the choice
 check      a table of measured runs beside the prediction, with the errors
 simulate   one schedule, from the seconds of its actions: bubble, gaps and what they wait for
 calibrate  measures this computer, in under a minute, and writes it as a machine
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -66,23 +67,29 @@ def _parser() -> argparse.ArgumentParser:
             (("--n_embd", "--hidden"), "width"),
             (("--n_head", "--heads"), "attention heads"),
             (("--ffn",), "width of the MLP; default: 4 times the model's"),
-            (("--vocab_size", "--vocab"), "tokens"),
-            (("--seq", "--model_max_length"), "tokens of a sequence"),
+            (("--vocab_size", "--vocab"), "tokens of the vocabulary"),
+            (("--seq", "--model_max_length"), "tokens per sequence"),
         ):
             sizes.add_argument(*names, type=count, help=text)
         sizes.add_argument(
-            "--gated_mlp", action="store_true", help="the MLP has two matrices up, as Llama's"
+            "--gated_mlp",
+            action="store_true",
+            help="the MLP has a gate, as in Llama: three matrices, not two",
         )
         sizes.add_argument("--untied", action="store_true", help="the head has weights of its own")
         where = made.add_argument_group("the machine")
         where.add_argument(
-            "--machine", default="a100-80gb", help=f"a YAML file, or {', '.join(KNOWN)}"
+            "--machine",
+            default="a100-80gb",
+            help=f"a YAML file, or {', '.join(KNOWN)} [%(default)s]",
         )
         where.add_argument("--network", help=f"GB/s of a node, or {', '.join(describe.NETWORKS)}")
         where.add_argument(
             "--link", help=f"GB/s of a GPU in its node, or {', '.join(describe.LINKS)}"
         )
-        where.add_argument("--gpus", type=count, help="default of predict: dp x pp x tp")
+        where.add_argument(
+            "--gpus", type=count, help="default: dp x pp x tp in predict, one node in search"
+        )
         given = made.add_argument_group(
             "the layout; search takes what is given, and tries the rest"
         )
@@ -92,16 +99,23 @@ def _parser() -> argparse.ArgumentParser:
         given.add_argument("--dp", type=count, help="replicas")
         given.add_argument("--pp", type=count, help="stages of layers")
         given.add_argument("--tp", type=count, help="parts of every matrix")
-        given.add_argument("--micro_batch", type=count, help="sequences of a micro-batch")
-        given.add_argument("--schedule", choices=[n for n in SCHEDULES if n != "sequential"])
+        given.add_argument("--micro_batch", type=count, help="sequences per micro-batch")
+        given.add_argument("--schedule", choices=[n for n in SCHEDULES if n != "sequential"],
+                           help="order of a pipeline's work; 1f1b in predict")  # fmt: skip
         given.add_argument("--chunks", type=count, help="stages per rank, of interleaved")
-        given.add_argument("--zero", type=int, choices=(0, 1, 2, 3))
-        given.add_argument("--sequence_parallel", action="store_true", default=None)
-        given.add_argument("--recompute", choices=("never", "selective", "always"))
-        given.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
+        given.add_argument("--zero", type=int, choices=(0, 1, 2, 3),
+                           help="divided over replicas: 1 optimizer state, 2 + gradients, "
+                                "3 + parameters; 0 in predict")  # fmt: skip
+        given.add_argument("--sequence_parallel", action="store_true", default=None,
+                           help="split the positions, too, outside the cut matrices")  # fmt: skip
+        given.add_argument("--recompute", choices=("never", "selective", "always"),
+                           help="activations in backward; selective: of attention only; "
+                                "never in predict")  # fmt: skip
+        given.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16",
+                           help="[%(default)s]")  # fmt: skip
         if made.prog.endswith("predict"):
             given.add_argument("--order", choices=("dp-pp-tp", "pp-dp-tp"), default="dp-pp-tp",
-                               help="neighbours, outermost first")  # fmt: skip
+                               help="of the ranks, outermost first [%(default)s]")  # fmt: skip
         else:
             made.add_argument("--top", type=count, default=5, help="layouts to show; default: 5")
     made = command("check", "Compare a table of measured runs with their predictions.")
@@ -113,18 +127,20 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--link", help="as of predict")
     made = command(
         "simulate",
-        "Time a schedule. Any unit of seconds; one value, or one for each stage: 10,10,12.",
+        "Time a schedule. Times are in any unit: one number, or one per rank, as 10,10,12.",
     )
     made.add_argument("--stages", type=count, required=True, help="ranks of the pipeline")
-    made.add_argument("--num_microbatches", type=count, required=True)
-    made.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b")
+    made.add_argument(
+        "--num_microbatches", type=count, required=True, help="micro-batches per step"
+    )
+    made.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="[%(default)s]")
     made.add_argument(
         "--chunks",
         type=count,
         help="stages per rank, of interleaved; each takes its part of a rank's seconds",
     )
     for name, text in (
-        ("forward", "F of a micro-batch"),
+        ("forward", "F, of one micro-batch"),
         ("backward_input", "I, the half of backward that others wait for"),
         ("backward_weight", "W, the other half"), ("recompute", "the forward before a backward"),
         ("exchange", "of gradients, at the end"), ("update", "of parameters, after it"),
@@ -132,16 +148,20 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument(
             f"--{name}",
             default="0" if name in ("recompute", "exchange", "update") else "1",
-            help=text,
+            help=f"{text} [%(default)s]",
         )
-    made.add_argument("--transfer", type=float, default=0.0, help="a message between neighbours")
+    made.add_argument(
+        "--transfer", type=float, default=0.0, help="a message between neighbours [0]"
+    )
     made.add_argument("--no_overlap", action="store_true", help="messages hold up their sender")
     made.add_argument(
         "--exchange_after",
         action="store_true",
         help="the exchange waits for the last backward to end",
     )
-    made.add_argument("--activations", default="1", help="what a micro-batch holds, of any unit")
+    made.add_argument(
+        "--activations", default="1", help="what one micro-batch holds on a rank, in any unit [1]"
+    )
     made.add_argument(
         "--early_gradients", action="store_true", help="send gradients before W, as our programs do"
     )
@@ -201,7 +221,8 @@ def say_prediction(found: Prediction) -> None:
         print(f"\nIt fits: {room:.1f} of {limit:.1f} GiB are left.")
     else:
         print(
-            f"\nIt does not fit: {found.memory_gb:.1f} GiB of {limit:.1f}, less 5 % of fragments."
+            f"\nIt does not fit: it needs {found.memory_gb:.1f} GiB, and {found.usable_gb:.1f} of "
+            f"{limit:.1f} GiB can be used."
         )
     if model.heads % layout.tp:
         print(
@@ -256,8 +277,10 @@ def read_table(path: Path) -> list[dict[str, str]]:
     """The rows of a table. Raises ValueError."""
     try:
         lines = path.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: it is not UTF-8; a table is a CSV file of text") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
     rows = list(csv.DictReader(line for line in lines if line.strip() and not line.startswith("#")))
     if not rows:
         raise ValueError(f"{path}: it has no rows")
@@ -388,6 +411,8 @@ def run_simulate(args: Any) -> None:
         )
     )  # fmt: skip
     update = per_stage(args.update, "update", n)
+    if not 0 <= args.transfer < math.inf:
+        raise ValueError(f"--transfer {args.transfer:g}: it must be a finite number, 0 or more")
     if not sum(forward) + sum(early) + sum(late):
         raise ValueError(
             "--forward 0 --backward_input 0 --backward_weight 0: something must take time"
