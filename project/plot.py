@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                             "help": "folder of the runs' folders (%(default)s)"}
     for name, text in OF_TRAIN.items():
         option = command(name, text)
-        option("runs", help="e.g. ddp=1,ddp=2")
+        option("runs", nargs="+", help="e.g. ddp=1,ddp=2, or ddp=1 ddp=2")
         option("--workdir", **root)
     option = command("timeline", "what each worker did when in one step, beside the ideal")
     option("run", help="the workdir of a run with --timeline, or e.g. pipeline=3")
@@ -620,7 +620,7 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
         drawn = draw_step(path(f"timeline_{run.folder.name}"), workers, about, describe(run), step)
         print(f"wrote {write_trace(run.folder, workers)}: open it in https://ui.perfetto.dev")
         return [drawn]
-    runs = [named(run, args.workdir) for run in args.runs.split(",")]
+    runs = [named(run, args.workdir) for run in ",".join(args.runs).split(",")]
     check_alike(runs)
     return [COMPARED[name](runs, path(name))]
 

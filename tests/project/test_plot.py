@@ -338,7 +338,7 @@ def test_split_time_throughput_and_memory(tmp_path: Path, drawn: dict[str, Figur
     write_run(tmp_path, "ddp4", step_seconds=[9.0, 1.0, 1.0])
     state = {"parameters": [40e6, 40e6], "gradients": [40e6, 20e6], "optimizer": [0, 0]}
     write_run(tmp_path, "fsdp2", step_seconds=[3.0], cores=2, state_bytes=state)
-    fig = draw(tmp_path, drawn, "split_time", "ddp=1,ddp=2")
+    fig = draw(tmp_path, drawn, "split_time", "ddp=1", "ddp=2")  # or with a comma between them
     (ax,) = fig.axes
     found = [(b.get_x() + b.get_width() / 2, b.get_y(), b.get_height()) for b in boxes(ax)]
     assert found == [
