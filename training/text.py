@@ -278,7 +278,7 @@ def _documents(dataset: str, rows: dict[str, list[dict[str, str]]]) -> Texts:
     if not texts.splits["validation"]:
         texts.splits["train"], texts.splits["validation"] = held_out(texts.splits["train"])
         texts.notes.append(
-            f"no validation split: {100 // HELD_OUT} % of the text are taken from its end."
+            f"no validation split: {100 // HELD_OUT} % of the text is taken from its end."
         )
     if not all(texts.splits.values()):
         raise UserError(

@@ -161,7 +161,7 @@ def test_a_file_holds_documents_and_the_last_lines_are_held_out(tmp_path: Path) 
     # 315 of 332 letters: in line 37.
     assert found.splits["train"] == ["".join(lines[:20]), "".join(lines[20:38])]
     assert found.splits["validation"] == ["".join(lines[38:])[:-1]]
-    assert found.notes == ["no validation split: 5 % of the text are taken from its end."]
+    assert found.notes == ["no validation split: 5 % of the text is taken from its end."]
     # Without a line that ends there: at a document's end, or at a word.
     assert held_out(["abc def " * 10]) == (["abc def " * 9 + "abc "], ["def"])
     assert held_out(["x" * 100]) == (["x" * 94], ["x" * 6])
