@@ -281,13 +281,15 @@ def row_of(row: Mapping[str, str], machine: Machine) -> tuple[Model, Layout, Mac
     if schedule in ("interleaved", "1f1b"):  # more than one chunk is interleaved, whatever it says
         schedule = "interleaved" if (chunks or 1) > 1 and pp > 1 else "1f1b"
     schedule = {"afab": "gpipe"}.get(schedule, schedule)
+    recompute = RECOMPUTE.get(row["recompute"], row["recompute"] or "never")
+    if recompute not in ("never", "selective", "always"):
+        raise ValueError(f"recompute is {recompute!r}, and must be never, selective or always")
     layout = Layout(
         number["gpus"], number.get("dp", 1), number.get("tp", 1), pp,
         number.get("micro_batch", 1), number["global_batch"], schedule,
         chunks if schedule == "interleaved" else None, number.get("zero", 0),
         bool(number.get("sequence_parallel")),
-        RECOMPUTE.get(row["recompute"], row["recompute"] or "never"),
-        row["precision"] or "bf16", "pp-dp-tp",
+        recompute, row["precision"] or "bf16", "pp-dp-tp",
     )  # fmt: skip
     per = number.get("gpus_per_node", machine.gpus_per_node)  # a GPU keeps its part of the network
     share = machine.network_gbs * per / machine.gpus_per_node

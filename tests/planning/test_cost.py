@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import formulas
 from planning.cost import Group, Step, cut, group, predict, simulator
-from planning.describe import MACHINES, Layout, machine, model_of
+from planning.describe import MACHINES, Layout, machine, model_of, row_of
 from planning.search import command, layouts, neighbours, search, what_if, why
 from project.plan import compared, main, summary
 from project.train import parse_train
@@ -220,6 +220,15 @@ def test_a_table_is_compared_row_by_row(tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             run(f"check {path} --machine a100-80gb", capsys)
         assert message in capsys.readouterr().err
+
+
+def test_a_misspelt_recompute_is_refused() -> None:
+    row = dict.fromkeys(
+        ["layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "global_batch"], "8"
+    )
+    words = {"schedule": "", "recompute": "nevr", "precision": ""}
+    with pytest.raises(ValueError, match="'nevr', and must be never, selective or always"):
+        row_of(row | words, A100)
 
 
 @pytest.mark.skipif(not TABLES.is_dir(), reason=f"no tables of measured runs in {TABLES}")
