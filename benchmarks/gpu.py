@@ -2,7 +2,7 @@
 
     checks    every program, and tests of pipelines, on the real device
     verify    rows of project/verify.py: every kind of layout against one plain process
-    races     the same step 50 times, bit for bit
+    races     the same forward and backward 50 times, bit for bit
     waits     how often the host waits for the GPU in a step
     memory    of each ZeRO stage, two ranks
     speed     GPT-2 small in bf16, beside the plain Hugging Face loop and DistributedDataParallel
@@ -419,7 +419,8 @@ def waits() -> list[Line]:
     loss.item(), and those inside transformers."""
     lines = []
     with tempfile.TemporaryDirectory() as folder:
-        text = _Text(Path(folder), 8, 128, "--model", "gpt2-mini", "--dropout", "0.1")
+        small = () if REAL else ("--n_layer", "1", "--n_embd", "32", "--n_head", "2")
+        text = _Text(Path(folder), 8, 128, "--model", "gpt2-mini", "--dropout", "0.1", *small)
         contestants: dict[str, Any] = {
             "transformers, a plain loop": _Plain(text),
             "one process": _Ours(text),

@@ -201,9 +201,9 @@ class Optimizers:
         """On a GPU, launches the update before the host has seen the facts, so that the GPU need
         not wait for the host: torch's fused optimizers leave everything as it is where their
         `found_inf` is 1. Returns whether it did."""
+        # Not SGD: a first step that is left out leaves its momentum without a value.
         fused = all(
-            isinstance(o, torch.optim.Optimizer) and o.defaults.get("fused")
-            for o in self.optimizers
+            isinstance(o, torch.optim.AdamW) and o.defaults["fused"] for o in self.optimizers
         )
         devices = {p.device for owned in self._owned for p in owned}
         if not fused or facts.device.type == "cpu" or devices != {facts.device}:

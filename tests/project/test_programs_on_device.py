@@ -25,12 +25,8 @@ LAYOUTS = [
     (1, f"run_pipeline {FLOW} --schedule zbv"),
     (1, f"run_pipeline {FLOW} --n_chunk 3 --pipeline blocks"),
     (2, "run_data_parallel"),
-    (2, "train ddp"),
     (2, "train fsdp"),
-    (2, "train pipeline --schedule zb"),
-    (2, "train model"),
-    (2, "train tensor --sequence_parallel"),
-    (4, "train 3d --pp 2 --tp 2"),
+    (4, "train 3d --pp 2 --tp 2"),  # each axis alone: tests/device/test_processes.py
 ]
 LINES = ["Der Mann", "Wir sehen zwei Häuser"]
 
