@@ -8,7 +8,7 @@
 # make gpu     what only a GPU can show, in under eight minutes: checks, races, memory, speed
 # make chaos   kills, stops and interrupts real runs, and checks what is left (45 minutes)
 # make fuzz    compares random models under random layouts with one plain process (five minutes)
-# make mutants breaks one line at a time, some 300, and checks that a test sees each (half an hour)
+# make mutants breaks one line at a time, some 300, and checks that a test sees each (six minutes)
 # make clean   removes what the targets above made, by name, except .venv; your own workdirs stay
 
 PYTHON ?= python3
