@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.fsdp import FullyShardedDataParallel
 from pipeline.catalogue import ONE_EACH
+from pipeline.messages import PeerError
 from pipeline.pipe import Pipe
 from pipeline.process import ProcessPipe
 from pipeline.trace import split
@@ -292,7 +293,9 @@ def run(rank: int, _: int, seed: int) -> bytes:
     idle = rank > 0 and case.kind in ON_ONE
     try:
         return pickle.dumps({} if idle else KINDS[case.kind](case, rank))
-    except (RuntimeError, ValueError) as error:  # a neighbour's is a PeerError
+    except PeerError as error:  # over process groups it does not have the other rank's sentence
+        return pickle.dumps(error)
+    except (RuntimeError, ValueError) as error:
         said = str(error)
         if not any(re.search(refusal, said) for refusal in case.refusals()):
             raise
@@ -309,6 +312,8 @@ def wrong(seed: int, by_rank: Sequence[bytes]) -> list[str]:
     the case was refused."""
     if refused(by_rank):
         return []
+    if lonely := [str(mine) for mine in map(pickle.loads, by_rank) if isinstance(mine, PeerError)]:
+        return lonely
     expected = plain(draw(seed))
     # Of an empty weight no rank of fsdp holds a part.
     nothing = [name for name, v in expected.items() if v is None or not v.numel()]
