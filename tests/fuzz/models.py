@@ -178,6 +178,8 @@ class Again(Odd):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(features, features), nn.Tanh())
         self.use_reentrant = use_reentrant
+        # A trace keeps what the checkpoint forgot, and torch refuses a later write to it.
+        self.refused = {"traced": "modified by an inplace operation"}
         if use_reentrant:
             said = r"uses checkpoint\(use_reentrant=True\)"
             traced = "the backward of a torch.autograd.Function would be"
