@@ -37,14 +37,14 @@ from torch.distributed.pipelining.schedules import (
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, use_cores, write_rows
 from benchmarks.pipeline import BATCH, BLOCKS, LENGTH, WIDTH, K, make_blocks, square_error
-from pipeline.catalogue import places
 from pipeline.partition import place
 from pipeline.pipe import Pipe
-from pipeline.process import ProcessPipe
+from pipeline.processes.process import ProcessPipe
+from pipeline.schedules.catalogue import places
 from project.plot_timeline import bubbles, ideal_of
-from training.launch import Settings, launch
+from training.launch.launch import Settings, launch
+from training.launch.world import World, gather_over_ranks
 from training.timeline import Event
-from training.world import World, gather_over_ranks
 
 MICROBATCHES, ROUNDS, RECORDED = (2, 4, 8, 16), 3, 3
 USUAL = (4, 8)  # the numbers with which OTHERS are timed, too

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
-from training.launch import Settings, launch
-from training.model import build_model, gpt2_config, gpt2_layers, loss_of_targets
-from training.world import World
+from training.launch.launch import Settings, launch
+from training.launch.world import World
+from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers, loss_of_targets
 
 TITLE = "Data-parallel step, gpt2-mini, 2 ranks with a core each"
 ROUNDS, STEPS = 11, 2

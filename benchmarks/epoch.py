@@ -29,13 +29,13 @@ from data_parallel.dataset import partition_dataset
 from data_parallel.gradients import average_gradients
 from project.run_data_parallel import parse_data_parallel
 from project.utils import collate_batch, plan_of
-from training.data import Batch
-from training.launch import Settings, launch
+from training.launch.launch import Settings, launch
+from training.launch.world import World
+from training.layouts.replicated import Replicated
 from training.loop import evaluate_loss
-from training.model import build_model, gpt2_config, gpt2_layers
-from training.replicated import Replicated
-from training.translation import TranslationTask
-from training.world import World
+from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers
+from training.tasks.tokens import Batch
+from training.tasks.translation import TranslationTask
 
 BATCH, LENGTH, PLAIN_VOCAB, PARTS = 64, 128, 50257, 5
 Pairs = Sequence[dict[str, str]]

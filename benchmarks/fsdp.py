@@ -23,9 +23,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
-from training.launch import Settings, launch
-from training.model import build_model, gpt2_config, gpt2_layers, initializer, loss_of_targets
-from training.world import World
+from training.launch.launch import Settings, launch
+from training.launch.world import World
+from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers, initializer, loss_of_targets
 
 TITLE = "Sharded step, GPT-2 with 6 blocks of width 512, 2 ranks with a core each"
 ROUNDS, STEPS = 7, 1

@@ -21,10 +21,10 @@ from benchmarks.harness import Row, alternate, ratio_of, summarize, write_rows
 from benchmarks.text import benchmark_texts, text_name
 from project.run_data_parallel import parse_data_parallel
 from project.utils import generate, plan_of
-from training.data import eos
-from training.replicated import Replicated
-from training.translation import TranslationTask
-from training.world import World
+from training.launch.world import World
+from training.layouts.replicated import Replicated
+from training.tasks.tokens import eos
+from training.tasks.translation import TranslationTask
 
 LENGTH = 128
 ROUNDS = 2

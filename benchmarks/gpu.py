@@ -51,18 +51,18 @@ from tests.device.seen import watch
 from tests.equivalence.compare import Result, laid_out
 from tests.equivalence.run import check_all
 from tests.equivalence.table import find
-from training.language import LanguageTask
-from training.launch import Settings, launch, setup
-from training.layout import Plan
+from training.launch.launch import Settings, launch, setup
+from training.launch.world import World
+from training.layouts.layout import Plan
+from training.layouts.replicated import Replicated
+from training.layouts.sharded import Sharded
 from training.loop import recipe_of
 from training.optimization import Optimizers
-from training.parallel import Sharded
-from training.replicated import Replicated
-from training.world import World
+from training.tasks.language import LanguageTask
 
 REAL = NUMBER not in os.environ  # else the device has no hardware
 ROOT = Path(__file__).resolve().parents[1]
-CORPUS = ROOT / "training" / "corpus"
+CORPUS = ROOT / "training" / "tasks" / "corpus"
 GIB = 2**30
 SAME_STEPS = 50 if REAL else 2  # of `races`
 GOAL = 1.3  # times the plain loop

@@ -25,17 +25,17 @@ from benchmarks.formulas import Link, all_reduce_seconds
 from benchmarks.wire import bytes_sent
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
-from pipeline.catalogue import SCHEDULES
-from pipeline.dataflow import Channel
+from pipeline.executor import Channel
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
-from pipeline.process import ProcessPipe
+from pipeline.processes.process import ProcessPipe
+from pipeline.schedules.catalogue import SCHEDULES
 from project.plot_timeline import bubbles, in_step, steps_of
-from training.launch import Settings, launch
-from training.memory import state_bytes
+from training.launch.launch import Settings, launch
+from training.launch.memory import state_bytes
+from training.launch.world import World
 from training.perfetto import read_timelines
 from training.timeline import Timeline
-from training.world import World
 
 WORLDS = (2, 3)
 NUMEL = 3 * 2**20  # floats in a collective: divisible by 2 and 3

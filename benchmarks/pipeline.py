@@ -36,10 +36,10 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, use_cores, write_rows
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
-from pipeline.schedule import clock_cycles
+from pipeline.schedules.schedule import clock_cycles
 from pipeline.worker import Task
-from training.launch import Settings, launch
-from training.world import World
+from training.launch.launch import Settings, launch
+from training.launch.world import World
 
 K, MICROBATCHES, ROUNDS = 2, (4, 8), 3
 BLOCKS, WIDTH, BATCH, LENGTH = 4, 512, 32, 128

@@ -20,9 +20,9 @@ from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write
 from benchmarks.text import benchmark_texts
 from project.run_pipeline import choose_devices, parse_pipeline
 from project.utils import plan_of
-from training.staged import StagesInThreads
-from training.translation import TranslationTask
-from training.world import World
+from training.launch.world import World
+from training.layouts.threads import StagesInThreads
+from training.tasks.translation import TranslationTask
 
 ROUNDS = 3
 LARGE = "--n_layer 8 --n_embd 512 --n_head 8 --batch_size 32 --padding max_length"

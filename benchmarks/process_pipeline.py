@@ -39,12 +39,12 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, use_cores, write_rows
 from benchmarks.pipeline import BATCH, BLOCKS, LENGTH, WIDTH, K, make_blocks, square_error
-from pipeline.catalogue import SCHEDULES as WHOLE
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
-from pipeline.process import ProcessPipe
-from training.launch import Settings, launch
-from training.world import World
+from pipeline.processes.process import ProcessPipe
+from pipeline.schedules.catalogue import SCHEDULES as WHOLE
+from training.launch.launch import Settings, launch
+from training.launch.world import World
 
 MICROBATCHES, ROUNDS, FEWER_ROUNDS = (4, 8), 5, 3
 SCHEDULES = ("gpipe", "1f1b", "zb")

@@ -30,14 +30,14 @@ from benchmarks.formulas import (
 )
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from benchmarks.live_bytes import LiveBytes
-from pipeline.catalogue import V_SHAPED, places, plan
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
-from pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from pipeline.schedules.catalogue import V_SHAPED, places, plan
+from pipeline.schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from pipeline.stage import Stage
 from runtime.recompute import segments
 from training.curves import BLUE, GREEN, GREY, picture
-from training.model import build_model, gpt2_config, gpt2_layers
+from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers
 
 BLOCKS, HEADS, LENGTH, BATCH, K = 8, 4, 128, 16, 2
 COUNTED, TIMED = 128, 256  # widths

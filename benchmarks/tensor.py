@@ -44,18 +44,12 @@ from runtime.ranks import Ranks
 from tensor_parallel.collectives import replicate
 from tensor_parallel.gpt2 import HeadAndLoss, cut
 from tensor_parallel.loss import head_loss
-from training.launch import Settings, launch
-from training.layout import Plan
-from training.model import (
-    build_model,
-    gpt2_config,
-    gpt2_layers,
-    initializer,
-    loss_of_targets,
-)
-from training.parallel import Staged
-from training.task import Step
-from training.world import World
+from training.launch.launch import Settings, launch
+from training.launch.world import World
+from training.layouts.layout import Plan
+from training.layouts.stages import Staged
+from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers, initializer, loss_of_targets
+from training.tasks.task import Step
 
 TITLE = "Tensor parallelism, GPT-2 with 4 blocks of width 768, a core per rank"
 ROUNDS = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training.text import Texts, load_texts
+from training.tasks.texts import Texts, load_texts
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "multi30k"
 

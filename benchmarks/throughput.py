@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness import Row, summarize, write_rows
-from training.results import SUMMARY
+from training.files import SUMMARY
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS, STEPS, BATCH = 1, 5, 32

@@ -11,7 +11,7 @@ Idea: shuffle the indices once, with a seed that all ranks share, then
   k-th batches together are that stretch, for every W that divides B;
 - other sizes: consecutive stretches of the shuffled order, with these sizes.
 
-A rank's part of a batch is cut into micro-batches later (training/sequences.py).
+A rank's part of a batch is cut into micro-batches later (training/tasks/sequences.py).
 
 Cost: one list of indices per rank; the examples are not copied.
 """

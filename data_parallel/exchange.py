@@ -33,9 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data_parallel.sharding import Unit
 from runtime.ranks import all_gather, reduce_scatter, where_hosts_meet
 from runtime.shared_memory import SharedBuffers, aligned, sum_into
+
+from .flat import Unit
 
 Finish = Callable[[], None]
 """Waits for a started exchange. Call each once, in the order of the starts."""

@@ -47,13 +47,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from data_parallel.exchange import Exchange, SharedExchange
-from data_parallel.sharded_layer import LayerGraph, ShardedLayer
-from data_parallel.sharding import FlatPiece, make_units
-from data_parallel.shards import Gradients, ShardedUnit
 from runtime.graph import Initialize
 from runtime.ranks import where_hosts_meet
 from runtime.recorder import Recorder, acting
 from runtime.unseen import Strangers, refuse_gradient, refuse_gradient_hooks
+
+from .flat import FlatPiece, make_units
+from .gathered_layer import LayerGraph, ShardedLayer
+from .units import Gradients, ShardedUnit
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of flat shards. It must work element by element, like SGD, Adam or AdamW.

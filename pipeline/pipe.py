@@ -39,8 +39,6 @@ from runtime.unseen import refuse_gradient, refuse_hooks
 
 from . import microbatch
 from .autograd import pipelined
-from .catalogue import plan
-from .dataflow import Channel, Dataflow, Losses, LossFunction, channels
 from .delivery import (
     Replicas,
     deliver,
@@ -48,8 +46,10 @@ from .delivery import (
     hooks_held,
     trained_parameters,
 )
+from .executor import Channel, Dataflow, Losses, LossFunction, channels
 from .partition import _split_module, containers, split_by_sizes
-from .schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
+from .schedules.catalogue import plan
+from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
 from .streams import Link, Links
 from .worker import Context, Crew, Task, memory_of

@@ -19,9 +19,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipeline.catalogue import SCHEDULES, chunks_of, places
-from pipeline.chunks import interleaved_1f1b
-from pipeline.schedule import Kind
+from pipeline.schedules.catalogue import SCHEDULES, chunks_of, places
+from pipeline.schedules.chunks import interleaved_1f1b
+from pipeline.schedules.schedule import Kind
 
 from .describe import BYTES, Layout, Machine, Model
 from .simulate import CAUSES, Simulator, Work

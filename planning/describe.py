@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.catalogue import chunks_of
+from pipeline.schedules.catalogue import chunks_of
 
 MACHINES = Path(__file__).parent / "machines"
 PRESETS = {  # layers, hidden, heads, vocabulary, positions

@@ -30,7 +30,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import NamedTuple
 
-from pipeline.schedule import (
+from pipeline.schedules.schedule import (
     BORN,
     FORWARD,
     Action,

@@ -65,12 +65,12 @@ if __name__ == "__main__":
 
 
 from project.utils import run_program
-from training.errors import UserError
 from training.export import export
-from training.generation import continue_all
+from training.launch.errors import UserError
+from training.launch.world import choose_device
 from training.seeds import stream
+from training.tasks.generation import continue_all
 from training.trained import Trained, Whole, load_trained
-from training.world import choose_device
 
 
 def read_lines(args: argparse.Namespace) -> list[str]:

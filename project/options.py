@@ -252,7 +252,7 @@ def settle_sizes(options: T) -> T:
 def begin(kind: type, description: str | None) -> None:
     """Answers --help, refuses a mistyped option, and lets Ctrl-C end the process at once, before
     torch is imported, which takes seconds. (A library may swallow a KeyboardInterrupt during its
-    import; `training.errors.signals_end` takes over later.)"""
+    import; `training.launch.errors.signals_end` takes over later.)"""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     parse(kind, description)
@@ -321,7 +321,7 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # noqa: ARG002
         """The option, the value, the rule."""
-        from training.errors import refuse
+        from training.launch.errors import refuse
 
         text = as_typed(_in_one_line(self.hints, message), self.given)
         refuse(f"{self.prog}: error: {text}; --help explains all\n")

@@ -30,14 +30,14 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.catalogue import SCHEDULES, find
+from pipeline.schedules.catalogue import SCHEDULES, find
 from planning import describe, search
 from planning.cost import Prediction, Step, predict
 from planning.cost import simulator as prepared
 from planning.describe import COLUMNS, MACHINES, PRESETS, Layout, Machine, Model, model_of, row_of
 from planning.simulate import Simulator, Work, with_times
 from training.command_line import Parser, count
-from training.errors import refuse
+from training.launch.errors import refuse
 
 WIDTH = 30  # characters of a whole bar
 KNOWN = sorted(file.stem for file in MACHINES.glob("*.yaml"))

@@ -28,7 +28,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.catalogue import SCHEDULES, in_words
+from pipeline.schedules.catalogue import SCHEDULES, in_words
 from training.command_line import Parser, count
 
 OUTPUT = Path("submit_figures")
@@ -117,9 +117,9 @@ from training.curves import (
     readable,
     with_error,
 )
-from training.errors import UserError
+from training.files import OPTIONS, SUMMARY
+from training.launch.errors import UserError
 from training.perfetto import read_timelines, write_trace
-from training.results import OPTIONS, SUMMARY
 from training.timeline import Event
 
 STRATEGIES = ("single", "ddp", "model", "fsdp", "pipeline", "tensor")

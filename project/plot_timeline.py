@@ -18,8 +18,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from pipeline.catalogue import SCHEDULES, find, in_words
-from pipeline.schedule import (
+from pipeline.schedules.catalogue import SCHEDULES, find, in_words
+from pipeline.schedules.schedule import (
     BACKWARD,
     FORWARD,
     Action,
@@ -33,7 +33,7 @@ from pipeline.schedule import (
 )
 from planning.simulate import simulate
 from training.curves import BLUE, FAINT, GREEN, GREY, INK, picture, readable
-from training.errors import UserError
+from training.launch.errors import UserError
 from training.perfetto import without_crossings
 from training.timeline import COMMUNICATION, KINDS, Event
 

@@ -32,15 +32,15 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pipeline.catalogue import find
-from pipeline.schedule import bubble
+from pipeline.schedules.catalogue import find
+from pipeline.schedules.schedule import bubble
 from project import plot
 from project.plot import OUTPUT, THROUGHPUT, TIME, YLABELS, describe, speed_up
 from project.plot_timeline import bubbles, draw_step, in_step, plot_schedule, steps_of
 from training.command_line import Parser, count
 from training.curves import readable, with_error
-from training.errors import RunError, say
-from training.results import SUMMARY, writing
+from training.files import SUMMARY, writing
+from training.launch.errors import RunError, say
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL = "real_tokens_per_sec"

@@ -58,12 +58,15 @@ from project.utils import (
     save_grad_weights,
     text_task,
 )
-from training.errors import UserError, torchrun
-from training.launch import Settings, launch, setup
+from training.files import OPTIONS, show, write_json
+from training.launch.errors import UserError, torchrun
+from training.launch.launch import Settings, launch, setup
+from training.launch.world import World, choose_backend
+from training.layouts.replicated import Replicated
 from training.loop import recipe_of, run, train
 from training.optimization import Optimizers
-from training.replicated import Replicated
-from training.results import OPTIONS, options_of, show, write_json
+from training.results import options_of
+from training.resume import NO_RESUME, Resume, find_resume
 from training.rules import (
     check_batch,
     check_microbatches,
@@ -72,11 +75,9 @@ from training.rules import (
     settle_ranks,
     settle_training,
 )
-from training.saving import NO_RESUME, Resume, find_resume
-from training.sequences import SequenceTask
-from training.text import Texts
+from training.tasks.sequences import SequenceTask
+from training.tasks.texts import Texts
 from training.workdir import alone_in_workdir, claim_folders
-from training.world import World, choose_backend
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
 

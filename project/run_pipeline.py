@@ -48,14 +48,14 @@ if __name__ == "__main__":
 import torch
 
 from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
-from training.errors import UserError, run_here, torchrun_world_size
+from training.launch.errors import UserError, run_here, torchrun_world_size
+from training.launch.world import World, choose_device, quiet_libraries
+from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.loop import run
+from training.resume import find_resume
 from training.rules import check_microbatches, check_model, check_recompute, settle_training
-from training.saving import find_resume
 from training.stage_rules import check_stages, settle_chunks
-from training.staged import BlocksInThreads, StagesInThreads
 from training.workdir import alone_in_workdir, claim_folders
-from training.world import World, choose_device, quiet_libraries
 
 
 def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> Any:

@@ -93,15 +93,16 @@ import torch
 from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
 from tensor_parallel.gpt2 import degrees
 from training.check import check, outputs_on_main, weights_on_main
-from training.errors import RunError, UserError, torchrun, works
-from training.launch import Settings, launch
+from training.files import SUMMARY, write_json
+from training.launch.errors import RunError, UserError, torchrun, works
+from training.launch.launch import Settings, launch
+from training.launch.world import World, choose_backend, choose_device, on_main
+from training.layouts.choose import lay_out
+from training.layouts.replicated import Replicated
+from training.layouts.traced import traced_layers
 from training.loop import run
-from training.model import PRESETS
-from training.parallel import lay_out
-from training.pictures import PictureSets, load_pictures
 from training.profiling import Profile
-from training.replicated import Replicated
-from training.results import SUMMARY, write_json
+from training.resume import NO_RESUME, Resume, find_resume
 from training.rules import (
     check_batch,
     check_microbatches,
@@ -111,15 +112,14 @@ from training.rules import (
     settle_ranks,
     settle_training,
 )
-from training.saving import NO_RESUME, Resume, find_resume
 from training.stage_rules import check_stages, settle_chunks, size_of_model
-from training.task import Task
-from training.text import Texts
-from training.traced import traced_layers
+from training.tasks.gpt2 import PRESETS
+from training.tasks.pictures import PictureSets, load_pictures
+from training.tasks.task import Task
+from training.tasks.texts import Texts
+from training.tasks.vgg import VGG, PictureTask
 from training.trackers import close_trackers, trackers_of
-from training.vgg import VGG, PictureTask
 from training.workdir import alone_in_workdir, claim_folders
-from training.world import World, choose_backend, choose_device, on_main
 
 SENTENCES_ONLY = (
     "n_layer", "n_embd", "n_head", "vocab_size", "dropout", "n_test", "padding", "src", "tgt",

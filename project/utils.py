@@ -1,7 +1,7 @@
 """The course's functions under the names of its handout, and functions that the programs share.
 
-The training loop is training/loop.py, tokenizer and batches are training/data.py, translation is
-training/generation.py.
+The training loop is training/loop.py, tokenizer and batches are training/tasks/tokens.py,
+translation is training/tasks/generation.py.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ import torch
 from torch import nn
 
 from project.options import as_typed
-from training.data import collate_batch, get_tokenizer
-from training.errors import RunError, UserError, refuse, signals_end
-from training.generation import evaluate_bleu, translate
-from training.language import LanguageTask
-from training.layout import LaidOutModel, Plan
+from training.files import show, writing
+from training.launch.errors import RunError, UserError, refuse, signals_end
+from training.launch.world import World, on_main, quiet_libraries
+from training.layouts.layout import LaidOutModel, Plan
 from training.loop import evaluate_loss, train
-from training.results import Results, show, writing
+from training.results import Results
+from training.resume import Resume
 from training.rules import check_plain_text, check_warmup
-from training.saving import Resume
-from training.sequences import FILES, SequenceTask
-from training.text import SPLITS, Texts, load_texts
+from training.tasks.generation import evaluate_bleu, translate
+from training.tasks.language import LanguageTask
+from training.tasks.sequences import FILES, SequenceTask
+from training.tasks.texts import SPLITS, Texts, load_texts
+from training.tasks.tokens import collate_batch, get_tokenizer
+from training.tasks.translation import TranslationTask
 from training.timeline import Timeline
-from training.translation import TranslationTask
-from training.world import World, on_main, quiet_libraries
 
-if TYPE_CHECKING:  # see training/model.py
+if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
 
 __all__ = [

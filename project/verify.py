@@ -32,8 +32,8 @@ from tests.equivalence.compare import Result
 from tests.equivalence.run import check_all
 from tests.equivalence.table import TABLE, Row
 from training.command_line import Parser
-from training.errors import UserError, torchrun_world_size
-from training.results import write_json
+from training.files import write_json
+from training.launch.errors import UserError, torchrun_world_size
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 WIDTH = max(len(row.name) for row in TABLE)

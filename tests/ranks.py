@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from training.launch import host_store, listen, setup
+from training.launch.launch import host_store, listen, setup
 
 LIMIT = 60.0  # seconds that a function may take
 LIBRARIES = ["torch._dynamo", "transformers.models.gpt2.modeling_gpt2"]

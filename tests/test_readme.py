@@ -81,15 +81,17 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_map_of_the_readme_has_every_file() -> None:
     section = (ROOT / "README.md").read_text("utf-8").partition("## The map\n")[2]
     named: list[str] = []
-    folder = ""
+    package = folder = ""
     for line in section.split("```")[1].splitlines():
         if start := re.match(r"(\w+)/", line):
-            folder = start[1]
+            package = folder = start[1]
+        elif room := re.match(r"  (\w+)/", line):
+            folder = f"{package}/{room[1]}"
         named += [f"{folder}/{name}" for name in re.findall(r"\w+\.py", line)]
     there = {
         str(path.relative_to(ROOT))
         for folder in {name.partition("/")[0] for name in named}
-        for path in (ROOT / folder).glob("*.py")
+        for path in (ROOT / folder).rglob("*.py")
         if path.stem != "__init__"
     }
     assert sorted(named) == sorted(there)

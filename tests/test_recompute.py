@@ -26,7 +26,7 @@ from tests.pipeline.pipeline_models import (
     take_gradients,
 )
 from tests.ranks import Ranks
-from training.replicated import Recomputed
+from training.layouts.replicated import Recomputed
 
 
 def test_sqrt_keeps_about_as_many_inputs_as_a_segment_has_layers() -> None:

@@ -104,7 +104,7 @@ def _program(
     os.chdir(folder)
     torch.set_num_threads(1)  # threads of this process would be missing in those it forks
     fork = mp.get_context("fork")
-    pytest.MonkeyPatch().setattr("training.launch.get_context", lambda _: fork)
+    pytest.MonkeyPatch().setattr("training.launch.launch.get_context", lambda _: fork)
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")

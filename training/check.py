@@ -39,10 +39,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from training.layout import LaidOutModel, Plan
 from training.progress import moving
-from training.task import Step, Task, materialize
-from training.world import World, gather_over_ranks
+
+from .launch.world import World, gather_over_ranks
+from .layouts.layout import LaidOutModel, Plan
+from .tasks.task import Step, Task, materialize
 
 FACTOR = 16.0
 EPS32 = torch.finfo(torch.float32).eps

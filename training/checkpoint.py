@@ -41,19 +41,19 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.errors import RunError, UserError
-from training.results import json_text
-from training.world import World, gather_over_ranks
+from training.files import json_text
+
+from .launch.errors import RunError, UserError
+from .launch.world import World, gather_over_ranks
+from .layouts.layout import LaidOutModel, Piece, whole
 
 # torch.distributed.checkpoint is imported where it is used: it takes a second.
-if TYPE_CHECKING:
-    from training.layout import LaidOutModel
 
 FORMAT = "parallel-gpt2 checkpoint 3"
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -69,22 +69,6 @@ class CheckpointError(UserError):
 
 
 # What a rank holds
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A rectangle of the tensor `name`, whose whole shape is `shape`. It begins at `offsets`;
-    `tensor` is its memory, to be saved or loaded into."""
-
-    name: str
-    tensor: Tensor
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-def whole(name: str, tensor: Tensor) -> Piece:
-    """A whole tensor as one piece."""
-    return Piece(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
 
 def training_pieces(model: LaidOutModel) -> list[Piece]:

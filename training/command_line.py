@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from training.errors import refuse
+from .launch.errors import refuse
 
 
 def underscored(words: Sequence[str]) -> list[str]:

@@ -20,8 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from training.errors import UserError
-from training.results import PICTURE, writing
+from training.files import PICTURE, writing
+
+from .launch.errors import UserError
 
 BLUE, GREEN, INK, GREY, FAINT = "#0072B2", "#009E73", "#1F2933", "#6B7785", "#E8EBEE"
 STYLE = {

@@ -16,9 +16,11 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from training.errors import RunError, UserError
-from training.results import OPTIONS, read_metrics
+from training.files import OPTIONS
+from training.results import read_metrics
 from training.trained import Trained
+
+from .launch.errors import RunError, UserError
 
 CARD = """---
 library_name: transformers

@@ -25,18 +25,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from training.agreement import check_replicas, check_same, run_things
-from training.errors import RunError
-from training.layout import LaidOutModel, Plan
 from training.metrics import Metrics, Tracker
 from training.optimization import ADVICE, Optimizers, Recipe
 from training.progress import moving
 from training.results import NOTHING_YET, Results, Totals
-from training.saving import NO_RESUME, Resume, Saving
 from training.seeds import stream
-from training.shared_cores import core_notes
-from training.task import Score, Step, Task
-from training.world import World
+
+from .launch.compare_ranks import check_replicas, check_same, run_things
+from .launch.errors import RunError
+from .launch.shared_cores import core_notes
+from .launch.world import World
+from .layouts.layout import LaidOutModel, Plan
+from .resume import NO_RESUME, Resume, Saving
+from .tasks.task import Score, Step, Task
 
 
 def train(

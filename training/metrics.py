@@ -26,12 +26,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from training.layout import LaidOutModel
-from training.memory import peak_bytes
+from training.files import METRICS, json_text, writing
 from training.optimization import Optimizers
-from training.results import METRICS, json_text, writing
-from training.task import Task
-from training.world import World
+
+from .launch.memory import peak_bytes
+from .launch.world import World
+from .layouts.layout import LaidOutModel
+from .tasks.task import Task
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 """Takes the number of steps done, and the numbers to write."""

@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training.errors import RunError
-from training.task import to_device
-from training.world import World
+from .launch.errors import RunError
+from .launch.world import World
+from .tasks.task import to_device
 
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
 RISEN = 10  # times the first step's loss: the run diverges

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.results import write_text
+from training.files import write_text
 from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event
 
 TRACE = "trace.json"

@@ -1,7 +1,7 @@
 """A line that moves on a terminal: how far a run is, its loss, and the time left.
 
 It goes to standard error, and only where that is a terminal: nothing of it is in a file or a pipe.
-`training.errors.say` erases what an interrupted run has left of it.
+`training.launch.errors.say` erases what an interrupted run has left of it.
 """
 
 from __future__ import annotations

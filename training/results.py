@@ -23,23 +23,29 @@ import shlex
 import socket
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.cores import core_slice
-from training.errors import RunError
-from training.memory import peak_bytes
-from training.task import Score, Task
-from training.world import World, gather_over_ranks, sum_over_parts
 
-if TYPE_CHECKING:  # a layout imports training/checkpoint.py, which uses the functions below
-    from training.layout import LaidOutModel
+from .files import (
+    CHECKPOINTS,
+    METRICS,
+    OPTIONS,
+    PICTURE,
+    SUMMARY,
+    TENSORBOARD,
+    show,
+    write_json,
+    writing,
+)
+from .launch.memory import peak_bytes
+from .launch.world import World, gather_over_ranks, sum_over_parts
+from .layouts.layout import LaidOutModel
+from .tasks.task import Score, Task
 
-METRICS, OPTIONS, SUMMARY, PICTURE = "metrics.jsonl", "options.json", "summary.json", "training.png"
-CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"  # their folders
 # What a run leaves in its workdir: what shows that there was one, and the rest.
 WORTH = (f"{CHECKPOINTS}/*", "*_results_epoch*.json", "timeline_rank*.json")
 OF_A_RUN = (
@@ -236,55 +242,6 @@ def set_aside(workdir: Path) -> Path | None:
             for path in workdir.glob(pattern):
                 path.rename(aside / path.name)
     return aside
-
-
-@contextmanager
-def writing(path: Path | str) -> Iterator[None]:
-    """Turns an error in writing, as of a full disk, into a RunError."""
-    try:
-        yield
-    except Exception as error:
-        # Libraries in Rust raise plain exceptions: No space left on device (os error 28).
-        # torch's zip writer gives positions in the file: unexpected pos 704 vs 598.
-        text = str(error)
-        full = "unexpected pos" in text
-        if not (isinstance(error, OSError) or "os error" in text or full):
-            raise
-        reason = "its disk is full" if full else getattr(error, "strerror", None) or error
-        raise RunError(
-            f"{path}: cannot be written ({reason}); make room there, or write elsewhere"
-        ) from error
-
-
-def show(text: str) -> None:
-    """Prints. Raises RunError if its reader is gone, as when `| head` has ended."""
-    with writing("standard output"):
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:
-            raise RunError("standard output: its reader has ended, and so does the run") from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a temporary file and renames it: no reader sees half of it. Raises RunError."""
-    aside = path.with_name(path.name + ".part")
-    try:
-        with writing(path):
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(path)  # atomic
-    finally:
-        aside.unlink(missing_ok=True)  # left only by an error
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes indented JSON with unescaped umlauts, see `json_text` and `write_text`."""
-    write_text(path, json_text(content, indent=2))
-
-
-def json_text(content: Any, indent: int | None) -> str:
-    """As JSON, with null for NaN and infinities, which JSON does not have."""
-    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
-    return json.dumps(finite, indent=indent, ensure_ascii=False) + "\n"
 
 
 def spread(values: Sequence[float], unit: str) -> str:

@@ -13,11 +13,12 @@ import shutil
 from typing import Any
 
 from runtime.cores import core_slice
-from training.errors import UserError, torchrun_world_size, works
-from training.model import PRESETS, gpt2_size
-from training.pretrained import check_pretrained
-from training.task import steps_of_epoch
-from training.world import choose_device
+
+from .launch.errors import UserError, torchrun_world_size, works
+from .launch.world import choose_device
+from .tasks.gpt2 import PRESETS, gpt2_size
+from .tasks.pretrained import check_pretrained
+from .tasks.task import steps_of_epoch
 
 RATES = {"vgg16": 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
 STEPS_RECORDED = 20

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.catalogue import chunks_of
-from training.errors import UserError, works
-from training.model import PRESETS, split_by
+from pipeline.schedules.catalogue import chunks_of
+
+from .launch.errors import UserError, works
+from .tasks.gpt2 import PRESETS, split_by
 
 
 def settle_chunks(args: Any) -> None:

@@ -31,9 +31,10 @@ import torch
 import torch.distributed as dist
 
 from runtime.recorder import acting
-from training.last_actions import LastAction
-from training.results import write_text
-from training.world import World, gather_over_ranks
+from training.files import write_text
+
+from .launch.last_actions import LastAction
+from .launch.world import World, gather_over_ranks
 
 T = TypeVar("T")
 COMPUTE, COMMUNICATION = "compute", "communication"

@@ -8,9 +8,11 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from training.errors import RunError, UserError
+from training.files import TENSORBOARD
 from training.metrics import Sink, Tracker
-from training.results import TENSORBOARD, options_of
+from training.results import options_of
+
+from .launch.errors import RunError, UserError
 
 
 def trackers_of(args: Any) -> list[Tracker]:

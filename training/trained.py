@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from training.checkpoint import MANIFEST, Checkpoint, Saver, names, newest, open_checkpoint, whole
-from training.data import TOKENIZER_FILES, load_tokenizer
-from training.errors import UserError
-from training.generation import drawn, likeliest, newest_alone
-from training.model import gpt2_layers
-from training.prefix import Prefix
-from training.results import CHECKPOINTS, OPTIONS
+from training.checkpoint import MANIFEST, Checkpoint, Saver, names, newest, open_checkpoint
+from training.files import CHECKPOINTS, OPTIONS
+from training.layouts.layout import whole
 
-if TYPE_CHECKING:  # see training/model.py
+from .launch.errors import UserError
+from .tasks.cache import Prefix
+from .tasks.generation import drawn, likeliest, newest_alone
+from .tasks.gpt2 import gpt2_layers
+from .tasks.tokens import TOKENIZER_FILES, load_tokenizer
+
+if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
 
 
@@ -51,10 +53,10 @@ class Trained:
 
 
 class Whole:
-    """A model in this process that continues sentences; see `training.generation.Decoder`.
+    """A model in this process that continues sentences; see `training.tasks.generation.Decoder`.
 
     Args:
-        temperature: 0 takes the likeliest token; see `training.generation.drawn`.
+        temperature: 0 takes the likeliest token; see `training.tasks.generation.drawn`.
     """
 
     def __init__(self, model: Any, temperature: float = 0.0, top_k: int | None = None) -> None:

@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from training.checkpoint import clean, names
-from training.errors import Interrupted, UserError, say, torchrun, torchrun_world_size
-from training.results import CHECKPOINTS
+from training.files import CHECKPOINTS
+
+from .launch.errors import Interrupted, UserError, say, torchrun, torchrun_world_size
 
 ROOM = 1 << 20  # bytes
 

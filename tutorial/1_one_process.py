@@ -5,7 +5,7 @@
 The text is lines "German = English", so predicting the next word means translating. Later chapters
 cut the batch, the layers or the parameters in two; their losses equal these to 1e-14 in float64.
 
-It grows into training/model.py (GPT-2), training/text.py (words) and training/loop.py (the loop).
+It grows into training/tasks/gpt2.py, training/tasks/texts.py (words) and training/loop.py.
 """
 
 import os
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 B, T, C, H = 8, 32, 64, 4  # rows of a batch, words in a row, width of the model, heads
 BLOCKS, STEPS, LEARNING_RATE = 2, int(os.environ.get("STEPS", "64")), 7e-3
-CORPUS = Path(__file__).resolve().parents[1] / "training" / "corpus"
+CORPUS = Path(__file__).resolve().parents[1] / "training" / "tasks" / "corpus"
 
 
 def read_text() -> tuple[Tensor, int]:

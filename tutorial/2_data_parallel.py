@@ -13,7 +13,7 @@ There are two ways: after backward, one parameter at a time; or while backward s
 batches that W does not divide, for which the mean of the ranks' means is not the mean of all rows.
 
 It grows into data_parallel/gradients.py (few large buckets instead of many parameters),
-data_parallel/dataset.py (the rows of each rank) and training/launch.py (ranks that fail).
+data_parallel/dataset.py (the rows of each rank) and training/launch/launch.py (ranks that fail).
 """
 
 import importlib

@@ -16,8 +16,8 @@ micro-batches both work. In which order? F2 is the forward of micro-batch 2:
 Both take equally long, but GPipe holds the activations of M micro-batches, 1F1B of at most W.
 Left out: layers that W does not divide, and stages of unequal cost.
 
-It grows into pipeline/schedule.py (the orders), pipeline/stage.py (a stage's graphs) and
-pipeline/process.py (a rank per stage).
+It grows into pipeline/schedules/schedule.py (the orders), pipeline/stage.py (a stage's graphs) and
+pipeline/processes/process.py (a rank per stage).
 """
 
 import importlib

@@ -15,7 +15,7 @@ groups holds the ranks that share the other two:
 
 They are ordered by frequency: several times per layer, once per micro-batch, once per step.
 
-It grows into runtime/mesh.py (coordinates), training/parallel.py (a model on a mesh) and
+It grows into runtime/mesh.py (coordinates), training/layouts/stages.py (a model on a mesh) and
 training/checkpoint.py (a checkpoint of one layout loads into any other).
 """
 

@@ -17,7 +17,7 @@ SECONDS = 15.0  # within which a run must have ended
 BLOWS = 120.0  # within which an armed process must compute something
 TRACEBACK = "Traceback (most recent call last)"
 CAUSE = "The above exception was the direct cause of"  # an error and its cause are one
-LAST_ACTIONS = "rank  last action  "  # the head of a table, see training/last_actions.py
+LAST_ACTIONS = "rank  last action  "  # the head of a table, see training/launch/last_actions.py
 FAILED = re.compile(r"rank (\d+) failed; |The run failed\.")
 
 Strike = Callable[[Run, int], None]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data_parallel import exchange, shards
+from data_parallel import exchange, units
 from data_parallel.exchange import SharedExchange
 from data_parallel.fsdp import FullyShardedDataParallel
 from tests.data_parallel.sharded_models import (
@@ -52,7 +52,7 @@ def _steps(
         "updates": (fsdp.optimizer, "step"),
         "reads": (fsdp.exchange.memory, "read"),
         "sums": (exchange, "sum_into"),
-        "fills": (shards, "_lay_out"),
+        "fills": (units, "_lay_out"),
     }[where]
     slow, outputs = _slow(getattr(place, name)), []
     with patch.object(place, name, slow) if rank == slow_rank else nullcontext():

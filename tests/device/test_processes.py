@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.device.seen import watch
 from tests.device.session import on_device, ranks
 
-NCCL = "cpu:gloo,cuda:nccl"  # as training.world.choose_backend says
+NCCL = "cpu:gloo,cuda:nccl"  # as training.launch.world.choose_backend says
 STEPS = 2
 NAMES = [
     "fsdp2-zero1-m2", "fsdp2-zero2-m2", "fsdp2-zero3-m2", "pipeline2-1f1b-m3", "pipeline2-zb-m3",
@@ -31,7 +31,7 @@ def compared(rank: int, world_size: int, name: str) -> str:
     from tests.equivalence.compare import check
     from tests.equivalence.plain import plain
     from tests.equivalence.table import find
-    from training.world import World
+    from training.launch.world import World
 
     world = World(rank, world_size, rank, torch.device("cuda", rank % 2))
     torch.cuda.set_device(world.device)
@@ -60,8 +60,8 @@ def second_step(rank: int, world_size: int, name: str) -> tuple[list[str], set[s
     """Where a rank waited for its device in its second step, and the collectives of devices."""
     from tests.equivalence.compare import laid_out
     from tests.equivalence.table import find
+    from training.launch.world import World
     from training.loop import seeded, train
-    from training.world import World
 
     world = World(rank, world_size, rank, torch.device("cuda", rank % 2))
     torch.cuda.set_device(world.device)
@@ -103,7 +103,7 @@ def seeds_and_gradients(rank: int, world_size: int, name: str) -> tuple[list[int
     from runtime.randomness import drawing
     from tests.equivalence.compare import laid_out
     from tests.equivalence.table import find
-    from training.world import World
+    from training.launch.world import World
 
     world = World(rank, world_size, rank, torch.device("cuda", rank))
     row = find(name)

@@ -24,13 +24,13 @@ from project.utils import plan_of
 from tests.device.seen import Seen, watch
 from tests.device.session import on_device, ranks
 from tests.equivalence.problems import Sentences
-from training.layout import LaidOutModel, Plan
+from training.launch.world import World
+from training.layouts.layout import LaidOutModel, Plan
+from training.layouts.replicated import Replicated
+from training.layouts.threads import StagesInThreads
 from training.loop import recipe_of, train
 from training.optimization import Optimizers, Recipe
-from training.replicated import Replicated
-from training.staged import StagesInThreads
-from training.task import Step, materialize
-from training.world import World
+from training.tasks.task import Step, materialize
 
 PROBLEM = Sentences(16, 8, max_grad_norm=1e-3, dropout=0.1)
 CUDA = World(device=torch.device("cuda:0"))

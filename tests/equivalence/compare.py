@@ -36,12 +36,12 @@ from project.utils import make_optimizer
 from tests.equivalence.plain import Key, Reference
 from tests.equivalence.problems import EPS, SEED
 from tests.equivalence.table import Row
-from training.layout import LaidOutModel, Plan
+from training.launch.world import World, gather_over_ranks
+from training.layouts.layout import LaidOutModel, Plan
 from training.loop import recipe_of, seeded, train
 from training.optimization import Optimizers
-from training.saving import NO_RESUME, Saving, find_resume
-from training.task import Step, Task
-from training.world import World, gather_over_ranks
+from training.resume import NO_RESUME, Saving, find_resume
+from training.tasks.task import Step, Task
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}  # relative, of ten steps
 KINDS = ("loss", "gradient", "weight")

@@ -20,20 +20,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.fsdp import FullyShardedDataParallel
-from data_parallel.sharded_optimizer import ShardedOptimizer
-from pipeline import dataflow, pipe, trace
+from data_parallel.zero1 import ShardedOptimizer
+from pipeline import executor as dataflow
+from pipeline import pipe
 from pipeline.delivery import gradients_by_stage
-from pipeline.neighbours import Neighbours
+from pipeline.processes.neighbours import Neighbours
+from pipeline.tracing import trace
 from runtime.randomness import StageRandomness, StepSeed
 from runtime.ranks import Ranks
 from runtime.shared_memory import SharedBuffers, sum_into
 from tensor_parallel import collectives, layers, loss
 from tensor_parallel.gpt2 import Part
-from training import model, optimization, sequences
-from training.model import loss_of_targets
-from training.replicated import Replicated
-from training.task import Step
-from training.tensor import Shared
+from training import optimization
+from training.layouts.replicated import Replicated
+from training.layouts.tensor import Shared
+from training.tasks import gpt2 as model
+from training.tasks import sequences
+from training.tasks.gpt2 import loss_of_targets
+from training.tasks.task import Step
 
 Broken = AbstractContextManager[Any]
 MUTATIONS: dict[str, Callable[[], Broken]] = {"nothing": nullcontext}

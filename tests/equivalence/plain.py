@@ -19,10 +19,10 @@ from transformers import GPT2LMHeadModel
 
 from tests.equivalence.problems import DECAY, EPS, SEED, Noise, Problem, Sentences
 from training.check import plain_steps
-from training.model import gpt2_layers
+from training.launch.world import World
 from training.seeds import stream
-from training.vgg import vgg16
-from training.world import World
+from training.tasks.gpt2 import gpt2_layers
+from training.tasks.vgg import vgg16
 
 Key = tuple[str, str, int]
 Reference = dict[Key, Tensor]

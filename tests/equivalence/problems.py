@@ -19,15 +19,15 @@ from transformers import GPT2Config
 
 from data_parallel.dataset import shuffled_indices
 from project.train import TrainOptions
-from training.data import PAD, Encoded
-from training.model import generator_for, gpt2_config, initializer
-from training.pictures import Pictures, PictureSets
+from training.launch.world import World
+from training.layouts.traced import traced_layers
 from training.seeds import stream
-from training.sequences import CPU_POSITIONS
-from training.traced import traced_layers
-from training.translation import TranslationTask
-from training.vgg import PictureTask, initialize_vgg_parameter
-from training.world import World
+from training.tasks.gpt2 import generator_for, gpt2_config, initializer
+from training.tasks.pictures import Pictures, PictureSets
+from training.tasks.sequences import CPU_POSITIONS
+from training.tasks.tokens import PAD, Encoded
+from training.tasks.translation import TranslationTask
+from training.tasks.vgg import PictureTask, initialize_vgg_parameter
 
 LEARNING_RATE, WARMUP, DECAY = 1e-3, 3, 20  # the rate rises for 3 steps, then falls to 0 at step 20
 # AdamW divides by |gradient| + eps. With the usual 1e-8 a gradient that is zero but for rounding
@@ -80,7 +80,7 @@ class Sentences(Problem):
         odd: of the first epoch, batch 1 has no target at all, and an example of batch 2 is so long
             that it meets a position whose embedding is infinite.
         positions: of a micro-batch at most, where their number is not given.
-        traced: transformers' own model is cut, not the layers of training/model.py.
+        traced: transformers' own model is cut, not the layers of training/tasks/gpt2.py.
     """
 
     n_layer: int = 2

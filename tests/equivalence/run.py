@@ -21,8 +21,8 @@ from tests.equivalence.compare import Result, check
 from tests.equivalence.plain import Reference, plain
 from tests.equivalence.problems import Noise, Problem
 from tests.equivalence.table import Row, find
-from training.launch import Settings, launch
-from training.world import World, choose_device
+from training.launch.launch import Settings, launch
+from training.launch.world import World, choose_device
 
 TIMEOUT = 60.0  # seconds that a rank may wait for another
 Show = Callable[[Result], None]

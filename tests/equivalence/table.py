@@ -29,12 +29,13 @@ from torch.utils._pytree import tree_map
 
 from runtime.mesh import Mesh, make_mesh
 from tests.equivalence.problems import Noise, Problem, Sentences
-from training.layout import LaidOutModel, Plan
-from training.parallel import Sharded, Staged
-from training.replicated import Replicated
-from training.staged import BlocksInThreads, StagesInThreads
-from training.task import Step, Task
-from training.world import World
+from training.launch.world import World
+from training.layouts.layout import LaidOutModel, Plan
+from training.layouts.replicated import Replicated
+from training.layouts.sharded import Sharded
+from training.layouts.stages import Staged
+from training.layouts.threads import BlocksInThreads, StagesInThreads
+from training.tasks.task import Step, Task
 
 Build = Callable[[Task, World, Plan], LaidOutModel]
 Cut = tuple[int, ...]  # layers per stage

@@ -15,8 +15,8 @@ import pytest
 from project import run_data_parallel
 from project.run_data_parallel import parse_data_parallel
 from project.utils import read_texts
-from training.results import SUMMARY
-from training.world import World
+from training.files import SUMMARY
+from training.launch.world import World
 
 # Two epochs of three steps, the last of 4 pairs. Without dropout, whose bits depend on the
 # processor.

@@ -14,7 +14,7 @@ from tests.equivalence.plain import Reference, plain
 from tests.equivalence.problems import Problem
 from tests.equivalence.table import ODD, find
 from tests.ranks import Ranks
-from training.world import World
+from training.launch.world import World
 
 
 @cache

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.fsdp import FullyShardedDataParallel
-from pipeline.catalogue import ONE_EACH
-from pipeline.messages import PeerError
 from pipeline.pipe import Pipe
-from pipeline.process import ProcessPipe
-from pipeline.trace import split
+from pipeline.processes.messages import PeerError
+from pipeline.processes.process import ProcessPipe
+from pipeline.schedules.catalogue import ONE_EACH
+from pipeline.tracing.trace import split
 from tests.data_parallel.sharded_models import DTYPE, fill, whole
 from tests.fuzz.models import DOMAINS, Again, Borrows, build, loss_of, make_input, refusals
 from tests.pipeline.pipeline_models import cut

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
-from pipeline.process import ProcessPipe
+from pipeline.processes.process import ProcessPipe
 
 CPU = ("cpu:0", "cpu:1")
 DEVICES = [CPU]

@@ -19,9 +19,9 @@ from tests.pipeline.pipeline_models import (
     pipe_threads,
     take_gradients,
 )
-from training.generation import newest_alone
-from training.model import gpt2_layers
-from training.prefix import Prefix
+from training.tasks.cache import Prefix
+from training.tasks.generation import newest_alone
+from training.tasks.gpt2 import gpt2_layers
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from pipeline import schedule as sched
 from pipeline.pipe import Pipe, _clock_cycles
-from pipeline.schedule import Action
+from pipeline.schedules import schedule as sched
+from pipeline.schedules.schedule import Action
 from tests.pipeline.pipeline_models import (
     DEVICES,
     STEPS,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
-from pipeline import schedule as sched
-from pipeline.dataflow import Dataflow
+from pipeline.executor import Dataflow
 from pipeline.partition import place
 from pipeline.pipe import Pipe
+from pipeline.schedules import schedule as sched
 from tests.pipeline.pipeline_models import (
     STEPS,
     Call,

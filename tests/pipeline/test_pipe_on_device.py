@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.catalogue import SCHEDULES, places
 from pipeline.partition import place
 from pipeline.pipe import Pipe
+from pipeline.schedules.catalogue import SCHEDULES, places
 from runtime.recompute import MODES
 from tests.device.seen import watch
 from tests.device.session import on_device

@@ -22,11 +22,11 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
-from pipeline.messages import PeerError
 from pipeline.microbatch import MicroBatches
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
-from pipeline.process import ProcessPipe
+from pipeline.processes.messages import PeerError
+from pipeline.processes.process import ProcessPipe
 from tests.pipeline.pipeline_models import (
     STEPS,
     Call,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.catalogue import ONE_EACH
 from pipeline.pipe import Pipe
+from pipeline.schedules.catalogue import ONE_EACH
 from runtime.randomness import StageRandomness, StepSeed
 from tests.pipeline.pipeline_models import (
     DEVICES,

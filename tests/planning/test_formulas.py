@@ -1,5 +1,5 @@
 """The formulas against what the code really holds and sends. Their numbers: docs/mathematics.md, by
-tests/test_mathematics.py. Those of schedules: tests/pipeline/test_schedule.py."""
+tests/test_mathematics.py. Those of schedules: tests/pipeline/schedules/test_schedule.py."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 from benchmarks import formulas as cost
 from benchmarks import mathematics_measured as measured
 from benchmarks.formulas import FP32
-from data_parallel.sharding import Unit
+from data_parallel.flat import Unit
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from tests.ranks import Ranks
-from training.model import build_model, gpt2_config
+from training.tasks.gpt2 import build_model, gpt2_config
 
 WIDTH = 64  # of a layer: 8 times as many parameters, and their biases
 

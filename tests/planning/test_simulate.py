@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks.formulas import pipeline_bubble
-from pipeline.catalogue import SCHEDULES, find
-from pipeline.chunks import interleaved_1f1b
-from pipeline.schedule import (
+from pipeline.schedules.catalogue import SCHEDULES, find
+from pipeline.schedules.chunks import interleaved_1f1b
+from pipeline.schedules.schedule import (
     Action,
     Kind,
     Schedule,

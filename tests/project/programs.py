@@ -20,12 +20,13 @@ from torch import Tensor
 from project import run_data_parallel, run_pipeline, train
 from project.utils import read_texts
 from tests.ranks import Ranks
-from training.checkpoint import Saver, newest, whole
-from training.errors import RunError
+from training.checkpoint import Saver, newest
+from training.launch.errors import RunError
+from training.launch.world import World, choose_device
+from training.layouts.layout import whole
 from training.results import Totals
-from training.saving import Saving, find_resume
-from training.text import END
-from training.world import World, choose_device
+from training.resume import Saving, find_resume
+from training.tasks.texts import END
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {

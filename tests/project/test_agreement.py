@@ -11,9 +11,9 @@ import torch
 
 from tests.project.programs import KINDS, TINY, VGG, on_rank
 from tests.ranks import Ranks
-from training.agreement import run_things
-from training.data import train_tokenizer
+from training.launch.compare_ranks import run_things
 from training.optimization import Optimizers
+from training.tasks.tokens import train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

@@ -15,8 +15,8 @@ import pytest
 from project.utils import read_texts, run_program
 from tests.project.conftest import write_pairs
 from tests.project.programs import FLOW, KINDS, PROGRAMS, TINY, names_in, parse, run
-from training.errors import UserError
-from training.saving import DECIDE, NO_RESUME, find_resume
+from training.launch.errors import UserError
+from training.resume import DECIDE, NO_RESUME, find_resume
 from training.workdir import alone_in_workdir
 
 pytestmark = pytest.mark.usefixtures("elsewhere", "no_run_begins")

@@ -23,9 +23,9 @@ from project.utils import read_texts
 from tests.project.conftest import Learned
 from tests.project.programs import FLOW, SAME, TEXT, TINY, losses, names_in, parse, run, summary
 from tests.ranks import Ranks
-from training.errors import RunError, UserError
 from training.export import export
-from training.text import END
+from training.launch.errors import RunError, UserError
+from training.tasks.texts import END
 from training.trained import load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")

@@ -13,11 +13,11 @@ import torch
 
 from project import generate
 from tests.project.programs import FLOW, TINY, VGG, recomputed, run
-from training.data import train_tokenizer
-from training.errors import UserError
 from training.export import export
-from training.generation import drawn
-from training.model import build_model, gpt2_config
+from training.launch.errors import UserError
+from training.tasks.generation import drawn
+from training.tasks.gpt2 import build_model, gpt2_config
+from training.tasks.tokens import train_tokenizer
 from training.trained import Trained, load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")

@@ -13,11 +13,11 @@ from project.generate import parse as parse_generate
 from project.utils import read_texts
 from tests.project.conftest import Learned
 from tests.project.programs import parse, read_json, recomputed
-from training.errors import UserError
-from training.language import LanguageTask
-from training.text import END
+from training.launch.errors import UserError
+from training.launch.world import World
+from training.tasks.language import LanguageTask
+from training.tasks.texts import END
 from training.trained import load_trained
-from training.world import World
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

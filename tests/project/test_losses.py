@@ -14,7 +14,7 @@ from data_parallel import dataset
 from tests.project.conftest import Learned
 from tests.project.programs import FLOW, SAME, VGG, losses, run, weights, written
 from tests.ranks import Ranks
-from training import data
+from training.tasks import tokens as data
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -83,11 +83,11 @@ def _broken(name: str, *args: Any, **options: Any) -> Any:
 
 SYNC = "run_data_parallel --gradient_sync per_parameter --num_microbatches 1 "
 USED = [
-    ("training.sequences.partition_dataset", SYNC),
-    ("training.sequences.collate_batch", "train pipeline "),
-    ("training.sequences.collate_batch", SYNC),
-    ("training.vgg.partition_dataset", "train ddp --check_weights --num_batches 2 "),
-    ("training.replicated.average_gradients", SYNC),
+    ("training.tasks.sequences.partition_dataset", SYNC),
+    ("training.tasks.sequences.collate_batch", "train pipeline "),
+    ("training.tasks.sequences.collate_batch", SYNC),
+    ("training.tasks.vgg.partition_dataset", "train ddp --check_weights --num_batches 2 "),
+    ("training.layouts.replicated.average_gradients", SYNC),
 ]
 
 

@@ -16,10 +16,10 @@ from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
 from project.train import TrainOptions
 from tests.project.programs import FLOW, ROOT, parse
-from training.data import train_tokenizer
-from training.errors import UserError
-from training.launch import Settings
-from training.model import PRESETS, build_model, gpt2_config
+from training.launch.errors import UserError
+from training.launch.launch import Settings
+from training.tasks.gpt2 import PRESETS, build_model, gpt2_config
+from training.tasks.tokens import train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

@@ -28,7 +28,7 @@ from tests.project.made_up import (
     write_run,
 )
 from training.curves import STYLE, plot_training, with_error
-from training.errors import UserError
+from training.launch.errors import UserError
 from training.timeline import Event
 
 

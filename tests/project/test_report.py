@@ -16,7 +16,7 @@ from project import report
 from tests.project.programs import on_rank, run
 from tests.ranks import Ranks
 from training.curves import STYLE
-from training.errors import RunError
+from training.launch.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

@@ -13,7 +13,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from tests.project.programs import FLOW, TINY, names_in, read_json, run, summary
-from training.layout import Plan
+from training.layouts.layout import Plan
 from training.perfetto import read_timelines
 
 LINE = f"run_pipeline {FLOW} {TINY} --n_epochs 1 "

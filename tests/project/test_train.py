@@ -16,9 +16,9 @@ from tests.project.programs import TINY, VGG, course_commands, names_in, read_js
 from tests.ranks import Ranks
 from training import check
 from training.check import weights_on_main
+from training.layouts.replicated import Replicated
 from training.perfetto import read_timelines
-from training.replicated import Replicated
-from training.vgg import vgg16
+from training.tasks.vgg import vgg16
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

@@ -16,14 +16,14 @@ from project.run_pipeline import choose_devices
 from project.utils import plan_of, read_texts
 from tests.project.programs import FLOW, TINY, parse, recomputed, run
 from tests.ranks import Ranks
-from training.errors import RunError
-from training.generation import evaluate_bleu, translate
-from training.parallel import lay_out
-from training.sequences import SequenceTask
-from training.staged import BlocksInThreads, StagesInThreads
-from training.task import materialize
-from training.translation import TranslationTask
-from training.world import World
+from training.launch.errors import RunError
+from training.launch.world import World
+from training.layouts.choose import lay_out
+from training.layouts.threads import BlocksInThreads, StagesInThreads
+from training.tasks.generation import evaluate_bleu, translate
+from training.tasks.sequences import SequenceTask
+from training.tasks.task import materialize
+from training.tasks.translation import TranslationTask
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 

@@ -12,7 +12,7 @@ from pipeline.pipe import Pipe
 from project import verify
 from tests.equivalence.mutations import MUTATIONS
 from tests.equivalence.table import TABLE
-from training.errors import UserError
+from training.launch.errors import UserError
 
 GREEN, BROKEN, RAISES = "module2-gpt2", "threads2-1f1b-m3", "threads2-1f1b-m1"
 

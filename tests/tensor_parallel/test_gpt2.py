@@ -15,7 +15,7 @@ from tensor_parallel import loss
 from tensor_parallel.gpt2 import Part, VocabularyParallelHead, cut, degrees
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests import ranks as processes
-from training.model import build_model, gpt2_config
+from training.tasks.gpt2 import build_model, gpt2_config
 
 VOCABULARY = 67  # 3 does not divide it
 N, C = 30, 24

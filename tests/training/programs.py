@@ -16,9 +16,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from training.errors import UserError, refuse, signals_end, torchrun_world_size
-from training.launch import Settings, launch
-from training.world import World
+from training.launch.errors import UserError, refuse, signals_end, torchrun_world_size
+from training.launch.launch import Settings, launch
+from training.launch.world import World
 
 
 def describe(world: World, folder: Path, *_: object) -> None:

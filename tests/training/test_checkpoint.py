@@ -29,19 +29,18 @@ from tests.ranks import Ranks
 from training.checkpoint import (
     Checkpoint,
     CheckpointError,
-    Piece,
     Saver,
     clean,
     file_entry,
     names,
     newest,
     open_checkpoint,
-    whole,
 )
-from training.errors import RunError
-from training.parallel import flat_pieces
-from training.saving import Resume
-from training.world import World
+from training.launch.errors import RunError
+from training.launch.world import World
+from training.layouts.layout import Piece, whole
+from training.layouts.sharded import flat_pieces
+from training.resume import Resume
 
 SHARD = "__0_0.distcp"
 WRITTEN = [".metadata", SHARD, "manifest.json", "note.txt", "state.json"]

@@ -11,10 +11,10 @@ import pytest
 from project.utils import read_texts
 from tests.project.programs import TINY, parse, run, summary
 from tests.ranks import Ranks
+from training.launch.world import World
 from training.metrics import flops_of_forward
 from training.optimization import Optimizers
-from training.translation import TranslationTask
-from training.world import World
+from training.tasks.translation import TranslationTask
 
 LINE = TINY + "--n_epochs 2 --dropout 0.1 --precision fp64 --lr_scheduler cosine --warmup_steps 2 "
 STEP = {

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from tests.ranks import Ranks
-from training.errors import RunError
+from training.launch.errors import RunError
+from training.launch.world import World
 from training.loop import Ahead, train
 from training.optimization import ADVICE, Optimizers, Recipe, clip_factor
 from training.results import Totals
-from training.task import Step
-from training.world import World
+from training.tasks.task import Step
 
 INF, NAN = math.inf, math.nan
 

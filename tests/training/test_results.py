@@ -13,10 +13,11 @@ import pytest
 
 from tests.project.programs import names_in, read_json
 from training.curves import read_epochs
-from training.errors import RunError
-from training.results import Results, Totals, set_aside, show, spread, write_json
-from training.task import Score
-from training.world import World
+from training.files import show, write_json
+from training.launch.errors import RunError
+from training.launch.world import World
+from training.results import Results, Totals, set_aside, spread
+from training.tasks.task import Score
 
 PAIRS = [{"de": "Bär", "en": "bear"}, {"de": "a", "en": "b"}]
 TOTALS = Totals(loss_sum=3.0, count=2, positions=25_000, tokens=20_000, seconds=12.5)

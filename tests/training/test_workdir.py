@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.project.programs import names_in
-from training.errors import Interrupted, UserError, signals_end
+from training.launch.errors import Interrupted, UserError, signals_end
 from training.workdir import alone_in_workdir
 
 HALF = ("work/checkpoints/.000002-epoch1.part/state.json", "work/summary.json.part")

@@ -1,0 +1,195 @@
+"""A layer whose parameters exist only while it computes.
+
+Problem: autograd saves what backward will need, including the layer's parameters. A graph that
+holds them would keep the whole model in memory.
+
+Idea: during its forward the layer's modules get parameters that are views of a gathered buffer.
+When autograd saves a tensor in that buffer, a note is saved instead: the unit, and the position in
+it. Backward looks the note up in the buffer that then holds the gathered unit, which may be
+another one. The parameters stay in the graph, but they own no memory.
+
+Backward does not need an embedding's weights: a unit with nothing else is not gathered for it.
+
+Each layer has its own graph (runtime/graph.py): backward differentiates one layer at a time and
+frees its activations. A tensor that reaches another layer by other ways than the layers' outputs,
+such as an attribute, would lose its gradient: each graph is searched for such strangers.
+
+Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per node of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from runtime.graph import Graph
+from runtime.recompute import SameDraws, unchanged
+from runtime.sharing import Watch
+from runtime.unseen import Strangers, refuse_gradient_hooks, written_by_torch
+
+from .flat import Place
+from .units import ShardedUnit
+
+
+class _Note(NamedTuple):
+    """A saved part of a unit."""
+
+    unit: ShardedUnit
+    start: int  # elements from the start of the gathered unit
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class LayerGraph(Graph):
+    """The graph of one layer. ``leaves``: its parameters, by trainable unit."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.leaves: dict[int, list[nn.Parameter]] = {}
+        self.draws = SameDraws(device)
+
+
+class ShardedLayer:
+    """A layer and the units of its parameters.
+
+    Args:
+        empty: by unit and entry, parameters without memory: what the modules hold between passes.
+        recompute: forget what backward needs and compute it again, if backward gathers all units.
+
+    Attributes:
+        regathered: the units needed by its backward.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        places: Sequence[Place],
+        units: Sequence[ShardedUnit],
+        empty: Mapping[int, Sequence[nn.Parameter]],
+        recompute: bool,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self.name = f"layer {index} ({type(module).__name__})"
+        self.module = module
+        self.units = [u for u in units if index in u.unit.layers]
+        needed = {p.unit for p in places if not isinstance(p.module, nn.Embedding)}
+        self.regathered = [u for u in self.units if u.unit.index in needed]
+        self.forget = recompute and self.regathered == self.units
+        self._places, self._empty = places, empty
+        self._torchs_own = written_by_torch(module)
+        self._put(self._empty)
+
+    def forward(self, value: Any) -> tuple[Any, LayerGraph]:
+        """Runs the layer on gathered parameters; returns the detached output and its graph. A graph
+        that is `forgotten` must be given to `recompute` before `backward`, and the units gathered.
+
+        Raises:
+            RuntimeError: the output depends on a tensor that requires a gradient and is not a leaf
+                of `value`.
+            ValueError: the layer writes to one of two tensors that share memory; or a parameter has
+                a hook on its gradient.
+        """
+        if torch.is_grad_enabled():
+            refuse_gradient_hooks(
+                (entry.name, p)
+                for u in self.units
+                for entry, p in zip(u.unit.entries, self._empty[u.unit.index], strict=True)
+            )
+        graph = LayerGraph(self.device)
+        forget = self.forget and torch.is_grad_enabled()
+        run = partial(self._run, graph, forget)
+        return graph.record(value, run, is_first=False, forget=forget), graph
+
+    def recompute(self, graph: LayerGraph) -> None:
+        """Runs a forgotten forward again."""
+        graph.recompute(partial(self._run, graph, True))
+
+    def _run(self, graph: LayerGraph, forget: bool, entered: Any) -> Any:
+        parameters = self._gathered(self.units)
+        graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
+        leaves, watch = pytree.tree_leaves(entered), Watch()
+        watch.add(leaves[k] for k in graph.shared)  # each shares memory with another
+        self._put(parameters)
+        try:
+            with ExitStack() as around:
+                around.enter_context(saved_tensors_hooks(self._pack, _unpack))  # notes, not views
+                if forget:
+                    around.enter_context(graph.draws.entered())  # `recompute` draws the same again
+                    around.enter_context(unchanged(self.module, self.name))
+                output = self.module(entered)
+        finally:
+            self._put(self._empty)  # after an error too
+        watch.check(self.name)
+        if torch.is_grad_enabled():
+            trained = [p for ps in graph.leaves.values() for p in ps]
+            Strangers([*graph.inputs, *trained]).refuse(output, self.name, entered)
+        return pytree.tree_map_only(Tensor, self._own, output)
+
+    def backward(
+        self, graph: LayerGraph, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], dict[int, list[Tensor | None]]]:
+        """The gradients of the input's leaves, and of the parameters of each trainable unit; all
+        dense.
+
+        `gradients` has one entry per leaf of the output, which may be None.
+        """
+        flat = [p for leaves in graph.leaves.values() for p in leaves]  # all trainable units'
+        if not self._torchs_own:  # else a checkpoint may run its part of the forward again
+            self._put({**self._empty, **self._gathered(self.regathered)})
+        try:
+            of_inputs, found = graph.differentiate(flat, gradients)
+        finally:
+            if not self._torchs_own:
+                self._put(self._empty)
+        found = {p: g.to_dense() if g.is_sparse else g for p, g in found.items()}
+        return of_inputs, {u: [found.get(p) for p in ps] for u, ps in graph.leaves.items()}
+
+    def _gathered(self, units: Iterable[ShardedUnit]) -> dict[int, list[nn.Parameter]]:
+        """Views of gathered units, by unit and entry."""
+        found = {}  # new leaves for every forward, so each graph has its own
+        for u in units:
+            assert u.whole is not None, "the layer's parameters are not gathered"
+            views = u.unit.views(u.whole)
+            found[u.unit.index] = [nn.Parameter(view, u.unit.trainable) for view in views]
+        return found
+
+    def _put(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
+        for place in self._places:
+            setattr(place.module, place.attribute, parameters[place.unit][place.entry])
+
+    def _own(self, output: Tensor) -> Tensor:
+        """A copy if the layer returns one of its parameters, because the buffer is reused."""
+        inside = any(u.position_of(output) is not None for u in self.units)
+        return output.clone() if inside else output
+
+    def _pack(self, tensor: Tensor) -> Any:
+        for u in self.units:
+            start = u.position_of(tensor)
+            if start is not None:
+                if u not in self.regathered:  # an embedding used as a matrix after all
+                    return tensor.clone(), None
+                return _Note(u, start, tensor.shape, tensor.stride())  # keeps no memory
+        # an empty part of a unit has no address to be found by; writes to it change nothing
+        return tensor, tensor._version if tensor.numel() else None
+
+
+def _unpack(saved: Any) -> Tensor:
+    if isinstance(saved, _Note):
+        whole = saved.unit.whole
+        assert whole is not None, "the layer's parameters are not gathered"
+        return whole.as_strided(saved.size, saved.stride, whole.storage_offset() + saved.start)
+    tensor, version = saved
+    if version not in (None, tensor._version):  # autograd leaves this check to the hooks
+        raise RuntimeError(
+            f"a {tuple(tensor.shape)} tensor that backward needs has been modified in place"
+        )
+    return tensor

@@ -1,0 +1,109 @@
+"""ZeRO 1 for any layout: every rank updates its part of the parameters, and all get the result.
+
+Problem. In data parallelism every rank keeps the optimizer state of all parameters, twice their
+size with Adam, and repeats the same update.
+
+Idea. The parameters lie end to end in flat tensors. After backward a reduce-scatter sums the
+gradients and leaves each rank its part; the rank updates that part of the parameters; an all-gather
+sends the new values to all. Any code may compute the gradients: stages and cut matrices work too.
+(fsdp.py also shards gradients and parameters, and runs the layers itself.)
+
+Cost, W ranks, G bytes of parameters: each rank sends G (W-1)/W for gradients and as much for
+parameters and holds 1/W of the optimizer state; during the sum, gradients are held twice.
+
+Paper: Rajbhandari et al., "ZeRO", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runtime.ranks import Ranks
+
+from .flat import FlatPiece, Unit
+
+
+class _Part(NamedTuple):
+    """The parameters of one kind."""
+
+    unit: Unit
+    parameters: list[nn.Parameter]  # views of `flat`
+    flat: Tensor  # all of it on every rank
+    shard: nn.Parameter  # this rank's part, a view of `flat` too
+
+
+class ShardedOptimizer:
+    """Parts of flat tensors, and their optimizer. All ranks call the same methods together.
+
+    Args:
+        parameters: of this rank, by name, all of one dtype, the same on all `ranks`. Their data
+            moves into the flat tensors.
+        make_optimizer: of this rank's parts. It must work element by element, like SGD and AdamW.
+        kind: of a name; parameters of different kinds go into different flat tensors.
+
+    Attributes:
+        shards: this rank's part of each flat tensor, by kind.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        ranks: Ranks,
+        kind: Callable[[str], Any],
+    ) -> None:
+        self.ranks = ranks
+        named: dict[Any, list[tuple[str, nn.Parameter]]] = {}  # by kind, in one order on all ranks
+        for name, p in parameters.items():
+            named.setdefault(kind(name), []).append((name, p))
+        self._parts = []
+        for i, group in enumerate(named.values()):
+            unit = Unit(i, (), group, ranks.size)
+            flat = torch.zeros(unit.numel, dtype=unit.dtype, device=group[0][1].device)  # [numel]
+            for (_, p), view in zip(group, unit.views(flat), strict=True):
+                p.data = view.copy_(p.detach())
+            shard = nn.Parameter(flat[unit.part(ranks.rank)])
+            self._parts.append(_Part(unit, [p for _, p in group], flat, shard))
+        self.shards = {key: part.shard for key, part in zip(named, self._parts, strict=True)}
+        self.optimizer = make_optimizer(list(self.shards.values()))
+
+    def reduce(self) -> None:
+        """Sums the parameters' gradients over the ranks into the gradients of the shards."""
+        for unit, parameters, _, shard in self._parts:
+            whole = shard.new_zeros(unit.numel)  # stays zero in gaps and without p.grad
+            for p, view in zip(parameters, unit.views(whole), strict=True):
+                if p.grad is not None:
+                    view.copy_(p.grad)
+                    p.grad = None  # freed one by one, as `whole` fills
+            shard.grad = self.ranks.reduce_scatter(whole, 0)  # [shard_numel]
+
+    def step(self) -> None:
+        """Updates the shards and sends the new values to all ranks."""
+        self.optimizer.step()
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Sends the shards' values to all ranks."""
+        for _, _, flat, shard in self._parts:
+            flat.copy_(self.ranks.all_gather(shard.detach(), 0))  # and so to the parameters
+
+    def zero_grad(self) -> None:
+        """Frees all gradients."""
+        self.optimizer.zero_grad()
+        for part in self._parts:
+            for p in part.parameters:
+                p.grad = None
+
+    def pieces(self, shard: Tensor, values: Tensor) -> list[FlatPiece]:
+        """The parts of parameters in `values`, a tensor laid out like `shard`."""
+        (unit,) = (part.unit for part in self._parts if part.shard is shard)
+        return unit.pieces(self.ranks.rank, values)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else, such as param_groups and state, is the inner optimizer's."""
+        return getattr(self.optimizer, name)

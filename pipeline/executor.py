@@ -1,0 +1,233 @@
+"""Run a schedule: every worker goes through its own list, as fast as its inputs arrive.
+
+Two channels join neighbours: activations go up, gradients come down. A worker takes the next action
+of its list, waits for its one input, computes, and passes the result on: nobody waits for the end
+of a clock. The lists, not timing, determine the order and so every bit of the result.
+
+    batch  ─up[0]─▸ stage 0 ─up[1]─▸ stage 1 ─up[2]─▸ output, if there is no loss
+           ◂down[0]─        ◂down[1]─        ◂down[2]─ its gradient
+
+An error on any stage stops all channels: every worker that waits, or is about to, ends at once.
+
+With stages in several processes, each process runs this for its own stages; the other ends of some
+channels are then in other processes, see process.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from runtime.graph import move
+from runtime.recompute import device_types
+from runtime.recorder import Recorder, acting
+
+from .schedules.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
+from .stage import Stage
+from .streams import Link, Transfer
+from .worker import Stopped
+
+LossFunction = Callable[[Any, Any], Tensor]
+RECOMPUTE = "R"  # for the recorder
+
+
+class Channel:
+    """Values from one stage to its neighbour, by micro-batch; over ``link`` to another device."""
+
+    def __init__(self, link: Link | None = None) -> None:
+        self._queue: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
+        self._early: dict[int, Any] = {}  # arrived, not yet asked for
+        self._link = link
+
+    def put(self, i: int, value: Any) -> None:
+        self._queue.put((i, value if self._link is None else self._link.send(value)))
+
+    def get(self, i: int) -> Any:
+        """Wait for micro-batch i. Raises `Stopped` after `stop`."""
+        while i not in self._early:
+            entry = self._queue.get()  # no timeout: whoever ends the call calls stop()
+            if entry is None:
+                self.stop()  # for the next who waits
+                raise Stopped
+            self._early[entry[0]] = entry[1]
+        value = self._early.pop(i)
+        return value.receive() if isinstance(value, Transfer) else value
+
+    def stop(self) -> None:
+        self._queue.put(None)
+
+
+def channels(stages: Iterable[int]) -> dict[int, Channel]:
+    """Channels within a process, by the stage above each."""
+    return {s: Channel() for s in stages}
+
+
+class Losses:
+    """The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; the batch's loss is
+    ``scale`` times their sum. ``memory``: the device of the last stage's outputs."""
+
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        targets: Sequence[Any],
+        scale: float | Tensor,
+        memory: torch.device,
+    ) -> None:
+        # The targets are the caller's, perhaps on another device than the outputs. All are moved
+        # before anything is launched that a copy could wait for.
+        to_outputs = partial(pytree.tree_map_only, Tensor, lambda t: move(t, memory))
+        self._loss_fn, self._targets = loss_fn, [to_outputs(target) for target in targets]
+        self._scale = to_outputs(scale)
+        self.values: list[Tensor | None] = [None] * len(targets)  # by micro-batch
+
+    def of(self, i: int, output: Any) -> Tensor:
+        """Runs on the last stage, at the end of its forward."""
+        loss = self._loss_fn(output, self._targets[i])
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"loss_fn returned {found}: one number, the sum over its micro-batch, is needed, "
+                "e.g. cross_entropy(output, target, reduction='sum')"
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise RuntimeError(
+                "the loss does not depend on anything that requires grad: does loss_fn detach, or "
+                "is every parameter frozen? For the loss alone, loss_fn(pipe(x), target) will do"
+            )
+        return loss
+
+    def gradient(self, i: int) -> list[Tensor | None]:
+        """The gradient with which the last stage's backward starts."""
+        loss = self.values[i]
+        assert loss is not None  # its forward came before, see schedule.validate
+        return [torch.ones_like(loss) * self._scale]  # of scale times the loss
+
+    def total(self) -> Tensor:
+        """``scale`` times the losses, added in the order of the micro-batches."""
+        losses = [loss.detach() for loss in self.values if loss is not None]
+        return torch.stack(losses).sum() * self._scale
+
+
+class Dataflow:
+    """The stages of this process and the channels around them, for one run of a schedule.
+
+    Args:
+        up: activations into stage s; a stage without a channel for its output computes the loss.
+        down: gradients out of stage s, to stage s-1; no channel if nobody needs the gradient.
+        retain_graph: keep the graphs after backward.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        up: Mapping[int, Any],
+        down: Mapping[int, Any],
+        losses: Losses | None = None,
+        recorder: Recorder | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        self.up, self.down = up, down
+        self._stages = {stage.index: stage for stage in stages}
+        self._losses = losses
+        self._recorder = recorder
+        self._retain_graph = retain_graph
+        self._stopped = False  # set by any thread
+
+    def run(self, actions: Sequence[Action]) -> int:
+        """The work of one worker; returns the most micro-batches it held at once, counted once for
+        each of its stages."""
+        mine = [self._stages[s] for s in sorted({action.stage for action in actions})]
+        peak = 0
+        try:
+            for action in actions:
+                if self._stopped:
+                    raise Stopped
+                if action.kind is FORWARD:
+                    self._forward(action)
+                    peak = max(peak, sum(stage.alive for stage in mine))  # only forwards add to it
+                elif action.kind is BACKWARD_WEIGHT:
+                    self._backward_weight(action)
+                else:
+                    self._backward(action)
+        except BaseException:
+            self.stop()  # wakes those that wait for this worker
+            raise
+        return peak
+
+    def stop(self) -> None:
+        self._stopped = True  # for workers that compute now
+        for channel in (*self.up.values(), *self.down.values()):
+            channel.stop()
+
+    def _forward(self, action: Action) -> None:
+        _, s, i = action
+        stage, losses = self._stages[s], self._losses
+        value = self.up[s].get(i)  # waits outside `_noted`: not recorded
+        if s + 1 in self.up:
+            with self._noted(action):
+                output = stage.forward(i, value)
+            self.up[s + 1].put(i, output)  # detached; the next stage may start
+        else:
+            assert losses is not None  # the last stage: its forward ends with the loss
+            with self._noted(action):
+                losses.values[i] = stage.forward(i, value, lambda output: losses.of(i, output))
+
+    def _backward(self, action: Action) -> None:
+        kind, s, i = action
+        stage = self._stages[s]
+        if stage.forgot(i):  # while the gradient is in transit
+            with self._noted(action, RECOMPUTE):
+                stage.recompute(i)
+        if s + 1 in self.down:
+            gradients = self.down[s + 1].get(i)  # waits
+        else:
+            assert self._losses is not None
+            gradients = self._losses.gradient(i)
+        with self._noted(action), _no_autocast():
+            if kind is BACKWARD:
+                result = stage.backward(i, gradients, self._retain_graph)
+            else:
+                result = stage.backward_input(i, gradients)
+        if s in self.down:  # else nobody needs the input's gradient
+            self.down[s].put(i, result)  # the stage below may start; W, if any, comes later
+
+    def _backward_weight(self, action: Action) -> None:
+        with self._noted(action), _no_autocast():
+            self._stages[action.stage].backward_weight(action.microbatch)
+
+    @contextlib.contextmanager
+    def _noted(self, action: Action, part: str = "") -> Iterator[None]:
+        """Reports to the recorder; adds the place to an error as a note. ``part``: a part of the
+        action, recorded under this kind."""
+        device = self._stages[action.stage].device
+        try:
+            with acting(self._recorder, part or action.kind.value, *action[1:], device=device):
+                yield
+        except BaseException as error:
+            what = action.kind.name.lower().replace("_", " ")
+            where = f"on stage {action.stage} ({device})"
+            _add_note(error, f"in the {what} of micro-batch {action.microbatch} {where}")
+            raise
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Autocast is for forwards only: the backward of an operator chooses its own types."""
+    with contextlib.ExitStack() as stack:
+        for kind in device_types():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), note]

@@ -1,0 +1,309 @@
+"""A pipeline of many processes: stages on several ranks, joined by send and receive.
+
+    layers = nn.Sequential(*gpt2_layers(model))           # on every rank, on the meta device
+    pipe = ProcessPipe(layers, sizes=(3, 3), model=model, initialize=initial_value)
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    loss = pipe.train_step(x, y, loss_fn, "1f1b", num_microbatches=4, scale=1 / tokens)
+    optimizer.step()                                      # updates this rank's parameters
+
+The same `Dataflow` and `Stage` run the same lists as with threads, and every bit of the result is
+the same, dropout included. Only the channels differ (neighbours.py): a stage's output becomes a
+self-describing message (messages.py), sent through shared memory between CPU ranks of one machine
+and through process groups otherwise. Model parallelism is a pipeline with one micro-batch.
+
+    rank 0   x ─▸ stage 0 ══activations══▸ stage 1 ══activations══▸ stage 2 ─▸ loss   rank 2
+                          ◂══gradients════         ◂══gradients════
+
+A rank has one stage or several, its chunks (chunks.py), and runs its actions in the order of its
+list; nothing is sent between two stages of one rank. All ranks call the same methods with the same
+global batch. The first stage's rank uses x, the last stage's the target, the others only the number
+of micro-batches.
+
+Every `train_step` draws its dropout seed from each rank's default generator: all ranks must be
+seeded alike.
+
+Cost: per boundary and micro-batch, one tensor each way. Memory: a stage, and the activations that
+the schedule keeps alive. Tied weights (GPT-2's embedding is on the first and the last rank) take
+one exchange of their gradients per step.
+
+Glossary: n ranks, m micro-batches, s stage, r rank, i micro-batch.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline import microbatch
+from pipeline.delivery import deliver, hooks_held
+from pipeline.executor import Dataflow, Losses, LossFunction, channels
+from pipeline.partition import containers, split_into
+from pipeline.schedules.catalogue import plan
+from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
+from pipeline.stage import Stage
+from runtime.graph import Initialize
+from runtime.randomness import StepSeed
+from runtime.recompute import NEVER
+from runtime.recorder import Recorder, acting
+from runtime.unseen import refuse_gradient, refuse_hooks
+
+from . import ownership
+from .messages import PeerError
+from .neighbours import Neighbours
+
+_GRACE = 0.2  # seconds that a failure's consequences wait, so that its cause is reported first
+
+
+class ProcessPipe:
+    """A pipeline on the ranks of ``group``; stage s has the next ``sizes[s]`` of ``layers``.
+
+    Args:
+        layers: all layers, on every rank; other ranks' are best on the meta device.
+        sizes: layers per stage; a nested Sequential counts as one layer.
+        ranks: the rank of each stage, from `catalogue.places`; by default stage s is on rank s.
+        device: of this rank.
+        group: the ranks; by default all.
+        model: gives the parameters their names; by default ``layers`` does.
+        initialize: writes the values of tensors on the meta device.
+        recorder: see runtime/recorder.py; kinds are those of schedule.Kind, R (recompute), send,
+            receive and all_reduce (of tied gradients); micro-batch below 0: none.
+        by_layer: see stage.py.
+        recompute: a mode of runtime/recompute.py.
+        share_memory: use shared memory between CPU ranks of one machine, if possible.
+        timeout: seconds that a neighbour may be silent.
+
+    Raises ValueError if sizes, ranks and layers do not fit.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        sizes: Sequence[int],
+        device: str | torch.device = "cpu",
+        group: dist.ProcessGroup | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        model: nn.Module | None = None,
+        initialize: Initialize | None = None,
+        recorder: Recorder | None = None,
+        by_layer: bool = True,
+        recompute: str = NEVER,
+        share_memory: bool = True,
+        timeout: float = 300.0,
+    ) -> None:
+        world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.ranks = [*range(len(sizes))] if ranks is None else list(ranks)
+        if {*self.ranks} != {*range(world_size)} or len(self.ranks) != len(sizes):
+            raise ValueError(
+                f"{len(sizes)} stages on the ranks {self.ranks} of {world_size}: every stage has a "
+                "rank, and every rank has a stage"
+            )
+        self.rank = dist.get_rank(group) if world_size > 1 else 0
+        self.recorder = recorder
+        self.device = torch.device(device)
+        self.layers = layers
+        self._parts = split_into(layers, sizes)  # by stage, other ranks' too
+        self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
+        self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
+        self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
+        self._by_layer, self._recompute = by_layer, recompute
+        self._names = ownership.names_of(layers if model is None else model)
+        uses = ownership.users(self._parts, self.ranks, self._names)
+        self._users = {name: sorted({*ranks}) for name, ranks in uses.items()}
+        # of several stages; the same order on all ranks
+        self._tied = {name: self._users[name] for name in sorted(uses) if len(uses[name]) > 1}
+        ownership.materialize(self.module, self._names, self.device, initialize)
+        # connects: all ranks are here together
+        self._neighbours = Neighbours(
+            self.ranks, self.rank, self._tied, group, self.device, share_memory, timeout,
+            acting=lambda *what: acting(self.recorder, *what),
+        )  # fmt: skip
+        self._broken: str | None = None
+
+    def close(self) -> None:
+        """Hang up. Call it after the last step of all ranks, when every message was received."""
+        self._broken = self._broken or "it is closed"
+        self._neighbours.close()
+
+    def __enter__(self) -> ProcessPipe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def train_step(
+        self,
+        x: Any,
+        target: Any,
+        loss_fn: LossFunction,
+        schedule: str | BuildSchedule = "1f1b",
+        num_microbatches: int = 1,
+        scale: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Forward and backward of a batch by ``schedule``; return the loss, add to ``.grad``.
+
+        Like `Pipe.train_step`: ``loss_fn(output, target)`` returns the sum over a micro-batch, and
+        the loss is ``scale`` times all sums. x and target are cut into ``num_microbatches``, unless
+        they are `MicroBatches`. The loss, in float64, is the same on all ranks. Raises the error of
+        this rank's stages, or `messages.PeerError` for a failure on another rank. After an error
+        the pipe cannot be used again.
+        """
+        with self._step(), torch.enable_grad():
+            refuse_gradient(x, "the input", "make what computes it the first of the layers")
+            refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
+            seed = StepSeed()
+            seed.get()  # even if no layer draws, so that all ranks draw equally often
+            stages = self._stages(seed)
+            sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
+            inputs, targets = microbatch.cut(x, target, sizes)
+            lists, _ = plan(schedule, self.ranks, len(inputs))  # by rank
+            mine = self.named_parameters()
+            tied = {name: mine[name] for name in self._tied if name in mine}
+            # During the last backward a stage delivers layer by layer, so that data-parallel
+            # buckets can leave before it ends. Not parameters with parts on other stages, nor those
+            # with hooks, which `hooks_held` silences.
+            held_back = {*tied.values(), *(p for p in mine.values() if p._backward_hooks)}
+            for stage in stages:
+                stage.deliver, stage.held_back = deliver, held_back
+            with hooks_held(list(mine.values())):
+                loss = self._run(stages, inputs, targets, loss_fn, lists, scale)
+            # what is left; of tied parameters, by name and stage
+            left = {stage.index: stage.take_gradients() for stage in stages}
+            parts = {
+                name: {s: found.pop(p).to_dense() for s, found in left.items() if p in found}
+                for name, p in tied.items()
+            }
+            sums = self._neighbours.sum_tied(tied, parts)  # waits for the ranks that share them
+            for gradients in (*left.values(), sums):
+                deliver(gradients)
+            return loss
+
+    def eval(self, x: Any, beside: Any = None) -> Any:
+        """The last layer's output, on the rank with the last stage; None elsewhere.
+
+        Runs the layers in evaluation mode. ``beside`` (e.g. a cache) belongs to this rank: its
+        layers get it as the last element of their input tuple, and it is not sent on.
+        """
+        outputs: list[Any] = []  # empty without the last stage
+
+        def keep(output: Any, _: None) -> Tensor:
+            outputs.append(output)
+            return torch.zeros(())  # passed on as the loss is, so that every rank waits for it
+
+        with self._step(), torch.no_grad(), _evaluating(self.layers):
+            stages = self._stages(StepSeed(peek=True), beside)
+            self._run(stages, [x], [None], keep, forwards(self.ranks, 1), scale=1.0)
+        return outputs[0] if outputs else None
+
+    def from_last(self, value: Tensor | None) -> Tensor:
+        """``value`` from the rank with the last stage, on all ranks."""
+        with self._step():
+            return self._neighbours.from_last(value)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages."""
+        return iter(self.named_parameters().values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank's stages, by the model's names."""
+        return {self._names[p]: p for p in self.module.parameters()}
+
+    def owned_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank owns. Over all ranks: each of the model's once."""
+        mine = self.named_parameters()
+        return {name: p for name, p in mine.items() if self._users[name][0] == self.rank}
+
+    def users(self, name: str) -> list[int]:
+        """The ranks that hold a parameter: several if it is tied."""
+        return self._users[name]
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """An error inside is reported to the neighbours, and by them to theirs."""
+        if self._broken is not None:
+            raise RuntimeError(f"the pipe cannot be used any more: {self._broken}; make a new one")
+        try:
+            yield
+            self._neighbours.flush()  # sends may still be under way
+        except BaseException as error:
+            self._broken = _in_one_line(error)
+            self._neighbours.fail(self._broken)  # before the sleep: others may be waiting
+            if isinstance(error, PeerError):
+                time.sleep(_GRACE)
+            raise
+
+    def _stages(self, seed: StepSeed, beside: Any = None) -> list[Stage]:
+        """This rank's stages, for one step."""
+        stages, first_layer = [], 0
+        for s, part in enumerate(self._parts):
+            if s in self._own:
+                module = part if beside is None else nn.Sequential(_With(part, beside))
+                stage = Stage(
+                    s, module, self.device, seed, first_layer, self._by_layer, self._recompute
+                )
+                if s in self._neighbours.up:
+                    stage.shared_before = self._neighbours.up[s].shared  # filled as messages arrive
+                stages.append(stage)
+            first_layer += len(part)  # other ranks' layers count, too
+        return stages
+
+    def _run(
+        self,
+        stages: Sequence[Stage],
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
+        loss_fn: LossFunction,
+        lists: Schedule,
+        scale: float | Tensor,
+    ) -> Tensor:
+        refuse_hooks(self._uncalled)
+        for stage in stages:
+            stage.num_microbatches = len(inputs)
+        losses = Losses(loss_fn, targets, scale, stages[-1].memory)  # used by the last stage only
+        here = [s for s in self._own if s > 0 and s - 1 in self._own]  # fed by a stage of this rank
+        up: dict[int, Any] = {**channels([0, *here]), **self._neighbours.up}
+        down = {**channels(here), **self._neighbours.down}  # within this rank; to others
+        flow = Dataflow(stages, up, down, losses, self.recorder)
+        for i, value in enumerate(inputs):
+            up[0].put(i, value)  # without stage 0 on this rank, nobody takes it
+        flow.run(lists[self.rank])  # on the calling thread
+        last = self.rank == self.ranks[-1]
+        # every rank waits here until the last stage has the loss
+        return self._neighbours.from_last(losses.total().double() if last else None)
+
+
+class _With(nn.Module):
+    """Layers, with ``beside`` as the last element of their input tuple."""
+
+    def __init__(self, layers: nn.Module, beside: Any) -> None:
+        super().__init__()
+        self.layers, self.beside = layers, beside
+
+    def forward(self, value: tuple[Any, ...]) -> Any:
+        output = self.layers((*value, self.beside))  # to the first of the layers
+        return output[:-1] if isinstance(output, tuple) else output  # `beside` stays here
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m in training:  # the others were in evaluation before
+            m.training = True
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    notes = [note for note in getattr(error, "__notes__", []) if note not in text]
+    return "; ".join([*text.splitlines(), *notes])

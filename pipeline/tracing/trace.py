@@ -1,0 +1,245 @@
+"""Cuts any module into stages: traces its operators and cuts the list of them.
+
+    stages = split(model, {"input_ids": ids, "use_cache": False}, at=["transformer.h.6"])
+    pipe = ProcessPipe(stages, [1, 1], model=model)              # or, in threads:
+    pipe = Pipe(nn.Sequential(*map(WithDevice, stages, ["cpu:0", "cpu:1"])))
+
+Problem. A pipeline runs a list of layers, each a function of the previous output. Most models are
+not written so: a shortcut skips layers, a mask made at the top is used in every block, `forward`
+takes keywords and returns an object.
+
+Idea. `torch.export` runs `forward` once, on tensors without values, and records every operator. The
+list can be cut anywhere: values made before a cut and used after it are handed on as a tuple. A
+value for a later stage passes through the stages in between; its gradient comes back the same way.
+
+    operators   embed  mask  norm  attend  add  norm  mlp  add  head
+    stages      ╰──────────── 0 ────────────╯  ╰──────── 1 ────────╯
+                          hands on (sum, mask)
+
+A stage holds the model's own parameters and buffers that its operators use, under their names. A
+shared parameter is on every stage that uses it, and the pipe adds up its gradients.
+
+Modes. Dropout and batch norm behave differently in evaluation, and a trace has one mode. So there
+are two traces, and ``stage.training`` chooses one: a whole stage is in one mode.
+
+Sizes are symbols, not numbers: a trace of 2 x 8 tokens runs 3 x 5, and a batch of one example runs
+the same operators as larger batches. Assumptions (the branch taken at ``if x.size(1) > 4``) are
+checked for every input.
+
+With ``stages=n`` the costliest stage has the fewest floating-point operations, and if possible one
+activation crosses each cut. Operations are counted, not measured: every process must find one cut.
+
+Cost: two traces, about a second each for a small GPT-2, once. A step costs as much as calling the
+layers by hand; a value that passes through a stage is sent twice.
+
+Reed et al., "torch.fx", MLSys 2022; pipelines cut from traces are PiPPy's idea. The front end of
+torch.distributed.pipelining fixes the sizes and the mode, see docs/log.md.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeline.partition import balance
+
+from .operators import Program, at_least_two
+
+_aten = torch.ops.aten
+# Stages call these Python functions instead of the operators, because zero_bubble.py intercepts
+# them.
+_CALLED: dict[Any, Callable[..., Any]] = {
+    _aten.linear.default: F.linear,
+    _aten.addmm.default: torch.addmm,
+}
+Place = dict[bool, int]  # by mode (training or not): the number of operators before it
+
+
+def split(
+    module: nn.Module,
+    example_inputs: Any,
+    at: Sequence[str] | None = None,
+    stages: int | None = None,
+) -> nn.Sequential:
+    """The stages of ``module``, which share its parameters and buffers.
+
+    Args:
+        module: may be on the meta device, for a `ProcessPipe` with ``initialize``.
+        example_inputs: an input for the pipe, of any size: a tensor, a tuple of positional
+            arguments, or a dict of keyword arguments. Other values than tensors are fixed.
+        at: names of submodules: a stage begins at the first call of each.
+        stages: their number, instead of ``at``.
+
+    Raises ValueError if there is no such cut; if ``module`` cannot be traced, with the line of its
+    code, and a remedy; if only some of its submodules are in training mode; or if its backward is
+    more than the derivative of its operators: custom autograd functions, hooks.
+    """
+    if (at is None) == (stages is None):
+        raise ValueError(f"at={at}, stages={stages}: give one of the two, as stages=2")
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    example = pytree.tree_map_only(  # of tensors, only shapes and types count
+        Tensor, lambda t: at_least_two(t.detach().to(device)), example_inputs
+    )
+    modes = [(m, m.training) for m in module.modules()]
+    _refuse_what_a_trace_loses(module)
+    try:
+        programs = {mode: Program(module.train(mode), example, device) for mode in (True, False)}
+    finally:
+        for m, mode in modes:  # one by one: submodules may be in other modes
+            m.training = mode
+    names = at if stages is None else _balanced(programs, example, stages)
+    return _cut(programs, names or ()).train(module.training)
+
+
+def _refuse_what_a_trace_loses(module: nn.Module) -> None:
+    words = {True: "training", False: "evaluation"}
+    for name, m in module.named_modules():
+        who = f"{name or 'the model'} ({type(m).__name__})"
+        if m._backward_hooks or m._backward_pre_hooks:
+            raise ValueError(
+                f"{who} has a hook on its backward, which would never run: the stages have its "
+                "operators, and no module to call. Remove the hook, or cut the model by hand: "
+                "nn.Sequential(*layers)"
+            )
+        if m.training is not module.training:
+            raise ValueError(
+                f"{who} is in {words[m.training]}, the model in {words[module.training]}: a stage "
+                f"has one mode. Call model.train({module.training}) first, or cut the model by "
+                "hand: nn.Sequential(*layers)"
+            )
+
+
+class Traced(nn.Module):
+    """Consecutive operators of a traced module: a layer like any other.
+
+    It takes a tuple of values and returns one, but the first stage takes the module's input, and
+    the last returns the module's output.
+    """
+
+    def __init__(self, programs: dict[bool, Program], begin: Place, end: Place) -> None:
+        super().__init__()
+        # both by mode; a tensor is its (owner, key), in the order of code.tensors
+        self._code = {mode: _Code(p, begin[mode], end[mode]) for mode, p in programs.items()}
+        self._tensors = {
+            mode: [self._adopt(*programs[mode].tensors[node]) for node in code.tensors]
+            for mode, code in self._code.items()
+        }
+
+    def forward(self, value: Any) -> Any:
+        code = self._code[self.training]
+        values = code.enter(value)  # a list, one per node of `takes`
+        tensors = [getattr(owner, key) for owner, key in self._tensors[self.training]]
+        device = next((t.device for t in (*values, *tensors) if isinstance(t, Tensor)), None)
+        return code.leave(code.run(device, *tensors, *values))  # in the order of the placeholders
+
+    def _adopt(self, name: str, tensor: Tensor) -> tuple[nn.Module, str]:
+        """Registers a tensor under its dotted name. Returns its owner and its key there, since the
+        tensor may be replaced, as in any module."""
+        owner: nn.Module = self
+        *path, key = name.split(".")
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(key, tensor)
+        else:
+            owner.register_buffer(key, tensor)
+        return owner, key
+
+
+class _Code:
+    """Some of a program's operators, as a function of (device, tensors, values)."""
+
+    def __init__(self, program: Program, begin: int, end: int) -> None:
+        nodes = program.nodes[begin:end]
+        first, last = begin == 0, end == len(program.nodes)  # of all stages
+        takes = program.inputs if first else program.crossing(begin)  # what the stage before gives
+        gives = program.output.args[0] if last else tuple(program.crossing(end))
+        used = {node for n in (*nodes, *[program.output] * last) for node in n.all_input_nodes}
+        self.tensors = [node for node in program.tensors if node in used]
+        self.enter: Callable[[Any], list[Any]] = program.leaves if first else list
+        spec = program.exported.call_spec.out_spec  # of forward's return value
+        self.leave: Callable[[Any], Any] = spec.unflatten if last else tuple
+        graph = fx.Graph()
+        device = graph.placeholder("stage_device")  # generated code calls torch.device "device"
+        # from the program's nodes to this graph's
+        copies = {node: graph.placeholder(node.name) for node in (*self.tensors, *takes)}
+
+        def copied(leaf: Any) -> Any:
+            # Tensors made by `forward` are made on the stage's device, not the trace's.
+            on_device = isinstance(leaf, torch.device) and leaf == program.device
+            return device if on_device else copies.get(leaf) if isinstance(leaf, fx.Node) else leaf
+
+        for node in nodes:  # in order: arguments are copied before their users
+            args, kwargs = map_aggregate((node.args, node.kwargs), copied)
+            target = _CALLED.get(node.target, node.target)
+            copies[node] = graph.create_node(node.op, target, args, kwargs, node.name)
+        graph.output(map_aggregate(gives, copied))
+        self.run = fx.GraphModule(program.exported.graph_module, graph)
+
+    def __deepcopy__(self, _: object) -> _Code:
+        return self  # copies of a layer share what never changes
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("a traced stage cannot be pickled: save state_dict(), and trace again")
+
+
+def _cut(programs: dict[bool, Program], names: Sequence[str]) -> nn.Sequential:
+    """The stages that begin at the first calls of these submodules."""
+    places: list[Place] = [dict.fromkeys(programs, 0)]  # the first stage begins at 0
+    for name in names:
+        for program in programs.values():
+            if name not in program.starts:
+                # [2:]: after the wrapper and the whole module
+                known = ", ".join(list(program.starts)[2:10])
+                raise ValueError(f"at={name}: forward calls no such submodule, but {known}, ...")
+        place = {mode: program.starts[name] for mode, program in programs.items()}
+        # in one of the modes, no operator lies between the two names
+        if any(place[mode] <= places[-1][mode] for mode in programs):
+            raise ValueError(
+                f"at={list(names)}: nothing is left to compute before {name}; name the submodules "
+                "in the order in which forward calls them, and not the first of all"
+            )
+        places.append(place)
+    for mode, program in programs.items():
+        begins = [place[mode] for place in places]  # operators before each stage
+        for buffer, uses in program.written().items():
+            if len({bisect(begins, k) for k in uses}) > 1:  # by operator: its stage, from 1
+                raise ValueError(
+                    f"at={list(names)}: the buffer {buffer} is written to and used on several "
+                    "stages, which would have different values of it; cut elsewhere"
+                )
+    places.append({mode: len(program.nodes) for mode, program in programs.items()})
+    return nn.Sequential(*(Traced(programs, a, b) for a, b in pairwise(places)))
+
+
+def _balanced(programs: dict[bool, Program], example: Any, num_stages: int) -> list[str]:
+    """The submodules at which the stages after the first begin."""
+    program = programs[True]  # the mode in which gradients cross
+    differentiable = program.differentiable()
+    narrow: dict[int, str] = {}  # place -> name, where one differentiable value crosses
+    anywhere: dict[int, str] = {}
+    for name, place in sorted(program.starts.items(), key=lambda item: item[1]):
+        if place > 0 and name in programs[False].starts:
+            anywhere.setdefault(place, name)  # of several at a place: the outermost
+            if len(differentiable.intersection(program.crossing(place))) == 1:
+                narrow.setdefault(place, name)
+    names = list((narrow if len(narrow) + 1 >= num_stages else anywhere).values())
+    costs, value = [], example
+    with torch.no_grad():
+        for layer in _cut(programs, names).eval():  # the pieces between all these places, in order
+            with FlopCounterMode(display=False) as counter:
+                value = layer(value)
+            costs.append(1.0 + counter.get_total_flops())  # 1: no piece is free
+    ends = accumulate(balance(costs, num_stages)[:-1])  # pieces before each stage but the first
+    return [names[end - 1] for end in ends]  # piece k > 0 begins at names[k - 1]

@@ -1,0 +1,355 @@
+"""Stages in threads and in processes, one per rank or several: one bit pattern under every
+schedule, and what one process computes, by name."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Sequence
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data_parallel.gradients import GradientBuckets
+from pipeline.partition import place
+from pipeline.pipe import Pipe
+from pipeline.processes.process import ProcessPipe
+from pipeline.schedules import catalogue
+from pipeline.schedules import schedule as sched
+from pipeline.schedules.schedule import Action
+from runtime.mesh import make_mesh
+from tests.pipeline.pipeline_models import (
+    assert_close,
+    assert_same_bits,
+    batch,
+    cut,
+    gradients,
+    in_one_process,
+    square_error,
+    take_gradients,
+    tower,
+)
+from tests.ranks import Ranks
+from tests.recorder import Paused
+
+SIZES = {1: (6,), 2: (2, 4), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6}
+EVERY = [(name, 1) for name in catalogue.ONE_EACH] + [
+    ("interleaved", 2), ("interleaved", 3), ("zbv", 2), ("vhalf", 2), ("vmin", 2),
+]  # fmt: skip
+NUMBERS = (1, 3, 4)  # of micro-batches: fewer than ranks, a multiple of them, and neither
+Found = dict[str, Any]
+
+
+def merged(per_rank: Sequence[dict[Any, Found]]) -> dict[Any, Found]:
+    """Per case what all ranks found, by name; what several have must be the same bits."""
+    result: dict[Any, Found] = {case: {} for case in per_rank[0]}
+    assert result  # or nothing would be compared
+    for found in per_rank:
+        for case, values in found.items():
+            for name, value in values.items():
+                before: Any = result[case].setdefault(name, value)
+                assert (before is value is None) or torch.equal(before, value), (case, name)
+    return {case: dict(sorted(values.items())) for case, values in result.items()}
+
+
+def ordered(found: Found) -> Found:
+    return dict(sorted(found.items()))
+
+
+def schedules(n: int) -> list[tuple[str, int]]:
+    return [(name, v) for name, v in EVERY if n * v in SIZES]
+
+
+def of(pipe: ProcessPipe) -> Found:
+    return {name: p.grad for name, p in pipe.named_parameters().items()}
+
+
+# Every schedule, number of micro-batches, cut and transport
+
+
+def model() -> nn.Sequential:
+    """A tower with dropout in nested layers, whose number seeds what they draw; and with a weight
+    that three layers share, on up to three ranks."""
+    layers, shared = tower(), nn.Linear(8, 8, dtype=torch.float64)
+    inner = nn.Sequential(shared, nn.Dropout(0.3))
+    layers[1] = nn.Sequential(nn.Dropout(0.3), nn.Sequential(), inner)
+    layers[4] = nn.Linear(8, 8, dtype=torch.float64)
+    layers[2].weight = layers[4].weight = shared.weight
+    layers[5] = nn.Linear(8, 3, dtype=torch.float64)
+    return layers
+
+
+def in_threads(n: int, name: str, v: int, m: int) -> tuple[Found, list[int]]:
+    """Loss, gradients and the next random number, and what the workers held. Nine examples:
+    micro-batches of unequal sizes."""
+    x, y = batch(9)
+    same, sizes = model(), SIZES[n * v]
+    ranks = catalogue.places(name, n, v)
+    placed, replicas = place(list(same), sizes, [f"cpu:{r}" for r in ranks])
+    with Pipe(placed, replicas=replicas, sizes=sizes) as pipe:
+        torch.manual_seed(5)
+        loss = pipe.train_step(x, y, square_error, name, m, scale=0.125)
+        found = take_gradients(same) | {"loss": loss, "next": torch.rand(())}
+        return ordered(found), pipe.peak_alive
+
+
+@cache
+def one_f_one_b(num_stages: int, m: int) -> Found:
+    """Of the same stages, each on a worker of its own."""
+    return in_threads(num_stages, "1f1b", 1, m)[0]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_threads_give_the_bits_of_1f1b_and_hold_what_the_schedule_says(n: int) -> None:
+    for (name, v), m in product(schedules(n), NUMBERS):
+        found, held = in_threads(n, name, v, m)
+        assert_same_bits(found, one_f_one_b(n * v, m))
+        assert held == sched.peak_alive(catalogue.find(name, v)(n, m)), (name, v, m)
+
+
+def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
+    """By case, loss and gradients of this rank, and its next random number; the output of an
+    evaluation."""
+    x, y = batch(9)
+    x = x if rank == 0 else x.to("meta")  # the others only look at the shape
+    groups = [dist.new_group() for _ in range(2)] if way == "bodies apart" else []
+    results: dict[Any, Found] = {}
+    for name, v in schedules(n) if way == "memory" else EVERY[:5]:
+        ranks, share = catalogue.places(name, n, v), way == "memory"
+        with ProcessPipe(
+            model(), SIZES[n * v], ranks=ranks, share_memory=share, timeout=20
+        ) as pipe:
+            if groups:  # as between GPUs
+                link: Any = pipe._neighbours._links[1 - rank]
+                link._bodies = groups if rank == 0 else groups[::-1]
+            seen: list[tuple[str, Tensor]] = []
+            for m in NUMBERS:
+                pipe.module.zero_grad()
+                torch.manual_seed(5)
+                loss = pipe.train_step(x, y, square_error, name, m, scale=0.125)
+                results[name, v, m] = of(pipe) | {"loss": loss, "next": torch.rand(())}
+                if m == 3:
+                    for key, p in pipe.named_parameters().items():
+                        p.register_hook(lambda g, key=key, seen=seen: seen.append((key, g.clone())))
+            assert len(seen) == len(of(pipe))  # each once, and whole
+            assert_same_bits(ordered(dict(seen)), ordered(of(pipe)))
+            state = torch.get_rng_state()
+            output = pipe.eval(batch(9)[0])
+            assert torch.equal(torch.get_rng_state(), state)  # draws nothing
+            assert pipe.layers.training
+            assert (output is not None) == (rank == ranks[-1])
+            results[name, v, "eval"] = {} if output is None else {"y": output}
+    return results
+
+
+def check(found: dict[Any, Found], n: int) -> None:
+    output = model().eval()(batch(9)[0])
+    assert found
+    for (_, v, m), values in found.items():
+        if m == "eval":
+            assert_close(values, {"y": output})
+        else:
+            assert_same_bits(values, one_f_one_b(n * v, m))
+
+
+@pytest.mark.parametrize("way", ["memory", "groups", "bodies apart"])
+def test_two_processes_give_the_same_bits_and_draw_equally_often(ranks: Ranks, way: str) -> None:
+    check(merged(ranks.run(_on_ranks, way)), 2)
+
+
+def test_three_processes_and_one_do_too(three_ranks: Ranks) -> None:
+    check(merged(three_ranks.run(_on_ranks, "memory")), 3)
+    check(merged([_on_ranks(0, 1, "memory")]), 1)  # no process group, nothing is sent
+
+
+# What passes between stages
+
+
+class Fork(nn.Module):
+    """To a tuple: a part that is used, one that is not, integers, a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor) -> Any:
+        return {"h": self.used(x), "rest": (self.unused(x), (x > 0).sum(1), None, "constant")}
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3).double()
+
+    def forward(self, value: Any) -> Tensor:
+        aside, count, nothing, text = value["rest"]
+        assert aside.requires_grad and count.dtype == torch.int64
+        assert (nothing, text) == (None, "constant")
+        return self.last(value["h"]) * count[:, None]
+
+
+def fork_and_join() -> nn.Sequential:
+    torch.manual_seed(0)
+    join = Join()
+    join.last.bias.requires_grad_(False)
+    return nn.Sequential(Fork(), nn.Identity(), join)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Messages of some bytes, and of some that no buffer has had room for."""
+    return [batch(rows) for rows in (5, 300, 20, 900, 7)]
+
+
+def _forked(_: int, __: int) -> dict[Any, Found]:
+    results = {}
+    for share, schedule in product((True, False), ("1f1b", "zb")):
+        with ProcessPipe(fork_and_join(), [1, 2], share_memory=share, timeout=20) as pipe:
+            for x, y in batches():
+                loss = pipe.train_step(x, y, square_error, schedule, 3)
+            results[share, schedule] = of(pipe) | {"loss": loss}
+    return results
+
+
+def test_a_stage_hands_on_tuples_of_any_length_and_what_nobody_needs(ranks: Ranks) -> None:
+    """What has no gradient in one process has none in threads and none in processes."""
+    plain, same = fork_and_join(), fork_and_join()
+    with Pipe(cut(same, (1, 2)), split_size=3) as pipe:
+        for x, y in batches():
+            loss = square_error(plain(x), y)
+            loss.backward()
+            square_error(pipe(x), y).backward()
+    expected = ordered(gradients(plain) | {"loss": loss.detach()})
+    assert expected["0.unused.weight"] is expected["2.last.bias"] is None
+    assert_close(ordered(gradients(same) | {"loss": loss.detach()}), expected)
+    for found in merged(ranks.run(_forked)).values():
+        assert_close(found, expected)
+
+
+# Order
+
+
+def _recorded(rank: int, _: int, schedule: str | sched.BuildSchedule) -> str:
+    x, y = batch(8)
+    events: list[Any] = []
+    with ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
+        pipe.recorder = lambda *event: events.append(event)
+        pipe.train_step(x, y, square_error, schedule, 3)
+        pipe.recorder = Paused()
+        pipe.train_step(x, y, square_error)
+    assert {event[1] for event in events} == {rank}
+    times = [t for event in events for t in event[3:]]
+    assert times == sorted(times)
+    return " ".join(f"{kind}{i}" for kind, _, i, _, _ in events)
+
+
+def test_the_recorder_sees_what_a_rank_did_and_gradients_leave_before_weights_are_done(
+    ranks: Ranks,
+) -> None:
+    first = "F0 send0 F1 send1 receive0 B0 F2 send2 receive1 B1 receive2 B2 receive-1"
+    halves = "receive0 F0 I0 send0 W0 receive1 F1 I1 send1 W1 receive2 F2 I2 send2 W2 send-1"
+    whole = "receive0 F0 B0 send0 receive1 F1 B1 send1 receive2 F2 B2 send2 send-1"
+    assert ranks.run(_recorded, "1f1b") == [first, halves]
+    assert ranks.run(_recorded, sched.one_f_one_b) == [first, whole]
+
+
+def random_schedule(n: int, m: int, seed: int) -> sched.Schedule:
+    """Any order that can run: again and again one of the actions that are ready."""
+    chooser, schedule = random.Random(seed), [list[Action]() for _ in range(n)]
+    left = [action for actions in sched.gpipe(n, m) for action in actions]
+    while left:
+        missing = {part for a in left for part in sched.ended_with(a)}
+        ready = [a for a in left if not missing.intersection(sched.dependencies(a, n))]
+        action = chooser.choice(ready)
+        left.remove(action)
+        schedule[action.stage].append(action)
+    return schedule
+
+
+def _random_schedules(_: int, world_size: int) -> dict[Any, Found]:
+    results = {}
+    for share in (True, False):
+        with ProcessPipe(tower(), SIZES[world_size], share_memory=share, timeout=20) as pipe:
+            for seed in range(20):
+                pipe.module.zero_grad()
+                schedule = partial(random_schedule, seed=seed)
+                loss = pipe.train_step(*batch(10), square_error, schedule, seed % 5 + 1)
+                results[share, seed] = of(pipe) | {"loss": loss}
+    return results
+
+
+def test_random_schedules_never_wait_for_each_other_in_a_circle(
+    ranks: Ranks, three_ranks: Ranks
+) -> None:
+    expected = ordered(in_one_process(tower(), *batch(10)))
+    for world in (ranks, three_ranks):
+        for found in merged(world.run(_random_schedules)).values():
+            assert_close(found, expected)
+
+
+def _averaging(rank: int, _: int, schedule: str) -> tuple[list[bool], Found]:
+    """Of two replicas of one stage: of the buckets, a parameter each, whether their exchange
+    started before the last backward ended; and the mean gradients."""
+    mesh, events = make_mesh(2, 1, 1, 20.0), list[Any]()
+    x, y = (t.chunk(2)[rank] for t in batch(8))
+
+    def note(*event: Any) -> None:
+        events.append(event)
+
+    group = mesh.pipeline.group
+    with ProcessPipe(tower(), [6], group=group, recorder=note, timeout=20) as pipe:
+        parameters, replicas = pipe.parameters(), mesh.data.group
+        buckets = GradientBuckets(parameters, replicas, bucket_bytes=1, recorder=note)
+        pipe.train_step(x, y, square_error, schedule, 2)
+        buckets.finish()
+        last = max(end for kind, *_, end in events if kind in "BW")
+        return [start < last for kind, *_, start, _ in events if kind == "all_reduce"], of(pipe)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])  # whole backwards, and halves
+def test_replicas_exchange_gradients_while_the_last_backward_runs(
+    ranks: Ranks, schedule: str
+) -> None:
+    """Layer by layer, each when its own part of the backward has ended."""
+    sums = in_one_process(tower(), *batch(8))
+    mean = {name: g / 2 for name, g in sums.items() if name != "loss"}
+    for early, found in ranks.run(_averaging, schedule):
+        assert early == [True] * len(mean)
+        assert_close(found, mean)
+
+
+def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[int]]:
+    """Of the last two of three ranks, of which one is in a group more; and the open files after
+    each."""
+    alone = dist.new_group([1], use_local_synchronization=True) if rank == 1 else None
+    group = dist.new_group([1, 2])
+    found: dict[Any, Found] = {k: {} for k in product((True, False), range(3))}
+    held = []
+    for share, k in found if rank > 0 else ():
+        with ProcessPipe(tower(), [2, 4], group=group, share_memory=share, timeout=20) as pipe:
+            loss = pipe.train_step(*batch(8), square_error, "1f1b", 4)
+            found[share, k] = of(pipe) | {"loss": loss}
+        dist.barrier(group)
+        gc.collect()
+        held.append(len(list(Path("/proc/self/fd").iterdir())))
+    for made in (alone, group):
+        if rank > 0 and made is not None:
+            dist.destroy_process_group(made)
+    return found, held
+
+
+def test_pipes_of_some_ranks_are_made_one_after_another_and_hold_nothing(
+    three_ranks: Ranks,
+) -> None:
+    """Groups that were closed left their traces in the store; ranks are in several groups."""
+    expected = ordered(in_one_process(tower(), *batch(8)))
+    answers = three_ranks.run(_one_pipe_after_another)
+    for found in merged([found for found, _ in answers]).values():
+        assert_close(found, expected)
+    for _, held in answers[1:]:  # the first of a kind opens what stays
+        assert (held[2], held[5]) == (held[1], held[4])

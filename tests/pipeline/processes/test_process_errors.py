@@ -1,0 +1,257 @@
+"""A rank that fails, or dies, ends the waiting of all others; mistakes are named; and messages
+arrive as they were."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from pipeline.processes.messages import Message, PeerError, _Received
+from pipeline.processes.process import ProcessPipe
+from tests.pipeline.pipeline_models import (
+    Fuse,
+    batch,
+    one_f_one_b,
+    tower,
+)
+from tests.ranks import Ranks
+from tests.training.test_checkpoint import Touch
+
+SOON = 10.0  # seconds; the time-out of the pipes is 30
+
+
+def caught(function: Callable[..., Any], *args: Any) -> tuple[str, list[str]]:
+    """What it raises, and soon, with its notes."""
+    start = time.monotonic()
+    try:
+        function(*args)
+    except Exception as error:
+        assert time.monotonic() - start < SOON
+        return f"{type(error).__name__}: {error}", list(getattr(error, "__notes__", []))
+    return "nothing", []
+
+
+def evaluate(pipe: ProcessPipe, x: Tensor, _: Tensor) -> None:
+    pipe.eval(x)
+
+
+def _blown(_: int, __: int, share: bool, culprit: int, where: str, step: Any) -> list[Any]:
+    layers, sizes, fuse = list(tower()), [2, 2, 2], Fuse()
+    layers.insert(2 * culprit + 1, fuse)
+    sizes[culprit] += 1
+    layers[0].train(False)
+    modes = [layer.training for layer in layers]
+    with ProcessPipe(nn.Sequential(*layers), sizes, share_memory=share, timeout=30) as pipe:
+        step(pipe, *batch(8))
+        pipe.module.zero_grad()
+        fuse.armed = (where, ZeroDivisionError)
+        # A rank that could do all of its part before has no error in this step, but in the next.
+        found = [caught(step, pipe, *batch(8)) for _ in range(2)]
+        if pipe.rank == culprit:
+            assert {p.grad for p in pipe.parameters()} == {None}
+        dist.barrier()
+    assert [layer.training for layer in layers] == modes
+    return found
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(
+    ("culprit", "where", "step"),
+    [
+        (0, "forward", one_f_one_b),
+        (0, "backward", one_f_one_b),
+        (1, "backward", one_f_one_b),
+        (2, "forward", one_f_one_b),
+        (1, "forward", evaluate),
+    ],
+)
+def test_an_error_on_one_stage_ends_all_and_says_where(
+    three_ranks: Ranks, share: bool, culprit: int, where: str, step: Any
+) -> None:
+    for rank, (first, second) in enumerate(three_ranks.run(_blown, share, culprit, where, step)):
+        text, notes = first if first[0] != "nothing" else second
+        place = f"of micro-batch 0 on stage {culprit}"
+        if rank == culprit:
+            assert text == "ZeroDivisionError: on purpose"
+            assert notes[0].startswith(f"in the {where}")
+            assert notes[0].endswith(f"{place} (cpu)")
+        else:
+            assert re.match(rf"PeerError: ((stage|rank) {rank} waited for|handing) ", text), text
+            assert place in text or not share
+        if first[0] != "nothing":
+            assert second[0].startswith("RuntimeError: the pipe cannot be used any more: ")
+
+
+def _survivor(rank: int, _: int) -> list[str]:
+    pipes = [ProcessPipe(tower(), [2, 4], share_memory=way, timeout=30) for way in (True, False)]
+    for pipe in pipes:
+        one_f_one_b(pipe, *batch(8))
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [caught(one_f_one_b, pipe, *batch(8))[0] for pipe in pipes]
+
+
+def test_a_rank_that_is_killed_ends_the_wait_of_its_neighbour() -> None:
+    """Ranks of its own: these are not whole afterwards."""
+    world = Ranks(2)
+    try:
+        with pytest.raises((EOFError, AssertionError, ConnectionError)):
+            world.run(_survivor)
+        assert world.pipes[0].poll(60)
+        fine, answers = world.pipes[0].recv()
+        assert fine, answers
+    finally:
+        world.close()
+    for answer in answers:
+        assert answer.startswith("PeerError: ") and " stage 1" in answer, answer
+        assert "it has ended" in answer
+
+
+def on_meta() -> nn.Sequential:
+    with torch.device("meta"):
+        return tower()
+
+
+def closed() -> None:
+    pipe = ProcessPipe(tower(), [6])
+    pipe.close()
+    one_f_one_b(pipe, *batch(4))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: ProcessPipe(tower(), [2, 4]), r"2 stages on the ranks \[0, 1\] of 1: every"),
+        (lambda: ProcessPipe(tower(), [6, 0], ranks=[0, 0]), "for 6 layers: one number per stage"),
+        (lambda: ProcessPipe(on_meta(), [6]), r"0\.weight is on the meta device, .* initialize"),
+        (closed, "cannot be used any more: it is closed; make a new"),
+    ],
+)
+def test_what_does_not_fit(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        call()
+
+
+# Messages
+
+
+def value(rows: int) -> dict[str, Any]:
+    x = torch.arange(4.0 * rows).view(rows, 4).requires_grad_()
+    return {
+        "x": x,
+        "again": (x, x.t(), x[:, :1].expand(rows, 9)),
+        "more": [torch.empty(0, 2), 1, None, torch.tensor(3)],
+    }
+
+
+def assert_arrived(found: dict[str, Any], rows: int) -> None:
+    """One tensor at two places is one, views are apart. The order in memory stays, an expanded
+    dimension too: else kernels may give other bits than under threads."""
+    x, (again, transposed, expanded) = value(rows)["x"], found["again"]
+    assert again is found["x"] and again.requires_grad and again.is_leaf
+    assert torch.equal(again, x)
+    assert torch.equal(transposed, x.t()) and transposed.stride() == (1, 4)
+    assert torch.equal(expanded, x[:, :1].expand(rows, 9)) and expanded.stride() == (1, 0)
+    empty, one, nothing, three = found["more"]
+    assert empty.shape == (0, 2) and three.dtype == torch.int64
+    assert (one, nothing, three.item()) == (1, None, 3)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Kind(Enum):
+    ONE = "one"
+
+
+def sent(value: Any) -> Any:
+    """What arrives of it."""
+    message = Message(value)
+    body = torch.zeros(message.nbytes, dtype=torch.uint8)
+    message.write(body)
+    return _Received(message.head, body).load()
+
+
+def test_a_message_is_made_of_values_and_unpickles_nothing_else(tmp_path: Path) -> None:
+    x = torch.arange(3.0)
+    more = [Kind.ONE, torch.float64, torch.device("cpu"), x.shape, 1j, slice(2), {3}, "text"]
+    pair, output = sent((Pair(x, more), BaseModelOutput(last_hidden_state=x)))
+    assert type(pair) is Pair and pair.second == more and torch.equal(pair.first, x)
+    assert type(output) is BaseModelOutput and output.last_hidden_state is pair.first
+    touched = tmp_path / "touched"
+    for value, name in (
+        (Touch(touched), "pathlib.Path.touch"),
+        (SimpleNamespace(a=1), "types.SimpleNamespace"),
+        (partial(os.remove, touched), "functools.partial"),
+    ):
+        with pytest.raises(TypeError, match=rf"^a message from another rank holds a {name}, which"):
+            sent([value])
+    assert not touched.exists()
+
+
+def _talk(rank: int, _: int, share: bool) -> None:
+    """Rank 0 sends, and rank 1 receives in another order, answers, and hangs up."""
+    with ProcessPipe(tower(), [2, 4], share_memory=share, timeout=20) as pipe:
+        link: Any = pipe._neighbours._links[1 - rank]
+        for k, rows in enumerate((5, 5, 3, 3000, 5, 3001)):
+            if rank == 0:
+                link.put(("value", k), value(rows))
+                link.put(("rows", k), torch.tensor(rows))
+            else:
+                assert link.get(("rows", k)) == rows
+                assert_arrived(link.get(("value", k)), rows)
+            link.flush()
+            dist.barrier()
+        if rank == 1:
+            link.put("last", "words")
+            link.flush()
+            return
+        assert not share or len(link._buffers) <= 2  # used again
+        time.sleep(0.5)  # it has hung up
+        assert link.get("last") == "words"
+        with pytest.raises(PeerError, match="it has ended"):
+            link.get("more")
+        with pytest.raises(PeerError, match="it has ended"):
+            for _ in range(100):
+                link.put("nobody", "reads this")
+                link.flush()
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_messages_of_any_length_arrive_as_they_were_and_so_do_last_words(
+    ranks: Ranks, share: bool
+) -> None:
+    ranks.run(_talk, share)
+
+
+def _silence(rank: int, _: int) -> None:
+    with ProcessPipe(tower(), [2, 4], timeout=0.05) as pipe:
+        link: Any = pipe._neighbours._links[1 - rank]
+        if rank == 0:
+            with pytest.raises(PeerError, match=r"^it has been silent for 0\.05 s$"):
+                link.get("anything")
+            with pytest.raises(PeerError, match=r"^it has been silent for 0\.05 s$"):
+                for k in range(10_000):
+                    link.put(k, None)
+        dist.barrier()
+
+
+def test_a_neighbour_that_is_silent_and_one_that_does_not_read(ranks: Ranks) -> None:
+    ranks.run(_silence)

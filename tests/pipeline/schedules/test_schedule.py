@@ -1,0 +1,172 @@
+"""Schedules are plain lists: drawn, timed, broken, and held against what their papers promise."""
+
+from __future__ import annotations
+
+import textwrap
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from benchmarks import formulas as cost
+from pipeline.pipe import _clock_cycles
+from pipeline.schedules import catalogue, chunks
+from pipeline.schedules import schedule as sched
+from pipeline.schedules.schedule import BACKWARD, FORWARD, Action
+from planning.simulate import simulate
+
+GRID = [(n, m) for n in range(1, 6) for m in (*range(1, 9), 13, 24)]
+ONE_CLOCK = {"F": 1, "I": 1, "W": 1, "B": 2}
+OF_A_BLOCK = {"F": 20, "I": 26, "W": 17, "B": 43}  # of GPT-2, as measured on a CPU
+
+
+def clocks(schedule: sched.Schedule, each: dict[str, int] = ONE_CLOCK) -> float:
+    """How long a step takes if its actions take so long."""
+    rows = simulate(schedule, lambda a: each[a.kind.value])
+    return max(timed.end for row in rows for timed in row)
+
+
+@pytest.mark.a4_2_1
+@pytest.mark.a5_2_1
+@pytest.mark.parametrize(
+    ("m", "n", "expected"),
+    [
+        (3, 3, [[(0, 0)], [(0, 1), (1, 0)], [(0, 2), (1, 1), (2, 0)], [(1, 2), (2, 1)], [(2, 2)]]),
+        (6, 2, [[(0, 0)], *([(i, 1), (i + 1, 0)] for i in range(5)), [(5, 1)]]),
+        (1, 3, [[(0, 0)], [(0, 1)], [(0, 2)]]),
+    ],
+)
+def test_clock_cycles(m: int, n: int, expected: list[list[tuple[int, int]]]) -> None:
+    assert [sorted(clock) for clock in _clock_cycles(m, n)] == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "title", "schedule"),
+    [
+        (sched, "GPipe, 3 stages", sched.gpipe(3, 4)),
+        (sched, "1F1B, 3 stages", sched.one_f_one_b(3, 4)),
+        (sched, "Zero bubble, 3 stages", sched.zero_bubble(3, 4)),
+        (sched, "1F1B with early gradients, 3 stages", sched.early(sched.one_f_one_b(3, 4))),
+        (chunks, "Interleaved, 2 ranks", chunks.interleaved_1f1b(2, 4)),
+        (chunks, "ZB-V, 2 ranks", chunks.zb_v(2, 3)),
+    ],
+)
+def test_the_table_in_the_docstring_is_the_schedule(
+    module: Any, title: str, schedule: sched.Schedule
+) -> None:
+    table = textwrap.indent(sched.draw(schedule), "    ")
+    assert f"{table}\n" in module.__doc__[module.__doc__.index(f"    {title}") :]
+
+
+@pytest.mark.parametrize("name", catalogue.SCHEDULES)
+def test_every_schedule_can_run_and_adds_gradients_up_in_order(name: str) -> None:
+    for n, m in GRID:
+        schedule = catalogue.find(name)(n, m)
+        sched.validate(schedule, m)
+        assert sched.ranks_of(schedule) == catalogue.places(name, n)
+        for actions in schedule:
+            # stable: leaves the micro-batches of a kind and stage in their order
+            by_stage = sorted(actions, key=lambda action: (action.kind, action.stage))
+            assert by_stage == sorted(actions)
+
+
+@pytest.mark.parametrize(("n", "m"), GRID)
+def test_one_stage_per_rank_holds_and_idles_as_promised(n: int, m: int) -> None:
+    """With m < n one micro-batch's way through all stages, not the bubble, is what takes time."""
+    for name in catalogue.ONE_EACH:
+        held = [cost.held_microbatches(name, n, m, s) for s in range(n)]
+        assert sched.peak_alive(catalogue.find(name)(n, m)) == held
+    bubble = cost.pipeline_bubble(n, m)
+    assert sched.bubble(sched.gpipe(n, m)) == sched.bubble(sched.one_f_one_b(n, m)) == bubble
+    assert sched.bubble(sched.sequential(n, m)) == Fraction(n - 1, n)
+    assert clocks(sched.one_f_one_b(n, m)) == clocks(sched.gpipe(n, m)) == 3 * (m + n - 1)
+    for order in (sched.gpipe, sched.one_f_one_b):
+        early = sched.early(order(n, m))
+        kinds = [{a.kind.value for a in actions} for actions in early]
+        assert kinds == [{*"FB"}, *([{*"FIW"}] * (n - 1))]  # nobody waits for stage 0's gradient
+        assert clocks(early) == 3 * m + 2 * (n - 1)
+        assert sched.bubble(early) == Fraction(2 * (n - 1), 3 * m + 2 * (n - 1))
+        assert sched.peak_alive(early) == sched.peak_alive(order(n, m))
+    zero_bubble = sched.zero_bubble(n, m)
+    assert clocks(zero_bubble) == max(3 * m + n - 1, 2 * m + 2 * n - 1)
+    assert len(sched.clock_table(zero_bubble)) == clocks(zero_bubble)
+    if m >= n:
+        assert sched.bubble(zero_bubble) == cost.pipeline_bubble(n, m, 3)
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize(("n", "m"), GRID)
+def test_interleaving_divides_the_bubble_by_the_chunks(n: int, m: int, v: int) -> None:
+    """Also where n does not divide m."""
+    schedule = chunks.interleaved_1f1b(n, m, v)
+    sched.validate(schedule, m)
+    assert clocks(schedule) == (3 * (v * m + n - 1) if m >= n else 3 * (n * v + m - 1))
+    if m >= n:
+        assert sched.bubble(schedule) == cost.pipeline_bubble(n, m, v)
+        assert sched.bubble(sched.early(schedule)) == cost.pipeline_bubble(n, m, 1.5 * v)
+    if v == 1:
+        assert schedule == sched.one_f_one_b(n, m)
+    elif m % n == 0:
+        held = [min(m * v, (v - 1) * n + 2 * (n - r - 1) + 1) for r in range(n)]
+        assert sched.peak_alive(schedule) == held
+        assert m == n or max(held) == cost.held_chunks("interleaved", n, v)
+
+
+@pytest.mark.parametrize(("n", "m"), GRID)
+def test_a_v_holds_and_idles_as_promised_on_every_rank(n: int, m: int) -> None:
+    """It holds, in chunks, all of the 2n of 1F1B's first rank, a half, or a third.
+
+    In clocks of a chunk's F, I or W, of which a rank has 6m of work, 1F1B idles 6 (n-1). The last
+    rank waits n-1 for its first input: less is impossible. Nor does a V wait in every period where
+    I takes longer than F and W: ZB-V in all for n-1 I, V-Half no longer than 1F1B."""
+    lists = {name: catalogue.find(name)(n, m) for name in catalogue.V_SHAPED}
+    for name, schedule in lists.items():
+        peaks, promise = sched.peak_alive(schedule), cost.held_chunks(name, n)
+        assert max(peaks) <= promise
+        if m >= 2 * n:
+            assert max(peaks) == promise
+            assert min(peaks) >= promise - 2  # balanced
+    if m >= 2 * n:
+        idle = {name: clocks(found) - 6 * m for name, found in lists.items()}
+        of_1f1b = 6 * (n - 1)
+        assert n - 1 <= idle["zbv"] <= n
+        assert idle["zbv"] <= idle["vhalf"] <= of_1f1b / 2
+        assert idle["vhalf"] <= idle["vmin"] <= of_1f1b * 2 / 3
+        assert clocks(lists["zbv"], OF_A_BLOCK) - 2 * 63 * m <= 26 * (n - 1)
+        assert clocks(lists["vhalf"], OF_A_BLOCK) - 2 * 63 * m <= 2 * 63 * (n - 1)
+        assert n > 1 or sched.bubble(lists["zbv"]) == 0
+
+
+F0, F1, B0, B1 = (Action(kind, 1, i) for kind in (FORWARD, BACKWARD) for i in (0, 1))
+FIRST, LAST = sched.gpipe(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ([FIRST, LAST[:-1]], "stage 1: B1 is there 0 times, not 1"),
+        ([FIRST, [*LAST, B1]], "stage 1: B1 is there 2 times, not 1"),
+        ([[*FIRST, B1], LAST], r"\(0, 0\), \(1, 0\), \(1, 1\)\]; each stage, counted from 0"),
+        ([FIRST, sched.zero_bubble(2, 2)[1][:-1]], "stage 1: W1 is there 0 times, not 1"),
+        ([FIRST, [*reversed(sched.zero_bubble(2, 2)[1])]], "deadlock: .* B0 on stage 0, W1 on"),
+        (
+            [sched.one_f_one_b(2, 2)[0], [F1, B0, F0, B1]],
+            "deadlock: what comes first never can: B0 on stage 0, B0 on stage 1",
+        ),
+    ],
+)
+def test_what_cannot_run_is_named(broken: sched.Schedule, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sched.validate(broken, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "message"),
+    [
+        ("zigzag", None, "'zigzag': choose one of gpipe, 1f1b, zb, sequential"),
+        ("zbv", 3, "zbv with 3 chunks: a rank has 2 stages there"),
+    ],
+)
+def test_what_there_is_not_says_what_is_right(name: str, v: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        catalogue.find(name, v)

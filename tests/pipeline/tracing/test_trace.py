@@ -1,0 +1,380 @@
+"""Traced modules in stages: what the plain module computes, by name; and what cannot be traced."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from pipeline.partition import WithDevice
+from pipeline.pipe import Pipe
+from pipeline.processes.process import ProcessPipe
+from pipeline.stage import Stage
+from pipeline.tracing.trace import split
+from tests.pipeline.pipeline_models import (
+    Call,
+    assert_close,
+    assert_same_bits,
+    gpt2,
+    gradients,
+    square_error,
+)
+from tests.ranks import Ranks
+
+
+class Three(nn.Module):
+    """Three layers and dropout. Two inputs; the second is used by the last layer alone, and so is
+    what the first layer makes: both skip the stage between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.drop = nn.Dropout(0.0)
+        self.register_buffer("shift", torch.arange(3.0))
+
+    def forward(self, x: Tensor, scale: Tensor, sign: int = 1) -> dict[str, Tensor]:
+        first = torch.tanh(self.a(x))
+        second = self.drop(torch.sigmoid(self.b(first)))
+        last = self.c(second + first) * scale[:, None]
+        return {"y": sign * last + self.shift, "z": last.sum(-1)}
+
+
+class ResNet(nn.Module):
+    """One block. B C H W."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.head = nn.BatchNorm2d(4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = F.relu_(x + self.second(F.relu(self.norm(x), inplace=True)))
+        return self.head(x.mean((2, 3)))
+
+
+def made(module: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return module().double()
+
+
+def noise(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def loss_of_both(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return (output["y"].sum(1) + 2 * output["z"] - target).square().sum()
+
+
+def loss_of_tokens(output: Any, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+SENTENCES = torch.randint(40, (6, 9), generator=torch.Generator().manual_seed(3))
+IDS, LABELS = SENTENCES[:, :-1], SENTENCES[:, 1:]  # B T, and what follows each
+Case = tuple[Callable[[], nn.Module], Any, Any, Any, Any, list[str]]
+# A module, an example input, a batch of another size and its target, the loss, where to cut.
+CASES: dict[str, Case] = {
+    "three": (
+        partial(made, Three), {"scale": noise(1), "x": noise(1, 4), "sign": -1},
+        {"x": noise(5, 4), "scale": noise(5), "sign": -1}, noise(5), loss_of_both, ["b", "drop"],
+    ),
+    "resnet": (
+        partial(made, ResNet), noise(2, 3, 6, 6), noise(7, 3, 8, 5),
+        torch.tensor([0, 1, 2, 3, 4, 0, 1]), partial(F.cross_entropy, reduction="sum"),
+        ["second"],  # the shortcut crosses
+    ),
+    "gpt2": (
+        partial(gpt2, blocks=1), {"input_ids": IDS[:2, :3], "use_cache": False},
+        {"input_ids": IDS, "use_cache": False}, LABELS, loss_of_tokens, ["transformer.h.0.mlp"],
+    ),
+}  # fmt: skip
+
+
+def everything(module: nn.Module) -> dict[str, Any]:
+    """Gradients and buffers, by name."""
+    return gradients(module) | {name: b.clone() for name, b in module.named_buffers()}
+
+
+def plain(case: Case, num_microbatches: int) -> dict[str, Any]:
+    """What the module does by itself, a micro-batch at a time: batch norm is over one."""
+    make, _, x, target, loss_fn, _ = case
+    module, total = make(), torch.zeros((), dtype=torch.float64)
+    for i in range(num_microbatches):
+
+        def part(t: Tensor, i: int = i) -> Tensor:
+            return t.tensor_split(num_microbatches)[i]
+
+        given, wanted = pytree.tree_map_only(Tensor, part, (x, target))
+        output = module(**given) if isinstance(given, dict) else module(given)
+        loss = loss_fn(output, wanted)
+        loss.backward()
+        total += loss.detach()
+    return everything(module) | {"loss": total}
+
+
+def in_threads(stages: nn.Sequential) -> Pipe:
+    devices = [f"cpu:{s}" for s in range(len(stages))]
+    return Pipe(nn.Sequential(*map(WithDevice, stages, devices)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_in_threads_compute_what_the_module_does(name: str) -> None:
+    """Of other sizes than the example's; the last micro-batch is smaller. The mode stays as it was,
+    and the stages have it."""
+    make, example, x, target, loss_fn, at = CASES[name]
+    module = make()
+    stages = split(module, example, at)
+    assert all(m.training for m in (*module.modules(), *stages))
+    names = [{n for n, _ in stage.named_parameters()} for stage in stages]
+    assert set.union(*names) == {n for n, _ in module.named_parameters()}
+    start = copy.deepcopy(module.state_dict())
+    with in_threads(stages) as pipe:
+        for schedule in ("gpipe", "zb"):
+            module.load_state_dict(start)
+            module.zero_grad()
+            loss = pipe.train_step(x, target, loss_fn, schedule, num_microbatches=3)
+            assert_close(everything(module) | {"loss": loss}, plain(CASES[name], 3))
+
+
+def _on_ranks(rank: int, _: int) -> dict[str, Any]:
+    """The module is on the meta device; its values are by name."""
+    found = {}
+    for name in ("three", "resnet"):
+        make, example, x, target, loss_fn, at = CASES[name]
+        values = make().state_dict()
+        with torch.device("meta"):
+            module = make()
+        stages = split(module, example, at)
+
+        def initialize(key: str, tensor: Tensor, values: Any = values) -> None:
+            tensor.copy_(values[key])
+
+        sizes = [1, len(stages) - 1]
+        with ProcessPipe(stages, sizes, model=module, initialize=initialize, timeout=20) as pipe:
+            loss = pipe.train_step(x, target, loss_fn, "1f1b", num_microbatches=3)
+            every = (item for stage in stages for item in stage.named_buffers())
+            buffers = {n: b for n, b in every if not b.is_meta}
+            own = {n: p.grad for n, p in pipe.named_parameters().items()}
+        assert all(p.is_meta for p in stages[rank - 1].parameters())  # no memory for another's
+        found[name] = own | buffers | {"loss": loss}
+    return found
+
+
+def test_stages_in_processes_do_too(ranks: Ranks) -> None:
+    first, second = ranks.run(_on_ranks)
+    for name in first:
+        expected = plain(CASES[name], 3)
+        assert torch.equal(first[name]["loss"], second[name]["loss"])
+        both = first[name] | second[name]
+        assert_close({key: both[key] for key in expected}, expected)
+
+
+def test_dropout_is_that_of_the_mode_and_of_layers_called_by_hand() -> None:
+    """The same seed gives the same bits; in evaluation nothing is dropped."""
+
+    def by_hand() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+
+    found = []
+    x = noise(6, 4)
+    traced = split(by_hand().eval(), noise(2, 4), ["1", "2"])
+    assert not any(stage.training for stage in traced)
+    for layers in (by_hand(), traced):
+        layers.train()
+        with in_threads(layers) as pipe:
+            torch.manual_seed(1)
+            pipe.train_step(x, x[:, :3], square_error, "1f1b", 2)
+            found.append({str(k): p.grad for k, p in enumerate(layers.parameters())})
+            pipe.eval()
+            assert_close({"y": pipe(x)}, {"y": by_hand().eval()(x)})
+    assert_same_bits(found[1], found[0])
+
+
+def test_the_gradients_of_traced_products_can_come_later() -> None:
+    """Zero bubble: the first half of the backward makes no weight gradient of a matrix product."""
+    layers = made(lambda: nn.Sequential(nn.Linear(4, 6), Conv1D(3, 6)))  # one as GPT-2's
+    stage = Stage(0, split(layers, noise(2, 4), []), torch.device("cpu"))
+    output = stage.forward(0, noise(2, 4))
+    stage.backward_input(0, [torch.ones_like(output)])
+    assert stage.take_gradients() == {}
+    stage.backward_weight(0)
+    assert list(stage.take_gradients()) == stage.parameters
+
+
+def test_a_module_is_balanced_by_its_operations() -> None:
+    """128, 1024, 1024, 128 and 16 multiplications per example. Between b and c two values cross, so
+    that is a cut only where nothing else is left."""
+
+    class Shortcut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+            self.d, self.e = nn.Linear(32, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = self.a(x)
+            return self.e(self.d(wide + self.c(self.b(wide))))
+
+    def firsts(n: int) -> str:
+        stages = split(made(Shortcut), noise(2, 4), stages=n)
+        return "".join(next(name for name, _ in stage.named_parameters())[0] for stage in stages)
+
+    assert [firsts(n) for n in (2, 3, 5)] == ["ad", "abd", "abcde"]
+    with pytest.raises(ValueError, match="6 stages for 5 layers"):
+        firsts(6)
+
+
+class Chooses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # the line that is named
+            return x + 1
+        return x
+
+
+class Short(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, times: int = 1) -> Tensor:
+        return self.b(self.a(x) * times) if x.size(0) < 5 else x
+
+
+class TwoNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.a(self.norm(x)))
+
+
+class Counts(nn.Module):
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x * self.calls
+
+
+LINE = Chooses.forward.__code__.co_firstlineno + 1
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+def with_(what: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(4, 4), Call(what), nn.Linear(4, 4))
+
+
+def hooked_tensor(x: Tensor) -> Tensor:
+    if x.requires_grad:  # not while a trace is run on values
+        x.register_hook(lambda g: g * 2)
+    return x
+
+
+def hooked_module() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()))
+    model.get_submodule("1.0").register_full_backward_hook(lambda *_: None)
+    return model
+
+
+def in_two_modes() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4)))
+    model.get_submodule("1.0").eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("module", "how", "said"),
+    [
+        (
+            Chooses,
+            {"stages": 1},
+            rf"test_trace.py:{LINE}: `if x.sum\(\) > 0:.*asks for the values .* torch.where",
+        ),
+        (
+            Short,
+            {"stages": 1, "example_inputs": noise(2, 3)},
+            r"`return self.b.*` cannot be traced \(a and b must",
+        ),
+        (Counts, {"stages": 1}, "it sets the buffer calls anew: write to it"),
+        (Short, {}, "at=None, stages=None: give one of the two, as stages=2"),
+        (Short, {"at": ["c"]}, "at=c: forward calls no such submodule, but a, b"),
+        (Short, {"at": ["a"]}, "nothing is left to compute before a"),
+        (
+            with_(Reverse.apply),
+            {"stages": 1},
+            r"the backward of a torch.autograd.Function would be lost.*; or cut the model by hand",
+        ),
+        (
+            with_(hooked_tensor),
+            {"stages": 1},
+            r"test_trace.py:\d+: `x.register_hook.*a hook on a tensor would be lost.* by hand",
+        ),
+        (
+            with_(lambda x: checkpoint(torch.tanh, x, use_reentrant=True)),
+            {"stages": 1},
+            r"test_trace.py:\d+: `with_.*the backward of a torch.autograd.Function would be lost",
+        ),
+        (hooked_module, {"stages": 1}, r"1\.0 \(Tanh\) has a hook on its backward, which would"),
+        (in_two_modes, {"stages": 1}, r"1\.0 \(BatchNorm1d\) is in evaluation, the model in trai"),
+        (TwoNorms, {"at": ["a"]}, "buffer norm.running_.* is written to and used on several"),
+    ],
+)
+def test_what_cannot_be_traced_or_cut_is_said(
+    module: Callable[[], nn.Module], how: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        split(made(module), **{"example_inputs": noise(2, 4), **how})
+
+
+def test_a_checkpoint_that_keeps_the_graph_is_traced() -> None:
+    def again(x: Tensor) -> Tensor:
+        return checkpoint(torch.tanh, x, use_reentrant=False)
+
+    model = made(with_(again))
+    with in_threads(split(model, noise(2, 4), stages=1)) as pipe:
+        pipe(noise(3, 4)).sum().backward()
+    found = everything(model)
+    model.zero_grad()
+    model(noise(3, 4)).sum().backward()
+    assert_close(found, everything(model))
+
+
+def test_inputs_must_answer_as_the_example_did_and_a_trace_is_not_pickled() -> None:
+    first = split(made(Short), {"x": noise(2, 4), "times": 3}, ["b"])[0]
+    assert first({"times": 3, "x": noise(1, 4)})[0].shape == (1, 4)
+    for given, said in (
+        ({"x": noise(5, 4), "times": 3}, r"\(5, 4\).*only where input\['x'\].shape\[0\]"),
+        ({"x": noise(2, 4), "times": 2}, "traced for .*'times': 3}, and are given .*'times': 2}"),
+        (noise(2, 4), "traced for {'x': 'Tensor', 'times': 3}, and are given Tensor"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            first(given)
+    with pytest.raises(TypeError, match="a traced stage cannot be pickled: save state_dict"):
+        pickle.dumps(first)

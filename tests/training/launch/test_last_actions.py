@@ -1,0 +1,107 @@
+"""When a wait times out, a table says what each rank did last, and so who is the culprit."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from data_parallel.ddp import DistributedDataParallel
+from pipeline.processes.process import ProcessPipe
+from runtime.ranks import Ranks as Group
+from tests.pipeline.pipeline_models import batch, square_error, tower
+from tests.ranks import Ranks
+from training.launch.last_actions import LastAction, in_file, table
+from training.launch.launch import is_consequence
+from training.timeline import Timeline
+
+TIMEOUT = 1.5  # seconds: a busy machine may need one for what takes milliseconds
+
+
+class Hangs(nn.Module):
+    """Hangs in its second backward, until the file is there."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file, self.calls = file, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(self.hang)
+        return x * 1
+
+    def hang(self, _: Tensor) -> None:
+        self.calls += 1
+        while self.calls == 2 and not self.file.exists():
+            time.sleep(0.01)
+
+
+def _hang(rank: int, size: int, strategy: str, folder: Path) -> tuple[str, str]:
+    """The error of a rank, if it is not one of those that have waited in vain; and its table."""
+    last = in_file(folder / "last", size)
+    timeline = Timeline(num_steps=0, last=last[rank])
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    hangs: Any = Hangs(folder / "enough") if rank == size - 1 else nn.Identity()
+    x, y = batch(8)
+
+    def work() -> None:
+        if strategy == "pipeline":
+            layers, sizes = list(tower()), [2, 2, 2]
+            layers[5] = nn.Sequential(layers[5], hangs)
+            with ProcessPipe(
+                nn.Sequential(*layers), sizes, recorder=timeline, timeout=TIMEOUT
+            ) as pipe:
+                pipe.train_step(x, y, square_error, "1f1b", 4)
+        elif strategy == "ddp":
+            model = DistributedDataParallel(
+                nn.Sequential(tower(), hangs), group, bucket_bytes=100, recorder=timeline
+            )
+            for i in range(2):
+                with timeline.span("B", microbatch=i):
+                    model(x).sum().backward()
+                model.average_gradients()
+        else:
+            together = Group(group, recorder=timeline)
+            with timeline.span("F", microbatch=2):
+                for _ in range(2):
+                    hangs.hang(x) if rank == size - 1 else None
+                    together.all_reduce(x)
+
+    try:
+        work()
+    except Exception as error:
+        text = table(last)
+        if rank == 0:
+            (folder / "enough").touch()
+        return "" if is_consequence(error) else repr(error), text
+    return "no error", ""
+
+
+WAITING = {
+    "pipeline": ["0 receive 0 1 1", "1 receive 1 1 2", "2 backward (input) 2 1"],
+    "ddp": ["0 all-reduce 0", "1 all-reduce 0", "2 backward 1"],
+    "tensor": ["0 all-reduce", "1 all-reduce", "2 after all-reduce"],
+}
+
+
+@pytest.mark.parametrize("strategy", WAITING)
+def test_who_hangs_is_seen_in_the_table(three_ranks: Ranks, strategy: str, tmp_path: Path) -> None:
+    otherwise, text = three_ranks.run(_hang, strategy, tmp_path)[0]
+    assert otherwise == ""
+    seen = [row.rpartition("  ")[0].split() for row in text.splitlines()[1:]]
+    assert [" ".join(row) for row in seen] == WAITING[strategy]
+
+
+def test_the_columns_of_the_table() -> None:
+    last = (LastAction * 2)()
+    last[1].note("reduce-scatter", 12, 3, 0)
+    last[1].begun -= 61
+    assert table(list(last), first_rank=8).splitlines() == [
+        "rank  last action               stage, layer or bucket  micro-batch  peer  begun",
+        "   8                                                                       not yet",
+        "   9  reduce-scatter                                12            3     0  61.0 s ago",
+    ]

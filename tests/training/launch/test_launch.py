@@ -1,0 +1,231 @@
+"""Ranks are started, know each other, listen on loopback alone, and never outlive a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import socket
+import struct
+import time
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.processes.messages import PeerError
+from runtime.cores import core_slice
+from tests.ranks import Ranks
+from tests.training import programs
+from training.launch import launch as launcher
+from training.launch.errors import RunError, UserError
+from training.launch.launch import (
+    Failure,
+    Settings,
+    is_consequence,
+    launch,
+    listen,
+    stay_on_interface_to,
+    watch,
+)
+from training.launch.shared_cores import core_notes, sharing
+from training.launch.world import World, choose_backend, choose_device, on_main
+
+# A run
+
+
+def test_ranks_know_their_place_and_listen_on_loopback_alone(tmp_path: Path) -> None:
+    """With more work than a pipe holds."""
+    launch(programs.describe, Settings(2, device="cpu", timeout=60), tmp_path, "x" * 1_000_000)
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    for rank, mine in enumerate([cores[:half], cores[half : 2 * half]] if half else [cores] * 2):
+        known = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert known["place"] == [rank, 2, rank, "cpu", rank == 0]
+        assert known["sum"] == 3
+        assert (known["cores"], known["threads"]) == (mine, len(mine))
+        # torch's own store would listen on every interface.
+        assert set(known["listening"]) == {"127.0.0.1"}
+        assert set(known["ips"]) <= {"127.0.0.1", "::ffff:127.0.0.1"}
+        if platform.libc_ver()[0] == "glibc":  # ranks keep freed memory, but for large blocks
+            assert known["returned"] == [False, True]
+
+
+def test_a_rank_that_fails_ends_the_run_with_the_one_traceback_that_matters(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It leaves no process. A rank that is killed: see tests/test_failures.py."""
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(SystemExit) as end:
+        launch(programs.raise_on_one, Settings(2, device="cpu", timeout=60))
+    left = set(psutil.Process().children(recursive=True)) - set(before)
+    assert [p for p in left if "spawn_main" in " ".join(p.cmdline())] == []
+    printed = capfd.readouterr().err
+    assert end.value.code == 1
+    assert printed.startswith("\nrank 1 failed; the run has been ended.\nTraceback ")
+    assert printed.endswith("\nValueError: the bug of rank 1\n")
+    assert [printed.count(word) for word in ("Traceback", "rank 0", "programs.py")] == [1, 0, 1]
+
+    with pytest.raises(UserError, match=r"^--model x: no such model; --model gpt2 works$"):
+        launch(programs.user_error, Settings(1, device="cpu"))
+    assert capfd.readouterr().err == ""  # the program prints it
+
+
+# Which of several is the cause
+
+
+LOST = Failure(0, "lost", is_consequence=True)
+
+
+@pytest.mark.parametrize(
+    ("others", "code", "said"),
+    [
+        # A connection was lost before the death was seen.
+        (LOST, -signal.SIGKILL, "It was killed by SIGKILL.\n"),
+        (LOST, 0, "It exited with status 0 before it was done.\n"),
+        # It is stopped, say: others are done, or have waited for it.
+        (None, None, "It does not answer.\nrank  last action  "),
+        (LOST, None, "It does not answer.\nlost"),
+    ],
+)
+def test_a_rank_that_died_or_does_not_answer_is_the_cause(
+    monkeypatch: pytest.MonkeyPatch, others: Failure | None, code: int | None, said: str
+) -> None:
+    monkeypatch.setattr(launcher, "GRACE", 0.2)
+    ours, theirs = zip(*(Pipe() for _ in range(3)), strict=True)
+    processes = [SimpleNamespace(exitcode=code, join=lambda _: None) for _ in range(3)]
+    theirs[0].send(others)
+    theirs[2].send(others)
+    if code is not None:
+        os.write(theirs[1].fileno(), struct.pack("!i", 100) + b"half of a report")
+        theirs[1].close()
+    failure = watch(processes, ours, 0.2, [])
+    assert failure is not None and failure.rank == 1
+    assert failure.text.startswith(said)
+
+
+GLOO = RuntimeError(
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+)
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ([GLOO, ValueError("no result")], True),
+        ([RuntimeError("Application timeout caused pair closure")], True),
+        ([dist.DistNetworkError("recv failed")], True),
+        ([PeerError("stage 0 waited for gradients of stage 1: it has ended")], True),
+        ([ValueError("the bug"), GLOO], False),
+    ],
+    ids=repr,
+)
+def test_what_began_an_error_says_whether_it_is_a_consequence(
+    errors: list[Exception], expected: bool
+) -> None:
+    try:
+        try:
+            raise errors[0]
+        except Exception:
+            raise errors[-1]  # noqa: B904 (the context is what is looked at)
+    except Exception as error:
+        assert is_consequence(error) is expected
+
+
+# Rank 0 works alone
+
+
+def _alone(rank: int, world_size: int, mark: Path, fails: bool) -> str:
+    """How it ends, and whether rank 0's work was done then."""
+
+    def work() -> None:
+        time.sleep(0.2)  # the other is there long before
+        mark.touch()
+        if fails:
+            raise RunError("the disk is full")
+
+    try:
+        on_main(World(rank, world_size), work)
+    except RunError as error:
+        return str(error)
+    return "done" if mark.exists() else "early"
+
+
+def test_others_wait_for_rank_0(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(_alone, tmp_path / "a", False) == ["done", "done"]
+    assert ranks.run(_alone, tmp_path / "b", True) == ["the disk is full", "done"]
+
+
+# Interfaces, ports, cores, devices
+
+
+def test_ranks_of_one_machine_stay_on_loopback_and_those_of_several_where_they_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    for host, gloo in (("localhost", "eth7"), ("127.0.0.1", loopback)):
+        stay_on_interface_to(host)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == gloo
+        assert os.environ["NCCL_SOCKET_IFNAME"] == loopback
+    # On Debian a machine's own name is 127.0.1.1: the others do not reach it over loopback.
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    debian = (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 1))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [debian])
+    stay_on_interface_to("this-machine")
+    assert os.environ.get("GLOO_SOCKET_IFNAME") != loopback
+
+
+def test_a_given_port_is_used_or_said_to_be_taken() -> None:
+    with listen() as taken:
+        port = taken.getsockname()[1]
+        said = f"^--master_port {port}: Address already in use.*; without the option a free port "
+        with pytest.raises(UserError, match=said):
+            launch(programs.user_error, Settings(1, device="cpu", master_port=port))
+    with listen(port) as again:
+        assert again.getsockname() == ("127.0.0.1", port)
+    with pytest.raises(UserError, match=r"^--master_port 99999: ports go from 0 to 65535; "):
+        listen(99999)
+
+
+def test_cores_are_dealt_out_in_consecutive_slices_to_and_fro(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
+    for slices, each, expected in (
+        (3, None, [[2], [3], [5]]),
+        (9, None, [[2], [3], [5], [7], [7], [5], [3], [2], [2]]),
+        (2, None, [[2, 3], [5, 7]]),
+        (2, 3, [[2, 3, 5], [7, 2, 3]]),
+        (1, 8, [[2, 3, 5, 7]]),
+    ):
+        assert [core_slice(i, slices, each) for i in range(slices)] == expected
+
+
+def test_workers_that_share_cores_are_said_to() -> None:
+    assert sharing([("a", [i % 2]) for i in range(3)], "stages") == [
+        "3 stages want 3 CPU cores and share 2: they take turns, and steps take longer."
+    ]
+    assert sharing([("a", [0]), ("a", [1]), ("b", [0, 1])]) == []  # "b": another host
+    assert core_notes(World(0, 2, 0, torch.device("meta"))) == []  # a GPU
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert (str(choose_device("auto", 1, 2)), choose_backend("auto", 2)) == ("cpu", "gloo")
+    with pytest.raises(UserError, match=r"^--device cuda: no GPU .*--device cpu works"):
+        choose_device("cuda", 0, 2)
+    with pytest.raises(UserError, match=r"^--device mps: it takes an Apple GPU, and one rank"):
+        choose_device("mps", 0, 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(choose_device("auto", r, 3)) for r in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    both = "cpu:gloo,cuda:nccl"
+    assert [choose_backend("auto", n) for n in (1, 2, 3)] == [both, both, "gloo"]
+    assert (str(choose_device("cpu", 1, 2)), choose_backend("cpu", 2)) == ("cpu", "gloo")

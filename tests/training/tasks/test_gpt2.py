@@ -1,0 +1,199 @@
+"""Sizes, initial weights that depend on names alone, the loss over targets, pretrained weights."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2LMHeadModel
+
+from training.launch.errors import UserError
+from training.layouts.traced import traced_layers
+from training.seeds import stream
+from training.tasks.cache import Prefix
+from training.tasks.generation import newest_alone
+from training.tasks.gpt2 import (
+    build_model,
+    gpt2_config,
+    gpt2_layers,
+    loss_of_targets,
+    round_vocab,
+    sizes_of_blocks,
+    split_by,
+)
+from training.tasks.pretrained import check_pretrained, pretrained_config, pretrained_initializer
+from training.tasks.tokens import train_tokenizer
+
+
+def tiny(seed: int = 0, n_layer: int = 2, **sizes: Any) -> GPT2LMHeadModel:
+    sizes = {"n_embd": 32, "n_head": 2, "dropout": 0.0, **sizes}
+    return build_model(gpt2_config("gpt2-mini", 320, 16, n_layer=n_layer, **sizes), seed)
+
+
+# Sizes
+
+
+def test_presets_have_the_published_sizes_and_can_be_changed() -> None:
+    counts = {
+        "gpt2-mini": 4_240_896,  # with 4096 tokens and 128 positions
+        "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080,
+        "gpt2-xl": 1_557_611_200,
+    }  # fmt: skip
+    with torch.device("meta"):
+        for name, count in counts.items():
+            vocabulary = 4096 if name == "gpt2-mini" else 50257
+            model = GPT2LMHeadModel(gpt2_config(name, vocabulary, 128))
+            assert sum(p.numel() for p in model.parameters()) == count
+    config = gpt2_config("gpt2", 1000, 2048, n_layer=3, n_embd=48, n_head=4, dropout=0.2)
+    assert (config.n_layer, config.n_embd, config.n_head) == (3, 48, 4)
+    assert (config.n_positions, config.vocab_size) == (2048, 1000)
+    assert (config.attn_pdrop, config.embd_pdrop, config.resid_pdrop) == (0.2, 0.2, 0.2)
+    assert [round_vocab(n) for n in (64, 65, 4097)] == [64, 128, 4160]
+
+
+def test_sizes_of_stages() -> None:
+    """Of 5 blocks: 12 layers."""
+    assert sizes_of_blocks("auto", 5, 2) is None
+    assert sizes_of_blocks("uniform", 5, 2) == [7, 5]
+    assert sizes_of_blocks("1,3,1", 5, 3) == [3, 6, 3]
+    assert split_by("uniform", 8, 3, "layers") == [3, 3, 2]
+    for wrong in ("3,3", "5", "5,0", "2,x", ""):
+        with pytest.raises(ValueError, match="2 positive numbers that add up to the 5 blocks"):
+            split_by(wrong, 5, 2, "blocks")
+
+
+# Initial weights
+
+
+def test_no_two_streams_are_the_same_and_each_is_on_every_machine() -> None:
+    """As those of seed + epoch would be: epoch 1 of seed 0, and epoch 0 of seed 1."""
+    purposes = ("data order", "dropout", "initial weights")
+    of = [stream(*of) for of in product(range(12), purposes, range(12), range(12))]
+    of += [stream(1, "dropout", 12), stream(11, "dropout", 2), stream(1, "dropout", "12")]
+    assert len({value & 0xFFFFFFFF for value in of}) == len(of)  # of which torch takes no more
+    assert min(of) >= 0 and max(of) < 2**63
+    assert stream(0, "data order", 1) == 6020721808494672217
+
+
+def test_weights_are_those_of_gpt2_and_depend_on_seed_and_name_alone() -> None:
+    short, long, other = (
+        dict(tiny(seed, n_layer, n_embd=128).named_parameters())
+        for seed, n_layer in ((0, 2), (0, 8), (1, 2))
+    )
+    for name, p in short.items():
+        same = [torch.equal(p, found[name]) for found in (long, other)]
+        if name.endswith("bias") or ".ln_" in name:
+            assert torch.equal(p, torch.full_like(p, not name.endswith("bias"))), name
+            assert same == [True, True]
+            continue
+        # With at least 2,048 samples the deviation is within 1/sqrt(2 * 2048) = 1.6 % of its
+        # expectation at one sigma; the bound is six of them.
+        residual = "c_proj" in name
+        std = 0.01 if residual else 0.02
+        assert p.std().item() == pytest.approx(std, rel=0.1), name
+        assert abs(p.mean().item()) < 6 * std / p.numel() ** 0.5, name
+        assert same == [not residual, False], name
+        if residual:  # their deviation falls with the depth, here to a half
+            torch.testing.assert_close(p, 2 * long[name], rtol=1e-6, atol=0)
+    q, r = (long[f"transformer.h.{i}.attn.c_attn.weight"] for i in (0, 1))
+    assert not torch.equal(q, r)
+    # Losses that the documentation states, and runs to be continued, depend on them.
+    first = short["transformer.wte.weight"][0, :3].tolist()
+    assert first == pytest.approx([-0.02690713, -0.02315010, 0.00897220], rel=1e-4)
+
+
+# The loss
+
+IDS = torch.tensor([[5, 6, 7, 8], [3, 4, 2, 0], [3, 4, 0, 0]])
+WEIGHTS = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]])
+
+
+def test_the_loss_of_the_layers_is_the_masked_cross_entropy_of_the_model() -> None:
+    """The layers compute logits at targets alone; without any they cost nothing."""
+    model = tiny().double()
+    labels = IDS.roll(-1, 1)
+    layers = nn.Sequential(*gpt2_layers(model))
+    logits = layers((IDS, WEIGHTS))
+    assert logits.shape == (4, 320)
+    loss = loss_of_targets(logits, labels[WEIGHTS == 1])
+    numbers = torch.tensor([1, 2, 3, 5])  # of the targets among all 12 positions, row by row
+    assert layers((IDS, numbers)).equal(logits)
+    log_p = model(input_ids=IDS).logits.log_softmax(-1)
+    nll = -log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(loss, (nll * WEIGHTS).sum(), rtol=1e-12, atol=0)
+    half = loss_of_targets(logits.bfloat16(), labels[WEIGHTS == 1])
+    assert half.dtype == torch.float32 and half.item() == pytest.approx(loss.item(), rel=1e-2)
+    none = torch.zeros_like(WEIGHTS)
+    nothing = loss_of_targets(layers((IDS, none)), labels[none == 1])
+    nothing.backward()
+    assert nothing.item() == 0
+    assert [n for n, p in model.named_parameters() if p.grad is None or p.grad.any()] == []
+
+
+def test_traced_layers_are_those_by_hand() -> None:
+    """In what tests/equivalence does not run: sentences of one token, evaluation, ids alone, of
+    which operations are counted, and a cache. Each has the same parameters."""
+    config = gpt2_config("gpt2-mini", 40, 16, dropout=0.0, n_layer=1, n_embd=16, n_head=2)
+    model = build_model(config, 0).double()
+    by_hand, traced = gpt2_layers(model), traced_layers(model)
+    parameters = [[set(layer.parameters()) for layer in layers] for layers in (by_hand, traced)]
+    assert parameters[0] == parameters[1]
+    traced = copy.deepcopy(traced)  # as --balance auto measures them
+    keys = torch.zeros(3, dtype=torch.long)
+    for ids in (torch.arange(3)[:, None], torch.arange(15).view(3, 5)):
+        weights = (ids % 4 != 1).double()
+        for mode, value in ((True, (ids, weights, keys)), (False, (ids, weights)), (False, ids)):
+            outputs = [nn.Sequential(*layers).train(mode)(value) for layers in (by_hand, traced)]
+            torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+
+    def continued(layers: list[nn.Module]) -> list[Tensor]:
+        ids, newest, prefix = torch.arange(15).view(3, 5), torch.arange(3)[:, None], Prefix([5] * 3)
+        first = nn.Sequential(*layers).eval()((ids, newest_alone(ids), prefix))
+        prefix.extend()
+        return [first, nn.Sequential(*layers)((newest, newest_alone(newest), prefix))]
+
+    with torch.no_grad():
+        assert all(map(torch.equal, continued(traced), continued(by_hand)))
+
+
+# Weights of others
+
+
+@pytest.mark.parametrize("part", ["whole in bfloat16", "transformer"])
+def test_weights_are_read_by_name_and_grow_with_the_vocabulary(part: str, tmp_path: Path) -> None:
+    """The published GPT-2 has its names without the prefix `transformer.`, and no head; its weights
+    may be in several files."""
+    model = tiny(seed=3)
+    saved = model.transformer if part == "transformer" else model.bfloat16()
+    saved.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    train_tokenizer([{"a": "Ja."}], 300, "a", "a").save_pretrained(tmp_path)
+    check_pretrained(str(tmp_path), 16)
+    config = pretrained_config(str(tmp_path), 330, 0.25)
+    assert (config.vocab_size, config.resid_pdrop) == (330, 0.25)
+    for name, p in model.named_parameters():
+        rows = (330, 32) if "wte" in name else p.shape
+        filled = [torch.empty(rows) for _ in range(3)]  # in fp32: small steps would be lost in less
+        for t, seed in zip(filled, (5, 5, 6), strict=True):
+            pretrained_initializer(str(tmp_path), seed)(name, t)
+        assert torch.equal(filled[0][: len(p)], p.float()), name
+        assert torch.equal(filled[0], filled[1])
+        assert torch.equal(filled[0], filled[2]) == ("wte" not in name)  # new rows are the seed's
+
+
+def test_only_for_names_the_hub_is_asked_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Mock()
+    monkeypatch.setattr("training.tasks.pretrained.do_not_wait_for_the_hub", asked)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name, times in ((str(tmp_path), 0), ("no/model", 1)):
+        with pytest.raises(UserError, match=f"^--model {name}: neither a preset"):
+            check_pretrained(name, 16)
+        assert asked.call_count == times

@@ -1,0 +1,99 @@
+"""Pictures: drawn ones, and those that `datasets` reads."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from training.launch.errors import UserError
+from training.tasks.drawing import CLASSES, draw
+from training.tasks.pictures import load_pictures, to_inputs
+
+
+def test_drawn_pictures_are_the_same_every_time_and_however_many() -> None:
+    few, labels = draw(7, [3])
+    many, more_labels = draw(1013, [3])  # more than are computed at once
+    assert few.shape == (7, 3, 32, 32) and few.dtype == np.uint8
+    assert (many[:7] == few).all() and (more_labels[:7] == labels).all()
+    assert (many[500:502] == draw(502, [3])[0][500:]).all()
+    assert (many[:7] != draw(7, [4])[0]).any(axis=(1, 2, 3)).all()
+    assert many.mean() == pytest.approx(104.126, abs=0.01)  # machines round sines differently
+    assert np.bincount(more_labels[:1000]).tolist() == [100] * len(CLASSES)
+
+
+def test_builtin_sets() -> None:
+    sets = load_pictures("builtin", 30, 20, seed=1)
+    assert (len(sets.train), len(sets.test), sets.classes) == (30, 20, CLASSES)
+    assert not torch.equal(sets.train.images[:20], sets.test.images)
+    longer = load_pictures("builtin", 40, 20, seed=1)
+    assert torch.equal(longer.train.images[:30], sets.train.images)
+    assert torch.equal(longer.test.images, sets.test.images)
+    assert longer.fingerprints()["test"] == sets.fingerprints()["test"]
+    assert longer.fingerprints()["train"] != sets.fingerprints()["train"]
+
+
+def test_inputs_are_from_minus_two_to_two() -> None:
+    images = torch.tensor([0, 255, 51], dtype=torch.uint8).view(3, 1, 1, 1)
+    assert to_inputs(images).flatten().tolist() == pytest.approx([-2, 2, -1.2])
+    assert to_inputs(images, torch.float64).dtype == torch.float64
+
+
+def test_a_folder_of_pictures_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a class have one colour here."""
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for split, (k, name), i in product(("train", "test"), enumerate(("cat", "dog")), range(2)):
+        (tmp_path / "pictures" / split / name).mkdir(parents=True, exist_ok=True)
+        pixels = np.full((40, 40, 3), 100 * k + 50, np.uint8)
+        pixels[20:] += 1  # below the middle
+        picture = image.fromarray(pixels)
+        picture.save(tmp_path / "pictures" / split / name / f"{i}.png")
+    sets = load_pictures(str(tmp_path / "pictures"), None, 3, 0)
+    assert sets.classes == ("cat", "dog")
+    assert (len(sets.train), len(sets.test)) == (4, 3)
+    for picture, label in zip(sets.train.images, sets.train.labels, strict=True):
+        assert picture.shape == (3, 32, 32)
+        colour = 100 * int(label) + 50
+        assert picture[:, 0].unique().tolist() == [colour]
+        assert picture[:, -1].unique().tolist() == [colour + 1]
+    (tmp_path / "empty").mkdir()
+    for name, said in (("none", "there is no such folder"), ("empty", "nothing that can be read")):
+        with pytest.raises(UserError, match=f"/{name}: .*{said}"):
+            load_pictures(f"{tmp_path}/{name}", None, None, 0)
+
+
+class Split(dict[str, Any]):
+    """A split of a dataset: columns by name, of which one may name classes."""
+
+    def __init__(self, **columns: Any) -> None:
+        super().__init__(columns)
+        labels = SimpleNamespace(names=["cat", "dog"])
+        self.features = {key: labels if key == "label" else None for key in columns}
+
+
+def test_a_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image")
+    grey = image.new("L", (64, 64), 77)
+    colour = image.fromarray(np.full((32, 32, 3), (1, 2, 3), np.uint8))
+    split = Split(img=[grey, colour, grey], label=[1, 0, 1])
+    monkeypatch.setattr(
+        "training.tasks.pictures.load_splits", lambda _: {"train": split, "test": split}
+    )
+    sets = load_pictures("pets", 2, None, seed=0)
+    assert sets.classes == ("cat", "dog")
+    assert sets.train.labels.tolist() == [1, 0] and sets.test.labels.tolist() == [1, 0, 1]
+    assert sets.train.images[0].unique().tolist() == [77]
+    assert sets.train.images[1, :, 5, 9].tolist() == [1, 2, 3]
+    for wrong, word in (
+        ({"train": split}, "train and test are needed"),
+        ({"train": Split(text=[]), "test": split}, "its columns are text"),
+    ):
+        monkeypatch.setattr("training.tasks.pictures.load_splits", lambda _, found=wrong: found)
+        with pytest.raises(UserError, match=word):
+            load_pictures("pets", None, None, seed=0)

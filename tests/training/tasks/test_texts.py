@@ -1,0 +1,290 @@
+"""Whatever --dataset names becomes three lists of pairs, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from training.launch.errors import UserError
+from training.tasks.pictures import load_pictures
+from training.tasks.texts import BUILTIN_FOLDER, END, SPLITS, Texts, held_out, load_texts
+
+ALL = {"train": None, "validation": None, "test": None}
+NO_NETWORK = "; --dataset builtin needs neither files nor network"
+Rows = list[tuple[str, str]]
+
+
+def load(dataset: object, world_size: int = 1, **sizes: int | None) -> Texts:
+    return load_texts(str(dataset), "de", "en", {**ALL, **sizes}, world_size)
+
+
+def pairs(rows: Rows) -> list[dict[str, str]]:
+    return [{"de": de, "en": en} for de, en in rows]
+
+
+def numbered(first: int, end: int) -> Rows:
+    return [(f"Satz {i}", f"sentence {i}") for i in range(first, end)]
+
+
+def error_of(*args: Any) -> str:
+    with pytest.raises(UserError) as error:
+        load(*args)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# What is read
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """train.de ... test.en, three lines each."""
+    for split in SPLITS:
+        for language in ("de", "en"):
+            lines = "".join(f"{language} {split} {i}\n" for i in range(3))
+            (tmp_path / f"{split}.{language}").write_text(lines)
+    return tmp_path
+
+
+def test_line_i_translates_line_i(folder: Path) -> None:
+    """A byte-order mark, CRLF, no newline at the end; U+2028 and a form feed are no line ends.
+    Empty pairs are skipped, and sizes are upper limits."""
+    (folder / "train.de").write_bytes(
+        b"\xef\xbb\xbfeins\r\nzwei\xe2\x80\xa8ter\x0cSatz\r\n \r\ndrei"
+    )
+    (folder / "train.en").write_text("one\ntwo\nnothing\nthree\n")
+    texts = load(folder, world_size=2, validation=2, test=4)
+    assert texts.splits == {
+        "train": pairs([("eins", "one"), ("zwei\u2028ter\x0cSatz", "two"), ("drei", "three")]),
+        "validation": pairs([(f"de validation {i}", f"en validation {i}") for i in range(2)]),
+        "test": pairs([(f"de test {i}", f"en test {i}") for i in range(3)]),
+    }
+    assert texts.notes == ["train: skipped 1 rows with an empty text."]
+
+
+def to_parquet(rows: Rows) -> bytes:
+    import datasets
+
+    found = io.BytesIO()
+    datasets.Dataset.from_list([{"translation": row} for row in pairs(rows)]).to_parquet(found)
+    return found.getvalue()
+
+
+def to_jsonl(rows: Rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in pairs(rows)).encode()
+
+
+WRITERS: dict[str, Callable[[Rows], bytes]] = {
+    "jsonl": to_jsonl,
+    "json": lambda rows: json.dumps([{"translation": row} for row in pairs(rows)]).encode(),
+    "csv": lambda rows: ("id,de,en\n" + "".join(f'7,"{x}","{y}"\n' for x, y in rows)).encode(),
+    "tsv": lambda rows: ("en\tde\n" + "".join(f"{y}\t{x}\n" for x, y in rows)).encode(),
+    "parquet": to_parquet,
+}
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_a_single_file_is_cut_into_splits(tmp_path: Path, ending: str) -> None:
+    """All of it is text, also numbers, and what pandas takes for nothing."""
+    path = tmp_path / f"text.{ending}"
+    rows = [("None", "NA"), ("001", "1.50"), *numbered(2, 40)]
+    path.write_bytes(WRITERS[ending](rows))
+    few = load(path, train=30, validation=2, test=3).splits
+    assert few == dict(zip(SPLITS, map(pairs, (rows[:30], rows[35:37], rows[37:])), strict=True))
+    texts = load(path, train=30)
+    # Validation is a tenth of the 36 that test has left.
+    expected = [rows[:30], rows[32:36], rows[36:40]]
+    assert texts.splits == dict(zip(SPLITS, map(pairs, expected), strict=True))
+    assert texts.notes == [
+        f"no {split} split: the last 4 pairs are taken out of train."
+        for split in ("test", "validation")
+    ]
+
+
+def test_files_of_a_folder_are_the_split_that_they_or_their_folders_are_named_after(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "valid").mkdir()
+    for name, rows in (
+        ("0.jsonl", numbered(0, 3)),
+        ("train-1.jsonl", numbered(3, 5)),
+        ("valid/0.jsonl", numbered(10, 12)),
+        ("test.jsonl", numbered(20, 23)),
+    ):
+        (tmp_path / name).write_bytes(to_jsonl(rows))
+    (tmp_path / "README.md").write_text("no data")
+    texts = load(tmp_path)
+    expected = [numbered(0, 5), numbered(10, 12), numbered(20, 23)]
+    assert texts.splits == dict(zip(SPLITS, map(pairs, expected), strict=True))
+    assert texts.notes == []
+
+
+def test_the_built_in_text_has_no_sentence_twice_and_teaches_every_word() -> None:
+    """The words of validation and test are in what a run without --n_train trains on. And it is a
+    folder with two languages."""
+    splits = load("builtin").splits
+    assert splits == load(BUILTIN_FOLDER).splits
+    assert {split: len(rows) for split, rows in splits.items()} == {
+        "train": 9000, "validation": 1000, "test": 100,
+    }  # fmt: skip
+    for language in ("de", "en"):
+        train, *others = ([pair[language] for pair in splits[split]] for split in SPLITS)
+        tested = [sentence for other in others for sentence in other]
+        assert len({*train, *tested}) == 10100
+        words = [set(re.findall(r"\w+", " ".join(part))) for part in (tested, train[:5000])]
+        assert words[0] - words[1] == set()
+    assert load_texts("builtin", "en", "de", {**ALL, "train": 1}, 1).splits["train"]
+    for tgt, said in (
+        ("fr", r"is no train.fr \(found: train.de, t"),
+        ("de", "as --src de --tgt en$"),
+    ):
+        with pytest.raises(UserError, match=f"--src de --tgt {tgt}: .*{said}"):
+            load_texts("builtin", "de", tgt, ALL, 1)
+
+
+# Plain text
+
+
+def test_a_file_holds_documents_and_the_last_lines_are_held_out(tmp_path: Path) -> None:
+    lines = [f"line {i:02}\n" for i in range(40)]  # of 8 letters
+    (tmp_path / "a.txt").write_text("".join(lines[:20]) + END + "".join(lines[20:]))
+    found = load(tmp_path / "a.txt")
+    assert found.plain
+    # 315 of 332 letters: in line 37.
+    assert found.splits["train"] == ["".join(lines[:20]), "".join(lines[20:38])]
+    assert found.splits["validation"] == ["".join(lines[38:])[:-1]]
+    assert found.notes == ["no validation split: 5 % of the text is taken from its end."]
+    # Without a line that ends there: at a document's end, or at a word.
+    assert held_out(["abc def " * 10]) == (["abc def " * 9 + "abc "], ["def"])
+    assert held_out(["x" * 100]) == (["x" * 94], ["x" * 6])
+    documents = [*["eight by"] * 40, "a line\nand one"]
+    assert held_out(documents) == (documents[:39], documents[39:])
+
+
+def test_a_folder_or_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock]) -> None:
+    for name in ("b", "a", "validation_1", "test"):
+        (tmp_path / f"{name}.txt").write_text(f"This is {name}.")
+    (tmp_path / "empty.txt").write_text(" \n")
+    found = load(tmp_path)
+    splits = {"train": ["This is a.", "This is b."], "validation": ["This is validation_1."]}
+    assert (found.splits, found.notes) == (splits, ["train: skipped 1 rows with an empty text."])
+    assert len(set(found.fingerprints().values())) == 2
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
+    assert load(tmp_path / "a.jsonl").splits == {"train": ["one", "t"], "validation": ["wo"]}
+    hub({"train": [{"text": "one"}, {"text": ""}], "validation": [{"text": "three"}]})
+    assert load("some/texts").splits == {"train": ["one"], "validation": ["three"]}
+
+
+# What cannot be used
+
+ROW = '{"de": "Satz", "en": "sentence"}\n'
+NOTHING = "--dataset {}: it holds nothing that can be read"
+NOT_UTF8 = "--dataset {}: it is not UTF-8 ('utf-8' codec can't decode byte "
+SPOILT = [  # a file of the folder above
+    ("test.en", "one\ntwo\n", "--dataset {}: test.de has 3 lines and test.en has 2 lines: line i "),
+    ("train.de", "eins\nzwei\nfünf\n", "--dataset {}/train.de: it is not UTF-8 ('utf-8' codec "
+     "can't decode byte 0xfc in position 11: invalid start byte); convert it, for example: iconv"),
+    ("train.de", "", "--dataset {}: train.de is empty and train.en has 3 lines: line i of one"),
+    ("test.de", "\n \n \n", "--dataset {}: test has no pair with text on both sides, and train"),
+    ("train.de", "a\n" * 3, "--dataset {}: train has 3 pairs for 4 ranks, and each rank needs one"),
+]  # fmt: skip
+ALONE = [
+    ("a.jsonl", '{"eo": "a", "en": "b"}\n' * 9, "--dataset {}: its columns are eo, en, and not de "
+     "and en; --src and --tgt name them"),
+    ("a.jsonl", "\n \n", "--dataset {}: it is empty; "),
+    ("a.parquet", "", "--dataset {}: it is empty; "),
+    ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
+    ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, NOTHING + " (ArrowInvalid: JSON parse error"),
+    ("a.jsonl", ROW * 2, "--dataset {}: validation has no pair with text on both "
+     "sides, and train has 1; more pairs work"),
+    ("a.jsonl", ROW + '{"de": "ü"}', NOT_UTF8),
+    ("a.csv", "de,en\n" + "ä,b\n" * 20, NOT_UTF8),
+    ("a.txt", "vierfünf", NOT_UTF8),
+    ("a.txt", "h", "--dataset {}: it has too little text for two parts"),
+    ("a.pdf", "no text", "--dataset {}: no train.de and train.en there, nor any of .txt .jsonl "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "said"), SPOILT)
+def test_folders_that_cannot_be_used(folder: Path, name: str, content: str, said: str) -> None:
+    (folder / name).write_bytes(content.encode("latin1"))
+    assert error_of(folder, 4 if "4 ranks" in said else 1).startswith(said.format(folder))
+
+
+@pytest.mark.parametrize(("name", "content", "said"), ALONE)
+def test_files_that_cannot_be_used(tmp_path: Path, name: str, content: str, said: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content.encode("latin1"))
+    assert error_of(path).startswith(said.format(path))
+
+
+def test_places_where_nothing_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for missing in (tmp_path / "none", "none.jsonl", "./none"):
+        said = f"--dataset {missing}: there is no such file or folder{NO_NETWORK}"
+        assert error_of(missing) == said
+    (tmp_path / "train.de").touch()
+    assert error_of(tmp_path) == (
+        f"--dataset {tmp_path} --src de --tgt en: there is no train.en (found: train.de); "
+        "--src and --tgt are the endings of the files"
+    )
+    assert "(File name too long)" in error_of("x" * 300)
+    inner, said = tmp_path / "inner", f"cannot be read (Permission denied){NO_NETWORK}"
+    inner.mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    closed = Mock(side_effect=PermissionError(13, "Permission denied", "this"))
+    with monkeypatch.context() as patch:
+        patch.setattr("datasets.load_dataset", closed)
+        assert error_of(tmp_path / "a.txt") == f"--dataset {tmp_path}/a.txt: this {said}"
+    monkeypatch.setattr(Path, "iterdir", closed)
+    for read in (load, lambda folder: load_pictures(folder, None, None, 0)):
+        with pytest.raises(UserError, match=re.escape(f"--dataset {inner}: this {said}")):
+            read(str(inner))
+
+
+# The hub
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mock]:
+    """Puts something in the place of the datasets library: it answers, or raises, in this order."""
+
+    def answering(*answers: Any) -> Mock:
+        stand_in = Mock(load_dataset=Mock(side_effect=answers), config=Mock(HF_HUB_OFFLINE=False))
+        monkeypatch.setitem(sys.modules, "datasets", stand_in)
+        monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])  # the hub's name resolves
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        return stand_in
+
+    return answering
+
+
+def test_a_dataset_of_the_hub(hub: Callable[..., Mock], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub whose name does not resolve is not waited for, but where a proxy resolves names."""
+    from huggingface_hub import constants
+
+    found = {
+        "train": [{"translation": pair} for pair in pairs(numbered(0, 9))],
+        "validation": pairs(numbered(10, 13)), "test": pairs(numbered(20, 22)), "other": [],
+    }  # fmt: skip
+    stand_in = hub(found, ConnectionError("Couldn't reach\n 'a/b' on the Hub"), found, found)
+    expected = [numbered(0, 4), numbered(10, 13), numbered(20, 22)]
+    splits = load("somebody/iwslt", train=4).splits
+    assert splits == dict(zip(SPLITS, map(pairs, expected), strict=True))
+    assert error_of("a/b") == (
+        "--dataset a/b: it is no local path, and the hub has none (ConnectionError: Couldn't reach "
+        f"'a/b' on the Hub){NO_NETWORK}"
+    )
+    monkeypatch.setattr("socket.getaddrinfo", Mock(side_effect=OSError("Name not known")))
+    for proxies in ({"https": "a proxy"}, {}):
+        assert not constants.HF_HUB_OFFLINE and not stand_in.config.HF_HUB_OFFLINE
+        monkeypatch.setattr("training.tasks.texts.getproxies", lambda found=proxies: found)
+        load("someone/translations")
+    assert constants.HF_HUB_OFFLINE and stand_in.config.HF_HUB_OFFLINE

@@ -1,0 +1,146 @@
+"""Pairs become token ids, ids become rectangles, and every example is used once per epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.project.programs import TINY, parse
+from training.launch.errors import UserError
+from training.launch.world import World
+from training.tasks.task import Step
+from training.tasks.texts import SPLITS, Texts
+from training.tasks.tokens import Encoded, collate_batch, encode, load_tokenizer, train_tokenizer
+from training.tasks.translation import TranslationTask
+
+PAIRS = [
+    {"de": "Der Hund schläft.", "en": "The dog sleeps."},
+    {"de": "Die Katze sieht den großen Hund im Garten.", "en": "The cat sees the big dog."},
+    {"de": "Ja.", "en": "Yes, it does so every day in the garden of the neighbours."},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(PAIRS, 300, "de", "en")
+
+
+def test_the_tokenizer_has_its_special_tokens_first_and_all_bytes(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """And is the same when it is read again."""
+    tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer({path.name: path.read_bytes() for path in tmp_path.iterdir()})
+    other = "Ünbekannt: 漢字 🙂\t\u2028\n zwei  Leerzeichen"
+    for each in (tokenizer, again):
+        assert each.convert_tokens_to_ids(["<pad>", "<eos_de>", "<eos_en>"]) == [0, 1, 2]
+        assert each.pad_token_id == 0
+        assert 259 < len(each) == len(tokenizer) <= 300
+        ids = each(other)["input_ids"]
+        assert min(ids) > 2
+        assert each.decode(ids) == other
+
+
+def test_a_pair_is_source_end_target_end_and_is_cut(tokenizer: Any) -> None:
+    """To one more than the length, for inputs and labels."""
+    source = [*tokenizer("Der Hund schläft.")["input_ids"], 1]
+    target = [*tokenizer("The dog sleeps.")["input_ids"], 2]
+    whole, n = source + target, len(source)
+    for length in (128, n + 1, n, n - 1, n - 2):
+        (found,) = encode(PAIRS[:1], tokenizer, "de", "en", length)
+        assert found == Encoded(whole[: length + 1], min(n, length + 1), found.number)
+        assert found.num_targets == max(0, min(len(whole), length + 1) - n)
+    (other,) = encode(PAIRS[:1], tokenizer, "en", "de", 128)
+    assert other == Encoded([*target[:-1], 2, *source[:-1], 1], len(target))
+
+
+def test_collate_batch_makes_a_rectangle_with_weights_on_targets(tokenizer: Any) -> None:
+    """Of pairs as of what is encoded."""
+    encoded = encode(PAIRS, tokenizer, "de", "en", 40)
+    longest = max(len(e.ids) for e in encoded) - 1
+    for padding, T, examples in (("max_length", 40, PAIRS), ("longest", longest, encoded)):
+        batch = collate_batch(examples, "de", "en", tokenizer, 40, "cpu", padding=padding)
+        for i, e in enumerate(encoded):
+            ids = (list(e.ids) + [0] * 41)[: T + 1]
+            assert batch["input_ids"][i].tolist() == ids[:-1]
+            assert batch["labels"][i].tolist() == ids[1:]
+            weights = [0] * (e.num_source - 1) + [1] * e.num_targets + [0] * 40
+            assert batch["label_token_weights"][i].tolist() == weights[:T]
+
+
+# Steps
+
+
+class Numbered(TranslationTask):
+    """Example i begins with token i; lengths go from 3 to 7, of which 1 to 5 are the target's."""
+
+    def __init__(self, n: int, batch_size: int, padding: str = "longest") -> None:
+        self.tokenizer: Any = SimpleNamespace(pad_token="", convert_tokens_to_ids=lambda _: 0)
+        self.args = SimpleNamespace(
+            batch_size=batch_size, seed=5, src="", tgt="", model_max_length=10, padding=padding
+        )
+        self.device = torch.device("cpu")
+        self.examples = {"train": [Encoded([i, 100] + [101] * (1 + i % 5), 2) for i in range(n)]}
+        self.num_targets = [example.num_targets for example in self.examples["train"]]
+        self.length = 10 if padding == "max_length" else None
+
+
+def numbers(step: Step) -> list[list[int]]:
+    """The examples of each micro-batch."""
+    return [ids[:, 0].tolist() for ids, *_ in step.inputs]
+
+
+@pytest.mark.parametrize("num_microbatches", [None, 3])
+@pytest.mark.parametrize(("n", "world_size"), [(48, 1), (45, 3), (41, 3)])
+def test_the_ranks_parts_are_a_global_batch_that_the_seed_and_its_number_fix(
+    n: int, world_size: int, num_microbatches: int | None
+) -> None:
+    """Each example once per epoch, in another order in the next; one can start later. Of the 41
+    the last is rank 0's."""
+    task = Numbered(n, 8)
+    alone = [[sorted(numbers(s)[0]) for s in task.steps(e, 0, 1, 1)] for e in (0, 1)]
+    assert [sorted(i for batch in epoch for i in batch) for epoch in alone] == [list(range(n))] * 2
+    assert alone[0] != alone[1]
+    for start in (0, 2):
+        ranks = [
+            list(task.steps(1, r, world_size, num_microbatches, start)) for r in range(world_size)
+        ]
+        for k, of_ranks in enumerate(zip(*ranks, strict=True), start):
+            mine = [i for step in of_ranks for part in numbers(step) for i in part]
+            assert sorted(mine) == alone[1][k]
+            examples = [task.examples["train"][i] for i in mine]
+            count = sum(e.num_targets for e in examples)
+            assert {step.count for step in of_ranks} == {count}
+            assert sum(len(labels) for s in of_ranks for labels in s.targets) == count
+            assert sum(s.tokens for s in of_ranks) == sum(len(e.ids) - 1 for e in examples)
+
+
+def test_micro_batches_and_ranks_have_like_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches on a CPU: of ten examples with 2, 2, 3, 3, 4, 4, 5, 5, 6, 6 inputs."""
+    for most, lengths in (
+        (1, [[2], [2], [3], [3], [4], [4], [5], [5], [6], [6]]),
+        (17, [[2, 2, 3, 3], [4, 4, 5], [5, 6], [6]]),
+    ):
+        monkeypatch.setattr(Numbered, "cpu_positions", most)
+        task = Numbered(10, 10)
+        (step,) = task.steps(0, 0, 1, None)
+        found = [[len(task.examples["train"][i].ids) - 1 for i in part] for part in numbers(step)]
+        assert found == lengths
+        assert step.positions == sum(len(part) * part[-1] for part in lengths)
+    task = Numbered(20, 20)
+    ranks = [next(task.steps(0, rank, 2, 1)) for rank in range(2)]
+    found = [[len(task.examples["train"][i].ids) - 1 for i in numbers(s)[0]] for s in ranks]
+    assert found == [[2, 2, 3, 3, 4, 4, 5, 5, 6, 6]] * 2
+    (step,) = Numbered(3, 4, "max_length").steps(0, 0, 1, None)
+    assert (step.positions, step.tokens) == (3 * 10, 2 + 3 + 4)
+
+
+def test_a_source_that_fills_the_length_leaves_nothing_to_learn(tmp_path: Path) -> None:
+    args = parse(f"train single {TINY} --model_max_length 3 --workdir {tmp_path}")
+    said = "--model_max_length 3: every source sentence fills it, .* --model_max_length 128 works"
+    with pytest.raises(UserError, match=said):
+        TranslationTask(args, World(), Texts(dict.fromkeys(SPLITS, PAIRS)))

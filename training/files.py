@@ -1,0 +1,63 @@
+"""The names of a run's files, and how they are written: whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .launch.errors import RunError
+
+METRICS, OPTIONS, SUMMARY, PICTURE = "metrics.jsonl", "options.json", "summary.json", "training.png"
+CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"  # their folders
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Turns an error in writing, as of a full disk, into a RunError."""
+    try:
+        yield
+    except Exception as error:
+        # Libraries in Rust raise plain exceptions: No space left on device (os error 28).
+        # torch's zip writer gives positions in the file: unexpected pos 704 vs 598.
+        text = str(error)
+        full = "unexpected pos" in text
+        if not (isinstance(error, OSError) or "os error" in text or full):
+            raise
+        reason = "its disk is full" if full else getattr(error, "strerror", None) or error
+        raise RunError(
+            f"{path}: cannot be written ({reason}); make room there, or write elsewhere"
+        ) from error
+
+
+def show(text: str) -> None:
+    """Prints. Raises RunError if its reader is gone, as when `| head` has ended."""
+    with writing("standard output"):
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            raise RunError("standard output: its reader has ended, and so does the run") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a temporary file and renames it: no reader sees half of it. Raises RunError."""
+    aside = path.with_name(path.name + ".part")
+    try:
+        with writing(path):
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(path)  # atomic
+    finally:
+        aside.unlink(missing_ok=True)  # left only by an error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes indented JSON with unescaped umlauts, see `json_text` and `write_text`."""
+    write_text(path, json_text(content, indent=2))
+
+
+def json_text(content: Any, indent: int | None) -> str:
+    """As JSON, with null for NaN and infinities, which JSON does not have."""
+    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=indent, ensure_ascii=False) + "\n"

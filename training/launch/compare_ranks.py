@@ -1,0 +1,93 @@
+"""Checks that ranks agree on options, data and replicas, and ends the run if they do not.
+
+Problem: each host reads options, data and pretrained weights from its own folders. If one host's
+copy differs, its ranks train a different model of the same shape, and gradients of different models
+are averaged silently. Replicas that start equal can also diverge later, by a bug or a faulty
+machine.
+
+Idea: ranks exchange hashes. `check_same` compares options, data and model once, at the start.
+`check_replicas` compares the parameters that several ranks hold, at the start and after every
+epoch: all of them in data parallelism, the tied ones in a pipeline, none under FSDP.
+
+Cost: one pass over the parameters, measured at 1.1 GiB/s on one core: 0.45 s for gpt2
+(0.5 GB). On a GPU, also a copy to the CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import RunError
+from .world import World, gather_over_ranks
+
+SHOWN = 3  # differences that an error names, and ranks of each
+
+# Options that may differ between hosts. Datasets and models are compared by content.
+OF_A_HOST = {
+    "workdir", "dataset", "model", "device", "cores_per_rank", "cores_per_worker",
+    "timeout", "master_port",
+}  # fmt: skip
+
+
+def run_things(options: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, bytes]:
+    """A run's options and data fingerprints, for `check_same`. (All ranks resume rank 0's
+    checkpoint, so it is not compared.)"""
+    compared = {f"--{name}": repr(v) for name, v in options.items() if name not in OF_A_HOST}
+    splits = {f"the {split} data": value for split, value in data.items()}
+    return {name: value.encode() for name, value in (compared | splits).items()}
+
+
+def check_same(world: World, things: Mapping[str, bytes]) -> None:
+    """Compares things by name over all ranks. All call it together.
+
+    Raises:
+        RunError: on all ranks, with the names of what differs, and on which ranks.
+    """
+    if different := _different(world, things.items()):
+        raise RunError(
+            f"not the same on all ranks: {different}; every host needs the same options, data, "
+            "model and tokenizer: remove what earlier runs left in --workdir there"
+        )
+
+
+@torch.no_grad()
+def check_replicas(world: World, parameters: Mapping[str, Tensor], when: str) -> None:
+    """Compares the parameters that several ranks hold, bit for bit. All ranks call it together.
+
+    Args:
+        parameters: this rank's whole parameters, by their names in the model.
+        when: for the error, as "at the start".
+
+    Raises:
+        RunError: on all ranks, with the names of what differs, and on which ranks.
+    """
+    if world.world_size > 1:
+        content = ((name, _bytes(p)) for name, p in parameters.items())  # one at a time
+        if different := _different(world, content):
+            raise RunError(f"replicas differ {when}: {different}")
+
+
+def _different(world: World, things: Iterable[tuple[str, bytes | memoryview]]) -> str:
+    """What differs among the ranks that have a thing of the same name, and where; or nothing."""
+    mine = {name: hashlib.blake2b(thing, digest_size=16).digest() for name, thing in things}
+    first: dict[str, tuple[int, bytes]] = {}  # by name, its first holder, and the hash there
+    others: dict[str, list[int]] = {}  # by name, the ranks where it differs from that
+    for rank, found in enumerate(gather_over_ranks(mine, world)):
+        for name, digest in found.items():
+            if first.setdefault(name, (rank, digest))[1] != digest:
+                others.setdefault(name, []).append(rank)
+    texts = []
+    for name, ranks in others.items():
+        where = ", ".join(map(str, ranks[:SHOWN])) + (" ..." if len(ranks) > SHOWN else "")
+        texts.append(f"{name} (rank {where} against rank {first[name][0]})")
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return ", ".join(texts[:SHOWN]) + more
+
+
+def _bytes(p: Tensor) -> memoryview:
+    return p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

@@ -1,0 +1,48 @@
+"""Lays a model out on the ranks under any strategy, for train.py and verify.py.
+
+single     1 process                          Replicated     layouts/replicated.py
+ddp        a whole model per rank             Replicated
+fsdp       a shard of every layer per rank    Sharded        data_parallel/fsdp.py
+pipeline   some of the layers per rank        Staged         pipeline/processes/process.py
+model      the same, one micro-batch          Staged
+tensor     a part of every matrix per rank    Staged         tensor_parallel/gpt2.py
+3d         dp x pp x tp ranks                 Staged, or Sharded where --zero is 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from runtime.mesh import make_mesh
+from training.launch.world import World
+from training.tasks.task import Task
+
+from .layout import LaidOutModel, Plan
+from .replicated import Replicated
+from .sharded import Sharded
+from .stages import Staged
+
+
+def lay_out(
+    args: Any, task: Task, world: World, plan: Plan, cut: Sequence[int] | None = None
+) -> LaidOutModel:
+    """The task's model under `args.strategy`. All ranks call it together.
+
+    Args:
+        cut: the layers per stage of a checkpoint, which then need not be measured.
+    """
+    if args.strategy in ("single", "ddp"):
+        return Replicated(task, world, plan)
+    mesh = make_mesh(args.dp, args.pp, args.tp, args.timeout)  # all ranks make all groups
+    if args.zero is not None and (args.strategy == "fsdp" or args.zero == 3):
+        return Sharded(task, world, plan, args.zero, mesh, args.sequence_parallel)
+    num_microbatches = {"model": 1}.get(args.strategy, plan.num_microbatches)
+    if args.pp > 1:
+        num_microbatches = num_microbatches or 4
+    elif args.tp > 1:  # each micro-batch costs the latency of its collectives
+        num_microbatches = num_microbatches or 1
+    return Staged(
+        task, world, plan, args.schedule, num_microbatches, args.balance, args.timeout,
+        cut, mesh, args.sequence_parallel, bool(args.zero), chunks=args.chunks,  # --zero 1 or none
+    )  # fmt: skip

@@ -1,0 +1,189 @@
+"""A model laid out over the ranks, as the training loop sees it.
+
+Problem: the model may be whole on every rank, cut into shards, or cut into stages, and the loop
+must not care. A program that needs one layout should not import the others.
+
+Idea: a layout is a `LaidOutModel`. It runs a step's micro-batches, leaves the gradients of the
+*global* batch in the parameters that this rank holds, and says which slices of the model they are.
+Everything after that (clip, step, save, compare) is the same for all layouts.
+
+    replicated.py   one process, or the whole model on every rank    Replicated
+    sharded.py      shards of every layer (ZeRO 2 and 3)             Sharded
+    stages.py       stages in processes                              Staged
+    threads.py      stages in threads                                StagesInThreads
+
+`part` of `parts` is the rank's place on the data-parallel axis: its part of each global batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from training.optimization import Run
+from training.tasks.cache import Prefix
+from training.tasks.generation import likeliest, newest_alone
+from training.tasks.task import Step, Task
+from training.timeline import OFF, Timeline
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the options ask of a layout."""
+
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    precision: str = "fp32"  # fp32, tf32, bf16 or fp64
+    num_microbatches: int | None = None  # None: as suits the device
+    timeline: Timeline = OFF
+    recompute: str = "never"  # never, always, except_last or sqrt: runtime/recompute.py
+    compile: bool = False  # of whole models: layers and loss run through torch.compile
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, gradients and optimizer state."""
+        return torch.float64 if self.precision == "fp64" else torch.float32
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        if self.precision != "bf16":
+            return nullcontext()  # others compute in the type of the weights
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+
+    def notes(self, device: torch.device) -> list[str]:
+        """A warning about the precision on this machine, or nothing."""
+        if self.precision != "bf16" or device.type != "cpu":
+            return []
+        cpu = torch.cpu.get_capabilities()
+        if cpu.get("architecture") != "x86_64" or cpu.get("avx512_bf16") or cpu.get("amx_bf16"):
+            return []  # fast, or unknown
+        return [
+            "--precision bf16: this CPU has no instructions for it (avx512_bf16 or amx_bf16) and "
+            "computes it several times slower than fp32"
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A rectangle of the tensor `name`, whose whole shape is `shape`. It begins at `offsets`;
+    `tensor` is its memory, to be saved or loaded into."""
+
+    name: str
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def whole(name: str, tensor: Tensor) -> Piece:
+    """A whole tensor as one piece."""
+    return Piece(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+
+
+class LaidOutModel(ABC):
+    """A model on the ranks of a run. All ranks call the same methods in the same order.
+
+    Attributes:
+        part, parts: this rank's part of each global batch.
+        shard: its place on the tensor-parallel axis.
+        description: how the model is laid out, in words.
+        notes: lines that a user should read.
+        module: holds this rank's parameters; None if there is no such single module.
+        num_microbatches: per rank and step; None: as suits the device.
+        schedule: of the stages, of which there may be one; None for whole or sharded models, whose
+            ranks each write their results.
+        ranks: the rank or device of each stage, if each has several stages; else None.
+        compute_dtype: the type to which weights are cast for a forward; None: left to autocast.
+        optimizers: of what this rank holds; each parameter is in one of them.
+        counted: the parameters whose gradients this rank adds to the global norm. Exactly one rank
+            must add each parameter; None: this rank adds all it holds.
+        run: calls a function for each optimizer, e.g. on its stage's worker; None: here.
+        devices: that this rank computes on.
+        cut: layers per stage, which a checkpoint remembers; None: nothing was measured.
+    """
+
+    task: Task
+    part = 0
+    parts = 1
+    shard = 0
+    description = ""
+    notes: Sequence[str] = ()
+    module: nn.Module | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    ranks: Sequence[int] | None = None
+    compute_dtype: torch.dtype | None = None
+    devices: Sequence[torch.device]
+    optimizers: Sequence[torch.optim.Optimizer]
+    counted: Sequence[nn.Parameter] | None = None
+    run: Run | None = None
+    cut: Sequence[int] | None = None
+
+    @abstractmethod
+    def backward(self, step: Step) -> Tensor:
+        """Forward and backward of this rank's micro-batches.
+
+        Returns:
+            This rank's part of the summed loss of the global batch; over all ranks they add up.
+        """
+
+    @abstractmethod
+    def outputs(self, x: Any) -> Tensor | None:
+        """The model's outputs in evaluation mode, for one micro-batch. `x` is None on a rank that
+        has run out of data; the result is None on ranks that do not see the outputs."""
+
+    def measure(self, x: Any, target: Any) -> Tensor | None:
+        """The task's `measure` of the outputs; None on ranks that do not see them."""
+        output = self.outputs(x)  # [N, V] at N targets, or [B, classes]
+        if output is None:
+            return None
+        # Stages: the outputs are on the last one's device, the targets on the first one's. The host
+        # waits only where it reads them.
+        device = output.device
+        to_outputs = partial(Tensor.to, device=device, non_blocking=device.type != "cpu")
+        target = tree_map_only(Tensor, to_outputs, target)
+        return self.task.measure(output, target)
+
+    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+        """The next token of each sentence; see `training.tasks.generation.Decoder`."""
+        logits = self.outputs((ids, newest_alone(ids), prefix))  # [B, V], of the newest position
+        assert logits is not None
+        return likeliest(logits, num_tokens)
+
+    def end(self) -> None:  # noqa: B027 (most layouts wait for nobody)
+        """This rank has no sentences left to translate; returns when no rank has."""
+
+    def held(self) -> Iterable[Tensor]:
+        """The tensors in which this rank keeps parameters, or slices of them."""
+        return self.whole_parameters().values()
+
+    def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
+        """Which slices of which parameters `t` holds, as views of it; `t` is shaped like `p`, one
+        of `held`."""
+        return [whole(self._names[p], t)]
+
+    @cached_property
+    def _names(self) -> dict[Tensor, str]:
+        return {p: name for name, p in self.whole_parameters().items()}
+
+    def loaded(self) -> None:  # noqa: B027 (most layouts need do nothing)
+        """Call it after new values were written into the `held` tensors."""
+
+    @abstractmethod
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """The parameters that this rank holds whole, by their names in the model. Those that
+        several ranks hold must stay the same on all of them. (In tensor parallelism also parts of
+        parameters; their names say which.)"""
+
+    @abstractmethod
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of `parameters`, `gradients` and `optimizer` state that this rank holds."""
+
+    def close(self) -> None:  # noqa: B027 (most layouts have nothing to end)
+        """Ends threads, removes hooks."""

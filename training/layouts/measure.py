@@ -1,0 +1,53 @@
+"""Times the layers of a task one by one, for stages of equal cost."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeline.partition import balance, measure_costs
+from training.launch.world import World
+from training.tasks.task import Task
+
+from .layout import Plan
+
+
+def measured_sizes(task: Task, world: World, plan: Plan, num_stages: int) -> list[int]:
+    """Layers per stage. Rank 0 times the layers one by one on a micro-batch, and tells all."""
+    if num_stages == 1:
+        return [len(task.layers(task.skeleton()))]
+    sizes: list[Any] = [None]
+    if world.is_main:  # the others wait in the broadcast
+        step = next(task.steps(0, 0, 1, plan.num_microbatches or 4))
+        x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
+        filled = cast(Sequence[nn.Module], _OneAtATime(task, world.device, plan.dtype))
+        with plan.autocast(world.device):
+            costs = measure_costs(filled, x, lambda output: task.loss(output, target))
+        sizes = [balance(costs, num_stages)]
+    if world.world_size > 1:
+        dist.broadcast_object_list(sizes, 0)
+    return sizes[0]
+
+
+class _OneAtATime:
+    """Layers on the meta device. Iterating gives each in turn memory and values."""
+
+    def __init__(self, task: Task, device: torch.device, dtype: torch.dtype) -> None:
+        model = task.skeleton().to(dtype)
+        self.task, self.device, self.layers = task, device, task.layers(model)
+        self.names = {p: name for name, p in model.named_parameters()}
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for layer in self.layers:
+            filled = copy.deepcopy(layer).to_empty(device=self.device)
+            for p, empty in zip(filled.parameters(), layer.parameters(), strict=True):
+                self.task.initialize(self.names[empty], p)
+            yield filled

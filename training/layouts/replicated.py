@@ -1,0 +1,150 @@
+"""The whole model on every rank: one process, or data parallelism.
+
+Each rank computes the gradients of its part of the global batch; then they are averaged over the
+ranks. --gradient_sync says how (data_parallel/gradients.py): an all-reduce per parameter, one for
+all of them, or in buckets, each as soon as it is full, while backward still runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+from data_parallel.ddp import DistributedDataParallel
+from data_parallel.gradients import average_gradients, average_gradients_flat
+from training.launch.memory import state_bytes
+from training.launch.world import World
+from training.tasks.cache import Prefix
+from training.tasks.task import Step, Task, materialize
+
+from .layout import LaidOutModel, Plan
+
+
+class Recomputed(nn.Sequential):
+    """Layers in `number` segments. All but the last keep only their input and are recomputed in
+    backward; see runtime/recompute.py. No layer may change its buffers or its input."""
+
+    def __init__(self, layers: Sequence[nn.Module], number: int) -> None:
+        super().__init__(*layers)
+        self.number = number
+
+    def forward(self, value: Any) -> Any:
+        """The output of the last layer."""
+        if not torch.is_grad_enabled():
+            return super().forward(value)
+        return checkpoint_sequential(self, self.number, value, use_reentrant=False)
+
+
+class Replicated(LaidOutModel):
+    """See `LaidOutModel`.
+
+    Args:
+        gradient_sync: per_parameter, flat or overlap.
+        bucket_bytes, comm_dtype, share_memory: of the buckets of `overlap`.
+
+    `average_gradients` is what the loop calls after `backward`; None in one process.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        plan: Plan,
+        gradient_sync: str = "overlap",
+        bucket_bytes: int | None = None,
+        comm_dtype: torch.dtype | None = None,
+        share_memory: bool = True,
+    ) -> None:
+        self.task, self.plan, self.devices = task, plan, [world.device]
+        self.part, self.parts = world.rank, world.world_size
+        self.num_microbatches = plan.num_microbatches
+        self.module = materialize(task, world.device, plan.dtype)  # the same on all ranks
+        layers = task.layers(self.module)  # they share the module's parameters
+        self._loss = task.loss
+        if plan.compile:  # layer by layer: equal layers are compiled once, hooks run as ever
+            self._loss = torch.compile(task.loss)
+            for layer in layers:
+                layer.compile()
+        self.net: nn.Module = nn.Sequential(*layers)
+        if plan.recompute != "never":
+            number = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}  # of segments
+            self.net = Recomputed(layers, number[plan.recompute])
+        parameters = list(self.module.parameters())
+        self.optimizers = [plan.make_optimizer(parameters)]
+        plan.timeline.watch(self.optimizers[0])
+        # Every rank has the whole gradient when it steps: each counts a part of its norm.
+        self.counted = parameters[world.rank :: world.world_size]
+        self.average_gradients: Callable[[nn.Module], None] | None = None
+        self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.close: Callable[[], None] = lambda: None
+        if world.world_size == 1:  # nothing to average
+            return
+        if gradient_sync == "overlap":
+            ddp = DistributedDataParallel(  # sends rank 0's weights to all, hooks each parameter
+                self.net, bucket_bytes=bucket_bytes, comm_dtype=comm_dtype,
+                share_memory=share_memory, recorder=plan.timeline,
+            )  # fmt: skip
+            self.net, self._no_sync, self.close = ddp, ddp.no_sync, ddp.close
+            self.average_gradients = lambda _: ddp.average_gradients()  # sends the rest, then waits
+        else:  # an exchange only after backward
+            by_hand = {"per_parameter": average_gradients, "flat": average_gradients_flat}
+            self.average_gradients = plan.timeline.span("all_reduce")(by_hand[gradient_sync])
+
+    def backward(self, step: Step) -> Tensor:
+        """Gradients are averaged over the ranks, so each rank divides its summed loss by the mean
+        number of targets *per rank*, not by its own number. The average is then the gradient of the
+        mean loss over all targets of the global batch."""
+        scale = self.parts / max(1, step.count)
+        last, timeline = len(step.inputs) - 1, self.plan.timeline
+        total = torch.zeros((), dtype=self.plan.dtype, device=self.devices[0])  # without the scale
+        for i, (x, target) in enumerate(zip(step.inputs, step.targets, strict=True)):
+            # Only the backward of the last micro-batch starts the exchange.
+            with nullcontext() if i == last else self._no_sync():
+                with self.plan.autocast(self.devices[0]), timeline.span("F", microbatch=i):
+                    loss = self._loss(self.net(x), target)  # summed over its targets
+                with timeline.span("B", microbatch=i):
+                    (loss * scale).backward()  # adds to the gradients so far
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def outputs(self, x: Any) -> Tensor | None:
+        """Every rank sees its own outputs."""
+        if x is None:  # no batch left; a forward needs no other rank
+            return None
+        training = self.net.training
+        if training:  # not while sentences are continued, see next_tokens
+            self.net.eval()
+        # Evaluation has other shapes, of which each would be compiled.
+        eager = torch.compiler.set_stance("force_eager") if self.plan.compile else nullcontext()
+        with self.plan.autocast(self.devices[0]), eager:
+            output = self.net(x)  # [N, V] at N targets, or [B, classes]
+        if training:
+            self.net.train()
+        return output
+
+    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+        """Stays in evaluation mode until `end`: switching takes as long as a layer."""
+        if self.net.training:
+            self.net.eval()
+        return super().next_tokens(ids, prefix, num_tokens)
+
+    def end(self) -> None:
+        """Returns to training mode; waits for nobody."""
+        self.net.train()
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """All of them."""
+        return dict(self.module.named_parameters())
+
+    def state_bytes(self) -> dict[str, int]:
+        """Everything, on every rank."""
+        return state_bytes(self.module.parameters(), self.optimizers)

@@ -1,0 +1,210 @@
+"""The layers in stages on several processes, for the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from data_parallel.gradients import GradientBuckets
+from data_parallel.zero1 import ShardedOptimizer
+from pipeline.microbatch import MicroBatches
+from pipeline.processes.process import ProcessPipe
+from pipeline.schedules.catalogue import places
+from runtime.mesh import Mesh
+from runtime.ranks import Ranks
+from runtime.recompute import mode_of
+from training.launch.memory import state_bytes
+from training.launch.world import World
+from training.layouts.layout import Piece, whole
+from training.tasks.cache import Prefix
+from training.tasks.generation import newest_alone
+from training.tasks.task import Step, Task
+
+from .layout import LaidOutModel, Plan
+from .measure import measured_sizes
+from .sharded import everyone, flat_pieces
+from .tensor import Shared
+
+
+class Staged(LaidOutModel):
+    """The layers in stages on the mesh's pipeline axis; micro-batches flow through them. Ranks of
+    its tensor axis share every layer. Ranks of its data axis are replicas, each with a part of the
+    batch, whose gradients are combined.
+
+    Args:
+        mesh: by default a stage on every rank.
+        shard_optimizer: ZeRO 1 over the replicas.
+        chunks: stages per rank; None: the schedule's own number.
+    """
+
+    schedule: str  # never None, as there are stages
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        plan: Plan,
+        schedule: str = "1f1b",
+        num_microbatches: int | None = 4,
+        balance: str = "auto",
+        timeout: float = 300.0,
+        cut: Sequence[int] | None = None,
+        mesh: Mesh | None = None,
+        sequence_parallel: bool = False,
+        shard_optimizer: bool = False,
+        share_memory: bool = True,
+        chunks: int | None = None,
+    ) -> None:
+        mesh = mesh or Mesh(pipeline=everyone(world))
+        self.task, self.world, self.plan, self.mesh = task, world, plan, mesh
+        self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
+        self.devices, self.num_microbatches = [world.device], num_microbatches
+        self.schedule = schedule
+        ranks = places(schedule, mesh.pipeline.size, chunks)  # each stage's pipeline rank
+        stages = len(ranks)
+        self.ranks = ranks if stages > mesh.pipeline.size else None  # only with chunks
+        if balance != "auto" or cut is None or len(cut) != stages:
+            cut = task.sizes(balance, stages)  # None: to be measured
+        self.cut = cut or measured_sizes(task, world, plan, stages)  # all ranks wait for rank 0
+        self.shared = Shared(
+            task, mesh.tensor, plan.dtype, sequence_parallel, share_memory, plan.timeline
+        )
+        self.pipe = ProcessPipe(  # allocates and fills this rank's stages alone
+            nn.Sequential(*self.shared.layers), self.cut, world.device, mesh.pipeline.group,
+            ranks=ranks, model=self.shared.model, initialize=self.shared.initialize,
+            recorder=plan.timeline, share_memory=share_memory, timeout=timeout,
+            recompute=mode_of(plan.recompute, stages == 1 or num_microbatches == 1),
+        )  # fmt: skip
+        if stages > 1:
+            self.description = f"layers per stage: {' | '.join(map(str, self.cut))}"
+        if self.ranks:
+            self.description += f", on the ranks {', '.join(map(str, ranks))}"
+        mine = self.pipe.named_parameters()  # of this rank's stages; the parts of cut ones
+        self.on_all = [p for name, p in mine.items() if name not in self.shared.parts]
+        self.sharded: ShardedOptimizer | None = None
+        self.buckets: GradientBuckets | None = None
+        if shard_optimizer and self.parts > 1:
+            self._shard_optimizer(mine, Ranks(mesh.data.group, share_memory, plan.timeline))
+        else:
+            if self.parts > 1:
+                # In buckets of their own, since the rank of the other stage must get the same bits.
+                tied = [p for name, p in mine.items() if len(self.pipe.users(name)) > 1]
+                self.buckets = GradientBuckets(
+                    mine.values(), mesh.data.group, share_memory=share_memory,
+                    recorder=plan.timeline, apart=tied,
+                )  # fmt: skip
+            self.optimizers = [plan.make_optimizer(mine.values())]
+            owned = self.pipe.owned_parameters().keys()
+            counts = [p for name, p in mine.items() if name in owned and self.shared.counted(name)]
+            # Every replica has the whole gradient: each counts a part of it in the norm.
+            self.counted = counts[self.part :: self.parts]
+            plan.timeline.watch(self.optimizers[0])
+
+    def _shard_optimizer(self, mine: dict[str, nn.Parameter], replicas: Ranks) -> None:
+        """ZeRO 1: each replica updates its part of this rank's parameters."""
+
+        def kind(name: str) -> tuple[bool, str | None]:
+            # All ranks that hold a parameter must shard it alike: tensor ranks their whole
+            # parameters, stages their tied ones.
+            tied = name if len(self.pipe.users(name)) > 1 else None
+            return name in self.shared.parts, tied
+
+        owned = self.pipe.owned_parameters().keys()
+        self.sharded = ShardedOptimizer(mine, self.plan.make_optimizer, replicas, kind)
+        self.optimizers = [cast(torch.optim.Optimizer, self.sharded)]
+        self.counted = [  # shards; of tied and of whole parameters on one rank only
+            p
+            for (cut, tied), p in self.sharded.shards.items()
+            if (tied is None or tied in owned) and (cut or self.shard == 0)
+        ]
+        self.plan.timeline.watch(self.sharded.optimizer)
+
+    def backward(self, step: Step) -> Tensor:
+        """All ranks of a replica get its loss; the first counts it."""
+        # The buckets hold the mean of the replicas' gradients; see `Replicated.backward`.
+        count = max(1, step.count) / (self.parts if self.buckets else 1)
+        loss = torch.zeros((), dtype=torch.float64)  # of a replica without examples
+        if step.inputs:  # the same on all ranks of a replica: all run the pipe, or none
+            inputs = map(self.shared.input, step.inputs, step.targets)
+            with self.plan.autocast(self.devices[0]):
+                loss = self.pipe.train_step(
+                    MicroBatches(inputs), MicroBatches(step.targets), self.shared.loss,
+                    self.schedule, scale=1 / count,
+                )  # fmt: skip
+        if self.buckets is not None:
+            self.buckets.finish()  # every replica, with or without examples
+        self.shared.sum_gradients(self.on_all)  # before `reduce`, which takes p.grad away
+        if self.sharded is not None:
+            self.sharded.reduce()  # sums over the replicas, into the shards' gradients
+        first = self.mesh.pipeline.rank == self.mesh.tensor.rank == 0  # one rank counts per replica
+        # `count` undoes the scale: the summed loss of this replica.
+        return loss.detach() * (count if first else 0)
+
+    def outputs(self, x: Any) -> Tensor | None:
+        """The last stage sees them."""
+        output = None if x is None else self._eval(x)  # last stage: [N, rows]
+        return None if output is None else self.shared.logits(output)
+
+    def measure(self, x: Any, target: Any) -> Tensor | None:
+        """On the last stage."""
+        if x is None:  # this replica has no batch left
+            return None
+        output = self._eval(self.shared.input(x, target, training=False))
+        return None if output is None else self.shared.measure(output, target)
+
+    def _eval(self, x: Any, beside: Any = None) -> Tensor | None:
+        with self.plan.autocast(self.devices[0]):
+            output = self.pipe.eval(x, beside)
+        return cast(Tensor | None, output)
+
+    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+        """The last stage has the logits; each rank keeps the cache of its own layers and heads."""
+        logits = self._eval((ids, newest_alone(ids)), beside=prefix)  # last stage: [B, rows]
+        tokens = None if logits is None else self.shared.likeliest(logits, num_tokens)
+        return self.pipe.from_last(tokens)  # [B], on every stage
+
+    def held(self) -> Iterable[Tensor]:
+        """The parameters of this rank's stages, or shards of them."""
+        if self.sharded is None:
+            return self.pipe.parameters()
+        return self.sharded.shards.values()
+
+    def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
+        """The slices of whole parameters that `t` has."""
+        if self.sharded is None:
+            return self.shared.pieces([whole(self._names[p], t)])
+        return self.shared.pieces(
+            x
+            for f in self.sharded.pieces(p, t)
+            for x in flat_pieces(f.name, f.shape, f.offset, f.tensor)
+        )
+
+    def loaded(self) -> None:
+        """Sends the new values to all replicas."""
+        if self.sharded is not None:
+            self.sharded.publish()
+
+    @property
+    def _names(self) -> dict[Tensor, str]:
+        return {p: name for name, p in self.pipe.named_parameters().items()}
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Those of this rank's stages; a tied one has a copy on every rank that uses it."""
+        return self.shared.names(self.pipe.named_parameters())
+
+    def state_bytes(self) -> dict[str, int]:
+        """The bytes that this rank holds."""
+        held = state_bytes(self.pipe.parameters(), self.optimizers)
+        if self.sharded is not None:
+            gradients = (p.grad for p in self.sharded.shards.values())
+            held["gradients"] += sum(g.nbytes for g in gradients if g is not None)
+        return held
+
+    def close(self) -> None:
+        """Closes the buckets and the pipe."""
+        if self.buckets is not None:
+            self.buckets.close()
+        self.pipe.close()

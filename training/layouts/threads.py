@@ -1,0 +1,218 @@
+"""A model in stages on the devices of one process, a worker thread per device.
+
+`StagesInThreads` cuts the whole model: the embedding is on the first stage, the head and the loss
+on the last. `BlocksInThreads` is the course's form: only the blocks are in stages; embedding and
+head run on the first device while all others wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.microbatch import MicroBatches
+from pipeline.partition import balance as balanced
+from pipeline.partition import measure_costs, place
+from pipeline.pipe import Pipe
+from pipeline.schedules.catalogue import places
+from runtime.cores import core_slice
+from runtime.graph import move
+from runtime.recompute import mode_of
+from training.launch.memory import state_bytes
+from training.launch.shared_cores import sharing
+from training.launch.world import World
+from training.tasks.cache import Prefix
+from training.tasks.generation import likeliest, newest_alone
+from training.tasks.gpt2 import at_targets, split_by
+from training.tasks.task import Step, Task, materialize
+
+from .layout import LaidOutModel, Plan
+
+
+class _InOneProcess(LaidOutModel):
+    """What both forms have in common: every parameter is in this process."""
+
+    module: nn.Module
+    layers: Sequence[nn.Module]
+    plan: Plan
+
+    @torch.no_grad()
+    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+        """Layer by layer, each on its own device: one position is too little to pipeline."""
+        self._train(False)
+        value: Any = (ids, newest_alone(ids), prefix)  # [B, T], [B], and the cache
+        with self.plan.autocast(self.devices[0]):
+            for layer in self.layers:
+                device = next(layer.parameters()).device  # cpu, whichever slice of the cores
+                value = layer(tuple(v.to(device) if isinstance(v, Tensor) else v for v in value))
+        self._train(True)
+        return likeliest(value, num_tokens)  # of logits [B, V]
+
+    def _train(self, mode: bool) -> None:
+        """Layers contain the model's modules, but the model does not contain its layers."""
+        for layer in self.layers:
+            layer.train(mode)
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """All of them."""
+        return dict(self.module.named_parameters())
+
+    def state_bytes(self) -> dict[str, int]:
+        """The bytes of all stages."""
+        return state_bytes(self.module.parameters(), self.optimizers)
+
+
+class StagesInThreads(_InOneProcess):
+    """The whole model in stages.
+
+    Args:
+        devices: of the stages; cpu:0, cpu:1 are slices of the cores.
+        chunks: stages per device; None: the schedule's own number.
+        cut: the layers per stage of a checkpoint, which then need not be measured.
+    """
+
+    schedule: str  # never None, as there are stages
+    num_microbatches: int
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        plan: Plan,
+        devices: Sequence[torch.device],
+        schedule: str = "1f1b",
+        num_microbatches: int = 4,
+        balance: str = "auto",
+        cut: Sequence[int] | None = None,
+        chunks: int | None = None,
+    ) -> None:
+        self.task, self.plan, self.devices = task, plan, devices
+        ranks = places(schedule, len(devices), chunks)  # each stage's device, as a number
+        self.schedule, self.num_microbatches = schedule, num_microbatches
+        self.module = materialize(task, world.device, plan.dtype)  # still on one device
+        self.layers = layers = task.layers(self.module)
+        if balance != "auto" or cut is None or len(cut) != len(ranks):
+            cut = task.sizes(balance, len(ranks))  # None: to be measured
+        if cut is None:  # layers are timed one by one
+            step = next(task.steps(0, 0, 1, num_microbatches))  # all of the first batch
+            x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
+            with plan.autocast(world.device):
+                costs = measure_costs(layers, x, lambda output: task.loss(output, target))
+            cut = balanced(costs, len(ranks))
+        self.cut = list(cut)
+        # Moves layers to their devices; a tied weight gets a copy on every other GPU that uses it.
+        module, replicas = place(layers, self.cut, [devices[r] for r in ranks])
+        one_at_a_time = schedule == "sequential" or len(ranks) == 1
+        self.pipe = Pipe(
+            module, recorder=plan.timeline, replicas=replicas, sizes=self.cut,
+            recompute=mode_of(plan.recompute, one_at_a_time),
+        )  # fmt: skip
+        self.ranks = ranks if len(ranks) > len(devices) else None  # only with chunks
+        where = ", ".join(str(devices[r]) for r in ranks)
+        self.description = f"layers per stage: {' | '.join(map(str, self.cut))} on {where}"
+        if schedule != "sequential":  # there stages never compute at the same time
+            cores = [("", core_slice(s, len(devices))) for s in range(len(devices))]
+            self.notes = sharing(cores, "stages")
+        # An optimizer per stage, on the stage's worker; a tied weight is in the first one's.
+        self.optimizers = [plan.make_optimizer(ps) for ps in self.pipe.stage_parameters()]
+        for stage, optimizer in enumerate(self.optimizers):
+            plan.timeline.watch(optimizer, stage)
+        self.run = self.pipe.run_on_stages  # all stages update at the same time
+
+    def backward(self, step: Step) -> Tensor:
+        """All micro-batches flow through the stages and back, as the schedule says."""
+        count = max(1, step.count)
+        with self.plan.autocast(self.devices[0]):
+            loss = self.pipe.train_step(  # adds to .grad when all stages are done
+                MicroBatches(step.inputs), MicroBatches(step.targets), self.task.loss,
+                self.schedule, scale=1 / count,
+            )  # fmt: skip
+        return loss.detach() * count  # the sum again
+
+    @torch.no_grad()
+    def outputs(self, x: Any) -> Tensor | None:
+        """The outputs for the whole batch, cut into as many micro-batches as in training."""
+        examples = len(x[0] if isinstance(x, tuple) else x)
+        self.pipe.split_size = max(1, -(-examples // self.num_microbatches))
+        self.pipe.eval()
+        with self.plan.autocast(self.devices[0]):
+            output = self.pipe(x)  # [N, V], of all micro-batches
+        self.pipe.train()
+        return output
+
+    def close(self) -> None:
+        """Ends the worker threads."""
+        self.pipe.close()
+
+
+class BlocksInThreads(_InOneProcess):
+    """GPT-2 with its blocks in stages.
+
+    Args:
+        split_size: examples per micro-batch; None: the stages work one after the other.
+    """
+
+    schedule, num_microbatches = "gpipe", 1
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        plan: Plan,
+        devices: Sequence[torch.device],
+        balance: str = "auto",
+        split_size: int | None = None,
+    ) -> None:
+        from pipeline.model_parallel import GPT2LMHeadModelParallel  # with transformers' models
+
+        self.task, self.plan, self.devices = task, plan, devices
+        plain: Any = materialize(task, world.device, plan.dtype)
+        self.module: Any = GPT2LMHeadModelParallel(plain.config).to(plan.dtype)
+        self.module.load_state_dict(plain.state_dict())  # initial weights of every layout
+        self.layers = task.layers(self.module)  # only for next_tokens
+        blocks = range(plain.config.n_layer)
+        sizes = split_by(
+            "uniform" if balance == "auto" else balance, len(blocks), len(devices), "blocks"
+        )
+        edges = pairwise([0, *accumulate(sizes)])  # (first block, next stage's first) of each
+        self.module.parallelize(
+            {str(d): list(blocks[a:b]) for d, (a, b) in zip(devices, edges, strict=True)}
+        )
+        if split_size is not None:  # else the batch is one micro-batch
+            self.module._prepare_pipeline_parallel(split_size)
+        self.module.transformer.h_pp.recorder = plan.timeline
+        self.module.transformer.h_pp.recompute = mode_of(plan.recompute, split_size is None)
+        where = ", ".join(map(str, devices))
+        self.description = f"blocks per stage: {' | '.join(map(str, sizes))} on {where}"
+        self.optimizers = [plan.make_optimizer(self.module.parameters())]
+        plan.timeline.watch(self.optimizers[0], 0)
+
+    def _logits(self, x: Any) -> Tensor:
+        ids, targets, *_ = x
+        hidden = self.module.transformer(input_ids=ids, use_cache=False)[0]  # B T C
+        return self.module.lm_head(at_targets(hidden, move(targets, hidden.device)))  # N V
+
+    def backward(self, step: Step) -> Tensor:
+        """The batch is one piece to the embedding and the head; `h_pp` cuts it for the blocks."""
+        (x,), (target,) = step.inputs, step.targets  # `num_microbatches` is 1
+        with self.plan.autocast(self.devices[0]):
+            loss = self.task.loss(self._logits(x), target)
+        (loss / max(1, step.count)).backward()  # of the blocks: on the workers
+        return loss.detach()
+
+    @torch.no_grad()
+    def outputs(self, x: Any) -> Tensor | None:
+        """The outputs for the whole batch."""
+        self.module.eval()
+        with self.plan.autocast(self.devices[0]):
+            output = self._logits(x)
+        self.module.train()
+        return output
+
+    def close(self) -> None:
+        """Ends the worker threads."""
+        self.module._finalize_pipeline_parallel()

@@ -1,0 +1,189 @@
+"""Saves the state of a run while it trains, and resumes it in a later run.
+
+A checkpoint (training/checkpoint.py) is written at the end of every epoch, before it is evaluated,
+and every --save_every steps. Beside weights and optimizer state it holds the number of steps done,
+the totals of the epoch, and the options. The losses so far are in metrics.jsonl. The global batch,
+the learning rate and the dropout of a step are functions of the seed and the step's number.
+
+Any program can resume a checkpoint that another has saved of the same model. With the same layout
+the result is bit-identical to an uninterrupted run. With another layout the global batches are the
+same; sums are taken in another order, and dropout that draws (on a GPU) has other masks.
+
+Cost: three numbers per parameter on disk, each rank writing its share (gpt2-mini: 46 MB in all).
+No result includes the time of saving.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_pieces
+from training.files import CHECKPOINTS
+from training.optimization import Optimizers
+from training.results import NOTHING_YET, Totals, options_of
+
+from .launch.errors import UserError, torchrun
+from .launch.world import World, gather_over_ranks, sum_over_parts
+from .layouts.layout import LaidOutModel
+from .tasks.task import Task
+
+# Options that decide *what* is computed: a resumed run must have the same. All others say how long
+# to train, where to write, and which devices compute the same thing in which order.
+DECIDE = {
+    "dataset", "src", "tgt", "n_train", "n_validation", "n_test", "padding", "model_max_length",
+    "model", "n_layer", "n_embd", "n_head", "vocab_size", "vgg_width", "dropout", "batch_size",
+    "optimizer", "momentum", "learning_rate", "lr_scheduler", "warmup_steps", "max_grad_norm",
+    "precision", "comm_dtype", "seed", "max_batches",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What --resume found: an intact checkpoint or None, and notes for the user."""
+
+    checkpoint: Checkpoint | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cut(self) -> list[int] | None:
+        """The measured layers per stage, if a pipeline was saved."""
+        return self.checkpoint.state["cut"] if self.checkpoint else None
+
+    def of_main(self, world: World) -> Resume:
+        """What rank 0 has found, on every rank: other hosts may have other folders."""
+        return gather_over_ranks(self if world.is_main else NO_RESUME, world)[0]
+
+    def files(self, names: Sequence[str]) -> dict[str, bytes] | None:
+        """Small files of the checkpoint."""
+        return {n: self.checkpoint.read(n) for n in names} if self.checkpoint else None
+
+
+NO_RESUME = Resume(None)
+
+
+def find_resume(args: Any, fingerprint: str) -> Resume:
+    """The newest intact checkpoint, for --resume. Under torchrun only rank 0 looks for it; see
+    `Resume.of_main`.
+
+    Raises:
+        UserError: all checkpoints are damaged; options or data differ from the run that saved it;
+            or it has done more steps than the options ask for.
+    """
+    if not args.resume or torchrun("RANK", 0) != 0:
+        return NO_RESUME
+    folder = args.workdir / CHECKPOINTS
+    checkpoint, refused = newest(folder)
+    if checkpoint is None and refused:
+        raise UserError(
+            f"--resume: every checkpoint in {folder} is damaged ({'; '.join(refused)}); "
+            "without --resume the run starts from scratch"
+        )
+    if checkpoint is None:
+        return Resume(None, (f"--resume: {folder} has no checkpoint; starting from scratch.",))
+    name, state = checkpoint.folder.name, checkpoint.state
+    # A learning rate that decays is a function of the run's length, too.
+    length = {"n_epochs", "num_batches"} if args.lr_scheduler != "constant" else set()
+    now, then = [], []  # what differs, also because programs have other defaults
+    for option, value in options_of(args).items():
+        was = state["options"].get(option, value)  # of another program, which may not have it
+        if option in DECIDE | length and value != was:
+            now.append(_spelt(option, value))
+            then.append(_spelt(option, was))
+    if now:
+        raise UserError(
+            f"{' '.join(now)} with --resume: {name} was saved with {' '.join(then)}; use "
+            f"{' '.join(then)}, or another --workdir to start a new run"
+        )
+    if state["data"] != fingerprint:
+        raise UserError(
+            f"--resume: {name} was trained on other data of the same name; use another --workdir "
+            "to start a new run"
+        )
+    done, per_epoch = state["steps"], state["steps_per_epoch"]
+    option, given, least = "n_epochs", args.n_epochs, math.ceil(done / per_epoch)
+    if args.num_batches is not None:
+        option, given, least = "num_batches", args.num_batches, done
+    if given < least:
+        raise UserError(
+            f"--{option} {given} with --resume: {name} has done {done} steps; --{option} {least} "
+            "or more works"
+        )
+    notes = [f"Skipped a damaged checkpoint: {reason}" for reason in refused]
+    return Resume(checkpoint, (*notes, f"Resumed from {checkpoint.folder}: {done} steps done."))
+
+
+def _spelt(option: str, value: Any) -> str:
+    """An option as it is typed."""
+    if value is None and option not in ("n_train", "n_validation", "n_test"):
+        return f"no --{option}"
+    return f"--{option} {'all' if value is None else shlex.quote(str(value))}"
+
+
+class Saving:
+    """The checkpoints of a run. All ranks call its methods together."""
+
+    def __init__(
+        self, world: World, args: Any, task: Task, model: LaidOutModel, optimizer: Optimizers
+    ) -> None:
+        self.world, self.args, self.task = world, args, task
+        self.model, self.optimizer = model, optimizer
+        self.fingerprint = task.fingerprints()["train"]
+        folder = args.workdir / CHECKPOINTS
+        clean(folder)  # on every host, before the ranks meet to make the Saver
+        timeout = getattr(args, "timeout", 300.0)  # run_pipeline.py has no ranks, and none
+        self.saver = Saver(folder, world, timeout, args.async_save)
+        self.saved = 0  # the steps done at the last checkpoint
+
+    def restore(self, resume: Resume) -> Totals:
+        """Restores weights and optimizer from the checkpoint, if there is one; returns the totals
+        of the epoch that it was saved in."""
+        if resume.checkpoint is None:
+            return NOTHING_YET
+        state = resume.checkpoint.state
+        load_training(self.saver, resume.checkpoint, self.model)
+        self.saver.forget_after(resume.checkpoint)
+        self.optimizer.load_state_dict(state)
+        self.saved = state["steps"]  # which `save` need not save again
+        done, n = Totals(**state["totals"]), self.model.parts
+        # Of all ranks: each takes on its share.
+        return replace(done, positions=done.positions // n, tokens=done.tokens // n)
+
+    def after_step(self, epoch: int, totals: Totals) -> None:
+        """Saves every --save_every steps."""
+        every = self.args.save_every
+        if every and self.optimizer.steps % every == 0:
+            self.save(epoch, totals)
+
+    def close(self) -> None:
+        """Waits for the last checkpoint, and removes older ones."""
+        self.saver.wait()
+        self._prune()
+
+    def _prune(self) -> None:
+        """Removes older checkpoints, but only after a finite step, which shows finite weights."""
+        if self.args.keep and not self.optimizer.in_a_row:
+            self.saver.prune(self.args.keep)
+
+    def save(self, epoch: int, totals: Totals) -> None:
+        """Saves, unless this step was saved already. Removes older checkpoints first."""
+        world, model, steps = self.world, self.model, self.optimizer.steps
+        if not self.args.keep or steps <= self.saved:
+            return
+        self._prune()  # first: no step has shown yet that what is saved now is finite
+        counts = (totals.positions, totals.tokens)  # of this rank
+        positions, tokens = sum_over_parts(counts, model.parts, world)
+        state = {
+            **self.optimizer.state_dict(),
+            "totals": asdict(replace(totals, positions=round(positions), tokens=round(tokens))),
+            "options": options_of(self.args),
+            "data": self.fingerprint,
+            "steps_per_epoch": self.task.steps_per_epoch,
+            "cut": model.cut,
+        }
+        files = self.task.files if world.is_main else {}
+        self.saver.save(f"epoch{epoch}-step{totals.steps}", training_pieces(model), state, files)
+        self.saved = steps

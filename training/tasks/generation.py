@@ -1,0 +1,192 @@
+"""Generates text, e.g. translations, many sentences at a time and under any layout.
+
+Problem. A token depends on all tokens before it. A model that fits only in shards or stages cannot
+be gathered for that, and its ranks must stay in step.
+
+Idea. The loop asks one thing of the model: the next token of each sentence, given the newest ones
+(`Decoder`). Ranks with stages of one model run the loop on the same sentences and receive the same
+tokens. Ranks with shards run it on their own sentences; one that has finished takes part in
+collectives until all have. Keys and values stay in the process that computed them
+(training/tasks/cache.py).
+
+Cost: a forward of one position per token.
+
+Shapes: B unfinished sentences, T their newest positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from training.progress import moving
+
+from .cache import Prefix
+from .task import Decoder
+from .tokens import eos
+
+CPU_READ = 256  # positions of prompts per forward on a CPU, at least; a GPU reads all at once
+
+if TYPE_CHECKING:  # see training/tasks/gpt2.py
+    from transformers import PreTrainedTokenizerFast
+
+
+def likeliest(logits: Tensor, num_tokens: int) -> Tensor:
+    """The likeliest tokens, B, from logits B V. Logits beyond `num_tokens` belong to no token."""
+    return logits[:, :num_tokens].argmax(-1)
+
+
+def drawn(
+    logits: Tensor, num_tokens: int, chances: Tensor, temperature: float, top_k: int | None
+) -> Tensor:
+    """Samples tokens, B, from logits B V.
+
+    Args:
+        chances: [B], float64, uniform from 0 to 1: looked up in the cumulative probabilities.
+        temperature: divides the logits; a small one leaves only the likeliest token.
+        top_k: samples from this many of the likeliest tokens; None: from all.
+    """
+    logits = logits[:, :num_tokens].double() / temperature
+    if top_k is not None and top_k < num_tokens:
+        least = logits.topk(top_k).values[:, -1:]  # [B, 1], the smallest that stays
+        logits = logits.masked_fill(logits < least, -math.inf)
+    ends = logits.softmax(-1).cumsum(-1)  # [B, V], rising to about 1
+    wanted = chances.to(ends.device)[:, None] * ends[:, -1:]  # [B, 1], scaled to the last end
+    return torch.searchsorted(ends, wanted, right=True)[:, 0].clamp(max=ends.size(1) - 1)
+
+
+def newest_alone(ids: Tensor) -> Tensor:
+    """The targets with which the layers of tasks/gpt2.py give logits of the last position:
+    [B], of ids [B, T]."""
+    B, T = ids.shape
+    return torch.arange(T - 1, B * T, T, device=ids.device)
+
+
+def translate(
+    decoder: Decoder,
+    sources: Sequence[str],
+    src_key: str,
+    tgt_key: str,
+    tokenizer: PreTrainedTokenizerFast,
+    max_length: int,
+    device: torch.device | str,
+    batch_size: int = 128,
+    bar: str | None = None,
+) -> list[str]:
+    """Translates this rank's sentences, greedily. All ranks that share the model must call it.
+
+    A sentence ends at its end token, or where source and translation fill `max_length`. See
+    `continue_all`.
+    """
+    prompts = [tokenizer(source + eos(src_key))["input_ids"] for source in sources]
+    stop = tokenizer.convert_tokens_to_ids(eos(tgt_key))
+    most = [max_length - len(prompt) for prompt in prompts]  # new tokens; a long source leaves none
+    rows = continue_all(decoder, prompts, most, stop, len(tokenizer), device, batch_size, bar)
+    return [tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
+
+
+def continue_all(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    most: Sequence[int],
+    stop: int,
+    num_tokens: int,
+    device: torch.device | str,
+    batch_size: int = 128,
+    bar: str | None = None,
+    seeds: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """The continuations of this rank's prompts, in their order. All ranks that share the model must
+    call it.
+
+    Args:
+        most: maximum number of new tokens per prompt; the token `stop` ends it earlier. With 0 or
+            less there are none.
+        num_tokens: of the vocabulary, without the embedding's unused rows.
+        batch_size: prompts of similar lengths that are continued together.
+        bar: the text of a line that moves on a terminal; None shows none.
+        seeds: one per prompt, for a decoder that samples; draws do not depend on the batches.
+    """
+    rows: list[list[int]] = [[] for _ in prompts]
+    order = [i for i in range(len(prompts)) if most[i] > 0]
+    order.sort(key=lambda i: len(prompts[i]))  # by length: little padding
+    chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    # At most so many tokens: a sentence that ends early takes what it had left off the rest.
+    total = sum(most[i] for i in order)
+    line = moving(None, bar or "", total, "token", shown=bar is not None)
+    for chunk in chunks:
+        chances = None
+        if seeds is not None:
+            n = max(most[i] for i in chunk)
+            generators = [torch.Generator().manual_seed(seeds[i]) for i in chunk]
+            uniform = [torch.rand(n, dtype=torch.float64, generator=g) for g in generators]
+            chances = torch.stack(uniform).to(device)  # [B, n], used from left to right
+        found = continue_together(
+            decoder, [prompts[i] for i in chunk], [most[i] for i in chunk], stop, num_tokens,
+            device, chances, line.update,
+        )  # fmt: skip
+        for i, row in zip(chunk, found, strict=True):
+            rows[i] = row
+    line.close()
+    decoder.end()  # other ranks may have sentences left
+    return rows
+
+
+@torch.no_grad()
+def continue_together(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    most: Sequence[int],
+    stop: int,
+    num_tokens: int,
+    device: torch.device | str,
+    chances: Tensor | None,
+    advance: Callable[[int], object] = lambda _: None,
+) -> list[list[int]]:
+    """One batch of `continue_all`. Finished sentences leave the batch. `advance` is called with how
+    many tokens fewer can follow."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    prefix = Prefix([len(prompt) for prompt in prompts], device, chances)
+    positions = CPU_READ if torch.device(device).type == "cpu" else math.inf
+    tokens = torch.cat(  # [B]: the first new token of each sentence
+        [decoder.next_tokens(_padded(prompts[at], device), prefix, num_tokens)
+         for at in prefix.in_parts(positions)]
+    )  # fmt: skip
+    live, left = list(range(len(prompts))), sum(most)  # the sentence of each row
+    while True:
+        going = []  # rows that continue
+        for row, (i, token) in enumerate(zip(live, tokens.tolist(), strict=True)):
+            if token != stop:
+                rows[i].append(token)
+                if len(rows[i]) < most[i]:
+                    going.append(row)
+        before, left = left, sum(most[live[row]] - len(rows[live[row]]) for row in going)
+        advance(before - left)
+        if not going:
+            return rows
+        if len(going) < len(live):
+            order = prefix.keep(going)
+            live, tokens = [live[row] for row in order], tokens[order]
+        prefix.extend()  # a column for the tokens just found
+        tokens = decoder.next_tokens(tokens[:, None], prefix, num_tokens)  # T is 1
+
+
+def _padded(prompts: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
+    """Ids B T, padded on the left, so that all sentences grow in the same column."""
+    longest = max(map(len, prompts))
+    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    return torch.tensor(rows, device=device)
+
+
+def evaluate_bleu(
+    examples: Sequence[dict[str, str]], gen_sents: Sequence[str], tgt_key: str
+) -> dict[str, float]:
+    """The corpus BLEU of the translations, by sacrebleu: {"bleu": 0 ... 100}."""
+    from sacrebleu.metrics import BLEU
+
+    references = [[example[tgt_key] for example in examples]]
+    return {"bleu": BLEU().corpus_score(list(gen_sents), references).score}

@@ -1,0 +1,327 @@
+"""GPT-2: sizes, initial weights, the model as a list of layers, and the loss over target tokens.
+
+The parameters are those of `transformers`, with their names, so weights can be exchanged with other
+tools; `wte` is tied: the first and the last layer use it. This project's choices:
+
+- initial weights depend on the seed and on the parameter's *name*, so every layout starts from the
+  same model, whichever rank holds a parameter;
+- logits are computed at target positions only: `targets` are their numbers among all B T. The head
+  is a [C, V] matrix product per position, and in translation half of all positions, source and
+  padding, have no target;
+- any layout can cut the list of layers anywhere. A block is cut between attention and MLP, too:
+  with the head on the last stage, whole blocks are often too coarse for stages of equal cost;
+
+      (ids, targets) -> Embedding -> Attention -> FeedForward -> ... -> Head -> logits
+                        wte wpe drop   ln_1 attn    ln_2 mlp             ln_f lm_head
+
+- dropout depends on the example and on the place in the model (runtime/dropout.py): with (ids,
+  targets, keys), one key per example, every layout drops the same;
+- the activation is PyTorch's fused tanh-GELU: the function `gelu_new` of the published weights, in
+  one pass over memory instead of eight.
+
+With (ids, targets, prefix) the layers continue sentences (tasks/generation.py): ids are the newest
+positions, the prefix keeps the keys and values of earlier ones.
+
+Shapes: B examples, T positions, C width, V vocabulary, N positions with a target, S positions of a
+prefix, including the T newest.
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runtime.dropout import Keys, attention, dropout, place
+from training.launch.errors import UserError
+from training.seeds import stream
+
+if TYPE_CHECKING:  # takes seconds to import, so functions import it themselves
+    from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+PRESETS = {
+    "gpt2-mini": {"n_layer": 4, "n_embd": 256, "n_head": 4},
+    "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12},
+    "gpt2-medium": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "gpt2-large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
+    "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
+}
+VOCAB_MULTIPLE = 64  # matrix units prefer it
+
+
+def import_transformers() -> None:
+    """Takes seconds, so all ranks call it at the same time, before one waits for another."""
+    from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast  # noqa: F401
+
+
+def round_vocab(size: int) -> int:
+    """The next multiple of 64."""
+    return -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def gpt2_size(preset: str, **given: int | None) -> dict[str, int]:
+    """The n_layer, n_embd and n_head of a preset, unless another one is given.
+
+    Raises:
+        UserError: the heads do not divide the width.
+    """
+    size = {**PRESETS[preset], **{name: n for name, n in given.items() if n is not None}}
+    width, heads = size["n_embd"], size["n_head"]
+    if width % heads:
+        fits = next(n for n in range(min(heads, width), 0, -1) if width % n == 0)
+        raise UserError(
+            f"--n_embd {width} --n_head {heads}: the heads must divide the width; --n_head {fits} "
+            "works"
+        )
+    return size
+
+
+def gpt2_config(
+    preset: str, vocab_size: int, max_length: int, *, dropout: float = 0.1, **given: int | None
+) -> GPT2Config:
+    """The configuration of a preset. `given` and errors as in `gpt2_size`."""
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        **gpt2_size(preset, **given),
+        vocab_size=vocab_size,
+        n_positions=max(max_length, 1024 if preset != "gpt2-mini" else 0),  # published: 1024
+        activation_function="gelu_pytorch_tanh",
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
+
+
+def build_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
+    """A new model in one process, initialized from `seed`. (Runs fill what each rank holds.)"""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(config)
+    fill = initializer(config, seed)
+    for name, p in model.named_parameters():
+        fill(name, p)
+    return model
+
+
+def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
+    """Returns a function that fills a parameter by name, as GPT-2 does: biases 0, norms 1, matrices
+    normal with deviation 0.02, divided by sqrt(2 * n_layer) for those that feed the residual."""
+
+    @torch.no_grad()
+    def fill(name: str, p: Tensor) -> None:
+        if name.endswith("bias"):
+            p.zero_()
+        elif ".ln_" in name:
+            p.fill_(1)
+        else:
+            generator = generator_for(seed, name)
+            std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
+            p.copy_(torch.empty(p.shape).normal_(0, std, generator=generator))  # drawn on the CPU
+
+    return fill
+
+
+def generator_for(seed: int, name: str) -> torch.Generator:
+    """The random generator of a parameter's initial weights."""
+    return torch.Generator().manual_seed(stream(seed, "initial weights", name))
+
+
+Value = Any  # hidden states B T C, or a tuple of them and what the layers pass on
+
+
+class Layer(nn.Module):
+    """A layer of GPT-2 that knows its place in the model.
+
+    Attributes:
+        shard: this rank's place on the tensor-parallel axis: which heads it has.
+        sequence_parallel: in training it also has that part of the positions
+            (tensor_parallel/gpt2.py).
+    """
+
+    shard = 0
+    sequence_parallel = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.where = place(name)
+
+    def first(self, hidden: Tensor) -> int:
+        """The position of the first of the hidden states B T C in its sequence."""
+        return self.shard * hidden.size(1) if self.sequence_parallel and self.training else 0
+
+    def drop(self, hidden: Tensor, p: float, more: Sequence[Any]) -> Tensor:
+        """Dropout of hidden states B T C, in training."""
+        if not self.training:
+            return hidden
+        return dropout(hidden, p, _keys(more), self.where, self.first(hidden))
+
+
+class Embedding(Layer):
+    """Token ids [B, T], or a tuple (ids, more...), to hidden states [B, T, C] (and more...)."""
+
+    def __init__(self, body: GPT2Model) -> None:
+        super().__init__("drop")
+        self.wte, self.wpe, self.p = body.wte, body.wpe, body.drop.p
+
+    def forward(self, value: Value) -> Value:
+        ids, *more = value if isinstance(value, tuple) else (value,)
+        hidden, prefix = self.wte(ids), _prefix(more)  # B T C, or this rank's part of T
+        if prefix is None:
+            first = self.first(hidden)
+            positions = torch.arange(first, first + hidden.size(1), device=hidden.device)  # [T]
+        else:
+            positions = prefix.positions(ids.size(-1)).to(ids.device)  # [B, T]
+        hidden = self.drop(hidden + self.wpe(positions), self.p, more)
+        return (hidden, *more) if more else hidden
+
+
+class HiddenLayer(Layer):
+    """Adds to the hidden states and passes on what comes with them."""
+
+    def forward(self, value: Value) -> Value:
+        hidden, *more = value if isinstance(value, tuple) else (value,)
+        hidden = hidden + self.transform(hidden, more)
+        return (hidden, *more) if more else hidden
+
+    def transform(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
+        """What is added to the hidden states, B T C."""
+        raise NotImplementedError
+
+
+class Attention(HiddenLayer):
+    """The first half of a block: norm, attention, residual."""
+
+    def __init__(self, name: str, block: GPT2Block) -> None:
+        super().__init__(f"{name}.attn")
+        self.ln_1, self.attn = block.ln_1, block.attn
+        self.weights_where = place(f"{name}.attn.weights")  # of the dropout inside
+
+    def transform(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
+        attn, prefix, mask = self.attn, _prefix(more), None
+        qkv = attn.c_attn(self.ln_1(hidden))  # all T, even of hidden states that are a part
+        B, T, width = qkv.shape  # of this rank's heads H, 3 H E
+        qkv = qkv.view(B, T, 3, width // (3 * attn.head_dim), attn.head_dim)  # B T 3 H E
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H T E
+        if prefix is not None:
+            mask = prefix.mask(hidden)  # B 1 T S
+            k, v = prefix.update(attn.layer_idx, k, v)  # B H S E, with earlier positions
+        first = self.shard * q.size(1)  # the number of its first head in the model
+        p = attn.attn_dropout.p if self.training else 0.0
+        y = attention(q, k, v, mask, p, _keys(more), self.weights_where, first)  # B H T E
+        y = attn.c_proj(y.transpose(1, 2).reshape(B, T, -1))  # B T C, as hidden
+        return self.drop(y, attn.resid_dropout.p, more)
+
+
+class FeedForward(HiddenLayer):
+    """The second half of a block: norm, MLP, residual."""
+
+    def __init__(self, name: str, block: GPT2Block) -> None:
+        super().__init__(f"{name}.mlp")
+        self.ln_2, self.mlp = block.ln_2, block.mlp
+
+    def transform(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
+        mlp = self.mlp
+        y = mlp.c_proj(mlp.act(mlp.c_fc(self.ln_2(hidden))))  # C to 4C, this rank's, and back
+        return self.drop(y, mlp.dropout.p, more)
+
+
+class Head(nn.Module):
+    """Final norm and logits: B T V, or N V of (hidden states, targets, ...)."""
+
+    def __init__(self, ln_f: nn.LayerNorm, lm_head: nn.Linear) -> None:
+        super().__init__()
+        self.ln_f = ln_f
+        self.weight = lm_head.weight  # not the module: on a second GPU this becomes a copy
+
+    def forward(self, value: Value) -> Tensor:
+        hidden, *more = value if isinstance(value, tuple) else (value,)
+        if more:
+            hidden = at_targets(hidden, more[0])  # B T C to N C
+        return F.linear(self.ln_f(hidden), self.weight)
+
+
+def at_targets(hidden: Tensor, targets: Tensor) -> Tensor:
+    """Hidden states B T C at the N target positions: N C.
+
+    Args:
+        targets: [N], their numbers among all B T. Or, where a batch is to be cut along B, weights
+            [B, T], not 0 at targets: to count these, the host waits for a GPU.
+    """
+    if targets.dim() == 2:
+        targets = numbers_of_targets(targets)
+    hidden = hidden.flatten(0, 1)
+    if len(targets) == len(hidden):  # all of them, as in plain text: in their order
+        return hidden
+    return hidden.index_select(0, targets)
+
+
+def numbers_of_targets(weights: Tensor) -> Tensor:
+    """[N]: where weights [B, T] are not 0, among all B T."""
+    return weights.flatten().nonzero()[:, 0]
+
+
+def _keys(more: Sequence[Any]) -> Keys:
+    """The keys in what comes with ids or hidden states: (targets, keys, ...)."""
+    return more[1] if len(more) > 1 and isinstance(more[1], Tensor | int) else None
+
+
+def _prefix(more: Sequence[Any]) -> Any:
+    """The prefix in what comes with ids or hidden states: (targets, prefix)."""
+    return more[1] if len(more) > 1 and not isinstance(more[1], Tensor | int) else None
+
+
+def loss_of_targets(logits: Tensor, labels: Tensor) -> Tensor:
+    """The summed cross-entropy, in nats, of logits N V; labels N: the tokens to predict."""
+    if logits.dtype == torch.bfloat16:
+        logits = logits.float()
+    return F.cross_entropy(logits, labels, reduction="none").sum()  # in this order on every rank
+
+
+def gpt2_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
+    """The layers of `model`: embedding, two halves of every block, head. They share its parameters;
+    hooks on the modules that they replace never run."""
+    if model.config.scale_attn_by_inverse_layer_idx or not model.config.scale_attn_weights:
+        raise ValueError("scale_attn_by_inverse_layer_idx, or no scale_attn_weights: not GPT-2's")
+    body = model.transformer
+    layers: list[nn.Module] = [Embedding(body)]
+    for k, block in enumerate(body.h):
+        layers += [Attention(f"h.{k}", block), FeedForward(f"h.{k}", block)]
+    return [*layers, Head(body.ln_f, model.lm_head)]
+
+
+def sizes_of_blocks(balance: str, num_blocks: int, num_stages: int) -> list[int] | None:
+    """Layers per stage; `balance` counts blocks, e.g. 3,5, or is uniform. The first stage also has
+    the embedding, the last the head. None for `auto`. Raises ValueError."""
+    if balance == "auto":
+        return None
+    sizes = [2 * blocks for blocks in split_by(balance, num_blocks, num_stages, "blocks")]
+    sizes[0] += 1
+    sizes[-1] += 1
+    return sizes
+
+
+def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
+    """Blocks or layers per stage, from `uniform` or numbers such as 3,5. Raises ValueError."""
+    part, more = divmod(total, num_stages)
+    uniform = ",".join(str(part + (s < more)) for s in range(num_stages))  # the first get more
+    try:
+        sizes = [int(n) for n in (uniform if balance == "uniform" else balance).split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) != num_stages or sum(sizes) != total or min(sizes) < 1:
+        raise ValueError(
+            f"balance {balance}: it must be auto, or {num_stages} positive numbers that add up to "
+            f"the {total} {unit} (uniform is {uniform})"
+        )
+    return sizes

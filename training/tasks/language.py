@@ -1,0 +1,121 @@
+"""GPT-2 as a language model on plain text, scored by perplexity.
+
+    stream       <|endoftext|> a b c d <|endoftext|> e f g <|endoftext|> h ...
+    sequence 0   <|endoftext|> a b c                  predicts  a b c d
+    sequence 1   d <|endoftext|> e f                            <|endoftext|> e f g
+
+Documents are joined, with an end token around each, and cut into sequences of equal length: only
+the last one is padded, and every token is predicted once per epoch. As in GPT-2 itself, a token can
+attend to earlier documents and sees the end token between them. To separate documents, every layout
+would have to carry an attention mask, with which the fused kernel computes all T^2 scores instead
+of half, and `transformers` would compute another function with the same weights.
+
+Paper: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from training.files import writing
+from training.launch.errors import UserError
+from training.launch.world import World
+
+from .generation import continue_all
+from .gpt2 import PRESETS
+from .sequences import MAX_VOCAB, SHOWN, SequenceTask
+from .task import Score, Translator
+from .texts import END
+from .tokens import Encoded, train_bpe
+
+PROMPT = 8  # tokens of a sample prompt at the end of an epoch
+CONTINUED = 24  # new tokens of a sample
+
+
+class LanguageTask(SequenceTask):
+    """Plain text; see `training.tasks.sequences.SequenceTask`."""
+
+    score_name = "perplexity"
+
+    def make_tokenizer(self, workdir: Path) -> None:
+        """Trains one, or takes the one that comes with pretrained weights."""
+        args = self.args
+        if args.model in PRESETS:
+            lines = (line for t in self.texts.splits["train"] for line in t.splitlines(True))
+            tokenizer = train_bpe(lines, args.vocab_size or MAX_VOCAB, [END])
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(args.model)  # which check_pretrained has seen
+        tokenizer.add_special_tokens({"eos_token": END, "pad_token": END})
+        with writing(workdir / "tokenizer.json"):
+            tokenizer.save_pretrained(workdir)
+
+    def encoded(self) -> dict[str, list[Encoded]]:
+        """Sequences of --model_max_length inputs; the last is shorter."""
+        args, examples = self.args, {}
+        end = self.tokenizer.convert_tokens_to_ids(END)
+        length = args.model_max_length
+        for split, documents in self.texts.splits.items():
+            texts = self.tokenizer(documents, verbose=False)["input_ids"]
+            # [tokens of the split], with an end token at the beginning and after every document.
+            stream = np.array([end, *(t for text in texts for t in (*text, end))], np.int32)
+            starts = range(0, len(stream) - 1, length)  # the last token is only predicted
+            most = getattr(args, f"n_{split}")
+            # A sequence ends with the token that the next one begins with.
+            examples[split] = [
+                Encoded(cast(Sequence[int], stream[at : at + length + 1]), 1, number)
+                for number, at in enumerate(starts[:most])
+            ]
+            if split == "train" and len(stream) <= length:
+                raise UserError(
+                    f"--dataset {args.dataset} --model_max_length {length}: the text has "
+                    f"{len(stream) - 1} tokens, fewer than one sequence; --model_max_length "
+                    f"{max(2, (len(stream) - 1) // 4)} works, or more text"
+                )
+            if most is not None and most < len(starts):
+                self.texts.notes.append(
+                    f"{split}: the first {most:,} of {len(starts):,} sequences; --n_{split} all "
+                    "takes all."
+                )
+        return examples
+
+    def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002
+        """The perplexity of the validation text, and sample continuations."""
+        prompts = self._prompts()
+        mine = prompts[model.part :: model.parts]  # this part's, for all its ranks
+        most = [min(CONTINUED, self.args.model_max_length - len(prompt)) for prompt in mine]
+        stop, num_tokens = self.tokenizer.eos_token_id, len(self.tokenizer)
+        rows = continue_all(
+            model, mine, most, stop, num_tokens, self.device,
+            bar="Continuing" if world.is_main else None,
+        )  # fmt: skip
+        texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+        generated = self.of_all_parts(world, model, texts, len(prompts))
+        return Score(math.exp(min(loss, 700)), generated)
+
+    def _prompts(self) -> list[list[int]]:
+        """Sample prompts: beginnings of sequences of the validation split."""
+        room = min(PROMPT, self.args.model_max_length // 2)
+        return [[int(t) for t in e.ids[:room]] for e in self.examples["validation"][:SHOWN] if room]
+
+    def about_data(self) -> str:
+        """Sequences of each split."""
+        sizes = " / ".join(f"{len(examples):,}" for examples in self.examples.values())
+        return f"{sizes} sequences of {self.args.model_max_length} tokens to train / validate"
+
+    def tested(self) -> list[Any]:
+        """The sample prompts."""
+        return [self.tokenizer.decode(p, skip_special_tokens=True) for p in self._prompts()]
+
+    def examples_to_show(self, generated: list[str]) -> str:
+        """Prompts and their continuations."""
+        return "\n".join(
+            f"  {'text':>10}  {' '.join(prompt.split())}\n  this model  {' '.join(text.split())}\n"
+            for prompt, text in zip(self.tested(), generated, strict=True)
+        )

@@ -1,0 +1,127 @@
+"""Pretrained GPT-2 weights, from a folder with weights and tokenizer or by name from the hub.
+
+Parameters are read by name, one at a time, from safetensors files: no process need hold the whole
+model. This project's special tokens get new rows of the embedding, which depend on the seed and the
+name alone. Weights are converted to the run's type, at least float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from training.launch.errors import UserError
+
+from .gpt2 import PRESETS, generator_for
+from .texts import do_not_wait_for_the_hub
+
+if TYPE_CHECKING:  # see training/tasks/gpt2.py
+    from transformers import GPT2Config
+
+PREFIX = "transformer."  # of parameter names; the published GPT-2 omits it
+
+
+def check_pretrained(name: str, max_length: int) -> None:
+    """Raises UserError unless `name`, a local folder or a name on the hub, is a GPT-2 with at least
+    max_length positions and its own tokenizer. (transformers itself loads any model, fills
+    parameters that do not fit with random weights, and makes a tokenizer that knows no words.)
+    Downloads the hub's files."""
+    from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
+
+    if not Path(name).exists():
+        do_not_wait_for_the_hub()
+    try:
+        config = AutoConfig.from_pretrained(name)
+        if config.model_type != "gpt2":
+            raise ValueError(f"its model_type is {config.model_type}")
+        found = _stored(name)
+        with torch.device("meta"):
+            wanted = dict(GPT2LMHeadModel(config).named_parameters())  # a tied head is not in it
+        for parameter, p in wanted.items():
+            *_, shape = found.get(parameter.removeprefix(PREFIX), ("missing",))
+            if shape != list(p.shape):
+                raise ValueError(f"{parameter} is {shape}, config.json says {list(p.shape)}")
+        files = [Path(name) / file for file in ("tokenizer.json", "vocab.json")]  # it has one
+        if Path(name).is_dir() and not any(file.is_file() for file in files):
+            raise ValueError("there is no tokenizer.json or vocab.json")
+        # It may be smaller than the embedding, which may be rounded up. Our own special tokens come
+        # on top, with new rows.
+        tokens = len(AutoTokenizer.from_pretrained(name))
+        if tokens > config.vocab_size:
+            raise ValueError(f"the tokenizer has {tokens} tokens, not {config.vocab_size} or fewer")
+    except Exception as error:  # its readers raise many kinds
+        reason = " ".join(f"{type(error).__name__} {error}".split())[:160]
+        raise UserError(
+            f"--model {name}: neither a preset ({', '.join(PRESETS)}), nor a folder or a name on "
+            f"the hub with a GPT-2 and its tokenizer ({reason})"
+        ) from error
+    if config.n_positions < max_length:
+        raise UserError(
+            f"--model_max_length {max_length} --model {name}: the model has {config.n_positions} "
+            f"positions; --model_max_length {config.n_positions} works"
+        )
+
+
+def pretrained_config(name: str, num_tokens: int, dropout: float) -> GPT2Config:
+    """The configuration of pretrained weights, with embedding rows for `num_tokens` and this
+    project's choices about GPT-2, see model.py."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        name, activation_function="gelu_pytorch_tanh", use_cache=False,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
+    config.vocab_size = max(config.vocab_size, num_tokens)
+    return config
+
+
+def pretrained_initializer(name: str, seed: int) -> Callable[[str, Tensor], None]:
+    """Returns a function that fills a parameter with the weights of `name`, which has passed
+    `check_pretrained`."""
+    stored = _stored(name)
+
+    @torch.no_grad()
+    def read(parameter: str, p: Tensor) -> None:
+        path, key, _ = stored[parameter.removeprefix(PREFIX)]
+        with safe_open(path, framework="pt") as file:
+            values = file.get_tensor(key)
+        p[: len(values)] = values  # converted to p's type
+        if rows := len(p) - len(values):  # of the embedding, for new tokens
+            generator = generator_for(seed, parameter)
+            p[-rows:] = torch.empty(rows, *p.shape[1:]).normal_(0, 0.02, generator=generator)
+
+    return read
+
+
+def model_content(name: str, config: GPT2Config) -> bytes:
+    """A hash of the model `name`: its configuration and all weights. One pass over its files."""
+    settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
+    content = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode())
+    stored = {} if name in PRESETS else _stored(name)
+    for path in sorted({path for path, *_ in stored.values()}):
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 24):
+                content.update(chunk)
+    return content.digest()
+
+
+def _stored(name: str) -> dict[str, tuple[Path, str, list[int]]]:
+    """Each parameter's file, name in it and shape, by its name without PREFIX."""
+    from huggingface_hub import snapshot_download
+
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(name, allow_patterns="*.safetensors"))
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (it is no dictionary)
+                found[key.removeprefix(PREFIX)] = (path, key, file.get_slice(key).get_shape())
+    return found

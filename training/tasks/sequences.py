@@ -1,0 +1,264 @@
+"""GPT-2 on sequences of tokens: what its tasks share.
+
+    tasks/translation.py     a sequence is a pair of sentences; only the second one is learnt
+    tasks/language.py        a sequence is a stretch of text
+
+Before training, the tokenizer is trained and all texts become token ids. A step only picks examples
+and pads them.
+
+Rank 0 makes the tokenizer, or takes it from a checkpoint, and sends its files to the others: hosts
+need no shared folder.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data_parallel.dataset import even_slices, partition_dataset, shuffled_indices
+from runtime.dropout import Keys
+from training.files import writing
+from training.launch.compare_ranks import check_same
+from training.launch.world import World, gather_over_ranks, on_main
+from training.seeds import stream
+
+from .gpt2 import (
+    PRESETS,
+    gpt2_config,
+    gpt2_layers,
+    import_transformers,
+    initializer,
+    loss_of_targets,
+    numbers_of_targets,
+    round_vocab,
+    sizes_of_blocks,
+)
+from .pretrained import model_content, pretrained_config, pretrained_initializer
+from .task import Step, Task, Translator, measured, steps_of_epoch, to_device
+from .tokens import TOKENIZER_FILES, Encoded, collate_batch, load_tokenizer
+
+if TYPE_CHECKING:  # see training/tasks/gpt2.py
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+MAX_VOCAB = 4096  # tokens that BPE may learn without --vocab_size
+EVAL_BATCH = 64
+CPU_POSITIONS = 384  # at most, per micro-batch; docs/log.md has other values that were tried
+FILES = ("config.json", *TOKENIZER_FILES)
+SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apart
+SHOWN = 3  # outputs at the end of a run
+
+
+class SequenceTask(Task, ABC):
+    """See `training.tasks.task.Task`.
+
+    Args:
+        args: the options of the run; `args.model` is a preset or names pretrained weights.
+        files: on rank 0, those of a checkpoint to resume; by default they are made.
+    """
+
+    units: Sequence[str] = ("positions/s", "real tokens/s")
+    cpu_positions = CPU_POSITIONS
+    layers_of: Callable[[Any], list[Any]] = staticmethod(gpt2_layers)  # or traced.py's
+
+    def __init__(
+        self, args: Any, world: World, texts: Any, files: Mapping[str, bytes] | None = None
+    ) -> None:
+        import_transformers()
+        self.args, self.texts, self.device = args, texts, world.device
+        self.files = self._shared_files(world, files)  # rank 0 makes them, the others wait
+        self.tokenizer = load_tokenizer(self.files)
+        self.examples: dict[str, list[Encoded]] = self.encoded()  # all, on every rank
+        self.num_targets = [example.num_targets for example in self.examples["train"]]
+        self.config, self._initialize = _config_and_weights(args, len(self.tokenizer))
+        if world.world_size > 1:
+            check_same(world, {"the model": model_content(args.model, self.config)})
+        self.files["config.json"] = self.config.to_json_string().encode()
+        self.steps_per_epoch = steps_of_epoch(args, len(self.num_targets))
+        # Pad all to this; None: each micro-batch to its longest sentence.
+        self.length = args.model_max_length if args.padding == "max_length" else None
+
+    @abstractmethod
+    def make_tokenizer(self, workdir: Path) -> None:
+        """Writes the tokenizer's files."""
+
+    @abstractmethod
+    def encoded(self) -> dict[str, list[Encoded]]:
+        """The examples of every split. Raises UserError if there is nothing to learn."""
+
+    @abstractmethod
+    def about_data(self) -> str:
+        """What the model is trained on, for a person."""
+
+    def skeleton(self) -> GPT2LMHeadModel:
+        """The whole model on the meta device."""
+        from transformers import GPT2LMHeadModel
+
+        with torch.device("meta"):
+            return GPT2LMHeadModel(self.config)
+
+    def initialize(self, name: str, p: Tensor) -> None:
+        """From the seed and the parameter's name, or from pretrained weights."""
+        self._initialize(name, p)
+
+    def layers(self, model: Any) -> list[Any]:
+        """Embedding, two halves per block, head."""
+        return self.layers_of(model)
+
+    def sizes(self, balance: str, num_stages: int) -> list[int] | None:
+        """Layers per stage; --balance counts blocks."""
+        return sizes_of_blocks(balance, self.config.n_layer, num_stages)
+
+    def steps(
+        self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
+    ) -> Iterator[Step]:
+        """The steps of an epoch. Which examples form a global batch depends on the seed and the
+        epoch alone; each batch is dealt out by length, so that all parts have equal work."""
+        n, size = len(self.num_targets), self.args.batch_size
+        seed = stream(self.args.seed, "data order", epoch)
+        order = shuffled_indices(n, seed)  # as in partition_dataset below: the same seed
+        counts = [  # target tokens of each global batch
+            sum(self.num_targets[i] for i in order[k : k + size])
+            for k in range(start * size, n, size)
+        ]
+        drop = stream(self.args.seed, "dropout", epoch)
+        loader = partition_dataset(
+            part, parts, self.examples["train"], size,
+            partial(self._collate, num_microbatches, drop), seed=seed,
+            key=None if self.length else _length, start=start,  # sort if lengths differ
+        )  # fmt: skip
+        nothing: Any = ([], [])  # for a rank that gets none of the last, smaller batch
+        for count, (mine, batches) in zip_longest(counts, loader, fillvalue=nothing):
+            yield Step(
+                inputs=[x for x, _ in batches],
+                targets=[labels for _, labels in batches],
+                count=count,
+                positions=sum(ids.numel() for (ids, *_), _ in batches),  # B T of each
+                tokens=sum(max(0, len(e.ids) - 1) for e in mine),
+            )
+
+    def _collate(self, num_microbatches: int | None, drop: int, mine: list[Encoded]) -> Any:
+        """A rank's part of a global batch, and its micro-batches: ((ids, targets, keys), labels),
+        with the labels of the targets. All that depends on values is done here, on the CPU: on a
+        GPU the host would wait for them."""
+        parts = []
+        for part in self._cut(mine, num_microbatches):
+            ids, labels, weights = self._batch(part)
+            targets = numbers_of_targets(weights)
+            x = ids, targets, self._keys(part, drop)
+            parts.append(to_device((x, labels.flatten()[targets]), self.device))
+        return mine, parts
+
+    def _keys(self, examples: Sequence[Encoded], drop: int) -> Keys:
+        """What selects the dropout masks of the examples, see runtime/dropout.py; `drop` changes
+        them every epoch."""
+        if self.device.type != "cpu":
+            return stream(drop, "examples", *(example.number for example in examples))
+        keys = [(drop + SPREAD * example.number) % 2**63 for example in examples]
+        return torch.tensor(keys, dtype=torch.long)
+
+    def _batch(self, examples: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, labels and their weights, each [B, T], on the CPU."""
+        args = self.args
+        batch = collate_batch(
+            examples, args.src, args.tgt, self.tokenizer, args.model_max_length, "cpu",
+            padding=args.padding,
+        )  # fmt: skip
+        return batch["input_ids"], batch["labels"], batch["label_token_weights"]
+
+    def _cut(self, mine: list[Encoded], num_microbatches: int | None) -> list[list[Encoded]]:
+        """On a CPU a few hundred positions keep the cores as busy as thousands, and smaller
+        micro-batches have less padding. A GPU takes all examples at once."""
+        if num_microbatches or self.length or self.device.type != "cpu":
+            return [mine[at] for at in even_slices(len(mine), num_microbatches or 1)]
+        parts: list[list[Encoded]] = []
+        for example in mine:  # from the shortest to the longest
+            if parts and (len(parts[-1]) + 1) * (len(example.ids) - 1) <= self.cpu_positions:
+                parts[-1].append(example)  # the longest so far: the micro-batch is padded to it
+            else:
+                parts.append([example])
+        return parts
+
+    def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
+        """Batches of similar lengths: ((ids, weights), labels of the targets). They have weights
+        [B, T] and not the targets' numbers, since stages in threads cut them."""
+        mine = sorted(self.examples["validation"], key=_length)[part::parts]  # lengths dealt out
+        found = []
+        for i in range(0, len(mine), EVAL_BATCH):
+            ids, labels, weights = self._batch(mine[i : i + EVAL_BATCH])
+            found.append(to_device(((ids, weights), labels[weights != 0]), self.device))
+        return found
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The summed loss over the target tokens."""
+        return loss_of_targets(output, target)
+
+    def measure(self, output: Tensor, target: Tensor) -> Tensor:
+        """[summed loss, right tokens, number of tokens]; output [N, V] at the N target tokens."""
+        right = (output.argmax(-1) == target).sum()
+        return measured(self.loss(output, target), right, len(target))
+
+    def describe(self) -> str:
+        """Sizes of the model and of the splits."""
+        args, config = self.args, self.config
+        parameters = sum(p.numel() for p in self.skeleton().parameters())
+        blocks = f"{config.n_layer} block{'s' * (config.n_layer > 1)}"
+        digits = 1 if parameters > 1e5 else 3
+        return (
+            f"{args.model}: {blocks} of width {config.n_embd}, "
+            f"vocabulary {config.vocab_size:,}, {parameters / 1e6:.{digits}f} M parameters\n"
+            f"{args.dataset}: {self.about_data()}; "
+            f"batches of {args.batch_size}, {args.precision}, {self.device.type}"
+            + "".join(f"\n{note}" for note in self.texts.notes)
+        )
+
+    def of_all_parts(self, world: World, model: Translator, mine: list[str], n: int) -> list[str]:
+        """All ranks' n outputs in their order; part p has outputs p, p + parts, ..."""
+        by_part = dict(gather_over_ranks((model.part, mine), world))  # its ranks have the same
+        return [by_part[i % model.parts][i // model.parts] for i in range(n)]
+
+    def fingerprints(self) -> dict[str, str]:
+        """The hashes of the texts."""
+        return self.texts.fingerprints()
+
+    def _shared_files(self, world: World, saved: Mapping[str, bytes] | None) -> dict[str, bytes]:
+        """The tokenizer's files, on every rank. Rank 0 also writes them to the workdir."""
+        found: list[Any] = [None]
+
+        def make() -> None:
+            workdir = self.args.workdir
+            if saved is None:
+                self.make_tokenizer(workdir)
+            else:
+                for file in FILES:
+                    with writing(workdir / file):
+                        (workdir / file).write_bytes(saved[file])
+            found[0] = {file: (workdir / file).read_bytes() for file in TOKENIZER_FILES}
+
+        on_main(world, make)  # config.json is not among them: it comes from the options
+        if world.world_size > 1:
+            dist.broadcast_object_list(found, 0)  # contents: hosts share no folder
+        return found[0]
+
+
+def _length(example: Encoded) -> int:
+    return len(example.ids)
+
+
+def _config_and_weights(args: Any, num_tokens: int) -> tuple[GPT2Config, Any]:
+    """The configuration and initializer of a preset, or of pretrained weights."""
+    if args.model not in PRESETS:
+        config = pretrained_config(args.model, num_tokens, args.dropout)
+        return config, pretrained_initializer(args.model, args.seed)
+    config = gpt2_config(
+        args.model, args.vocab_size or round_vocab(num_tokens), args.model_max_length,
+        dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
+    )  # fmt: skip
+    return config, initializer(config, args.seed)

@@ -1,0 +1,143 @@
+"""What is trained, in one form for every layout: GPT-2 on translations, VGG16 on images.
+
+A task is a model that no rank has to hold whole (a skeleton without memory, a function that fills
+one parameter by its name, and the layers in order), the steps that train it, and a score of its
+outputs. Layouts see layers, inputs and targets, never what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from .cache import Prefix
+
+if TYPE_CHECKING:
+    from training.launch.world import World
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank computes in one step: its part of a global batch, in micro-batches."""
+
+    inputs: list[Any]  # one per micro-batch; empty if the global batch has too few examples
+    targets: list[Any]
+    count: int  # what the loss is the mean over: target tokens, or images, of the *global* batch
+    positions: int  # of this part, padding included
+    tokens: int  # of this part, padding not included
+
+
+@dataclass(frozen=True)
+class Score:
+    """How good a model is: BLEU from 0 to 100, accuracy in percent, or perplexity."""
+
+    value: float
+    generated: list[str] = field(default_factory=list)  # translations or continuations, of `tested`
+
+
+class Decoder(Protocol):
+    """A model in evaluation mode, or this rank's part of one, that continues sentences."""
+
+    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+        """The next token of each sentence, B, on every rank: the likeliest or a sampled one of the
+        first `num_tokens` of the vocabulary. `ids`, B T, are the newest tokens of the prefix."""
+
+    def end(self) -> None:
+        """This rank has no sentences left. Returns when no rank has."""
+
+
+class Translator(Decoder, Protocol):
+    """A decoder that is a part of a layout: it continues the sentences of `part` of `parts`."""
+
+    part: int
+    parts: int
+
+
+class Task(Protocol):
+    """See the head of this file. `part` of `parts` is a place on the data-parallel axis; 0 of 1 is
+    the whole batch."""
+
+    score_name: str  # "BLEU", "accuracy" or "perplexity"
+    units: Sequence[str]  # of speed: positions and real tokens per second, or pictures
+    steps_per_epoch: int  # `steps` may go on: --max_batches ends an epoch early
+    files: dict[str, bytes]  # small files that every checkpoint needs, by name
+
+    def skeleton(self) -> nn.Module:
+        """The whole model on the meta device: shapes and names, no memory."""
+
+    def initialize(self, name: str, p: Tensor) -> None:
+        """Writes the initial values of the parameter `name` into `p`."""
+
+    def layers(self, model: Any) -> list[nn.Module]:
+        """The model as layers that follow each other. They share its parameters."""
+
+    def sizes(self, balance: str, num_stages: int) -> list[int] | None:
+        """Layers per stage, as --balance asks; None for `auto`. Raises ValueError."""
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        """The summed loss of a micro-batch, from the last layer's output."""
+
+    def steps(
+        self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
+    ) -> Iterator[Step]:
+        """The steps of an epoch from `start` on; None: as many micro-batches as suit the device."""
+
+    def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
+        """Inputs and targets of held-out data."""
+
+    def measure(self, output: Tensor, target: Any) -> Tensor:
+        """[summed loss, right answers, number of answers] of a validation batch, in float64."""
+
+    def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:
+        """How good the model is; all ranks call it. `loss` and `accuracy`, from 0 to 1, are of the
+        validation data."""
+
+    def describe(self) -> str:
+        """What is trained on what, for a person: a line or two."""
+
+    def tested(self) -> list[Any]:
+        """The examples whose outputs are scored, as JSON values."""
+
+    def examples_to_show(self, generated: list[str]) -> str:
+        """A few outputs of the trained model, for a person; empty if there are none."""
+
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of each split's examples, in their order."""
+
+
+def steps_of_epoch(args: Any, num_examples: int) -> int:
+    """Global batches that cover the examples once, the last one smaller; or --max_batches, if that
+    is less."""
+    whole: int = -(-num_examples // args.batch_size)
+    return min(whole, args.max_batches or whole)
+
+
+def to_device(values: T, device: torch.device | str) -> T:
+    """Tensors of the CPU, nested, on the device. The host does not wait for a GPU: they are pinned,
+    so that the GPU fetches them when it gets there."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return values
+    return tree_map_only(Tensor, lambda t: t.pin_memory().to(device, non_blocking=True), values)
+
+
+def measured(loss: Tensor, right: Tensor, count: int) -> Tensor:
+    """[loss, right, count] in float64 on the CPU, as `Task.measure` returns them."""
+    return torch.tensor([*torch.stack([loss, right]).tolist(), count], dtype=torch.float64)
+
+
+def materialize(task: Task, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The whole model with its initial weights."""
+    model: Any = task.skeleton().to(dtype).to_empty(device=device)  # memory without values
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()  # to_empty has given each use of a tied parameter memory of its own
+    for name, p in model.named_parameters():  # a tied one comes once
+        task.initialize(name, p)
+    return model

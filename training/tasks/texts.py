@@ -1,0 +1,301 @@
+"""Reads the text that --dataset names: pairs of sentences to translate, or documents to model.
+
+Problem: before any process is started, --dataset must become lists of examples, or one line that
+says what is wrong with it.
+
+    builtin          the German-English text in training/tasks/corpus, a folder like the next
+    a folder         with train.de train.en validation.de ... test.en: line i translates line i
+    a folder, file   JSONL, JSON, CSV or Parquet, with a column per language, a `translation` of
+                     both, or a `text`; or .txt, with <|endoftext|> between documents
+    anything else    the name of a dataset on the hub, with such columns
+
+`datasets` reads all but the first two. A file that is named after a split is that split; a missing
+split is cut off the end of train. Rows with an empty text are skipped and counted.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from training.launch.errors import UserError
+
+Pair = dict[str, str]  # {"de": ..., "en": ...}
+Sizes = Mapping[str, int | None]
+
+SPLITS = ("train", "validation", "test")
+BUILTIN = "builtin"
+BUILTIN_FOLDER = Path(__file__).with_name("corpus")
+NO_NETWORK = f"--dataset {BUILTIN} needs neither files nor network"
+BEGINNINGS = {"train": "train", "val": "validation", "dev": "validation", "test": "test"}
+READERS: dict[str, tuple[str, dict[str, Any]]] = {  # of `datasets`, by a file's ending
+    ".txt": ("text", {"sample_by": "document"}), ".jsonl": ("json", {}), ".json": ("json", {}),
+    ".csv": ("csv", {}), ".tsv": ("csv", {"sep": "\t"}), ".parquet": ("parquet", {}),
+}  # fmt: skip
+END = "<|endoftext|>"  # GPT-2's own: after every document
+TAKEN = {"validation": 1000, "test": 100}  # pairs at most, out of train if there is no such split
+HELD_OUT = 20  # of plain text, one part in so many is held out for validation
+
+
+@dataclass
+class Texts:
+    """The examples of each split, and notes on how they were made.
+
+    Attributes:
+        plain: they are documents to continue, not pairs; there is no test split.
+    """
+
+    splits: dict[str, list[Any]]
+    notes: list[str] = field(default_factory=list)
+    plain: bool = False
+
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of each split's examples, in order."""
+        texts = {split: json.dumps(examples) for split, examples in self.splits.items()}
+        return {split: hashlib.sha256(text.encode()).hexdigest() for split, text in texts.items()}
+
+
+def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) -> Texts:
+    """The texts of a run.
+
+    Args:
+        dataset: see the table above.
+        src, tgt: the keys of the languages: file endings, columns.
+        sizes: the maximum number of pairs per split; None takes all there are.
+        world_size: every split must hold at least a pair for each rank.
+
+    Raises:
+        UserError: there is no usable text; the message says why, and what works.
+    """
+    if src == tgt:
+        raise UserError(f"--src {src} --tgt {tgt}: two languages are needed, as --src de --tgt en")
+    with refused_if_unreadable(dataset):
+        found = _read(dataset, src, tgt)
+    if not any(map(len, found.values())):
+        raise UserError(f"--dataset {dataset}: it is empty; {NO_NETWORK}")
+    columns = _columns(next((row for rows in found.values() for row in rows), {}))
+    plain = "text" in columns and not columns.keys() & {src, tgt}
+    keys = ("text",) if plain else (src, tgt)
+    if not columns.keys() >= set(keys):
+        raise UserError(
+            f"--dataset {dataset}: its columns are {', '.join(columns)}, and not {src} "
+            f"and {tgt}; --src and --tgt name them, or a column named text holds plain text"
+        )
+    rows = {
+        split: [
+            _texts_of(row, keys, f"--dataset {dataset}: row {i} of {split}")
+            for i, row in enumerate(found[split], 1)
+        ]
+        for split in SPLITS
+        if split in found
+    }
+    if plain:
+        return _documents(dataset, rows)
+    texts = _pairs(rows, sizes)
+    for split, pairs in texts.splits.items():
+        if not pairs:
+            n = len(texts.splits["train"])
+            raise UserError(
+                f"--dataset {dataset}: {split} has no pair with text on both sides"
+                + (f", and train has {n}; more pairs work" if n else f"; {NO_NETWORK}")
+            )
+        if len(pairs) < world_size:
+            raise UserError(
+                f"--dataset {dataset}: {split} has {len(pairs)} pairs for {world_size} ranks, and "
+                "each rank needs one with text on both sides; more pairs or fewer ranks work"
+            )
+    return texts
+
+
+def _read(dataset: str, src: str, tgt: str) -> Mapping[str, Any]:
+    """The rows of each split."""
+    folder = BUILTIN_FOLDER if dataset == BUILTIN else Path(dataset)
+    if dataset == BUILTIN or any((folder / f"train.{key}").exists() for key in (src, tgt)):
+        return {split: _parallel_lines(dataset, folder, split, src, tgt) for split in SPLITS}
+    if folder.exists():
+        return _rows_of_files(folder, src, tgt)
+    if folder.suffix in READERS or folder.is_absolute() or dataset.startswith((".", "~")):
+        raise UserError(f"--dataset {dataset}: there is no such file or folder; {NO_NETWORK}")
+    return load_splits(dataset)
+
+
+@contextmanager
+def refused_if_unreadable(dataset: str) -> Iterator[None]:
+    """Raises UserError if a file of --dataset cannot be read, or is not UTF-8."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"--dataset {dataset}: {error.filename or dataset} cannot be read "
+            f"({error.strerror or error}); {NO_NETWORK}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--dataset {dataset}: it is not UTF-8 ({error}); convert it, for example: "
+            "iconv -f latin1 -t utf-8 OLD > NEW, or with utf-16"
+        ) from error
+
+
+def _parallel_lines(dataset: str, folder: Path, split: str, src: str, tgt: str) -> list[Pair]:
+    lines = []
+    for path in (folder / f"{split}.{key}" for key in (src, tgt)):
+        if not path.exists():
+            there = ", ".join(sorted(found.name for found in folder.glob(f"{split}.*"))) or "none"
+            raise UserError(
+                f"--dataset {dataset} --src {src} --tgt {tgt}: there is no {path.name} (found: "
+                f"{there}); --src and --tgt are the endings of the files"
+            )
+        with refused_if_unreadable(str(path)):
+            text = path.read_text("utf-8-sig")
+        lines.append(text.removesuffix("\n").split("\n") if text else [])
+    source, target = lines
+    if len(source) != len(target):
+        one, other = (f"has {len(side)} lines" if side else "is empty" for side in lines)
+        raise UserError(
+            f"--dataset {dataset}: {split}.{src} {one} and {split}.{tgt} {other}: line i of one "
+            f"must translate line i of the other; {NO_NETWORK}"
+        )
+    return [{src: s, tgt: t} for s, t in zip(source, target, strict=True)]
+
+
+def _rows_of_files(path: Path, src: str, tgt: str) -> Mapping[str, Any]:
+    """The rows of a file, or of a folder's files of one kind, by split."""
+    every = [path] if path.is_file() else sorted([*path.iterdir(), *path.glob("*/*")])
+    ending = next((file.suffix for file in every if file.suffix in READERS), None)
+    if ending is None:
+        raise UserError(
+            f"--dataset {path}: no train.{src} and train.{tgt} there, nor any of "
+            f"{' '.join(READERS)}; {NO_NETWORK}"
+        )
+    reader, options = READERS[ending]
+    if reader == "csv":  # everything is text, even numbers and what pandas takes for missing
+        texts = dict.fromkeys((src, tgt, "text"), str)
+        options = {**options, "keep_default_na": False, "converters": texts}
+    files: dict[str, list[str]] = {}  # by split
+    for file in every:
+        if file.suffix != ending or not file.stat().st_size:  # readers take no empty file
+            continue
+        split = "train"  # or the one that the file or its folder is named after
+        for part in file.relative_to(path).parts:
+            split = next((s for b, s in BEGINNINGS.items() if part.startswith(b)), split)
+        files.setdefault(split, []).append(glob.escape(str(file)))
+    return load_splits(str(path), reader, data_files=files, **options) if files else {}
+
+
+def load_splits(dataset: str, reader: str | None = None, **options: Any) -> Mapping[str, Any]:
+    """The splits of a dataset on the hub, or of files through a reader of `datasets`. Raises
+    UserError if nothing can be read."""
+    import datasets  # here: it takes seconds to import
+
+    try:
+        if reader is None:
+            do_not_wait_for_the_hub()
+            return datasets.load_dataset(dataset)
+        found = datasets.load_dataset(reader, streaming=True, **options)  # no copy in a cache
+        return {split: list(rows) for split, rows in found.items()}
+    except (PermissionError, UnicodeDecodeError):
+        raise  # for refused_if_unreadable
+    except Exception as error:  # its readers raise many kinds
+        reason = " ".join(str(error).split())[:160]
+        local = "it holds nothing that can be read"
+        where = local if Path(dataset).exists() else "it is no local path, and the hub has none"
+        raise UserError(
+            f"--dataset {dataset}: {where} ({type(error).__name__}: {reason}); {NO_NETWORK}"
+        ) from error
+
+
+def do_not_wait_for_the_hub() -> None:
+    """If the hub's name does not even resolve, its client would still retry for half a minute: this
+    makes it use earlier downloads, or fail at once."""
+    from huggingface_hub import constants
+
+    if getproxies():  # a proxy resolves names that this machine need not know
+        return
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
+        if datasets := sys.modules.get("datasets"):  # it has a copy
+            datasets.config.HF_HUB_OFFLINE = True
+
+
+def _columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row's values by column, or by language if it has a `translation` of both."""
+    translation = row.get("translation")
+    return translation if isinstance(translation, Mapping) else row
+
+
+def _texts_of(row: Mapping[str, Any], keys: Sequence[str], where: str) -> dict[str, str]:
+    """The texts of a row; a missing one is empty. Raises UserError, which says `where` the row is,
+    if they are not text."""
+    texts = {key: _columns(row).get(key) or "" for key in keys}
+    for key, text in texts.items():
+        if not isinstance(text, str):
+            raise UserError(f"{where}: {key} is {text!r:.40}, and not text in quotes")
+    return texts
+
+
+def _without_empty(rows: list[Pair], split: str, notes: list[str]) -> list[Pair]:
+    usable = [row for row in rows if all(text.strip() for text in row.values())]
+    if len(usable) < len(rows):
+        notes.append(f"{split}: skipped {len(rows) - len(usable)} rows with an empty text.")
+    return usable
+
+
+def _pairs(rows: dict[str, list[Pair]], sizes: Sizes) -> Texts:
+    """The pairs of each split; a missing split is cut off the end of train."""
+    texts = Texts({})
+    for split in ("test", "validation"):  # test is cut off first: it has the last pairs
+        if split not in rows:
+            train = rows.get("train", [])
+            tenth = -(-(len(train) - 1) // 10)  # rounded up, but a pair stays
+            count = min(sizes[split] or TAKEN[split], tenth)
+            at = len(train) - count
+            rows["train"], rows[split] = train[:at], train[at:]
+            texts.notes.append(f"no {split} split: the last {count} pairs are taken out of train.")
+    for split in SPLITS:
+        usable = _without_empty(rows.get(split, []), split, texts.notes)[: sizes[split]]
+        texts.splits[split] = [{key: text.strip() for key, text in p.items()} for p in usable]
+    return texts
+
+
+def _documents(dataset: str, rows: dict[str, list[dict[str, str]]]) -> Texts:
+    """The documents that are not blank; if there is no validation split, one is held out."""
+    texts = Texts({}, plain=True)
+    for split in ("train", "validation"):
+        documents = _without_empty(rows.get(split, []), split, texts.notes)
+        texts.splits[split] = [document["text"] for document in documents]
+    if not texts.splits["validation"]:
+        texts.splits["train"], texts.splits["validation"] = held_out(texts.splits["train"])
+        texts.notes.append(
+            f"no validation split: {100 // HELD_OUT} % of the text is taken from its end."
+        )
+    if not all(texts.splits.values()):
+        raise UserError(
+            f"--dataset {dataset}: it has too little text for two parts, to train and to validate; "
+            f"{NO_NETWORK}"
+        )
+    return texts
+
+
+def held_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits the text near its end: at the end of a line or document or, within the last line, of a
+    word."""
+    text = END.join(documents).rstrip()
+    least = (len(text) - 1) * (HELD_OUT - 1) // HELD_OUT  # where the last twentieth begins
+    end_of_line, end = text.find("\n", least) + 1, text.find(END, max(0, least - len(END)))
+    found = [at for at in (end_of_line, end) if at > 0]
+    at = min(found) if found else text.find(" ", least) + 1 or least
+    parts = text[:at].split(END), text[at:].split(END)
+    before, behind = ([t for t in part if t.strip()] for part in parts)
+    return before, behind

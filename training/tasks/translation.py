@@ -1,0 +1,80 @@
+"""GPT-2 that learns to translate: the pairs, the tokenizer, the score."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from training.files import writing
+from training.launch.errors import UserError
+from training.launch.world import World
+
+from .generation import evaluate_bleu, translate
+from .gpt2 import PRESETS
+from .sequences import MAX_VOCAB, SHOWN, SequenceTask
+from .task import Score, Translator
+from .texts import SPLITS
+from .tokens import PAD, Encoded, encode, eos, get_tokenizer
+
+
+class TranslationTask(SequenceTask):
+    """Pairs of sentences; see `training.tasks.sequences.SequenceTask`."""
+
+    score_name = "BLEU"
+
+    def make_tokenizer(self, workdir: Path) -> None:
+        """Trains one, or takes the one that comes with pretrained weights."""
+        args = self.args
+        if args.model in PRESETS:
+            pairs = self.texts.splits["train"]
+            get_tokenizer(pairs, args.vocab_size or MAX_VOCAB, args.src, args.tgt, workdir)
+            return
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.model)  # which check_pretrained has seen
+        ends = {"eos_token": eos(args.tgt), "extra_special_tokens": [eos(args.src)]}
+        tokenizer.add_special_tokens({"pad_token": PAD, **ends})
+        with writing(workdir / "tokenizer.json"):
+            tokenizer.save_pretrained(workdir)
+
+    def encoded(self) -> dict[str, list[Encoded]]:
+        """A sequence per pair."""
+        args = self.args
+        examples = {
+            split: encode(pairs, self.tokenizer, args.src, args.tgt, args.model_max_length)
+            for split, pairs in self.texts.splits.items()
+        }
+        if not any(example.num_targets for example in examples["train"]):
+            raise UserError(
+                f"--model_max_length {args.model_max_length}: every source sentence fills it, and "
+                "no target is left to learn; --model_max_length 128 works"
+            )
+        return examples
+
+    def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002
+        """BLEU of the test split's translations."""
+        args, test = self.args, self.texts.splits["test"]
+        mine = [pair[args.src] for pair in test[model.part :: model.parts]]
+        sentences = translate(
+            model, mine, args.src, args.tgt, self.tokenizer, args.model_max_length, self.device,
+            bar="Translating" if world.is_main else None,
+        )  # fmt: skip
+        generated = self.of_all_parts(world, model, sentences, len(test))
+        return Score(evaluate_bleu(test, generated, args.tgt)["bleu"], generated)
+
+    def about_data(self) -> str:
+        """The number of pairs in each split."""
+        sizes = " / ".join(f"{len(self.texts.splits[split]):,}" for split in SPLITS)
+        return f"{sizes} pairs to train / validate / test, {self.args.src} to {self.args.tgt}"
+
+    def tested(self) -> list[Any]:
+        """The pairs of the test split."""
+        return list(self.texts.splits["test"])
+
+    def examples_to_show(self, generated: list[str]) -> str:
+        """The first translations beside their sources."""
+        src, tgt = self.args.src, self.args.tgt
+        return "\n".join(
+            f"  {src:>9}   {pair[src]}\n  {tgt:>9}   {pair[tgt]}\n  this model  {sentence}\n"
+            for pair, sentence in zip(self.tested()[:SHOWN], generated, strict=False)
+        )
