@@ -40,7 +40,7 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from project.run_data_parallel import main
 from project.utils import run_program
-from training.saving import Saving
+from training.resume import Saving
 
 after_step = Saving.after_step
 
