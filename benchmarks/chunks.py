@@ -41,7 +41,7 @@ from pipeline.partition import place
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import places
-from project.plot_timeline import bubbles, ideal_of
+from project.figures.steps import bubbles, ideal_of
 from training.launch.launch import Settings, launch
 from training.launch.world import World, gather_over_ranks
 from training.timeline import Event

@@ -30,11 +30,11 @@ from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import SCHEDULES
-from project.plot_timeline import bubbles, in_step, steps_of
+from project.figures.recorded import read_timelines
+from project.figures.steps import bubbles, in_step, steps_of
 from training.launch.launch import Settings, launch
 from training.launch.memory import state_bytes
 from training.launch.world import World
-from training.perfetto import read_timelines
 from training.timeline import Timeline
 
 WORLDS = (2, 3)

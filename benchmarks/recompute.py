@@ -35,8 +35,8 @@ from pipeline.pipe import Pipe
 from pipeline.schedules.catalogue import V_SHAPED, places, plan
 from pipeline.schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from pipeline.stage import Stage
+from project.figures.style import BLUE, GREEN, GREY, picture
 from runtime.recompute import segments
-from training.curves import BLUE, GREEN, GREY, picture
 from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers
 
 BLOCKS, HEADS, LENGTH, BATCH, K = 8, 4, 128, 16, 2

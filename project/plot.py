@@ -15,14 +15,11 @@ first epoch or step is slower and left out.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
@@ -94,36 +91,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse()  # before torch and matplotlib are imported, which takes seconds
 
-from project.plot_timeline import (
-    COLOURS,
-    LINES,
-    draw_step,
-    handy,
-    in_step,
-    legend,
-    on,
-    plot_schedule,
-    shares,
-    steps_of,
-)
-from training.curves import (
-    BLUE,
-    INK,
-    Epochs,
-    finish_panel,
-    picture,
-    plot_training,
-    read_epochs,
-    readable,
-    with_error,
-)
-from training.files import OPTIONS, SUMMARY
+from project.figures.bars import LINES, Bar, draw_bars, unit_of
+from project.figures.epochs import read_epochs
+from project.figures.perfetto import write_trace
+from project.figures.recorded import THROUGHPUT, TIME, Run, mean_and_std, speed_up
+from project.figures.steps import draw_step, in_step, plot_schedule, shares, steps_of
+from project.figures.style import finish_panel, picture, plot_training, readable
+from training.files import SUMMARY
 from training.launch.errors import UserError
-from training.perfetto import read_timelines, write_trace
-from training.timeline import Event
 
 STRATEGIES = ("single", "ddp", "model", "fsdp", "pipeline", "tensor")
-TIME, THROUGHPUT = "training_time", "tokens_per_sec"
 YLABELS = {TIME: "training time of an epoch (s)", THROUGHPUT: "tokens per second, with padding"}
 ALIKE = (  # options that must be the same in all runs of a figure
     "model", "precision", "vgg_width", "n_layer", "n_embd", "n_head", "vocab_size", "dataset",
@@ -131,60 +108,6 @@ ALIKE = (  # options that must be the same in all runs of a figure
 )  # fmt: skip
 FORMATS = (".png", ".pdf", ".svg")
 TIMES = ("forward", "recompute", "backward", "optimizer", "communication", "idle")
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A bar of stacked parts, from the bottom: their kinds (see COLOURS) and heights."""
-
-    label: str
-    parts: Mapping[str, float]
-    std: float = 0.0
-    inside: str = ""  # what is written into it, such as a speed-up
-
-    @property
-    def total(self) -> float:
-        """The height of the bar."""
-        return sum(self.parts.values())
-
-
-def draw_bars(path: Path, bars: Sequence[Bar], *, title: str, foot: str, ylabel: str) -> Path:
-    """Draws bars side by side, the sum of each above it, and a legend if they have parts."""
-    top = max((bar.total + bar.std for bar in bars), default=0.0) or 1.0
-    size, plus_minus = (15, " ± ") if len(bars) < 5 else (12, "\n± ")
-    with picture(path, title, foot, (max(10, 1.25 * len(bars)), 5.6)) as (fig, (ax,)):
-        for x, bar in enumerate(bars):
-            base = 0.0
-            for kind, value in bar.parts.items():
-                white = COLOURS[kind] == "white"  # outlined: the ideal, and the peak
-                look: dict[str, Any] = {"edgecolor": BLUE if white else "white"}
-                look |= {"color": COLOURS[kind], "lw": 2 if white else 1}
-                look |= {"hatch": "//" if kind == "ideal" else ""}
-                box = ax.bar(x, value, 0.64, base, **look)
-                inside = f"{value / bar.total:.0%}" if len(bar.parts) > 1 else bar.inside
-                if inside and value > 0.07 * top:
-                    back = {"color": "white", "pad": 3} if white else None
-                    ink = BLUE if white else on(COLOURS[kind])
-                    ax.bar_label(
-                        box, [inside], label_type="center", color=ink, size=size, bbox=back
-                    )
-                base += value
-            if bar.std:
-                ax.errorbar(x, base, bar.std, color=INK, capsize=7, elinewidth=1.8)
-            above = with_error(base, bar.std, plus_minus)
-            ax.text(x, base + bar.std + 0.02 * top, above, ha="center", va="bottom", size=size)
-        labels = [bar.label.replace(", ", "\n") for bar in bars]
-        ax.set_xticks(range(len(bars)), labels, color=INK, size=size)
-        ax.set(xlim=(-0.6, max(1, len(bars)) - 0.4), ylim=(0, 1.2 * top), title=ylabel)
-        ax.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
-        if any(len(bar.parts) > 1 for bar in bars):
-            legend(fig, {kind for bar in bars for kind, value in bar.parts.items() if value}, 4.5)
-    return path
-
-
-def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and the standard deviation of a sample; 0 for a single value."""
-    return fmean(values), stdev(values) if len(values) > 1 else 0.0
 
 
 def plot(
@@ -219,124 +142,19 @@ def plot_results(
     return plot(means, stds, list(metrics_data), fig_name or OUTPUT / f"{metric}.png", ylabel)
 
 
-# What a run left
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run left in its folder. Its files are read when they are first asked for, and once."""
-
-    folder: Path
-
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        """Its summary.json or, if it did not finish, options.json: the options are in both. Raises
-        UserError if there is no such folder, or they cannot be read."""
-        if not self.folder.is_dir():
-            raise UserError(f"{self.folder}: there is no such folder; name the --workdir of a run")
-        for path in (self.folder / SUMMARY, self.folder / OPTIONS):
-            if path.exists():
-                try:
-                    return json.loads(path.read_text(encoding="utf-8"))
-                except (OSError, ValueError) as error:
-                    raise UserError(f"{path} cannot be read ({error})") from None
-        return {}
-
-    @cached_property
-    def ranks(self) -> list[Epochs]:
-        """The results of every rank, or of the pipeline. Raises UserError if some are missing."""
-        if any(self.folder.glob("eval_results_*")):
-            return [read_epochs(self.folder, "eval_results")]
-        numbers = range(self.summary.get("world_size", 1))
-        ranks = [read_epochs(self.folder, f"rank{rank}_results") for rank in numbers]
-        if len({len(rank) for rank in ranks}) > 1:  # interrupted, or resumed on another number
-            raise UserError(
-                f"{self.folder}: its ranks have results of different epochs; make it again"
-            )
-        return ranks
-
-    @cached_property
-    def timeline(self) -> tuple[dict[str, list[Event]], dict[str, Any]]:
-        """The events of its workers, and its options. Raises UserError if it recorded none."""
-        options, again = self.summary, "make the run again, with --timeline 10"
-        try:
-            workers, about = read_timelines(self.folder)
-        except FileNotFoundError as error:
-            raise UserError(
-                f"{self.folder}: its run has recorded no steps, as there is no "
-                f"{Path(error.filename).name}; {again}"
-            ) from None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{error}; {again}") from None
-        if not any(workers.values()):
-            raise UserError(f"{self.folder}: no step was recorded; {again}")
-        return workers, options | about
-
-    @property
-    def facts(self) -> list[str]:
-        """What was trained and how, from the options."""
-        options = self.summary
-        sizes = [f"{n} {options[n]}" for n in ("n_layer", "n_embd", "vocab_size") if options.get(n)]
-        facts = [", ".join([options["model"], *sizes])] if "model" in options else []
-        if "batch_size" in options:
-            facts.append(f"batches of {options['batch_size']}")
-        if options.get("strategy") == "3d":
-            facts.append("data {dp} x pipeline {pp} x tensor {tp}".format(**options))
-        stages = options.get("num_devices") or options.get("pp") or options.get("world_size", 1)
-        if options.get("schedule") and stages > 1:
-            n, words = options["num_microbatches"], in_words(stages, options.get("chunks") or 1)
-            facts.append(f"{words}, {options['schedule']}, {n} micro-batches")
-        if cores := options.get("cores"):
-            n, total = options.get("world_size", 1), options.get("cores_of_all")
-            who = "" if "num_devices" in options else " per process"
-            if total is not None and n * cores > total:
-                cores, who = total, f", shared by {n} processes"
-            facts.append(f"{cores} core{'s' * (cores > 1)}{who}")
-        return facts
-
-    @property
-    def label(self) -> str:
-        """The name of a run of train.py in a picture."""
-        n = self.summary["world_size"]
-        return f"{self.summary['strategy']}, {n} worker{'s' * (n > 1)}"
-
-    def epochs(self) -> list[tuple[dict[str, float], ...]]:
-        """Per epoch, the results of the ranks."""
-        return list(zip(*self.ranks, strict=True))
-
-    def over_epochs(self, metric: str) -> tuple[float, float]:
-        """Mean and standard deviation over all epochs but the first: of the slowest rank's time, or
-        of the throughput summed over the ranks."""
-        combine = max if metric == TIME else sum
-        return mean_and_std([combine(rank[metric] for rank in e) for e in self.epochs()[1:]])
-
-    def speed(self) -> tuple[float, float]:
-        """Of a run of train.py: examples per second over all steps but the first, and the deviation
-        of a step."""
-        size, seconds = self.summary["batch_size"], self.summary["step_seconds"]
-        seconds = seconds[1:] or seconds
-        return size * len(seconds) / sum(seconds), mean_and_std([size / s for s in seconds])[1]
-
-
-def in_common(*runs: Run) -> list[str]:
-    """The facts that all runs share."""
-    first, *others = (run.facts for run in runs)
-    return [fact for fact in first if all(fact in facts for facts in others)]
-
-
-def facts_of(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
-    """The facts that all runs share, then what is each one's own."""
-    common = in_common(*runs)
-    about = [*common]
-    for label, run in zip(labels, runs, strict=True):
-        own = [fact for fact in run.facts if fact not in common]
-        about += [f"{label}: {', '.join(own)}"] if own else []
-    return about
-
-
-def describe(*runs: Run) -> str:
-    """What was trained and how, as far as all runs have it in common."""
-    return "; ".join(in_common(*runs))
+def describe(run: Run) -> str:
+    """What was trained and how, in a line."""
+    options = run.summary
+    facts = [options["model"]] if "model" in options else []
+    if "batch_size" in options:
+        facts.append(f"batches of {options['batch_size']}")
+    if options.get("strategy") == "3d":
+        facts.append("data {dp} x pipeline {pp} x tensor {tp}".format(**options))
+    stages = options.get("num_devices") or options.get("pp") or options.get("world_size", 1)
+    if options.get("schedule") and stages > 1:
+        words = in_words(stages, options.get("chunks") or 1)
+        facts.append(f"{words}, {options['schedule']}, {options['num_microbatches']} micro-batches")
+    return "; ".join(facts)
 
 
 def check_alike(runs: Sequence[Run], names: Sequence[str] = ALIKE) -> None:
@@ -348,12 +166,6 @@ def check_alike(runs: Sequence[Run], names: Sequence[str] = ALIKE) -> None:
         if len(held) > 1:
             found = ", ".join(f"{folder} {value}" for value, folder in held.items())
             raise UserError(f"only runs of the same {name} compare, and these differ: {found}")
-
-
-def speed_up(run: Run, baseline: Run, metric: str) -> float:
-    """How much faster than the baseline a run is: of time, less is better; of throughput, more."""
-    (before, _), (after, _) = baseline.over_epochs(metric), run.over_epochs(metric)
-    return before / after if metric == TIME else after / before
 
 
 # A run of a course's program against its baseline
@@ -368,8 +180,7 @@ def plot_data_parallel(single: Run, multiple: Run, output: Path) -> list[Path]:
             f"--single {single.folder} has {one} rank(s), --multiple {multiple.folder} has {n}; "
             "needed are 1 and 2 or more"
         )
-    labels = ("1 process", f"{n} processes", "one")
-    return compare("data_parallel", (single, multiple), labels, n, output)
+    return compare("data_parallel", (single, multiple), ("1 process", f"{n} processes"), n, output)
 
 
 def plot_pipeline(model_parallel: Run, pipeline_parallel: Run, output: Path) -> list[Path]:
@@ -384,23 +195,16 @@ def plot_pipeline(model_parallel: Run, pipeline_parallel: Run, output: Path) -> 
             raise UserError(f"--{mode} {run.folder}: that run has --model_parallel_mode {found}")
     check_alike(runs, (*ALIKE, "batch_size"))
     m, n = (pipeline_parallel.summary[name] for name in ("num_microbatches", "num_devices"))
-    labels = ("model parallel", "pipeline", "model parallel")
-    return compare("pipeline", runs, labels, n * m / (m + n - 1), output)
+    labels, ideal = ("model parallel", "pipeline"), n * m / (m + n - 1)
+    return compare("pipeline", runs, labels, ideal, output)
 
 
 def compare(
-    name: str,
-    runs: tuple[Run, Run],
-    labels: tuple[str, str, str],
-    ideal: float,
-    output: Path,
+    name: str, runs: tuple[Run, Run], labels: tuple[str, str], ideal: float, output: Path
 ) -> list[Path]:
-    """Draws {name}_training_time.png and {name}_throughput.png of a baseline and a measured run.
-
-    Args:
-        labels: of the bars, and the baseline's name in the title.
-        ideal: the ideal speed-up, if processes have equally many cores in both.
-    """
+    """Draws {name}_training_time.png and {name}_throughput.png of a baseline and a measured run:
+    means over all epochs but the first, and standard deviations. The `ideal` speed-up is drawn if
+    processes have equally many cores, and batches are of one size, in both."""
     check_alike(runs)
     baseline, measured = runs
     if min(len(run.epochs()) for run in runs) < 2:
@@ -408,32 +212,7 @@ def compare(
             f"{baseline.folder} and {measured.folder}: both need 2 epochs or more, as the first is "
             "left out"
         )
-    about = facts_of(runs, labels[:2])
-    about.append("mean of all epochs but the first, ± standard deviation if there are several")
-    apart = [
-        f"{words} {' and '.join(map(str, values))}"
-        for name, words in (("cores", "cores per process:"), ("batch_size", "batches of"))
-        if len({*(values := [run.summary.get(name) for run in runs])}) > 1
-    ]
-    equal = not apart
-    if apart:
-        about.append(
-            "no ratio and no ideal, since the runs differ in more than their layout "
-            f"({'; '.join(apart)}): the same --batch_size, and --cores_per_rank 1, make them alike"
-        )
-    gains = {metric: speed_up(measured, baseline, metric) for metric in YLABELS}
-    if equal and abs(gains[THROUGHPUT] / gains[TIME] - 1) > 0.01:
-        about.append(
-            f"{gains[TIME]:.2f}x by time, {gains[THROUGHPUT]:.2f}x by tokens/s: the time is that "
-            "of the slowest rank; tokens/s are the ranks' sum and count padding, which depends on "
-            "how batches are cut"
-        )
-    if equal and max(gains.values()) > 1.01 * ideal:
-        before, after = (run.summary.get("num_microbatches") or 1 for run in runs)
-        reason = "the ideal assumes that the baseline loses no time between its actions"
-        if before < after:
-            reason = "smaller pieces of a batch stay in the caches, the baseline's larger ones less"
-        about.append(f"more than ideal: {reason}")
+    alike = all(len({run.summary.get(key) for run in runs}) == 1 for key in ("cores", "batch_size"))
     paths = []
     for metric, file in ((TIME, "training_time"), (THROUGHPUT, "throughput")):
         (base, std), after = (run.over_epochs(metric) for run in runs)
@@ -444,18 +223,16 @@ def compare(
         sign = -1 if metric == TIME else 1  # of time, less is better
         bars = [Bar(labels[0], {"baseline": base}, std)]
         bars += [
-            Bar(label, {"measured": mean}, std, f"{(mean / base) ** sign:.2f}x" if equal else "")
+            Bar(label, {"measured": mean}, std, f"{(mean / base) ** sign:.2f}x")
             for label, (mean, std) in shown.items()
         ]
-        verb, unit = ("as fast as", "s") if metric == TIME else ("the tokens/s of", "tokens/s")
-        title = f"{labels[1]}: {gains[metric]:.2f}x {verb} {labels[2]} (ideal {ideal:.3g}x)"
-        if equal:
+        verb = "as fast as" if metric == TIME else "the tokens/s of"
+        title = f"{labels[1]}: {speed_up(measured, baseline, metric):.2f}x {verb} {labels[0]}"
+        if alike:
             bars.append(Bar("ideal", {"ideal": base * ideal**sign}, inside=f"{ideal:.3g}x"))
-        else:
-            of_each = zip(labels, ((base, std), after), strict=False)
-            title = "; ".join(f"{label}: {with_error(*value)} {unit}" for label, value in of_each)
+            title += f" (ideal {ideal:.3g}x)"
         paths.append(output / f"{name}_{file}.png")
-        draw_bars(paths[-1], bars, title=title, foot="; ".join(about), ylabel=YLABELS[metric])
+        draw_bars(paths[-1], bars, title=title, foot=describe(measured), ylabel=YLABELS[metric])
     return paths
 
 
@@ -469,9 +246,7 @@ def plot_losses(runs: Sequence[Run], path: Path, names: Sequence[str] | None = N
         f"{epochs[-1]['validation_loss']:.3f} ({name}, epoch {epochs[-1]['epoch']})"
         for name, epochs in losses.items()
     )
-    title = f"validation loss: {ends}"
-    foot = "; ".join(facts_of(runs, names))
-    with picture(path, title, foot, (12, 5.6), ncols=2) as (_, axes):
+    with picture(path, f"validation loss: {ends}", "", (12, 5.6), ncols=2) as (_, axes):
         for ax, kind in zip(axes, ("training", "validation"), strict=True):
             for k, (name, epochs) in enumerate(losses.items()):
                 width = max(1.5, 9 - 2.3 * k)  # a wide line shows under the narrow ones on it
@@ -514,7 +289,7 @@ def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
         workers, _ = run.timeline
         steps = [shares(in_step(workers, step)) for step in steps_of(workers)]
         times[run.label] = {kind: fmean(step[kind] for step in steps) for kind in TIMES}
-    factor, unit = handy(max(sum(parts.values()) for parts in times.values()))
+    factor, unit = unit_of(max(sum(parts.values()) for parts in times.values()))
     bars = [
         Bar(label, {kind: factor * value for kind, value in parts.items() if value})
         for label, parts in times.items()
@@ -522,11 +297,12 @@ def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
     last = bars[-1]
     sent, idle = (last.parts.get(kind, 0) / last.total for kind in ("communication", "idle"))
     return draw_bars(
-        path, bars, ylabel=f"a step ({unit})",
+        path,
+        bars,
+        ylabel=f"a step ({unit})",
         title=f"{last.label}: communication {sent:.0%} of a step, idle {idle:.0%}",
-        foot=f"{describe(*runs)}; means over workers and steps, "
-        "without the first step; communication: exchange and waiting that no computation hides",
-    )  # fmt: skip
+        foot="communication: exchange and waiting that no computation hides",
+    )
 
 
 def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
@@ -549,10 +325,8 @@ def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
         title = f"{run.label}: {mean / before:.2f}x the examples/s of "
         title += f"{'one' if one == 1 else one} (ideal {n / one:.3g}x)"
     return draw_bars(
-        path, bars, title=title, ylabel="examples per second, all workers together",
-        foot=f"{describe(*runs)}; all examples by all seconds of the steps "
-        "but the first; ± standard deviation of a step, if there are several",
-    )  # fmt: skip
+        path, bars, title=title, foot="", ylabel="examples per second, all workers together"
+    )
 
 
 def plot_memory(runs: Sequence[Run], path: Path) -> Path:
@@ -571,8 +345,7 @@ def plot_memory(runs: Sequence[Run], path: Path) -> Path:
         title = f"{last}: {most[last] / most[first]:.0%} of the state per rank of {first}"
     return draw_bars(
         path, bars, title=title, ylabel="MB",
-        foot=f"{describe(*runs)}; peak resident: of the whole process, "
-        "with Python, libraries and activations",
+        foot="peak resident: of the whole process, with Python, libraries and activations",
     )  # fmt: skip
 
 

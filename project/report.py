@@ -35,10 +35,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pipeline.schedules.catalogue import find
 from pipeline.schedules.schedule import bubble
 from project import plot
-from project.plot import OUTPUT, THROUGHPUT, TIME, YLABELS, describe, speed_up
-from project.plot_timeline import bubbles, draw_step, in_step, plot_schedule, steps_of
+from project.figures.recorded import THROUGHPUT, TIME, Run, speed_up
+from project.figures.steps import bubbles, draw_step, in_step, plot_schedule, steps_of
+from project.figures.style import readable, with_error
+from project.plot import OUTPUT, YLABELS, describe
 from training.command_line import Parser, count
-from training.curves import readable, with_error
 from training.files import SUMMARY, writing
 from training.launch.errors import RunError, say
 
@@ -66,7 +67,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 @dataclass(frozen=True)
-class Run(plot.Run):
+class MadeRun(Run):
     """A run of the report: its folder, name, options and output files; and, once it is made, what
     it left."""
 
@@ -85,7 +86,7 @@ class Run(plot.Run):
         """Whether its files exist and come from a run with the same options."""
         if not all((self.folder / name).is_file() for name in self.leaves):
             return False
-        found = plot.Run(self.folder).summary  # not its own: the run may yet be made again
+        found = Run(self.folder).summary  # not its own: the run may yet be made again
         return all(str(found.get(name)) == value for name, value in self.options.items())
 
     def shown(self, metric: str, unit: str = "") -> str:
@@ -108,7 +109,7 @@ class Run(plot.Run):
         return fmean(idle), float(bubble(schedule(used["num_devices"], used["num_microbatches"])))
 
 
-def planned(workdir: Path, n_train: int, n_epochs: int) -> dict[str, Run]:
+def planned(workdir: Path, n_train: int, n_epochs: int) -> dict[str, MadeRun]:
     """All runs by key, in order."""
     common = COMMON | {"n_train": str(n_train)}
     one, two = ({"world_size": n, "cores_per_rank": "1"} for n in "12")
@@ -124,10 +125,10 @@ def planned(workdir: Path, n_train: int, n_epochs: int) -> dict[str, Run]:
         ("gradients1", "gradients of one process", short | one, files[:2]),
         ("gradients2", "gradients of two processes", short | two, files),
     )
-    return {key: Run(workdir / key, *about) for key, *about in runs}  # type: ignore[arg-type]
+    return {key: MadeRun(workdir / key, *about) for key, *about in runs}  # type: ignore[arg-type]
 
 
-def make(run: Run) -> None:
+def make(run: MadeRun) -> None:
     """Runs the program to its end, in the run's folder, as gradients go to the current folder.
     Raises RunError if it fails."""
     with writing(run.folder):
@@ -151,7 +152,7 @@ def make(run: Run) -> None:
         )
 
 
-def compare_gradients(one: Run, two: Run) -> list[dict[str, Any]]:
+def compare_gradients(one: MadeRun, two: MadeRun) -> list[dict[str, Any]]:
     """Per parameter: its largest gradient on one process; the largest difference between the two
     ranks, and between the first rank and one process."""
     alone, *ranks = (
@@ -171,7 +172,7 @@ def compare_gradients(one: Run, two: Run) -> list[dict[str, Any]]:
     ]
 
 
-def draw_all(runs: dict[str, Run], output: Path) -> list[Path]:
+def draw_all(runs: dict[str, MadeRun], output: Path) -> list[Path]:
     """Draws the figures; returns their paths."""
     flow, long = runs["pp"].summary, [runs[key] for key in ("dp1", "dp2", "mp", "pp")]
     sizes = flow["num_devices"], flow["num_microbatches"], flow["chunks"]
@@ -180,11 +181,11 @@ def draw_all(runs: dict[str, Run], output: Path) -> list[Path]:
     paths.append(plot.plot_losses(long, output / "losses.png", [run.name for run in long]))
     for key in ("dp2", "pp"):
         path = output / f"timeline_{key}.png"
-        paths.append(draw_step(path, *runs[key].timeline, describe(runs[key])))
+        paths.append(draw_step(path, *runs[key].timeline, run=describe(runs[key])))
     return [*paths, plot_schedule(flow["schedule"], *sizes, output / "schedule_pp.png")]
 
 
-def write_page(runs: dict[str, Run], page: Path, output: Path) -> Path:
+def write_page(runs: dict[str, MadeRun], page: Path, output: Path) -> Path:
     """Draws the figures into `output` and writes the page, which embeds them; returns its path.
     Raises UserError if a run's files are missing or cannot be compared."""
     figures = draw_all(runs, output)
@@ -197,12 +198,12 @@ def write_page(runs: dict[str, Run], page: Path, output: Path) -> Path:
     environment.filters["tiny"] = lambda value: f"{value:.1e}" if value else "0"
     environment.filters["share"] = lambda value: f"{value:.1%}"
 
-    def furthest(run: Run) -> float:  # from the losses of one process, relative
+    def furthest(run: MadeRun) -> float:  # from the losses of one process, relative
         losses = zip(run.summary["loss"], long["dp1"].summary["loss"], strict=True)
         return max(abs(loss - alone) / abs(alone) for loss, alone in losses)
 
     text = environment.get_template("report.html").render(
-        about=describe(*long.values()),
+        about=describe(long["dp2"]),
         runs=long,
         load=max(run.summary["load"] for run in long.values()),
         cores=os.cpu_count() or 1,

@@ -147,7 +147,7 @@ def finish(world: World, results: Results, args: Any) -> None:
 
 
 def _show(results: Results, args: Any) -> None:
-    from training.curves import plot_training  # here: matplotlib takes a second to import
+    from project.figures.style import plot_training  # here: matplotlib takes a second to import
 
     results.close()
     foot = "; ".join(results.task.describe().splitlines()[:2])

@@ -208,7 +208,7 @@ class Timeline:
 
     def save(self, workdir: Path) -> None:
         """Rank 0 writes the files of all ranks, since hosts may share no folder; all ranks call it
-        together. training/perfetto.py reads them back. Without a step nothing is written."""
+        together. project/figures/perfetto.py reads them back. Without a step nothing is written."""
         if not self._begun:
             return
         texts = gather_over_ranks(self._text(), World(self.rank, self.world_size))

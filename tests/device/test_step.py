@@ -244,7 +244,7 @@ def test_a_step_of_a_program_waits_once(tmp_path: Path) -> None:
         )
         args = parse_train(None, line.split())
         data = read_data(args)
-        with watch() as seen, patch("training.curves.plot_training"):
+        with watch() as seen, patch("project.figures.style.plot_training"):
             run_rank(CUDA, args, data)
         counts.append(waits(seen))
     assert counts[1] - counts[0] == ONE_WAIT

@@ -92,7 +92,9 @@ def on_rank(
             raise _Stop
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr("training.curves.plot_training", lambda workdir, *_: workdir / "training.png")
+        patch.setattr(
+            "project.figures.style.plot_training", lambda workdir, *_: workdir / "training.png"
+        )
         patch.setattr(Saving, "after_step", stop)
         if tamper is not None:
             tamper(rank, patch)

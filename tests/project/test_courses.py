@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from project import plot
+from project.figures.style import STYLE
 from tests.project.made_up import PIPELINE, RANKS, SINGLE, write_epochs, write_timelines
 from tests.project.programs import (
     ROOT,
@@ -30,7 +31,6 @@ from tests.project.programs import (
     summary,
 )  # fmt: skip
 from tests.ranks import Ranks
-from training.curves import STYLE
 
 FILES = ("tests/model0_gradients.pth", "tests/model1_gradients.pth")
 

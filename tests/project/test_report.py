@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from project import report
+from project.figures.style import STYLE
 from tests.project.programs import on_rank, run
 from tests.ranks import Ranks
-from training.curves import STYLE
 from training.launch.errors import RunError
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -37,7 +37,7 @@ def in_folder(folder: Path, _: int, patch: pytest.MonkeyPatch) -> None:
     patch.chdir(folder)
 
 
-def make_here(ranks: Ranks, made: list[str], planned: report.Run) -> None:
+def make_here(ranks: Ranks, made: list[str], planned: report.MadeRun) -> None:
     """Runs it on the ranks of the tests, which have imported their libraries."""
     program, *options = planned.command
     line = f"{Path(program).stem} {shlex.join(options)}"
@@ -122,7 +122,7 @@ def test_the_page_of_tiny_runs(
 
 
 def test_a_run_that_fails_ends_the_report(tmp_path: Path) -> None:
-    bad = report.Run(tmp_path / "bad", "bad", {"num_devices": "none"}, ("summary.json",))
+    bad = report.MadeRun(tmp_path / "bad", "bad", {"num_devices": "none"}, ("summary.json",))
     with pytest.raises(RunError, match="the run bad ended with status 2; its command was: python "):
         report.make(bad)
     assert not bad.finished()

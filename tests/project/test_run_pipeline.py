@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from project.figures.recorded import read_timelines
 from tests.project.programs import FLOW, TINY, names_in, read_json, run, summary
 from training.layouts.layout import Plan
-from training.perfetto import read_timelines
 
 LINE = f"run_pipeline {FLOW} {TINY} --n_epochs 1 "
 

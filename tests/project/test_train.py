@@ -12,12 +12,12 @@ import torch
 
 from data_parallel.ddp import DistributedDataParallel
 from project import train
+from project.figures.recorded import read_timelines
 from tests.project.programs import TINY, VGG, course_commands, names_in, read_json, run, summary
 from tests.ranks import Ranks
 from training import check
 from training.check import weights_on_main
 from training.layouts.replicated import Replicated
-from training.perfetto import read_timelines
 from training.tasks.vgg import vgg16
 
 pytestmark = pytest.mark.usefixtures("elsewhere")

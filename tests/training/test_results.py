@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from project.figures.epochs import read_epochs
 from tests.project.programs import names_in, read_json
-from training.curves import read_epochs
 from training.files import show, write_json
 from training.launch.errors import RunError
 from training.launch.world import World

@@ -11,8 +11,9 @@ from unittest import mock
 
 import pytest
 
+from project.figures.perfetto import write_trace
+from project.figures.recorded import read_timelines
 from tests.ranks import Ranks
-from training.perfetto import read_timelines, write_trace
 from training.timeline import Event, Timeline, clock_offset
 
 # What is recorded

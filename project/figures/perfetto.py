@@ -1,8 +1,4 @@
-"""Reads a run's timelines back, and writes them as a trace for https://ui.perfetto.dev.
-
-The run itself only records (training/timeline.py). A trace is written on demand, by
-`python project/plot.py timeline WORKDIR`.
-"""
+"""Writes recorded steps as a trace for https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -16,38 +12,6 @@ from training.timeline import COMMUNICATION, COMPUTE, KINDS, Event
 
 TRACE = "trace.json"
 LANES = (COMPUTE, COMMUNICATION)
-
-
-def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
-    """The events of a run's workers by name (`rank 0`, or `stage 0`), and the `about` of rank 0's
-    timeline. An event without a stage counts for the first one. If threads have several stages,
-    `ranks` in `about` gives each stage's rank, and workers are called `rank 0`.
-
-    Raises:
-        FileNotFoundError: a rank's file is missing.
-        ValueError: a file is not a timeline.
-    """
-    workers: dict[str, list[Event]] = {}
-    about: dict[str, Any] = {}
-    rank, world_size = 0, 1
-    while rank < world_size:  # an earlier, larger run may have left more files
-        path = workdir / f"timeline_rank{rank}.json"
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            events = [Event(*event) for event in content["events"]]
-            world_size, by_rank = content["world_size"], content["workers"] == "rank"
-            about = about or content["about"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a timeline, or only half of one") from error
-        ranks = about.get("ranks")
-        for event in [] if by_rank else events:
-            s = max(0, event.stage)
-            name = f"rank {ranks[s]}" if ranks else f"stage {s}"
-            workers.setdefault(name, []).append(event)
-        if by_rank:
-            workers[f"rank {rank}"] = events
-        rank += 1
-    return dict(sorted(workers.items(), key=lambda item: int(item[0].split()[1]))), about
 
 
 def write_trace(workdir: Path, workers: Mapping[str, Sequence[Event]]) -> Path:

@@ -1,4 +1,4 @@
-"""Draws the curves of runs from their result files, and sets the style of every figure.
+"""How every figure looks, and the curves of a run.
 
 A figure's title states the finding, the line at its foot what was measured. Grey is the baseline,
 blue the subject. The colours are from Okabe and Ito (2008): they can be told apart with any kind of
@@ -7,7 +7,6 @@ colour vision. Without pyplot there is no shared state, and no display is needed
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 
 from training.files import PICTURE, writing
 
-from .launch.errors import UserError
+from .epochs import read_epochs
 
 BLUE, GREEN, INK, GREY, FAINT = "#0072B2", "#009E73", "#1F2933", "#6B7785", "#E8EBEE"
 STYLE = {
@@ -31,11 +30,9 @@ STYLE = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
     "axes.grid": True, "axes.grid.axis": "y", "grid.color": FAINT, "axes.axisbelow": True,
     "axes.titlelocation": "left", "axes.titlesize": 14, "lines.linewidth": 2.5,
-    "legend.frameon": False, "hatch.linewidth": 1.2, "savefig.dpi": 150,
+    "legend.frameon": False, "savefig.dpi": 150,
     "figure.constrained_layout.h_pad": 0.16, "figure.constrained_layout.w_pad": 0.16,
 }  # fmt: skip
-
-Epochs = list[dict[str, float]]  # the results of one rank, per epoch
 
 
 @contextmanager
@@ -67,27 +64,6 @@ def with_error(mean: float, std: float, plus_minus: str = " ± ") -> str:
         return readable(mean)
     digits = min(4, max(0, -math.floor(math.log10(std))))
     return f"{mean:,.{digits}f}{plus_minus}{std:,.{digits}f}"
-
-
-def read_epochs(workdir: Path, *prefixes: str) -> Epochs:
-    """The results of all epochs, in order, each with its number, from 1, as `epoch`. By default
-    rank 0's, or the pipeline's. Raises UserError if there are none, or one cannot be read."""
-    prefixes = prefixes or ("rank0_results", "eval_results")
-    paths = [path for prefix in prefixes for path in workdir.glob(f"{prefix}_epoch*.json")]
-    numbers = {int(path.stem.rpartition("epoch")[2]) + 1: path for path in paths}
-    results: Epochs = []
-    for number, path in sorted(numbers.items()):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise UserError(f"{path}: a result file cannot be read ({error})") from error
-        values = {key: math.nan if x is None else x for key, x in content.items()}
-        results.append({**values, "epoch": number})
-    if not results:
-        raise UserError(
-            f"{workdir} has no {prefixes[0]}_epoch0.json; name the --workdir of a finished run"
-        )
-    return results
 
 
 def plot_training(

@@ -14,9 +14,6 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from pipeline.schedules.catalogue import SCHEDULES, find, in_words
 from pipeline.schedules.schedule import (
@@ -32,50 +29,19 @@ from pipeline.schedules.schedule import (
     ranks_of,
 )
 from planning.simulate import simulate
-from training.curves import BLUE, FAINT, GREEN, GREY, INK, picture, readable
 from training.launch.errors import UserError
-from training.perfetto import without_crossings
 from training.timeline import COMMUNICATION, KINDS, Event
 
-ORANGE, SKY, PURPLE, VERMILION, YELLOW = "#E69F00", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
-AMBER = "#F5CE85"  # a light orange: half of a backward
-BROWN, VIOLET = "#8C510A", "#5E3C99"
-COLOURS = {  # by kind, in the order of the legend
-    "parameters": BLUE, "gradients": ORANGE,
-    "forward": BLUE, "recompute": YELLOW, "backward": ORANGE, "backward (input)": AMBER,
-    "backward (weight)": GREEN, "optimizer": GREY, "communication": VERMILION,
-    "send": PURPLE, "receive": SKY, "all-reduce": VERMILION, "all-gather": BROWN,
-    "reduce-scatter": VIOLET, "wait for all ranks": INK, "idle": FAINT, "peak resident": "white",
-    "baseline": GREY, "measured": BLUE, "ideal": "white",
-}  # fmt: skip
-LINES = (GREY, ORANGE, SKY, BLUE, GREEN, PURPLE, VERMILION, INK)  # of curves
+from .bars import COLOURS, legend, text_colour, unit_of
+from .perfetto import without_crossings
+from .style import FAINT, INK, picture, readable
+
 MEANING = {  # of the names in a clock table
     "F": "forward", "B": "backward", "I": "backward, gradient of the input",
     "W": "backward, gradients of the weights",
 }  # fmt: skip
 ACTIONS = ("F", "B", "I", "W", "R")  # a schedule's actions, and recomputation
 Workers = Mapping[str, Sequence[Event]]  # the events of each worker, by its name
-
-
-def on(colour: str) -> str:
-    """A legible text colour on this colour."""
-    return "white" if sum(to_rgb(colour)) < 1.5 else INK
-
-
-def legend(fig: Figure, kinds: set[str], below: float = 3.6) -> None:
-    """Draws a legend of the colours of `kinds`, `below` the axes by this many lines."""
-    patches = [
-        Patch(facecolor=colour, label=kind, edgecolor=BLUE if colour == "white" else colour)
-        for kind, colour in COLOURS.items()
-        if kind in kinds
-    ]
-    for rows in range(1, len(patches) + 1):  # as many as it takes to fit, or the axes would shrink
-        box = fig.axes[-1].legend(
-            handles=patches, loc="upper left", bbox_to_anchor=(0, 0), borderaxespad=below,
-            ncols=-(-len(patches) // rows), handlelength=1, handleheight=1,
-        )  # fmt: skip
-        if box.get_window_extent().width < 0.8 * fig.bbox.width:
-            break
 
 
 def steps_of(workers: Workers) -> list[int]:
@@ -159,8 +125,7 @@ def plot_schedule(
         path, {"": table}, "clock", ranks,
         title=f"{name}: {in_words(num_ranks, chunks)}, {num_microbatches} micro-batches, "
         f"{duration(table):.0f} clocks, {float(bubble(schedule)):.0%} idle",
-        foot=f"numbers: micro-batches{', letters: chunks' if each else ''}; the {place}s hold the "
-        f"activations of at most {held} {'chunks' if each else 'micro-batches'}",
+        foot=f"activations held, at most, by each {place}: {held} {each or 'micro-batches'}",
     )  # fmt: skip
 
 
@@ -182,7 +147,7 @@ def draw_step(
     """Draws one step, by default one of median duration, and below it the ideal of its schedule.
 
     Args:
-        workers, about: as `training.perfetto.read_timelines` returns them.
+        workers, about: as `project.figures.recorded.read_timelines` returns them.
         run: describes the run, for the foot of the picture.
         step: its number in the recording, from 0; pictures and options count from 1.
 
@@ -208,19 +173,14 @@ def draw_step(
         n = len(measured)
         title += f", {about['schedule']}, {in_words(n, len(ranks or measured) // n)}: "
         title += f"{idle:.1%} idle, ideal {least:.1%}"
-        meaning = "ideal: equal stages and micro-batches, transfers take no time"
     else:
         times, total = shares(measured), duration(measured)
         kinds = [kind for kind in ("optimizer", "communication", "idle") if times[kind]]
         title += f", {len(measured)} worker{'s' * (len(measured) > 1)}: "
         title += ", ".join(f"{kind} {times[kind] / total:.0%}" for kind in kinds)
-        meaning = "communication: exchange and waiting that no computation hides"
-        if about.get("schedule") in SCHEDULES and len(measured) > 1:
-            meaning += "; no ideal is drawn, as several ranks share a stage"
-    numbers = "micro-batches, letters: chunks" if ranks else "micro-batches"
-    if not ranks and any(map(by_layer, measured.values())):
-        numbers = "layers"
-    foot = "; ".join(filter(None, [run, f"step {step + 1}", meaning, f"numbers: {numbers}"]))
+    layers = not ranks and any(map(by_layer, measured.values()))
+    numbers = f"numbers: {'layers' if layers else 'micro-batches'}"
+    foot = "; ".join(filter(None, [run, f"step {step + 1}", numbers]))
     return draw_timeline(path, panels, "time", ranks, title=title, foot=foot)
 
 
@@ -268,7 +228,7 @@ def draw_timeline(
     """Draws panels by their headings, one below the other, on one scale, with a row per worker. The
     `unit` is `time` for seconds, or `clock`. `ranks`: of the stages of a schedule."""
     total = max(map(duration, panels.values())) or 1.0
-    factor, name = handy(total) if unit == "time" else (1.0, "")
+    factor, name = unit_of(total) if unit == "time" else (1.0, "")
     size = (13.33, 2.3 + sum(0.65 * len(panel) + 0.4 for panel in panels.values()))
     found = {"idle"}
     with picture(path, title, foot, size, nrows=len(panels), sharex=True) as (fig, axes):
@@ -278,11 +238,6 @@ def draw_timeline(
                 labels = [f"{worker}\n{idle[worker]:.0%} idle" for worker in workers]
                 seconds = readable(duration(actions_of(workers)) * factor)
                 heading += f": {seconds} {name}, {fmean(idle.values()):.0%} idle"
-                # Drawn, but not in the schedule, so it does not count as busy; of the slowest.
-                after = [[e for e in row if e.kind == "optimizer"] for row in workers.values()]
-                if slowest := max(map(spent, after)):
-                    scale, of_it = handy(slowest)
-                    heading += f"; then the optimizer: {readable(slowest * scale)} {of_it}"
             begin = min(event.start for events in workers.values() for event in events)
             for y, events in enumerate(workers.values()):
                 ax.barh(y, duration(workers) * factor, 0.86, color=FAINT)
@@ -340,11 +295,6 @@ def draw_row(
         size = min(14, 1.2 * width * points / max(2, len(number)))
         if size >= 6:
             ax.text(
-                left + width * factor / 2, top + high / 2, number, size=size, color=on(colour),
-                ha="center", va="center_baseline",
+                left + width * factor / 2, top + high / 2, number, size=size,
+                color=text_colour(colour), ha="center", va="center_baseline",
             )  # fmt: skip
-
-
-def handy(span: float) -> tuple[float, str]:
-    """A handy unit for a time in seconds: how many make a second, and its name."""
-    return (1.0, "s") if span >= 1 else (1e3, "ms") if span >= 1e-3 else (1e6, "µs")

@@ -1,0 +1,1 @@
+"""What a run left, and how it is drawn."""
