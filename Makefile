@@ -20,6 +20,7 @@ RUN := $(VENV)/bin/python
 
 # --no-compile: Python compiles what is imported, and the first output comes 20 seconds earlier.
 $(VENV)/.installed: requirements.txt pyproject.toml
+	@echo "Installing into $(VENV), which takes a minute or so"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check -r requirements.txt
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
