@@ -136,10 +136,7 @@ def missing(text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-PAGES = [
-    ROOT / name
-    for name in ("README.md", "docs/cmu_11868.md", "docs/brown_cs1390.md", "docs/performance.md")
-]
+PAGES = [ROOT / name for name in ("README.md", "docs/cmu_11868.md", "docs/brown_cs1390.md")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
