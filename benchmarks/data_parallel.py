@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
+from tests.ranks import sharing
 from training.launch.launch import Settings, launch
 from training.launch.world import World
 from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers, loss_of_targets
@@ -67,7 +68,8 @@ class _Contestant:
         if name == "overlap":
             self.average = GradientBuckets(inner.parameters()).finish
         elif name == "overlap, gloo":
-            self.average = GradientBuckets(inner.parameters(), share_memory=False).finish
+            with sharing(False):
+                self.average = GradientBuckets(inner.parameters()).finish
         elif name == "flat":
             self.average = lambda: average_gradients_flat(inner)
         elif name == "per_parameter":

@@ -23,6 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
+from tests.ranks import sharing
 from training.launch.launch import Settings, launch
 from training.launch.world import World
 from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers, initializer, loss_of_targets
@@ -92,7 +93,6 @@ class _Ours(_Contestant):
             names={p: name for name, p in model.named_parameters()},
             init=initializer(_config(), seed=0),
             zero=int(name[len("zero ")]),
-            share_memory="gloo" not in name,
         )
 
     def step(self, x: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
@@ -146,7 +146,8 @@ NAMES = (*OURS, "DDP buckets", "FSDP2")
 
 
 def _contestant(name: str, rank: int) -> _Contestant:
-    return (_Ours if name in OURS else _Torch)(name, rank)
+    with sharing("gloo" not in name):
+        return (_Ours if name in OURS else _Torch)(name, rank)
 
 
 def _speed(world: World, out: Path) -> None:

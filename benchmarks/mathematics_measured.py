@@ -32,6 +32,7 @@ from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import SCHEDULES
 from project.figures.recorded import read_timelines
 from project.figures.steps import bubbles, in_step, steps_of
+from tests.ranks import sharing
 from training.launch.launch import Settings, launch
 from training.launch.memory import state_bytes
 from training.launch.world import World
@@ -96,7 +97,8 @@ def _wire(world: World, out: Path) -> None:
 
 def _data_parallel_step() -> dict[str, float]:
     model = make_layers()
-    buckets = GradientBuckets(model.parameters(), share_memory=False)
+    with sharing(False):
+        buckets = GradientBuckets(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(4, WIDTH)
 
@@ -112,9 +114,8 @@ def _data_parallel_step() -> dict[str, float]:
 
 
 def _sharded_step(stage: int) -> dict[str, float]:
-    fsdp = FullyShardedDataParallel(
-        make_layers(), torch.optim.AdamW, zero=stage, share_memory=False
-    )
+    with sharing(False):
+        fsdp = FullyShardedDataParallel(make_layers(), torch.optim.AdamW, zero=stage)
     x = torch.randn(4, WIDTH)
 
     def step() -> None:

@@ -45,7 +45,7 @@ class DistributedDataParallel(nn.Module):
     Args:
         module: already on its device.
         group: the ranks; by default all.
-        bucket_bytes, comm_dtype, share_memory, recorder: see `GradientBuckets`.
+        bucket_bytes, comm_dtype, recorder: see `GradientBuckets`.
 
     Raises:
         ValueError: names, shapes or types differ between ranks; or there is nothing to train.
@@ -57,7 +57,6 @@ class DistributedDataParallel(nn.Module):
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int | None = None,
         comm_dtype: torch.dtype | None = None,
-        share_memory: bool = True,
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class DistributedDataParallel(nn.Module):
         self._check_that_all_have_the_same_module()
         self.broadcast_params()
         self.buckets = GradientBuckets(
-            module.parameters(), group, bucket_bytes, comm_dtype, share_memory, recorder
+            module.parameters(), group, bucket_bytes, comm_dtype, recorder
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -83,7 +83,6 @@ class FullyShardedDataParallel:
             copy of every matrix.)
         device: where to compute.
         group: the ranks; by default all.
-        share_memory: let CPU ranks of one machine read each other's shards, if possible.
         recorder: is told of F, B, R (recompute), all_gather and reduce_scatter of each layer; and,
             without a layer, of all_reduce (of the numbers of micro-batches), reduce_scatter (the
             rest after backward), optimizer, and barrier (shared memory, around an update).
@@ -107,7 +106,6 @@ class FullyShardedDataParallel:
         compute_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
-        share_memory: bool = True,
         recorder: Recorder | None = None,
         recompute: bool = False,
         kind: Callable[[str], Hashable] = lambda name: None,  # noqa: ARG005
@@ -128,7 +126,7 @@ class FullyShardedDataParallel:
         if not any(unit.trainable for unit in planned):
             raise ValueError("the layers have no parameter that requires a gradient")
         shared = None
-        if share_memory and self.device.type == "cpu":
+        if self.device.type == "cpu":
             shared = SharedExchange.open(planned, group)  # None on all ranks, or on none
         self.exchange = shared or Exchange(self.device, group)
         self.units = [ShardedUnit(unit, self.exchange, zero) for unit in planned]

@@ -160,7 +160,6 @@ class GradientBuckets:
         bucket_bytes: the largest bucket, unless a single parameter is larger; by default
             `default_bucket_bytes`.
         comm_dtype: the type in which gradients are sent and summed; by default their own.
-        share_memory: sum in shared memory between CPU ranks of one machine, if possible.
         recorder: is told of each bucket's `all_reduce`, from start to result, and of the `barrier`
             after shared memory.
 
@@ -174,7 +173,6 @@ class GradientBuckets:
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int | None = None,
         comm_dtype: torch.dtype | None = None,
-        share_memory: bool = True,
         recorder: Recorder | None = None,
         apart: Collection[nn.Parameter] = (),
     ) -> None:
@@ -193,7 +191,7 @@ class GradientBuckets:
         numels = [sum(p.numel() for p in ps) + len(ps) for ps in groups]  # gradients, then flags
         nbytes = [aligned(n * ps[0].itemsize) for n, ps in zip(numels, groups, strict=True)]
         self.shared: SharedBuffers | None = None
-        if share_memory and comm_dtype is None and all(p.device.type == "cpu" for p in trained):
+        if comm_dtype is None and all(p.device.type == "cpu" for p in trained):
             self.shared = SharedBuffers.open(sum(nbytes), group)
         self.buckets: list[_Bucket] = []
         for ps, numel in zip(groups, numels, strict=True):

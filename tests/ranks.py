@@ -12,12 +12,15 @@ import gc
 import multiprocessing as mp
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from runtime.shared_memory import SharedBuffers
 from training.launch.launch import host_store, listen, setup
 
 LIMIT = 60.0  # seconds that a function may take
@@ -29,6 +32,12 @@ def server() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(LIBRARIES)
     return context
+
+
+def sharing(allowed: bool) -> AbstractContextManager[object]:
+    """Inside, the CPU ranks of one machine share memory, or they send as ranks of several do. Only
+    what is made and first used inside is concerned; all ranks must enter it."""
+    return nullcontext() if allowed else patch.object(SharedBuffers, "open", return_value=None)
 
 
 def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connection) -> None:

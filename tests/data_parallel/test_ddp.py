@@ -14,7 +14,7 @@ from torch import nn
 
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.gradients import average_gradients, average_gradients_flat
-from tests.ranks import Ranks
+from tests.ranks import Ranks, sharing
 
 
 def _net(rank: int) -> nn.Module:
@@ -51,7 +51,8 @@ def test_other_modules_on_other_ranks_are_refused_everywhere(ranks: Ranks) -> No
 
 def _copied(rank: int, world_size: int, share: bool) -> None:
     """A copy has buckets of its own, or there is none."""
-    ddp: Any = DistributedDataParallel(nn.Linear(2, 1).double(), share_memory=share)
+    with sharing(share):
+        ddp: Any = DistributedDataParallel(nn.Linear(2, 1).double())
     if share:
         with pytest.raises(TypeError, match=r"^memory that ranks share cannot be copied"):
             deepcopy(ddp)

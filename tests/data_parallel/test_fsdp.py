@@ -32,7 +32,7 @@ from tests.data_parallel.sharded_models import (
     whole,
 )
 from tests.pipeline.pipeline_models import Call
-from tests.ranks import Ranks
+from tests.ranks import Ranks, sharing
 
 
 def _by_hand(rank: int, _: int) -> list[tuple[str, int, int]]:
@@ -186,7 +186,8 @@ def _trained(rank: int, _: int, kind: str) -> None:
     """The gradients are those of one process, or there is an error."""
     models: list[Any] = [filled(nn.Sequential(nn.Linear(3, 3), *LAYERS[kind]())) for _ in range(2)]
     inputs = [torch.full((2 + r, 3), 1.0 + r, dtype=DTYPE) for r in range(2)]  # by rank
-    fsdp = FullyShardedDataParallel(models[0], SGD, share_memory=kind != "empty")
+    with sharing(kind != "empty"):
+        fsdp = FullyShardedDataParallel(models[0], SGD)
     if kind in REFUSED:
         said = REFUSED[kind].format(len(inputs[rank]))
         with pytest.raises((RuntimeError, ValueError), match=f"^{re.escape(said)}"):

@@ -29,7 +29,7 @@ from tests.data_parallel.sharded_models import (
     sharded,
     whole,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, sharing
 
 DELAY = 0.02  # seconds: the whole step takes less
 
@@ -91,12 +91,11 @@ ALONE: dict[str, Callable[[FullyShardedDataParallel], object]] = {
 }
 
 
-def _alone(
-    rank: int, _: int, alone: str, when: str, share_memory: bool
-) -> tuple[str, list[list[float]]]:
+def _alone(rank: int, _: int, alone: str, when: str, share: bool) -> tuple[str, list[list[float]]]:
     """Three steps; in the second the first rank does more. A group of their own: an error leaves
     what they have sent each other unread."""
-    fsdp = sharded(group=dist.new_group(), share_memory=share_memory)
+    with sharing(share):
+        fsdp = sharded(group=dist.new_group())
 
     def at(step: int, place: str) -> None:
         if (rank, step, place) == (0, 1, when):
@@ -122,7 +121,7 @@ def test_a_rank_may_evaluate_by_itself_in_shared_memory(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone", "when", "share_memory"),
+    ("alone", "when", "share"),
     [
         ("backward", "before the update", True),
         ("zero_grad", "between two backwards", True),
@@ -131,7 +130,7 @@ def test_a_rank_may_evaluate_by_itself_in_shared_memory(ranks: Ranks) -> None:
         ("zero_grad", "between two backwards", False),  # it makes the same collectives
     ],
 )
-def test_ranks_that_come_apart(ranks: Ranks, alone: str, when: str, share_memory: bool) -> None:
+def test_ranks_that_come_apart(ranks: Ranks, alone: str, when: str, share: bool) -> None:
     """No rank sees from what it reads that another is elsewhere."""
-    for error, _ in ranks.run(_alone, alone, when, share_memory):
+    for error, _ in ranks.run(_alone, alone, when, share):
         assert error.startswith("the ranks diverged: all must make the same calls")

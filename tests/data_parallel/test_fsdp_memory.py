@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from data_parallel.exchange import Pool, SharedExchange
 from data_parallel.fsdp import FullyShardedDataParallel
-from tests.ranks import Ranks
+from tests.ranks import Ranks, sharing
 
 LAYERS, WIDTH = 6, 32
 LAYER = WIDTH * WIDTH * 4  # bytes of its parameters in fp32
@@ -39,7 +39,8 @@ def _step(fsdp: FullyShardedDataParallel) -> None:
 
 def _held(_: int, _world: int, zero: int, share: bool) -> tuple[list[int], int]:
     """And the bytes that were allocated to be lent."""
-    fsdp = _make(_layers(), zero=zero, share_memory=share)
+    with sharing(share):
+        fsdp = _make(_layers(), zero=zero)
     for _again in range(3):
         _step(fsdp)
     exchange = fsdp.exchange
@@ -106,7 +107,8 @@ def _order(rank: int, _: int, share: bool) -> list[str]:
     has no example."""
     layers = [nn.Embedding(WIDTH, WIDTH, device="meta"), *_layers(3)]
     layers[-1].weight = layers[0].weight
-    fsdp = _make(layers, share_memory=share)
+    with sharing(share):
+        fsdp = _make(layers)
     watch = _Watch(fsdp)
     assert isinstance(fsdp.exchange, SharedExchange) == share
     inputs = [torch.tensor([1])] * 2 * rank
@@ -179,7 +181,8 @@ def _gathered(_: int, _world: int) -> None:
         made.append(torch.empty(nbytes, dtype=torch.uint8))
         return made[-1]
 
-    plain, fsdp = (_make(_layers(), share_memory=False) for _ in range(2))
+    with sharing(False):
+        plain, fsdp = (_make(_layers()) for _ in range(2))
     _step(plain)
     fsdp.exchange.parameters = fsdp.exchange.gradients = Pool(allocate, keep=False)
     output = fsdp.forward(torch.ones(1, WIDTH))

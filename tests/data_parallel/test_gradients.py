@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
 from runtime.shared_memory import sum_into
-from tests.ranks import Ranks
+from tests.ranks import Ranks, sharing
 
 # How far from the mean, relative to the largest of a tensor: roundings to 53 bits, or to 8.
 WAYS = {
@@ -74,10 +74,9 @@ def _averaged(rank: int, _: int, way: str) -> list[Gradients]:
     local: Any = nullcontext
     average: Any = BY_HAND.get(way)
     if average is None:
-        comm_dtype, share_memory = torch.bfloat16 if way == "in bf16" else None, way == "overlap"
-        buckets = GradientBuckets(
-            net.parameters(), comm_dtype=comm_dtype, share_memory=share_memory
-        )
+        comm_dtype = torch.bfloat16 if way == "in bf16" else None
+        with sharing(way == "overlap"):
+            buckets = GradientBuckets(net.parameters(), comm_dtype=comm_dtype)
         local, average = buckets.no_sync, lambda _: buckets.finish()
     found = []
     for step in range(3):
@@ -121,10 +120,8 @@ def _of_two(rank: int, _: int) -> list[list[float]]:
             BY_HAND[way](layer, group)
         else:
             comm_dtype = torch.bfloat16 if way == "in bf16" else None
-            share_memory = way == "overlap"
-            GradientBuckets(
-                layer.parameters(), group, comm_dtype=comm_dtype, share_memory=share_memory
-            ).finish()
+            with sharing(way == "overlap"):
+                GradientBuckets(layer.parameters(), group, comm_dtype=comm_dtype).finish()
         found.append([p.grad.mean().item() for p in layer.parameters() if p.grad is not None])
     return found
 
@@ -152,9 +149,10 @@ def test_how_parameters_are_grouped(ranks: Ranks) -> None:
 
 def _recorded(rank: int, _: int, share: bool) -> list[Any]:
     net, told = Net(), []
-    buckets = GradientBuckets(
-        net.parameters(), bucket_bytes=1, share_memory=share, recorder=lambda *e: told.append(e)
-    )
+    with sharing(share):
+        buckets = GradientBuckets(
+            net.parameters(), bucket_bytes=1, recorder=lambda *e: told.append(e)
+        )
     _loss(net, seed=rank).backward()
     with pytest.raises(RuntimeError, match=r"^call finish\(\) after each backward, or accumulate"):
         _loss(net, seed=rank).backward()

@@ -36,6 +36,7 @@ from project.utils import make_optimizer
 from tests.equivalence.plain import Key, Reference
 from tests.equivalence.problems import EPS, SEED
 from tests.equivalence.table import Row
+from tests.ranks import sharing
 from training.launch.world import World, gather_over_ranks
 from training.layouts.layout import LaidOutModel, Plan
 from training.loop import recipe_of, seeded, train
@@ -132,14 +133,15 @@ def laid_out(row: Row, world: World, dtype: torch.dtype) -> Iterator[Training]:
     options, task = row.problem.options, row.problem.task(world, dtype)
     precision = "fp64" if dtype == torch.float64 else "fp32"
     plan = Plan(adamw, precision, row.num_microbatches, recompute=row.recompute)
-    model = row.build(task, world, plan)
-    optimizer = Optimizers(
-        model.optimizers, recipe_of(options, task), world, counted=model.counted, run=model.run
-    )
-    try:
-        yield Training(world, task, model, optimizer)
-    finally:
-        model.close()
+    with sharing(row.share_memory):
+        model = row.build(task, world, plan)
+        optimizer = Optimizers(
+            model.optimizers, recipe_of(options, task), world, counted=model.counted, run=model.run
+        )
+        try:
+            yield Training(world, task, model, optimizer)
+        finally:
+            model.close()
 
 
 def trained(row: Row, world: World, dtype: torch.dtype, n_steps: int) -> Found:

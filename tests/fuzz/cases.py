@@ -31,6 +31,7 @@ from pipeline.tracing.trace import split
 from tests.data_parallel.sharded_models import DTYPE, fill, whole
 from tests.fuzz.models import DOMAINS, Again, Borrows, build, loss_of, make_input, refusals
 from tests.pipeline.pipeline_models import cut
+from tests.ranks import sharing
 
 WORLD_SIZE = 3
 ON_ONE = ("forward", "train_step", "traced")  # kinds that need one process
@@ -229,8 +230,8 @@ def _ddp(case: Case, rank: int) -> Found:
     """DistributedDataParallel."""
     model = case.model()
     _only_on_first(rank, model)
-    bucket_bytes, share_memory = case.options["bucket_bytes"], case.options["share_memory"]
-    ddp = DistributedDataParallel(model, None, bucket_bytes, share_memory=share_memory)
+    with sharing(case.options["share_memory"]):
+        ddp = DistributedDataParallel(model, None, case.options["bucket_bytes"])
 
     def step(k: int, x: Tensor, target: Tensor, scale: float) -> Tensor:
         mine, total = case.shares(k, rank), torch.zeros((), dtype=DTYPE)
@@ -257,13 +258,13 @@ def _fsdp(case: Case, rank: int) -> Found:
     model = case.model("meta" if meta else "cpu")
     if not meta:
         _only_on_first(rank, model)
-    fsdp = FullyShardedDataParallel(
-        model,
-        OPTIMIZERS[case.options["optimizer"]],
-        init=fill if meta else None,
-        zero=int(case.kind[-1]),
-        share_memory=case.options["share_memory"],
-    )
+    with sharing(case.options["share_memory"]):
+        fsdp = FullyShardedDataParallel(
+            model,
+            OPTIMIZERS[case.options["optimizer"]],
+            init=fill if meta else None,
+            zero=int(case.kind[-1]),
+        )
     found: Found = {}
     for k, (B, _) in enumerate(case.steps):
         (x, target), mine = case.batch(k), case.shares(k, rank)

@@ -46,7 +46,7 @@ class Replicated(LaidOutModel):
 
     Args:
         gradient_sync: per_parameter, flat or overlap.
-        bucket_bytes, comm_dtype, share_memory: of the buckets of `overlap`.
+        bucket_bytes, comm_dtype: of the buckets of `overlap`.
 
     `average_gradients` is what the loop calls after `backward`; None in one process.
     """
@@ -61,7 +61,6 @@ class Replicated(LaidOutModel):
         gradient_sync: str = "overlap",
         bucket_bytes: int | None = None,
         comm_dtype: torch.dtype | None = None,
-        share_memory: bool = True,
     ) -> None:
         self.task, self.plan, self.devices = task, plan, [world.device]
         self.part, self.parts = world.rank, world.world_size
@@ -90,7 +89,7 @@ class Replicated(LaidOutModel):
         if gradient_sync == "overlap":
             ddp = DistributedDataParallel(  # sends rank 0's weights to all, hooks each parameter
                 self.net, bucket_bytes=bucket_bytes, comm_dtype=comm_dtype,
-                share_memory=share_memory, recorder=plan.timeline,
+                recorder=plan.timeline,
             )  # fmt: skip
             self.net, self._no_sync, self.close = ddp, ddp.no_sync, ddp.close
             self.average_gradients = lambda _: ddp.average_gradients()  # sends the rest, then waits

@@ -53,7 +53,6 @@ class Sharded(LaidOutModel):
         zero: int = 3,
         mesh: Mesh | None = None,
         sequence_parallel: bool = False,
-        share_memory: bool = True,
     ) -> None:
         mesh = mesh or Mesh(data=everyone(world))
         self.task, self.world, self.devices, self.mesh = task, world, [world.device], mesh
@@ -62,7 +61,7 @@ class Sharded(LaidOutModel):
         # Autocast would keep a whole copy of every matrix until its backward.
         self.compute_dtype = torch.bfloat16 if plan.precision == "bf16" else None
         self.shared = shared = Shared(  # on the meta device: no memory yet
-            task, mesh.tensor, plan.dtype, sequence_parallel, share_memory, plan.timeline
+            task, mesh.tensor, plan.dtype, sequence_parallel, plan.timeline
         )
         model = shared.model
         self.layers = nn.Sequential(*shared.layers)  # only to switch modes
@@ -70,7 +69,7 @@ class Sharded(LaidOutModel):
             shared.layers, plan.make_optimizer,
             names={t: name for name, t in [*model.named_parameters(), *model.named_buffers()]},
             init=shared.initialize, zero=zero, compute_dtype=self.compute_dtype,
-            device=world.device, group=mesh.data.group, share_memory=share_memory,
+            device=world.device, group=mesh.data.group,
             recorder=plan.timeline, recompute=plan.recompute != NEVER,
             kind=lambda name: name in shared.parts,  # cut parameters and whole ones apart
         )  # fmt: skip

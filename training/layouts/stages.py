@@ -55,7 +55,6 @@ class Staged(LaidOutModel):
         mesh: Mesh | None = None,
         sequence_parallel: bool = False,
         shard_optimizer: bool = False,
-        share_memory: bool = True,
         chunks: int | None = None,
     ) -> None:
         mesh = mesh or Mesh(pipeline=everyone(world))
@@ -69,13 +68,11 @@ class Staged(LaidOutModel):
         if balance != "auto" or cut is None or len(cut) != stages:
             cut = task.sizes(balance, stages)  # None: to be measured
         self.cut = cut or measured_sizes(task, world, plan, stages)  # all ranks wait for rank 0
-        self.shared = Shared(
-            task, mesh.tensor, plan.dtype, sequence_parallel, share_memory, plan.timeline
-        )
+        self.shared = Shared(task, mesh.tensor, plan.dtype, sequence_parallel, plan.timeline)
         self.pipe = ProcessPipe(  # allocates and fills this rank's stages alone
             nn.Sequential(*self.shared.layers), self.cut, world.device, mesh.pipeline.group,
             ranks=ranks, model=self.shared.model, initialize=self.shared.initialize,
-            recorder=plan.timeline, share_memory=share_memory, timeout=timeout,
+            recorder=plan.timeline, timeout=timeout,
             recompute=mode_of(plan.recompute, stages == 1 or num_microbatches == 1),
         )  # fmt: skip
         if stages > 1:
@@ -87,13 +84,13 @@ class Staged(LaidOutModel):
         self.sharded: ShardedOptimizer | None = None
         self.buckets: GradientBuckets | None = None
         if shard_optimizer and self.parts > 1:
-            self._shard_optimizer(mine, Ranks(mesh.data.group, share_memory, plan.timeline))
+            self._shard_optimizer(mine, Ranks(mesh.data.group, recorder=plan.timeline))
         else:
             if self.parts > 1:
                 # In buckets of their own, since the rank of the other stage must get the same bits.
                 tied = [p for name, p in mine.items() if len(self.pipe.users(name)) > 1]
                 self.buckets = GradientBuckets(
-                    mine.values(), mesh.data.group, share_memory=share_memory,
+                    mine.values(), mesh.data.group,
                     recorder=plan.timeline, apart=tied,
                 )  # fmt: skip
             self.optimizers = [plan.make_optimizer(mine.values())]

@@ -32,7 +32,6 @@ class Shared:
 
     Args:
         sequence_parallel: between the matrices each rank has a part of the positions.
-        share_memory: CPU ranks of one host exchange through shared memory.
 
     Attributes:
         model, layers: on the meta device, with this rank's parts.
@@ -44,11 +43,10 @@ class Shared:
         axis: Axis,
         dtype: torch.dtype,
         sequence_parallel: bool,
-        share_memory: bool,
         recorder: Recorder,
     ) -> None:
         self.task = task
-        self.ranks = Ranks(axis.group, share_memory, recorder)
+        self.ranks = Ranks(axis.group, recorder=recorder)
         self.sequence_parallel = sequence_parallel and axis.size > 1
         skeleton: Any = task.skeleton().to(dtype)
         self.model = skeleton
