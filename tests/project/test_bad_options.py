@@ -77,7 +77,7 @@ train fsdp --zero 2 --recompute sqrt => would be gathered once more; --recompute
 # ranks and examples
 dp --cores_per_rank 999 => {cores} cores may be used here; --cores_per_rank {works} works
 dp --world_size 4 --n_train 3 => each rank needs an example; --world_size 1 to 3 works
-train fsdp --num_workers 8 --model gpt2-mini --dataset pairs => test has 7 pairs for 8 ranks
+train fsdp --num_workers 8 --model gpt2-mini --dataset pairs => 8 ranks needs one
 train single --num_workers 2 => single is one process; ddp takes several
 # stages and layers
 pp FLOW --num_devices 11 => the model has 10 layers (embedding, halves of blocks, head) and every

@@ -174,7 +174,7 @@ SPOILT: list[tuple[str, Callable[[bytes], bytes], str]] = [
      r"\(ValueError transformer.wte.weight is \[300, 16\], config.json says \[301, 16\]\)"),
     ("config.json", lambda good: good.replace(b'"gpt2"', b'"bert"'), "its model_type is bert"),
     ("tokenizer.json", lambda _: b"{}", r"\(KeyError 'added_tokens'\)"),
-    ("tokenizer.json", with_more_tokens, r"the tokenizer has \d+ tokens, not 300 or fewer"),
+    ("tokenizer.json", with_more_tokens, r"its tokenizer has \d+ tokens, not 256 to 300"),
 ]  # fmt: skip
 
 
@@ -192,5 +192,5 @@ def test_a_model_that_does_not_fit(pairs: Path) -> None:
             parse(line + "24")
         path.write_bytes(good)
     path.unlink()
-    with pytest.raises(UserError, match="there is no tokenizer"):
+    with pytest.raises(UserError, match="Couldn't instantiate the backend tokenizer"):
         parse(line + "24")

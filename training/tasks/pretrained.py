@@ -20,7 +20,6 @@ from torch import Tensor
 from training.launch.errors import UserError
 
 from .gpt2 import PRESETS, generator_for
-from .texts import do_not_wait_for_the_hub
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import GPT2Config
@@ -35,8 +34,6 @@ def check_pretrained(name: str, max_length: int) -> None:
     Downloads the hub's files."""
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
-    if not Path(name).exists():
-        do_not_wait_for_the_hub()
     try:
         config = AutoConfig.from_pretrained(name)
         if config.model_type != "gpt2":
@@ -48,14 +45,11 @@ def check_pretrained(name: str, max_length: int) -> None:
             *_, shape = found.get(parameter.removeprefix(PREFIX), ("missing",))
             if shape != list(p.shape):
                 raise ValueError(f"{parameter} is {shape}, config.json says {list(p.shape)}")
-        files = [Path(name) / file for file in ("tokenizer.json", "vocab.json")]  # it has one
-        if Path(name).is_dir() and not any(file.is_file() for file in files):
-            raise ValueError("there is no tokenizer.json or vocab.json")
         # It may be smaller than the embedding, which may be rounded up. Our own special tokens come
         # on top, with new rows.
         tokens = len(AutoTokenizer.from_pretrained(name))
-        if tokens > config.vocab_size:
-            raise ValueError(f"the tokenizer has {tokens} tokens, not {config.vocab_size} or fewer")
+        if not 256 <= tokens <= config.vocab_size:  # every byte is a token
+            raise ValueError(f"its tokenizer has {tokens} tokens, not 256 to {config.vocab_size}")
     except Exception as error:  # its readers raise many kinds
         reason = " ".join(f"{type(error).__name__} {error}".split())[:160]
         raise UserError(

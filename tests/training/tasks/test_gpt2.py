@@ -6,14 +6,12 @@ import copy
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
-from training.launch.errors import UserError
 from training.layouts.traced import traced_layers
 from training.seeds import stream
 from training.tasks.cache import Prefix
@@ -185,15 +183,3 @@ def test_weights_are_read_by_name_and_grow_with_the_vocabulary(part: str, tmp_pa
         assert torch.equal(filled[0][: len(p)], p.float()), name
         assert torch.equal(filled[0], filled[1])
         assert torch.equal(filled[0], filled[2]) == ("wte" not in name)  # new rows are the seed's
-
-
-def test_only_for_names_the_hub_is_asked_and_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = Mock()
-    monkeypatch.setattr("training.tasks.pretrained.do_not_wait_for_the_hub", asked)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for name, times in ((str(tmp_path), 0), ("no/model", 1)):
-        with pytest.raises(UserError, match=f"^--model {name}: neither a preset"):
-            check_pretrained(name, 16)
-        assert asked.call_count == times

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from training.launch.errors import UserError
-from training.tasks.drawing import CLASSES, draw
-from training.tasks.pictures import load_pictures, to_inputs
+from training.tasks.pictures import CLASSES, draw, load_pictures, to_inputs
 
 
 def test_drawn_pictures_are_the_same_every_time_and_however_many() -> None:
     few, labels = draw(7, [3])
-    many, more_labels = draw(1013, [3])  # more than are computed at once
+    many, more_labels = draw(300, [3])
     assert few.shape == (7, 3, 32, 32) and few.dtype == np.uint8
     assert (many[:7] == few).all() and (more_labels[:7] == labels).all()
-    assert (many[500:502] == draw(502, [3])[0][500:]).all()
     assert (many[:7] != draw(7, [4])[0]).any(axis=(1, 2, 3)).all()
-    assert many.mean() == pytest.approx(104.126, abs=0.01)  # machines round sines differently
-    assert np.bincount(more_labels[:1000]).tolist() == [100] * len(CLASSES)
+    assert many.mean() == pytest.approx(125.892, abs=0.05)  # machines round sines differently
+    assert np.bincount(more_labels).tolist() == [100, 100, 100]
+    means = [many[more_labels == c].mean() for c in range(len(CLASSES))]
+    assert max(means) - min(means) < 9  # no colour gives the class away
 
 
 def test_builtin_sets() -> None:
@@ -63,8 +63,8 @@ def test_a_folder_of_pictures_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
         assert picture[:, 0].unique().tolist() == [colour]
         assert picture[:, -1].unique().tolist() == [colour + 1]
     (tmp_path / "empty").mkdir()
-    for name, said in (("none", "there is no such folder"), ("empty", "nothing that can be read")):
-        with pytest.raises(UserError, match=f"/{name}: .*{said}"):
+    for name in ("none", "empty"):
+        with pytest.raises(UserError, match=f"/{name}: it cannot be read .*Error: .*data"):
             load_pictures(f"{tmp_path}/{name}", None, None, 0)
 
 
