@@ -53,7 +53,7 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
     if "--schedule zb" in line:
         schedule = "zb"
     if line.startswith("fsdp --precision bf16"):  # half in fp32, and in bf16 what others gather
-        whole = sum(p.numel() for p in vgg16(width=4).parameters())
+        whole = sum(p.numel() for p in vgg16(3, width=4).parameters())
         for held in summary()["state_bytes"]["parameters"]:
             assert held == pytest.approx((4 + 2) * whole / 2, rel=0.05)
     workers, about = read_timelines(Path("work"))
@@ -73,7 +73,7 @@ def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
     assert len(found["loss"]) == len(found["step_seconds"]) == 2
     assert found["loss"][0] == pytest.approx(math.log(3), abs=0.3)
     assert found["examples_per_sec"] == pytest.approx(6 / found["step_seconds"][1])
-    whole = 4 * sum(p.numel() for p in vgg16(width=4).parameters())
+    whole = 4 * sum(p.numel() for p in vgg16(3, width=4).parameters())
     kinds = ("parameters", "gradients", "optimizer")  # the latter is sgd's momentum
     assert found["state_bytes"] == {kind: [whole, whole] for kind in kinds}
     assert len(found["peak_rss_bytes"]) == 2
