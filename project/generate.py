@@ -21,7 +21,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from training.command_line import Parser, count
+from project.command_line import Parser, count
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

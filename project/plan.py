@@ -36,7 +36,7 @@ from planning.cost import Prediction, Step, predict
 from planning.cost import simulator as prepared
 from planning.describe import COLUMNS, MACHINES, PRESETS, Layout, Machine, Model, model_of, row_of
 from planning.simulate import Simulator, Work, with_times
-from training.command_line import Parser, count
+from project.command_line import Parser, count
 from training.launch.errors import refuse
 
 WIDTH = 30  # characters of a whole bar

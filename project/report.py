@@ -35,11 +35,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pipeline.schedules.catalogue import find
 from pipeline.schedules.schedule import bubble
 from project import plot
+from project.command_line import Parser, count
 from project.figures.recorded import THROUGHPUT, TIME, Run, speed_up
 from project.figures.steps import bubbles, draw_step, in_step, plot_schedule, steps_of
 from project.figures.style import readable, with_error
 from project.plot import OUTPUT, YLABELS, describe
-from training.command_line import Parser, count
 from training.files import SUMMARY, writing
 from training.launch.errors import RunError, say
 

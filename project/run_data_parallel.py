@@ -12,32 +12,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.options import Data, Files, Model, Positive, Processes, Training, begin, parse
+from project.parser import begin, parse
+from training.options import Architecture, Data, DataParallel, Files, Options, Processes, Training
 
 
 @dataclass
-class DataParallel:
-    """data parallelism"""
-
-    gradient_sync: Literal["per_parameter", "flat", "overlap"] = "overlap"
-    """one all-reduce per parameter after backward, one for all, or buckets while backward runs"""
-    bucket_mb: Positive | None = None
-    """size of a bucket of gradient_sync overlap in MiB; default: 4, and 25 over NCCL"""
-    comm_dtype: Literal["fp32", "bf16"] = "fp32"
-    """type in which buckets are sent"""
-    pytest: bool = False
-    """True: an epoch without evaluation; each rank writes tests/model{rank}_gradients.pth"""
-
-
-@dataclass
-class DataParallelOptions(Training, Data, Model, Files, Processes, DataParallel):
+class DataParallelOptions(Options):
     """Of run_data_parallel.py."""
+
+    GROUPS = (Training, Data, Architecture, Files, Processes, DataParallel)
 
 
 if __name__ == "__main__":
@@ -49,6 +37,7 @@ from itertools import islice
 import torch
 
 from data_parallel.gradients import average_gradients, default_bucket_bytes
+from project import rules
 from project.utils import (
     announce,
     finish,
@@ -59,7 +48,7 @@ from project.utils import (
     text_task,
 )
 from training.files import OPTIONS, show, write_json
-from training.launch.errors import UserError, torchrun
+from training.launch.errors import torchrun
 from training.launch.launch import Settings, launch, setup
 from training.launch.world import World, choose_backend
 from training.layouts.replicated import Replicated
@@ -67,14 +56,6 @@ from training.loop import recipe_of, run, train
 from training.optimization import Optimizers
 from training.results import options_of
 from training.resume import NO_RESUME, Resume, find_resume
-from training.rules import (
-    check_batch,
-    check_microbatches,
-    check_model,
-    check_recompute,
-    settle_ranks,
-    settle_training,
-)
 from training.tasks.sequences import SequenceTask
 from training.tasks.texts import Texts
 from training.workdir import alone_in_workdir, claim_folders
@@ -82,31 +63,30 @@ from training.workdir import alone_in_workdir, claim_folders
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
 
 
-def parse_data_parallel(description: str | None, argv: Sequence[str] | None = None) -> Any:
+def parse_data_parallel(
+    description: str | None, argv: Sequence[str] | None = None
+) -> DataParallelOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
-    args: Any = parse(DataParallelOptions, description, argv)
-    args.strategy = "ddp"
-    settle_ranks(args)  # first: the checks below need world_size
-    if args.gradient_sync != "overlap":
-        for name, given in (("bucket_mb", args.bucket_mb), ("comm_dtype", args.comm_dtype)):
-            if given not in (None, "fp32"):
-                raise UserError(
-                    f"--{name} {given} --gradient_sync {args.gradient_sync}: only the buckets of "
-                    "--gradient_sync overlap have it"
-                )
+    given, typed = parse(DataParallelOptions, description, argv)
+    args = rules.settled_ranks(rules.resumed(given, typed))
+    args = rules.settled(replace(args, strategy="ddp", dp=args.world_size, pp=1, tp=1))
+    in_buckets = args.gradient_sync == "overlap"
+    buckets = "--gradient_sync overlap"
+    names = "bucket_mb comm_dtype"
+    rules.require(args, rules.only(args, typed, names, in_buckets, buckets, "gradient_sync"))
+    rules.require(args, rules.rules(args, args.world_size))
+    rules.require(args, rules.of_recompute(args, one_at_a_time=True))
+    rules.require(args, rules.of_model(args))
     here = torchrun("LOCAL_WORLD_SIZE", args.world_size)  # ranks of this machine
     usual = default_bucket_bytes(choose_backend(args.device, here)) / 2**20
-    args.bucket_mb = args.bucket_mb or usual
-    check_batch(args, args.world_size)
-    check_microbatches(args, args.world_size)
-    check_recompute(args, one_at_a_time=True)
-    settle_training(args)
-    check_model(args)
+    args = replace(args, bucket_mb=args.bucket_mb or usual)
     claim_folders(args)  # last, since it makes folders
     return args
 
 
-def run_dp(world: World, args: Any, texts: Texts, resume: Resume = NO_RESUME) -> None:
+def run_dp(
+    world: World, args: DataParallelOptions, texts: Texts, resume: Resume = NO_RESUME
+) -> None:
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
     resume = resume.of_main(world)  # collective
     task = text_task(args, world, texts, resume)
@@ -125,7 +105,9 @@ def run_dp(world: World, args: Any, texts: Texts, resume: Resume = NO_RESUME) ->
     model.close()
 
 
-def write_gradients(world: World, args: Any, task: SequenceTask, model: Replicated) -> None:
+def write_gradients(
+    world: World, args: DataParallelOptions, task: SequenceTask, model: Replicated
+) -> None:
     """An epoch without evaluation; then each rank writes the gradients of its last step, and the
     first one the options."""
     optimizer = Optimizers(model.optimizers, recipe_of(args, task), world, counted=model.counted)

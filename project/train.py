@@ -15,62 +15,37 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.options import (
+from project.parser import begin, parse
+from training.options import (
+    UNSET,
+    Architecture,
+    Axes,
     Count,
     Data,
     Files,
     Fraction,
-    Model,
+    Options,
     Processes,
     Stages,
     Tools,
     Training,
-    begin,
-    parse,
-    settle_sizes,
 )
 
 
 @dataclass
-class Strategy:
-    """strategy"""
-
-    dp: Count | None = None
-    """of 3d: replicas, each with a part of the batch; default: 1"""
-    pp: Count | None = None
-    """of 3d: stages of layers; default: 1"""
-    tp: Count | None = None
-    """of 3d: parts of every matrix; default: 1"""
-    sequence_parallel: bool = False
-    """of tensor and 3d: between matrices, each rank has a part of the positions"""
-    trace: bool = False
-    """of pipeline and model: trace the model of transformers and cut that"""
-    zero: Literal[1, 2, 3] | None = None
-    """ZeRO: 1 optimizer state, 2 + gradients, 3 (of fsdp the default) + parameters; of 3d 1 or 3"""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """with check_weights prefer sgd: AdamW cannot reveal gradients scaled by a constant"""
-    momentum: Fraction = 0.9
-    """of sgd"""
-    vgg_width: Count = 64
-    """of vgg16: channels of the first layers; later ones have up to 8 times as many"""
-    check_weights: bool = False
-    """train again on one process and compare every weight by name; exit status 1 if they differ"""
-    check_output: bool = False
-    """the same for the outputs on a batch of test data"""
-
-
-@dataclass
-class TrainOptions(Training, Data, Model, Files, Processes, Strategy, Stages, Tools):
+class TrainOptions(Options):
     """Of train.py."""
 
+    GROUPS = (Training, Data, Architecture, Files, Processes, Axes, Stages, Tools)
     strategy: Literal["single", "ddp", "fsdp", "pipeline", "model", "tensor", "3d"] = "ddp"
     """how the model is laid out on the processes; see above"""
     n_epochs: Count = 1
@@ -79,7 +54,7 @@ class TrainOptions(Training, Data, Model, Files, Processes, Strategy, Stages, To
     """vgg16 on pictures, or gpt2-mini, gpt2, ... on text, as in run_data_parallel.py"""
     dropout: Fraction = 0.0
     cores_per_rank: Count | None = 1
-    workdir: Path | None = None  # type: ignore[assignment]
+    workdir: Path = UNSET
     """folder for results; default: workdir/STRATEGY and WORLD_SIZE, or as workdir/3d2x2x2"""
 
 
@@ -88,31 +63,19 @@ if __name__ == "__main__":
 
 # The imports below take seconds: --help and mistyped options are answered by now.
 
-import torch
-
+from project import rules, stage_rules
 from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
 from tensor_parallel.gpt2 import degrees
 from training.check import check, outputs_on_main, weights_on_main
 from training.files import SUMMARY, write_json
 from training.launch.errors import RunError, UserError, torchrun, works
 from training.launch.launch import Settings, launch
-from training.launch.world import World, choose_backend, choose_device, on_main
+from training.launch.world import World, choose_device, on_main
 from training.layouts.choose import lay_out
 from training.layouts.replicated import Replicated
-from training.layouts.traced import traced_layers
 from training.loop import run
 from training.profiling import Profile
 from training.resume import NO_RESUME, Resume, find_resume
-from training.rules import (
-    check_batch,
-    check_microbatches,
-    check_model,
-    check_recompute,
-    check_warmup,
-    settle_ranks,
-    settle_training,
-)
-from training.stage_rules import check_stages, settle_chunks, size_of_model
 from training.tasks.gpt2 import PRESETS
 from training.tasks.pictures import PictureSets, load_pictures
 from training.tasks.task import Task
@@ -121,220 +84,171 @@ from training.tasks.vgg import VGG, PictureTask
 from training.trackers import close_trackers, trackers_of
 from training.workdir import alone_in_workdir, claim_folders
 
-SENTENCES_ONLY = (
-    "n_layer", "n_embd", "n_head", "vocab_size", "dropout", "n_test", "padding", "src", "tgt",
-    "model_max_length", "trace",
-)  # fmt: skip
+SENTENCES = (
+    "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length"  # options for them
+)
+VGG_LAYERS = 16
+AXES = {"pipeline": "pp", "model": "pp", "tensor": "tp"}  # all ranks are on one; otherwise on dp
 
 
-def parse_train(description: str | None, argv: Sequence[str] | None = None) -> Any:
+def parse_train(description: str | None, argv: Sequence[str] | None = None) -> TrainOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
-    args: Any = parse(TrainOptions, description, argv)
-    if args.model == "auto":
-        raise UserError(f"--model auto: train.py needs one of {VGG}, {', '.join(PRESETS)}")
-    _check_uses(args)
-    _settle_mesh(args)  # dp, pp, tp and world_size, which all further checks need
-    if args.strategy == "single" and args.world_size > 1:
-        raise UserError(
-            f"single --world_size {args.world_size}: single is one process; ddp takes several"
-        )
-    if args.dp > 1:
-        check_batch(args, args.dp, "dp" if args.strategy == "3d" else "world_size")
-    check_microbatches(args, args.dp)
-    settle_training(args)
+    given, typed = parse(TrainOptions, description, argv)
+    rules.require(given, of_given(given))
+    args = settled_axes(given)
+    args = rules.resumed(args, typed)
+    rules.require(args, only_for(args, typed))
+    args = rules.settled(settled_strategy(args))
+    rules.require(args, of_strategy(args))
+    rules.require(args, rules.rules(args, args.dp, "dp" if args.strategy == "3d" else "world_size"))
+    one_at_a_time = args.pp == 1 or args.strategy == "model"
+    rules.require(args, rules.of_recompute(args, one_at_a_time))
     trackers_of(args)  # refuses one that is not installed
     if args.model != VGG:
-        check_model(args)
-    _settle_strategy(args)  # schedule, chunks, balance and zero
-    check_recompute(args, args.pp == 1 or args.strategy == "model")
-    if args.trace:
-        _check_trace(args)
+        rules.require(args, rules.of_model(args))
+    if args.pp > 1 or args.strategy in ("pipeline", "model"):
+        layers = VGG_LAYERS if args.model == VGG else None
+        option = "pp" if args.strategy == "3d" else "world_size"
+        rules.require(args, stage_rules.of_stages(args, option, args.pp, layers))
     if args.tp > 1:
-        _check_tensor(args)
-    elif args.sequence_parallel:
-        raise UserError(
-            f"{args.strategy} --sequence_parallel: positions are shared by the ranks that share a "
-            "matrix; tensor, or 3d --tp 2, works"
-        )
-    checked = args.check_weights or args.check_output
-    drawn = args.precision == "bf16" or choose_device(args.device, 0, 1).type != "cpu"
-    if args.model != VGG and args.dropout and checked and drawn:
-        raise UserError(
-            f"--dropout {args.dropout:g} with --check_weights or --check_output: on a GPU, and in "
-            "bf16, the plain run drops other activations; --dropout 0, or --device cpu and "
-            "--precision fp32, works"
-        )
+        rules.require(args, of_tensor(args))
     if args.strategy not in ("single", "ddp"):
-        _check_gpus(args)
-        if args.compile:
-            raise UserError(
-                f"{args.strategy} --compile: stages and shards watch each layer's operators, which "
-                "compiled code hides; single and ddp have it"
-            )
-    name = f"{args.dp}x{args.pp}x{args.tp}" if args.strategy == "3d" else str(args.world_size)
-    args.workdir = args.workdir or Path("workdir") / f"{args.strategy}{name}"
+        rules.require(args, rules.of_gpus(args))
     claim_folders(args)  # last, since it makes folders
     return args
 
 
-def _check_uses(args: Any) -> None:
-    """Raises UserError for an option that the model or the optimizer ignores."""
-    defaults = settle_sizes(TrainOptions(dataset=args.dataset))
-    if args.model == VGG:
-        _refuse_text(args)
-        users = f"models of sentences, as {next(iter(PRESETS))}"
-        unused = [(name, "model", users) for name in SENTENCES_ONLY]
-    else:
-        unused = [("vgg_width", "model", f"--model {VGG}")]  # option, what decides, who has it
-    if args.optimizer != "sgd":
-        unused.append(("momentum", "optimizer", "--optimizer sgd"))
-    for name, chosen, users in unused:
-        given = getattr(args, name)
-        if given != getattr(defaults, name):
-            what = f"--{name}" + ("" if given is True else f" {'all' if given is None else given}")
-            instead = "leave it out"
-            if name == "n_test":
-                instead = f"--n_validation {given} sets the number of test pictures"
-            raise UserError(
-                f"{what}: it is only for {users}, and --{chosen} is {getattr(args, chosen)} here; "
-                + instead
-            )
+def of_given(args: TrainOptions) -> Iterator[rules.Row]:
+    """A model, and dp x pp x tp ranks, of 3d alone."""
+    yield (
+        "model", args.model != "auto",
+        f"train.py needs one of {VGG}, {', '.join(PRESETS)}", "--model gpt2-mini works",
+    )  # fmt: skip
+    product = math.prod(getattr(args, name) or 1 for name in ("dp", "pp", "tp"))
+    started = args.world_size or torchrun("WORLD_SIZE", product)  # given, or as torchrun did
+    for name in ("dp", "pp", "tp"):
+        yield (
+            f"strategy {name}", args.strategy == "3d" or getattr(args, name) is None,
+            "it is an option of 3d",
+            f"--world_size is the number of ranks of {args.strategy}",
+        )  # fmt: skip
+    yield (
+        "strategy world_size", args.strategy != "3d" or started == product,
+        f"dp x pp x tp is {product}", f"leave --world_size out, or start {product} ranks",
+    )  # fmt: skip
 
 
-def _settle_mesh(args: Any) -> None:
-    """Settles dp, pp, tp and world_size. Raises UserError if they do not fit each other."""
-    axes = ("dp", "pp", "tp")
-    given = {name: getattr(args, name) for name in axes if getattr(args, name) is not None}
+def settled_axes(args: TrainOptions) -> TrainOptions:
+    """With the length of every axis, the number of ranks, and the workdir that is named by them."""
+    sizes: dict[str, Any] = {name: getattr(args, name) or 1 for name in ("dp", "pp", "tp")}
     if args.strategy == "3d":
-        sizes = {name: given.get(name, 1) for name in axes}
-        product = math.prod(sizes.values())
-        started = args.world_size or torchrun("WORLD_SIZE", product)  # given, or as torchrun did
-        if started != product:
-            raise UserError(
-                f"--world_size {started} --dp {sizes['dp']} --pp {sizes['pp']} --tp {sizes['tp']}: "
-                f"dp x pp x tp is {product}; leave --world_size out, or start {product} ranks"
-            )
-        args.world_size = product
-        settle_ranks(args)
+        args = rules.settled_ranks(args, math.prod(sizes.values()))
+        name = "x".join(map(str, sizes.values()))
     else:
-        if given:
-            name, value = next(iter(given.items()))
-            raise UserError(
-                f"{args.strategy} --{name} {value}: it is an option of 3d; --world_size is the "
-                f"number of ranks of {args.strategy}"
-            )
-        settle_ranks(args)
-        # All ranks are on one axis, the others have length 1.
-        axis = {"pipeline": "pp", "model": "pp", "tensor": "tp"}.get(args.strategy, "dp")
-        sizes = dict.fromkeys(axes, 1) | {axis: args.world_size}
-    args.dp, args.pp, args.tp = sizes.values()
+        args = rules.settled_ranks(args, 1 if args.strategy == "single" else 2)
+        sizes[AXES.get(args.strategy, "dp")] = args.world_size
+        name = str(args.world_size)
+    return replace(args, **sizes, workdir=args.workdir or Path(f"workdir/{args.strategy}{name}"))
 
 
-def _refuse_text(args: Any) -> None:
-    """Raises UserError if a model of pictures is given text."""
-    path = Path(args.dataset)
-    found = path.suffix == ".txt"
+def only_for(args: TrainOptions, typed: set[str]) -> Iterator[rules.Row]:
+    """The table of options that only some runs have."""
+    text, strategy, only = args.model != VGG, args.strategy, partial(rules.only, args, typed)
+    yield from of_data(args)
+    yield from only(SENTENCES, text, "a model of sentences, as gpt2-mini,", "model")
+    pictures = "--n_validation sets the number of test pictures"
+    yield from only("n_test", text, "a model of sentences", "model", pictures)
+    yield from only("vgg_width", not text, f"--model {VGG}", "model")
+    yield from only("momentum", args.optimizer == "sgd", "--optimizer sgd", "optimizer")
+    flows = strategy in ("pipeline", "3d")
+    yield from only("schedule chunks", flows, "pipeline or 3d", "strategy")
+    yield from only("balance", flows or strategy == "model", "pipeline, model or 3d", "strategy")
+    several = strategy != "3d" or args.pp > 1
+    names = "schedule chunks balance"
+    yield from only(names, several, "a run with several stages", "strategy pp", "--pp 2 works")
+    yield from only("zero", strategy in ("fsdp", "3d"), "fsdp or 3d", "strategy")
+    instead = "tensor, or 3d --tp 2, works"
+    shares = "a run whose ranks share a matrix"
+    yield from only("sequence_parallel", args.tp > 1, shares, "strategy tp", instead)
+    whole = "single or ddp, where nothing watches the operators of a layer,"
+    yield from only("compile", strategy in ("single", "ddp"), whole, "strategy")
+
+
+def of_data(args: TrainOptions) -> Iterator[rules.Row]:
+    """A model of pictures takes no text."""
+    path, found = Path(args.dataset), Path(args.dataset).suffix == ".txt"
     with suppress(OSError):  # reading the data will report it
         found = found or path.is_file() or any(path.glob("*.txt")) or any(path.glob("train.??"))
-    if found:
-        raise UserError(
-            f"--dataset {args.dataset} --model {VGG}: this is text, and {VGG} learns pictures; "
-            "--model gpt2-mini works"
-        )
+    yield (
+        "dataset model", args.model != VGG or not found,
+        f"this is text, and {VGG} learns pictures", "--model gpt2-mini works",
+    )  # fmt: skip
 
 
-def _check_tensor(args: Any) -> None:
-    """Raises UserError for a model whose matrices cannot be cut."""
+def settled_strategy(args: TrainOptions) -> TrainOptions:
+    """With the schedule, the cut, and ZeRO's stage."""
+    schedule = "gpipe" if args.strategy == "model" else "1f1b"
+    zero = args.zero or (3 if args.strategy == "fsdp" else None)
+    args = replace(
+        args, schedule=args.schedule or schedule, balance=args.balance or "auto", zero=zero
+    )
+    return stage_rules.settled_chunks(args)
+
+
+def of_strategy(args: TrainOptions) -> Iterator[rules.Row]:
+    """What a strategy and its options ask of each other."""
+    strategy, zero = args.strategy, args.zero if args.strategy == "3d" else None
+    yield (
+        "strategy world_size", strategy != "single" or args.world_size == 1,
+        "single is one process", "ddp takes several",
+    )  # fmt: skip
+    yield (
+        "strategy num_microbatches", strategy != "model" or (args.num_microbatches or 1) == 1,
+        "with more than one it is pipeline", "leave it out",
+    )  # fmt: skip
+    mesh = "strategy zero dp pp"
+    yield (
+        mesh, zero != 2, "3d has no stage 2",
+        "--zero 1 --dp 2 or, without stages, --zero 3 --dp 2 works",
+    )  # fmt: skip
+    yield (
+        mesh, zero != 3 or args.pp == 1, "stages keep their parameters",
+        "--zero 1, or --pp 1, works",
+    )  # fmt: skip
+    yield mesh, zero is None or args.dp > 1, "it shards over replicas", "--dp 2 works"
+    checked = args.check_weights or args.check_output
+    drawn = args.precision == "bf16" or choose_device(args.device, 0, 1).type != "cpu"
+    yield (
+        "dropout check_weights", not (args.model != VGG and args.dropout and checked and drawn),
+        "on a GPU, and in bf16, the plain run drops other activations",
+        "--dropout 0, or --device cpu and --precision fp32, works",
+    )  # fmt: skip
+
+
+def of_tensor(args: TrainOptions) -> Iterator[rules.Row]:
+    """Only GPT-2's matrices are cut, and evenly."""
     option = "tp" if args.strategy == "3d" else "world_size"
-    if args.model == VGG:
-        raise UserError(
-            f"{args.strategy} --model {VGG}: only GPT-2's matrices are cut; --model gpt2-mini works"
-        )
-    heads = size_of_model(args, "n_head")
+    yield (
+        "strategy model", args.model != VGG, "only GPT-2's matrices are cut",
+        "--model gpt2-mini works",
+    )  # fmt: skip
+    heads = rules.size_of_model(args, "n_head")
     divisors = degrees(heads, args.vocab_size or 256)
-    if args.tp not in divisors:
-        numbers = " or ".join(map(str, divisors[1:])) or "1"
-        raise UserError(
-            f"--{option} {args.tp} --model {args.model}: its {heads} heads are "
-            f"dealt out evenly; --{option} {numbers} works"
-        )
+    numbers = " or ".join(map(str, divisors[1:])) or "1"
+    yield (
+        f"{option} model", args.tp in divisors, f"its {heads} heads are dealt out evenly",
+        f"--{option} {numbers} works",
+    )  # fmt: skip
     # more: the positions that a full sequence lacks for equal parts.
     length, more = args.model_max_length, -args.model_max_length % args.tp
-    if args.sequence_parallel and more:
-        raise UserError(
-            f"--sequence_parallel --model_max_length {length}: {args.tp} ranks cannot have equal "
-            f"parts; --model_max_length {length + more} works"
-        )
-
-
-def _settle_strategy(args: Any) -> None:
-    """Settles the strategy's options. Raises UserError for another's, or a cut that fails."""
-    for name in ("schedule", "chunks", "balance") if args.strategy == "3d" and args.pp == 1 else ():
-        if (given := getattr(args, name)) is not None:
-            raise UserError(f"3d --{name} {given} --pp 1: there are no stages; --pp 2 works")
-    staged = ("pipeline", "model", "3d")
-    for name, default, users in (
-        ("schedule", "gpipe" if args.strategy == "model" else "1f1b", ("pipeline", "3d")),
-        ("chunks", None, ("pipeline", "3d")),
-        ("balance", "auto", staged),
-        ("zero", 3 if args.strategy == "fsdp" else None, ("fsdp", "3d")),
-    ):  # fmt: skip
-        given = getattr(args, name)
-        if given is not None and args.strategy not in users:
-            others = f"{', '.join(users[:-1])} and {users[-1]}"
-            others = "fsdp" if (name, given) == ("zero", 2) else others
-            raise UserError(f"{args.strategy} --{name} {given}: it is an option of {others}")
-        setattr(args, name, given or default)  # options.json has every value
-    settle_chunks(args)
-    if args.strategy == "3d" and args.zero is not None:
-        mesh = f"--zero {args.zero} --dp {args.dp} --pp {args.pp}"
-        if args.zero == 2:
-            raise UserError(
-                f"3d {mesh}: 3d has no stage 2; --zero 1 --dp 2 or, without stages, --zero 3 "
-                "--dp 2 works"
-            )
-        if args.zero == 3 and args.pp > 1:
-            raise UserError(f"3d {mesh}: stages keep their parameters; --zero 1, or --pp 1, works")
-        if args.dp == 1:
-            raise UserError(f"3d {mesh}: it shards over replicas; --dp 2 works")
-    if args.strategy == "model" and (args.num_microbatches or 1) > 1:
-        raise UserError(
-            f"model --num_microbatches {args.num_microbatches}: with more than one it is pipeline"
-        )
-    if args.pp > 1 or args.strategy in ("pipeline", "model"):
-        option = "pp" if args.strategy == "3d" else "world_size"
-        check_stages(args, option, args.pp, 16 if args.model == VGG else None)
-
-
-def _check_trace(args: Any) -> None:
-    """Raises UserError for a strategy without --trace, and for dropout, which tracing changes."""
-    if args.strategy not in ("pipeline", "model"):
-        raise UserError(f"{args.strategy} --trace: it is an option of pipeline and model")
-    if args.dropout:
-        raise UserError(
-            f"--trace --dropout {args.dropout:g}: transformers' dropout draws, so that its masks "
-            "would depend on the cut, and a run without --trace has others; --dropout 0 works"
-        )
-
-
-def _check_gpus(args: Any) -> None:
-    """Raises UserError if ranks that send each other tensors would share a GPU. NCCL needs a GPU
-    per rank; gloo can sum tensors on a GPU, but neither send nor gather them."""
-    here = torchrun("LOCAL_WORLD_SIZE", args.world_size)  # ranks of this machine
-    device = choose_device(args.device, 0, here)
-    if device.type != "cuda" or choose_backend(args.device, here) != "gloo":
-        return
-    gpus = torch.cuda.device_count()
-    fewer = f"--world_size {gpus}" if here == args.world_size else f"--nproc-per-node {gpus}"
-    raise UserError(
-        f"{args.strategy} --world_size {args.world_size} --device {args.device}: "
-        f"{gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and every rank needs one; "
-        f"{fewer}, or --device cpu, works"
-    )
+    yield (
+        "sequence_parallel model_max_length", not (args.sequence_parallel and more),
+        f"{args.tp} ranks cannot have equal parts", f"--model_max_length {length + more} works",
+    )  # fmt: skip
 
 
 def run_rank(
-    world: World, args: Any, data: Texts | PictureSets, resume: Resume = NO_RESUME
+    world: World, args: TrainOptions, data: Texts | PictureSets, resume: Resume = NO_RESUME
 ) -> None:
     """One rank of the program. Raises RunError if a check finds a difference from one process."""
     task: Task
@@ -343,8 +257,6 @@ def run_rank(
         task = PictureTask(args, world, data)
     else:
         task = text_task(args, world, data, resume)
-        if args.trace:
-            task.layers_of = traced_layers  # before lay_out cuts them
     plan = plan_of(args, world)
     model = lay_out(args, task, world, plan, resume.cut)  # all ranks together
     plan.timeline.about |= {
@@ -382,7 +294,7 @@ def run_rank(
     on_main(world, conclude)  # to check, rank 0 trains twice; the others wait
 
 
-def read_data(args: Any) -> Texts | PictureSets:
+def read_data(args: TrainOptions) -> Texts | PictureSets:
     """Pictures or texts, as the model needs. Raises UserError if there are none, or fewer than
     ranks."""
     if args.model != VGG:
@@ -395,7 +307,7 @@ def read_data(args: Any) -> Texts | PictureSets:
             f"--{option} {args.dp} --dataset {args.dataset}: it has {fewest} pictures, and each "
             f"rank needs one; {works(f'--{option}', fewest)}"
         )
-    check_warmup(args, len(pictures.train))
+    rules.require(args, [rules.warmup(args, len(pictures.train))])
     return pictures
 
 

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from project.options import as_typed
+from project import rules
+from project.parser import as_typed
 from training.files import show, writing
 from training.launch.errors import RunError, UserError, refuse, signals_end
 from training.launch.world import World, on_main, quiet_libraries
 from training.layouts.layout import LaidOutModel, Plan
 from training.loop import evaluate_loss, train
+from training.options import Options
 from training.results import Results
 from training.resume import Resume
-from training.rules import check_plain_text, check_warmup
 from training.tasks.generation import evaluate_bleu, translate
 from training.tasks.language import LanguageTask
 from training.tasks.sequences import FILES, SequenceTask
@@ -72,27 +73,26 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
     return path
 
 
-def read_texts(args: Any) -> Texts:
+def read_texts(args: Options) -> Texts:
     """The pairs or documents of a run. Raises UserError if they cannot be read or are too few."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    dealt = args.world_size if args.strategy == "ddp" else getattr(args, "dp", 1)
-    texts = load_texts(args.dataset, args.src, args.tgt, sizes, dealt)
+    texts = load_texts(args.dataset, args.src, args.tgt, sizes, args.dp)
     if texts.plain:
-        check_plain_text(args)  # the steps of an epoch are known only after tokenization
+        rules.require(args, rules.of_plain_text(args))  # its steps are known after tokenization
     else:
-        check_warmup(args, len(texts.splits["train"]))
+        rules.require(args, [rules.warmup(args, len(texts.splits["train"]))])
     return texts
 
 
-def text_task(args: Any, world: World, texts: Texts, resume: Resume) -> SequenceTask:
+def text_task(args: Options, world: World, texts: Texts, resume: Resume) -> SequenceTask:
     """The task of a text: translation, or language modelling."""
     kind = LanguageTask if texts.plain else TranslationTask
     task = kind(args, world, texts, resume.files(FILES) if world.is_main else None)
-    check_warmup(args, len(task.num_targets))
+    rules.require(args, [rules.warmup(args, len(task.num_targets))])
     return task
 
 
-def plan_of(args: Any, world: World, workers: str = "rank", **about: Any) -> Plan:
+def plan_of(args: Options, world: World, workers: str = "rank", **about: Any) -> Plan:
     """What the options ask of a layout. Sets how this process' GPU multiplies."""
     if world.device.type == "cuda":  # torch's own default has tf32 in convolutions alone
         exact = "tf32" if args.precision == "tf32" else "ieee"
@@ -106,22 +106,22 @@ def plan_of(args: Any, world: World, workers: str = "rank", **about: Any) -> Pla
     return Plan(
         # Each rank makes its optimizer, of the parameters or shards that it holds.
         partial(make_optimizer, args), args.precision, args.num_microbatches, timeline,
-        args.recompute, getattr(args, "compile", False),
+        args.recompute, args.compile,
     )  # fmt: skip
 
 
-def announce(world: World, args: Any, model: LaidOutModel) -> None:
+def announce(world: World, args: Options, model: LaidOutModel) -> None:
     """Prints, on rank 0, the layout and the length of the run."""
-    n = getattr(args, "num_devices", args.world_size)
-    staged = hasattr(args, "num_devices") and not model.ranks  # a stage each
+    n = args.num_devices or args.world_size
+    staged = args.num_devices is not None and not model.ranks  # a stage each
     facts = [f"{n} {'stage' if staged else 'rank'}{'s' * (n > 1)}"]
     if args.strategy == "3d":
         facts.append(f"data {args.dp} x pipeline {args.pp} x tensor {args.tp}")
-    if getattr(args, "sequence_parallel", False):
+    if args.sequence_parallel:
         facts.append("sequence parallel")
-    if getattr(args, "zero", None):
+    if args.zero:
         facts.append(f"ZeRO stage {args.zero}")
-    if model.schedule is not None and getattr(args, "pp", n) > 1:  # several stages
+    if model.schedule is not None and (args.num_devices or args.pp) > 1:  # several stages
         facts.append(f"schedule {model.schedule}")
         if model.ranks:
             facts.append(f"{args.chunks} chunks each, {len(model.ranks)} stages")
@@ -133,20 +133,20 @@ def announce(world: World, args: Any, model: LaidOutModel) -> None:
         show(f"{strategy}: {', '.join(facts)}")
 
 
-def make_optimizer(args: Any, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """AdamW, or the optimizer that --optimizer names."""
     ps = list(parameters)  # an iterator would be used up
-    if getattr(args, "optimizer", "adamw") == "sgd":
+    if args.optimizer == "sgd":
         return torch.optim.SGD(ps, args.learning_rate, momentum=args.momentum)
     return torch.optim.AdamW(ps, args.learning_rate, fused=ps[0].device.type != "mps")
 
 
-def finish(world: World, results: Results, args: Any) -> None:
+def finish(world: World, results: Results, args: Options) -> None:
     """Prints outputs, draws the curves, and names the files, on rank 0."""
     on_main(world, lambda: _show(results, args))  # the others wait, however long drawing takes
 
 
-def _show(results: Results, args: Any) -> None:
+def _show(results: Results, args: Options) -> None:
     from project.figures.style import plot_training  # here: matplotlib takes a second to import
 
     results.close()

@@ -27,11 +27,11 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 import torch
 
+from project.command_line import Parser
 from project.utils import run_program
 from tests.equivalence.compare import Result
 from tests.equivalence.run import check_all
 from tests.equivalence.table import TABLE, Row
-from training.command_line import Parser
 from training.files import write_json
 from training.launch.errors import UserError, torchrun_world_size
 

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from training.options import Options
 from training.progress import moving
 
 from .launch.world import World, gather_over_ranks
@@ -143,7 +144,7 @@ def compare(
     return Verdict(what, differences, sorted(plain.keys() ^ got.keys()))
 
 
-def plain_rate(args: Any, step: int, total: int) -> float:
+def plain_rate(args: Options, step: int, total: int) -> float:
     """The learning rate of step 0, 1, ... of `total`, as the options say."""
     if step < args.warmup_steps:
         return args.learning_rate * (step + 1) / args.warmup_steps
@@ -153,7 +154,7 @@ def plain_rate(args: Any, step: int, total: int) -> float:
 
 
 def plain_steps(
-    args: Any,
+    args: Options,
     parameters: list[nn.Parameter],
     total: int,
     losses: Iterable[Tensor],
@@ -192,10 +193,10 @@ class Plain:
     casts as the layout does: weights to `compute_dtype`, or by autocast."""
 
     def __init__(
-        self, args: Any, task: Task, plan: Plan, layout: LaidOutModel, dtype: torch.dtype
+        self, args: Options, task: Task, plan: Plan, layout: LaidOutModel, dtype: torch.dtype
     ) -> None:
         exact = dtype == torch.float64
-        self.task, self.dropout = task, getattr(args, "dropout", 0.0)
+        self.task, self.dropout = task, args.dropout
         self.device, self.dtype = layout.devices[0], dtype
         self.compute_dtype = None if exact else layout.compute_dtype
         self.autocast = None if exact or self.compute_dtype else plan
@@ -289,7 +290,7 @@ def outputs_on_main(world: World, task: Task, model: LaidOutModel) -> list[Tenso
 
 
 def check(
-    args: Any,
+    args: Options,
     task: Task,
     plan: Plan,
     model: LaidOutModel,

@@ -27,6 +27,7 @@ from torch import nn
 
 from training.metrics import Metrics, Tracker
 from training.optimization import ADVICE, Optimizers, Recipe
+from training.options import Options
 from training.progress import moving
 from training.results import NOTHING_YET, Results, Totals
 from training.seeds import stream
@@ -155,12 +156,12 @@ def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float,
     return loss / max(1.0, answers), right / max(1.0, answers)
 
 
-def num_steps(args: Any, task: Task) -> int:
+def num_steps(args: Options, task: Task) -> int:
     """Steps of the whole run."""
     return args.num_batches or args.n_epochs * task.steps_per_epoch
 
 
-def recipe_of(args: Any, task: Task) -> Recipe:
+def recipe_of(args: Options, task: Task) -> Recipe:
     """The update of the weights that the options ask for."""
     return Recipe(
         learning_rate=args.learning_rate,
@@ -175,7 +176,7 @@ def recipe_of(args: Any, task: Task) -> Recipe:
 
 def run(
     world: World,
-    args: Any,
+    args: Options,
     task: Task,
     model: LaidOutModel,
     plan: Plan,

@@ -10,7 +10,7 @@ A line of JSON per step and per evaluation, written at once, so that `tail -f` f
 counts three forward passes per step, since backward takes two; recomputation is not counted.
 training/trackers.py writes the same numbers for other tools.
 
-Cost: at the start a forward without memory on rank 0 (and a second trace, with --trace); 0.1 ms per
+Cost: at the start a forward without memory on rank 0; 0.1 ms per
 step.
 """
 
@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from training.files import METRICS, json_text, writing
 from training.optimization import Optimizers
+from training.options import Options
 
 from .launch.memory import peak_bytes
 from .launch.world import World
@@ -51,7 +52,7 @@ class Metrics:
     def __init__(
         self,
         world: World,
-        args: Any,
+        args: Options,
         task: Task,
         model: LaidOutModel,
         steps_done: int,

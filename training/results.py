@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.cores import core_slice
+from training.options import Options
 
 from .files import (
     CHECKPOINTS,
@@ -75,7 +76,7 @@ NOTHING_YET = Totals()
 class Results:
     """The table and the files of one run. All ranks call its methods together."""
 
-    def __init__(self, world: World, args: Any, task: Task, model: LaidOutModel) -> None:
+    def __init__(self, world: World, args: Options, task: Task, model: LaidOutModel) -> None:
         self.world, self.args, self.task, self.model = world, args, task, model
         self.width = max(10, len(task.score_name) + 2)  # of the column
         self.resumed = False
@@ -219,7 +220,7 @@ class Results:
             self.say(self.task.examples_to_show(self.generated))
 
 
-def options_of(args: Any) -> dict[str, Any]:
+def options_of(args: Options) -> dict[str, Any]:
     """The options of a run as JSON values."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
 

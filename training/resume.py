@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_pieces
 from training.files import CHECKPOINTS
 from training.optimization import Optimizers
+from training.options import Options
 from training.results import NOTHING_YET, Totals, options_of
 
 from .launch.errors import UserError, torchrun
@@ -39,6 +41,7 @@ DECIDE = {
     "optimizer", "momentum", "learning_rate", "lr_scheduler", "warmup_steps", "max_grad_norm",
     "precision", "comm_dtype", "seed", "max_batches",
 }  # fmt: skip
+LENGTH = {"n_epochs", "num_batches"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,15 @@ class Resume:
 NO_RESUME = Resume(None)
 
 
-def find_resume(args: Any, fingerprint: str) -> Resume:
+def options_of_checkpoint(workdir: Path, names: Set[str]) -> dict[str, Any]:
+    """The options `names` of the run whose newest intact checkpoint is in the workdir, as far as
+    they decide what is computed or how long; empty if there is none on this host."""
+    checkpoint, _ = newest(workdir / CHECKPOINTS)
+    saved = checkpoint.state["options"] if checkpoint else {}
+    return {k: v for k, v in saved.items() if k in names & (DECIDE | LENGTH)}
+
+
+def find_resume(args: Options, fingerprint: str) -> Resume:
     """The newest intact checkpoint, for --resume. Under torchrun only rank 0 looks for it; see
     `Resume.of_main`.
 
@@ -86,7 +97,7 @@ def find_resume(args: Any, fingerprint: str) -> Resume:
         return Resume(None, (f"--resume: {folder} has no checkpoint; starting from scratch.",))
     name, state = checkpoint.folder.name, checkpoint.state
     # A learning rate that decays is a function of the run's length, too.
-    length = {"n_epochs", "num_batches"} if args.lr_scheduler != "constant" else set()
+    length = LENGTH if args.lr_scheduler != "constant" else set()
     now, then = [], []  # what differs, also because programs have other defaults
     for option, value in options_of(args).items():
         was = state["options"].get(option, value)  # of another program, which may not have it
@@ -127,15 +138,14 @@ class Saving:
     """The checkpoints of a run. All ranks call its methods together."""
 
     def __init__(
-        self, world: World, args: Any, task: Task, model: LaidOutModel, optimizer: Optimizers
+        self, world: World, args: Options, task: Task, model: LaidOutModel, optimizer: Optimizers
     ) -> None:
         self.world, self.args, self.task = world, args, task
         self.model, self.optimizer = model, optimizer
         self.fingerprint = task.fingerprints()["train"]
         folder = args.workdir / CHECKPOINTS
         clean(folder)  # on every host, before the ranks meet to make the Saver
-        timeout = getattr(args, "timeout", 300.0)  # run_pipeline.py has no ranks, and none
-        self.saver = Saver(folder, world, timeout, args.async_save)
+        self.saver = Saver(folder, world, args.timeout, args.async_save)
         self.saved = 0  # the steps done at the last checkpoint
 
     def restore(self, resume: Resume) -> Totals:

@@ -10,12 +10,13 @@ from typing import Any
 
 from training.files import TENSORBOARD
 from training.metrics import Sink, Tracker
+from training.options import Options
 from training.results import options_of
 
 from .launch.errors import RunError, UserError
 
 
-def trackers_of(args: Any) -> list[Tracker]:
+def trackers_of(args: Options) -> list[Tracker]:
     """Those that the options ask for. Raises UserError if one is not installed."""
     wanted = {name: tracker for name, tracker in TRACKERS.items() if getattr(args, name)}
     for name in wanted:
@@ -24,7 +25,7 @@ def trackers_of(args: Any) -> list[Tracker]:
     return list(wanted.values())
 
 
-def _tensorboard(args: Any, steps_done: int) -> Sink:
+def _tensorboard(args: Options, steps_done: int) -> Sink:
     from torch.utils.tensorboard import SummaryWriter
 
     folder = args.workdir / TENSORBOARD
@@ -40,13 +41,17 @@ def _tensorboard(args: Any, steps_done: int) -> Sink:
     return write
 
 
-def _wandb(args: Any, steps_done: int) -> Sink:
+def _wandb(args: Options, steps_done: int) -> Sink:
     import wandb
 
     os.environ.setdefault("WANDB_SILENT", "true")
     name = args.workdir / "wandb" / "run-id"  # a resumed run continues the same run there
     known = name.read_text() if steps_done and name.exists() else None
-    settings = {"project": "parallel-gpt2", "dir": args.workdir, "config": options_of(args)}
+    settings: dict[str, Any] = {
+        "project": "parallel-gpt2",
+        "dir": args.workdir,
+        "config": options_of(args),
+    }
     try:
         run = wandb.init(**settings, id=known, resume="allow")
     except wandb.Error as error:  # no account, or no network
@@ -59,7 +64,7 @@ def _wandb(args: Any, steps_done: int) -> Sink:
     return lambda steps, numbers: run.log(dict(numbers), step=steps)
 
 
-def close_trackers(args: Any) -> None:
+def close_trackers(args: Options) -> None:
     """Ends the run of wandb. (Forked ranks run no exit handlers.)"""
     if args.wandb:
         import wandb

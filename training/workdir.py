@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import os
 import shlex
@@ -13,19 +12,15 @@ from pathlib import Path
 
 from training.checkpoint import clean, names
 from training.files import CHECKPOINTS
+from training.options import Options
 
 from .launch.errors import Interrupted, UserError, say, torchrun, torchrun_world_size
 
 ROOM = 1 << 20  # bytes
 
 
-def claim_folders(args: argparse.Namespace) -> None:
-    """Makes the folders that the run will write into. Raises UserError if it cannot, or if the
-    options that name them contradict each other."""
-    if args.save_every is not None and not args.keep:
-        raise UserError(
-            f"--save_every {args.save_every} --keep 0: no checkpoint would stay; --keep 1 works"
-        )
+def claim_folders(args: Options) -> None:
+    """Makes the folders that the run will write into. Raises UserError if it cannot."""
     claim_folder(args.workdir, f"--workdir {args.workdir}", "--workdir workdir")
     if args.keep:  # something else may be in their place
         claim_folder(args.workdir / CHECKPOINTS, f"--workdir {args.workdir}", "--workdir workdir")
@@ -52,7 +47,7 @@ def claim_folder(folder: Path, option: str, example: str) -> None:
 
 
 @contextmanager
-def alone_in_workdir(args: argparse.Namespace) -> Iterator[None]:
+def alone_in_workdir(args: Options) -> Iterator[None]:
     """Within it no other run may write into the workdir. After it no half-written checkpoint or
     result file is left, however the ranks ended. (Under torchrun the ranks of the next run clean
     up: no rank knows whether all have ended.)

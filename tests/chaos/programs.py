@@ -59,7 +59,6 @@ PROGRAMS = (
     Program("train 3d", OWN, (*trained("3d"), "--pp", "2", "--tp", "2")),
     Program("train recompute", OWN, (*trained("pipeline"), "--recompute", "always")),
     Program("train chunks", OWN, (*trained("pipeline"), "--schedule", "zbv")),
-    Program("train traced", OWN, (*trained("pipeline"), "--trace", "--dropout", "0")),
     *(
         Program(f"torchrun {name}", TORCHRUN, (*TORCHRUN_COMMAND, *trained(name)))
         for name in STRATEGIES

@@ -25,7 +25,6 @@ from pipeline import executor as dataflow
 from pipeline import pipe
 from pipeline.delivery import gradients_by_stage
 from pipeline.processes.neighbours import Neighbours
-from pipeline.tracing import trace
 from runtime.randomness import StageRandomness, StepSeed
 from runtime.ranks import Ranks
 from runtime.shared_memory import SharedBuffers, sum_into
@@ -203,16 +202,6 @@ def micro_batches_replace() -> Broken:
         patch.object(nn.Sequential, "forward", forgetful),
         patch.object(FullyShardedDataParallel, "backward", replacing),
     )
-
-
-@reds("threads2-1f1b-traced")
-def a_traced_shortcut_has_no_gradient() -> Broken:
-    """Of a sum, one term is cut off: forwards are right."""
-
-    def add(a: Tensor, b: Any) -> Tensor:
-        return a + (b.detach() if isinstance(b, Tensor) else b)
-
-    return patch.dict(trace._CALLED, {torch.ops.aten.add.Tensor: add})
 
 
 @reds("ddp2-overlap-clipped fsdp2-zero3-clipped pipeline2-1f1b-clipped threads2-1f1b-clipped")

@@ -20,7 +20,7 @@ from transformers import GPT2Config
 from data_parallel.dataset import shuffled_indices
 from project.train import TrainOptions
 from training.launch.world import World
-from training.layouts.traced import traced_layers
+from training.options import Options
 from training.seeds import stream
 from training.tasks.gpt2 import generator_for, gpt2_config, initializer
 from training.tasks.pictures import Pictures, PictureSets
@@ -80,7 +80,6 @@ class Sentences(Problem):
         odd: of the first epoch, batch 1 has no target at all, and an example of batch 2 is so long
             that it meets a position whose embedding is infinite.
         positions: of a micro-batch at most, where their number is not given.
-        traced: transformers' own model is cut, not the layers of training/tasks/gpt2.py.
     """
 
     n_layer: int = 2
@@ -93,7 +92,6 @@ class Sentences(Problem):
     odd: bool = False
     dropout: float = 0.0
     positions: int = CPU_POSITIONS
-    traced: bool = False
 
     def config(self) -> GPT2Config:
         """The model's sizes."""
@@ -129,10 +127,9 @@ class SentenceTask(TranslationTask):
     """Steps, micro-batches, layers and loss are `TranslationTask`'s own; no text is read."""
 
     def __init__(self, problem: Sentences, world: World) -> None:
-        self.args = SimpleNamespace(
-            batch_size=problem.batch_size, seed=SEED, src="", tgt="", model_max_length=POSITIONS,
-            padding="longest",
-        )  # fmt: skip
+        self.args = Options(
+            batch_size=problem.batch_size, seed=SEED, src="", tgt="", model_max_length=POSITIONS
+        )
         self.problem, self.device, self.files, self.length = problem, world.device, {}, None
         tokenizer: Any = SimpleNamespace(pad_token=PAD, convert_tokens_to_ids=lambda _: 0)
         self.tokenizer = tokenizer
@@ -142,10 +139,6 @@ class SentenceTask(TranslationTask):
         self.cpu_positions = problem.positions
         self.config = problem.config()
         self._initialize = initializer(self.config, SEED)
-
-    def layers(self, model: Any) -> list[Any]:
-        """The product's, by hand or traced."""
-        return traced_layers(model) if self.problem.traced else super().layers(model)
 
     def initialize(self, name: str, p: Tensor) -> None:
         """Nothing is 0, and norms are not 1, so that every gradient matters."""
@@ -173,10 +166,8 @@ class Noise(Problem):
 
     def task(self, world: World, dtype: torch.dtype) -> NoiseTask:
         """The product's task on these pictures."""
-        precision = "fp64" if dtype == torch.float64 else "fp32"
-        args = SimpleNamespace(
-            batch_size=self.batch_size, seed=SEED, vgg_width=4, precision=precision, max_batches=0
-        )
+        precision: Any = "fp64" if dtype == torch.float64 else "fp32"
+        args = Options(batch_size=self.batch_size, seed=SEED, vgg_width=4, precision=precision)
         classes = tuple("0123456789")
         return NoiseTask(args, world, PictureSets(self.examples(), self.examples(), classes))
 

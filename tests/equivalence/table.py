@@ -239,7 +239,6 @@ def _stages() -> Iterator[Row]:
         "same_length": Sentences(16, n_layer=3, same_length=True),
         "clipped": Sentences(16, n_layer=3, max_grad_norm=0.1),
         "odd": ODD,
-        "traced": Sentences(11, n_layer=3, traced=True),
     }
     for schedule in SCHEDULES:
         for n, cut in enumerate(EQUAL, 1):

@@ -43,7 +43,7 @@ def failure(world: Ranks | None, name: str, steps: int = 2, mutation: str = "not
 # runs all there are.
 SHORT = """
     single-one_more single-dropout threads1-1f1b-m3 threads2-gpipe-m3 threads2-1f1b-auto
-    threads2-zb-clipped threads2-1f1b-untied threads2-sequential-m4 threads2-1f1b-traced
+    threads2-zb-clipped threads2-1f1b-untied threads2-sequential-m4
     threads2-zb-recompute_sqrt threads2-interleaved-v2_m3 threads2-zbv-clipped threads3-1f1b-m8
     threads3-zb-cut_6_1_1 threads3-zb-resumed threads3-1f1b-dropout threads3-vhalf-v2_m8
     threads3-vmin-v2_m3 module2-vgg16 module3-gpt2 blocks2-one_by_one blocks3-resumed

@@ -7,7 +7,6 @@ import os
 import shlex
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from project.utils import read_texts, run_program
 from tests.project.conftest import write_pairs
 from tests.project.programs import FLOW, KINDS, PROGRAMS, TINY, names_in, parse, run
 from training.launch.errors import UserError
+from training.options import Options
 from training.resume import DECIDE, NO_RESUME, find_resume
 from training.workdir import alone_in_workdir
 
@@ -92,36 +92,34 @@ dp --accumulation_steps 33 => a micro-batch needs an example; --accumulation_ste
 pp FLOW --n_chunk 65 => a micro-batch needs an example; --n_chunk 1 to 64 works
 train model --num_microbatches 2 => with more than one it is pipeline
 # without effect, or of another strategy
-dp --gradient_sync flat --bucket_mb 8 => only the buckets of --gradient_sync overlap have it
-pp --num_devices 999 => is 1 there; leave it out, or use --model_parallel_mode pipeline_parallel
-pp FLOW --pipeline blocks --schedule zb => is gpipe there; leave it out, or use --pipeline whole
-pp ONE --pipeline blocks --n_chunk 3 => it is 1 there; leave it out, or use --pipeline whole
+dp --gradient_sync flat --bucket_mb 8 => only --gradient_sync overlap has it; leave it out
+pp --num_devices 999 => leave it out, or use --model_parallel_mode pipeline_parallel
+pp FLOW --pipeline blocks --schedule zb => only --pipeline whole has it; leave it out
+pp ONE --pipeline blocks --n_chunk 3 => only --pipeline whole has it; leave it out, or use
 train pipeline --schedule 1f1b --chunks 2 => 1 stage there; schedule interleaved takes any
 train pipeline --schedule interleaved --chunks 9 => every stage needs one; --chunks 2 to 8 works
 train pipeline --num_workers 10 --schedule zbv => stage needs one; --num_workers 1 to 8 works
-train fsdp --chunks 2 => it is an option of pipeline and 3d
-train ddp --trace --model gpt2-mini => it is an option of pipeline and model
-train pipeline --trace --model gpt2-mini --dropout 0.1 => --trace has others; --dropout 0 works
+train fsdp --chunks 2 => only pipeline or 3d has it; leave it out
 train ddp --tp 2 => it is an option of 3d; --world_size is the number of ranks of ddp
 train 3d --dp 2 --pp 2 --world_size 2 => dp x pp x tp is 4; leave --world_size out, or start 4 ranks
 train ddp --dataset mine.txt => this is text, and vgg16 learns pictures; --model gpt2-mini works
 train tensor => only GPT-2's matrices are cut; --model gpt2-mini works
 train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --num_workers 2 or 4 works
 train 3d --tp 4 --model gpt2-mini --sequence_parallel --model_max_length 127 => 128 works
-train fsdp --compile => hides; single and ddp have it
-train 3d --pp 2 --sequence_parallel => the ranks that share a matrix; tensor, or 3d --tp 2, works
+train fsdp --compile => only single or ddp, where nothing watches the operators of a layer
+train 3d --pp 2 --sequence_parallel => share a matrix has it; tensor, or 3d --tp 2, works
 train 3d --dp 2 --zero 2 => --zero 1 --dp 2 or, without stages, --zero 3 --dp 2 works
 train 3d --dp 2 --pp 2 --zero 3 => stages keep their parameters; --zero 1, or --pp 1, works
 train 3d --pp 2 --zero 1 => it shards over replicas; --dp 2 works
 train 3d --dp 4 --batch_size 3 => each rank needs an example; --dp 1 to 3 works
-train ddp --momentum 0.5 => it is only for --optimizer sgd
-train ddp --model gpt2-mini --vgg_width 8 => it is only for --model vgg16
-train ddp --n_layer 2 => models of sentences, as gpt2-mini, and --model is vgg16 here; leave it out
-train ddp --n_test 32 => --model is vgg16 here; --n_validation 32 sets the number of test pictures
+train ddp --momentum 0.5 => only --optimizer sgd has it
+train ddp --model gpt2-mini --vgg_width 8 => only --model vgg16 has it
+train ddp --n_layer 2 => only a model of sentences, as gpt2-mini, has it; leave it out
+train ddp --n_test 32 => --n_validation sets the number of test pictures
 dp --dataset a.txt --n_test 8 => it is for pairs of sentences, and this is plain text; leave it out
 dp --dataset empty.jsonl => it is empty; --dataset builtin needs neither files nor network
 train ddp --model gpt2-mini --dropout 0.1 --precision bf16 --check_weights => in bf16, the
-train 3d --dp 2 --balance 2,2 --model gpt2-mini => there are no stages; --pp 2 works
+train 3d --dp 2 --balance 2,2 --model gpt2-mini => with several stages has it; --pp 2 works
 dp --save_every 9 --keep 0 => no checkpoint would stay; --keep 1 works
 train ddp --num_batches 5 --warmup_steps 5 => end before the last; --warmup_steps 0 to 4 works
 dp --n_train 33 --batch_size 8 --n_epochs 2 --warmup_steps 10 => last; --warmup_steps 0 to 9 works
@@ -146,7 +144,7 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     Path("a.txt").write_text("A line.\nAnd one.\n")
     some = f"1 to {CORES}" if CORES > 1 else "1"
     text, wrong = TABLE.format(cores=CORES, works=some), []
-    with alone_in_workdir(SimpleNamespace(workdir=Path("taken"))):  # type: ignore
+    with alone_in_workdir(Options(workdir=Path("taken"))):
         for row in text.strip().splitlines():
             line, arrow, words = row.partition(" => ")
             if not arrow:
@@ -188,7 +186,7 @@ MAY_CHANGE = """
     async_save balance benchmark_only bucket_mb check_output check_weights chunks compile
     cores_per_rank device dp gradient_sync keep master_port model_parallel_mode n_epochs
     num_batches num_devices num_microbatches on_nan pipeline pp profile pytest recompute resume
-    save_every schedule sequence_parallel strategy tensorboard timeline timeout tp trace wandb
+    save_every schedule sequence_parallel strategy tensorboard timeline timeout tp wandb
     workdir world_size zero
 """
 

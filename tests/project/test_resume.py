@@ -26,6 +26,7 @@ from tests.project.programs import (
     written,
 )
 from tests.ranks import Ranks
+from training.launch.errors import UserError
 from training.loop import seeded
 from training.optimization import Recipe
 from training.results import read_metrics
@@ -114,6 +115,17 @@ def test_any_program_resumes_what_any_other_has_saved(
         assert stop_at == 1 or f"{stop_at - 1} steps done." in printed
     assert losses() == pytest.approx(losses(one.workdir), rel=SAME, nan_ok=True)
     assert written("work") == written(one.workdir)
+
+
+def test_what_is_not_typed_is_as_it_was(ranks: Ranks) -> None:
+    """Model, data, batch, dropout and length of the run, though programs have other defaults."""
+    run(f"run_data_parallel {TINY} --n_epochs 2 --dropout 0.1", ranks, stop_at=5)
+    printed, error = run("train fsdp --resume", ranks)
+    assert error is None, printed
+    assert ": 4 steps done." in printed and "fsdp: 2 ranks" in printed
+    assert len(summary()["loss"]) == 8
+    with pytest.raises(UserError, match=r"^--dropout 0.2 with --resume: "):
+        run("train single --resume --dropout 0.2")
 
 
 def test_a_run_that_was_done_is_resumed_for_longer_or_with_nothing_to_do() -> None:

@@ -102,7 +102,7 @@ def large_weights(name: str, p: Tensor) -> None:
 def translations(rank: int, world_size: int, line: str) -> tuple[int, list[str]]:
     """The parts of the data, and the translations of this rank's, by the layout."""
     task, world = made(line, rank, world_size), World(rank, world_size, rank)
-    args = task.args
+    args: Any = task.args
     plan = plan_of(args, world)
     if line.startswith("train"):
         model = lay_out(args, task, world, plan)

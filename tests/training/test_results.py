@@ -16,6 +16,7 @@ from tests.project.programs import names_in, read_json
 from training.files import show, write_json
 from training.launch.errors import RunError
 from training.launch.world import World
+from training.options import Options
 from training.results import Results, Totals, set_aside, spread
 from training.tasks.task import Score
 
@@ -29,7 +30,7 @@ def results(tmp_path: Path) -> Results:
     units = ("positions/s", "real tokens/s")
     task: Any = SimpleNamespace(score_name="BLEU", units=units, tested=lambda: PAIRS)
     model: Any = SimpleNamespace(schedule=None, parts=1)
-    args = SimpleNamespace(workdir=tmp_path, benchmark_only=False)
+    args = Options(workdir=tmp_path)
     return Results(World(), args, task, model)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
@@ -13,6 +12,7 @@ import pytest
 
 from tests.project.programs import names_in
 from training.launch.errors import Interrupted, UserError, signals_end
+from training.options import Options
 from training.workdir import alone_in_workdir
 
 HALF = ("work/checkpoints/.000002-epoch1.part/state.json", "work/summary.json.part")
@@ -39,7 +39,7 @@ def files() -> list[str]:
 def test_nothing_half_written_stays_but_what_other_ranks_may_be_writing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = argparse.Namespace(workdir=Path("work"))
+    args = Options(workdir=Path("work"))
     for file in (*HALF, *WHOLE):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).touch()

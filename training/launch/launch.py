@@ -52,6 +52,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.cores import core_slice
+from training.options import Options
 
 from .errors import (
     GRACE,
@@ -149,7 +150,7 @@ class Settings:
     libraries: tuple[str, ...] = ()  # that ranks need; imported before they are forked
 
     @classmethod
-    def of(cls, args: Any) -> Settings:
+    def of(cls, args: Options) -> Settings:
         """From a program's options."""
         # Making an optimizer imports torch._dynamo, which takes seconds.
         libraries = ["torch._dynamo", "torch.distributed.checkpoint"]

@@ -12,10 +12,10 @@ tensor     a part of every matrix per rank    Staged         tensor_parallel/gpt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from runtime.mesh import make_mesh
 from training.launch.world import World
+from training.options import Options
 from training.tasks.task import Task
 
 from .layout import LaidOutModel, Plan
@@ -25,7 +25,7 @@ from .stages import Staged
 
 
 def lay_out(
-    args: Any, task: Task, world: World, plan: Plan, cut: Sequence[int] | None = None
+    args: Options, task: Task, world: World, plan: Plan, cut: Sequence[int] | None = None
 ) -> LaidOutModel:
     """The task's model under `args.strategy`. All ranks call it together.
 

@@ -13,7 +13,7 @@ need no shared folder.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -28,6 +28,7 @@ from runtime.dropout import Keys
 from training.files import writing
 from training.launch.compare_ranks import check_same
 from training.launch.world import World, gather_over_ranks, on_main
+from training.options import Options
 from training.seeds import stream
 
 from .gpt2 import (
@@ -66,10 +67,9 @@ class SequenceTask(Task, ABC):
 
     units: Sequence[str] = ("positions/s", "real tokens/s")
     cpu_positions = CPU_POSITIONS
-    layers_of: Callable[[Any], list[Any]] = staticmethod(gpt2_layers)  # or traced.py's
 
     def __init__(
-        self, args: Any, world: World, texts: Any, files: Mapping[str, bytes] | None = None
+        self, args: Options, world: World, texts: Any, files: Mapping[str, bytes] | None = None
     ) -> None:
         import_transformers()
         self.args, self.texts, self.device = args, texts, world.device
@@ -110,7 +110,7 @@ class SequenceTask(Task, ABC):
 
     def layers(self, model: Any) -> list[Any]:
         """Embedding, two halves per block, head."""
-        return self.layers_of(model)
+        return gpt2_layers(model)
 
     def sizes(self, balance: str, num_stages: int) -> list[int] | None:
         """Layers per stage; --balance counts blocks."""
@@ -252,7 +252,7 @@ def _length(example: Encoded) -> int:
     return len(example.ids)
 
 
-def _config_and_weights(args: Any, num_tokens: int) -> tuple[GPT2Config, Any]:
+def _config_and_weights(args: Options, num_tokens: int) -> tuple[GPT2Config, Any]:
     """The configuration and initializer of a preset, or of pretrained weights."""
     if args.model not in PRESETS:
         config = pretrained_config(args.model, num_tokens, args.dropout)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from training.options import Options
+
 from .cache import Prefix
 
 if TYPE_CHECKING:
@@ -112,7 +114,7 @@ class Task(Protocol):
         """A hash of each split's examples, in their order."""
 
 
-def steps_of_epoch(args: Any, num_examples: int) -> int:
+def steps_of_epoch(args: Options, num_examples: int) -> int:
     """Global batches that cover the examples once, the last one smaller; or --max_batches, if that
     is less."""
     whole: int = -(-num_examples // args.batch_size)

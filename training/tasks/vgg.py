@@ -36,6 +36,7 @@ from torch.nn import functional as F
 
 from data_parallel.dataset import even_slices, partition_dataset
 from training.launch.world import World
+from training.options import Options
 from training.seeds import stream
 
 from .gpt2 import generator_for, split_by
@@ -110,7 +111,7 @@ class PictureTask:
     units: Sequence[str] = ("pictures/s",)
     files: dict[str, bytes]
 
-    def __init__(self, args: Any, world: World, sets: PictureSets) -> None:
+    def __init__(self, args: Options, world: World, sets: PictureSets) -> None:
         self.args, self.sets, self.device = args, sets, world.device
         self.dtype = torch.float64 if args.precision == "fp64" else torch.float32
         self.steps_per_epoch = steps_of_epoch(args, len(sets.train))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GPT2LMHeadModel
 
-from training.layouts.traced import traced_layers
 from training.seeds import stream
-from training.tasks.cache import Prefix
-from training.tasks.generation import newest_alone
 from training.tasks.gpt2 import (
     build_model,
     gpt2_config,
@@ -132,32 +128,6 @@ def test_the_loss_of_the_layers_is_the_masked_cross_entropy_of_the_model() -> No
     nothing.backward()
     assert nothing.item() == 0
     assert [n for n, p in model.named_parameters() if p.grad is None or p.grad.any()] == []
-
-
-def test_traced_layers_are_those_by_hand() -> None:
-    """In what tests/equivalence does not run: sentences of one token, evaluation, ids alone, of
-    which operations are counted, and a cache. Each has the same parameters."""
-    config = gpt2_config("gpt2-mini", 40, 16, dropout=0.0, n_layer=1, n_embd=16, n_head=2)
-    model = build_model(config, 0).double()
-    by_hand, traced = gpt2_layers(model), traced_layers(model)
-    parameters = [[set(layer.parameters()) for layer in layers] for layers in (by_hand, traced)]
-    assert parameters[0] == parameters[1]
-    traced = copy.deepcopy(traced)  # as --balance auto measures them
-    keys = torch.zeros(3, dtype=torch.long)
-    for ids in (torch.arange(3)[:, None], torch.arange(15).view(3, 5)):
-        weights = (ids % 4 != 1).double()
-        for mode, value in ((True, (ids, weights, keys)), (False, (ids, weights)), (False, ids)):
-            outputs = [nn.Sequential(*layers).train(mode)(value) for layers in (by_hand, traced)]
-            torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
-
-    def continued(layers: list[nn.Module]) -> list[Tensor]:
-        ids, newest, prefix = torch.arange(15).view(3, 5), torch.arange(3)[:, None], Prefix([5] * 3)
-        first = nn.Sequential(*layers).eval()((ids, newest_alone(ids), prefix))
-        prefix.extend()
-        return [first, nn.Sequential(*layers)((newest, newest_alone(newest), prefix))]
-
-    with torch.no_grad():
-        assert all(map(torch.equal, continued(traced), continued(by_hand)))
 
 
 # Weights of others

@@ -12,6 +12,7 @@ import torch
 from tests.project.programs import TINY, parse
 from training.launch.errors import UserError
 from training.launch.world import World
+from training.options import Options
 from training.tasks.task import Step
 from training.tasks.texts import SPLITS, Texts
 from training.tasks.tokens import Encoded, collate_batch, encode, load_tokenizer, train_tokenizer
@@ -78,9 +79,9 @@ def test_collate_batch_makes_a_rectangle_with_weights_on_targets(tokenizer: Any)
 class Numbered(TranslationTask):
     """Example i begins with token i; lengths go from 3 to 7, of which 1 to 5 are the target's."""
 
-    def __init__(self, n: int, batch_size: int, padding: str = "longest") -> None:
+    def __init__(self, n: int, batch_size: int, padding: Any = "longest") -> None:
         self.tokenizer: Any = SimpleNamespace(pad_token="", convert_tokens_to_ids=lambda _: 0)
-        self.args = SimpleNamespace(
+        self.args = Options(
             batch_size=batch_size, seed=5, src="", tgt="", model_max_length=10, padding=padding
         )
         self.device = torch.device("cpu")

@@ -1,6 +1,6 @@
 """argparse whose errors are one line without the usage, for programs with few options; and what all
 command lines have in common. The programs that train declare their options as dataclasses in
-project/options.py."""
+training/options.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from .launch.errors import refuse
+from training.launch.errors import refuse
 
 
 def underscored(words: Sequence[str]) -> list[str]:

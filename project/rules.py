@@ -1,0 +1,229 @@
+"""What the options of a run must fulfil, and the values of those that were not given.
+
+A rule is a row: the options that it is about, whether they fulfil it, the rule in words, and what
+works instead. `require` reads a table of rows, which is lazy: later rows may rely on earlier ones.
+A function `settled_*` returns the options with values for some that are UNSET; nothing is changed
+in place. Each program puts its own together in its `parse_*`:
+
+    parse -> resumed -> require(only for some) -> settled -> require(rules) -> folders
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from runtime.cores import core_slice
+from training.launch.errors import UserError, torchrun, torchrun_world_size, works
+from training.launch.world import choose_backend, choose_device
+from training.options import Options
+from training.resume import options_of_checkpoint
+from training.tasks.gpt2 import PRESETS, gpt2_size
+from training.tasks.pretrained import check_pretrained
+from training.tasks.task import steps_of_epoch
+
+from .parser import O, shown
+
+SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of the built-in data
+RATES = {"vgg16": 3e-4, "gpt2-mini": 1e-3}  # learning rates of AdamW
+SGD_FACTOR = 30  # SGD's steps are scaled by small gradients; AdamW's have the size of the rate
+STEPS_RECORDED = 20
+LEAST_VOCABULARY = 256 + 3  # bytes and special tokens
+
+Row = tuple[str, bool, str, str]
+"""The options' names, whether they fulfil the rule, the rule, what works instead."""
+
+
+def require(args: Options, rows: Iterable[Row]) -> None:
+    """Raises UserError for the first row that is not fulfilled."""
+    for names, fulfilled, rule, instead in rows:
+        if not fulfilled:
+            raise UserError(f"{spelt(args, names)}: {rule}; {instead}")
+
+
+def spelt(args: Options, names: str) -> str:
+    """Options as they are typed. The strategy of train.py has no dashes."""
+    words = []
+    for name in names.split():
+        value: Any = getattr(args, name)
+        if isinstance(value, float):
+            value = f"{value:g}"
+        text = "all" if value is None else shlex.quote(str(value))
+        words.append(text if name == "strategy" else f"--{name}" + f" {text}" * (value is not True))
+    return " ".join(words)
+
+
+def only(
+    args: Options, typed: Set[str], names: str, has: bool, who: str, decides: str = "",
+    instead: str = "leave it out",
+) -> Iterator[Row]:  # fmt: skip
+    """Rows of options that only some runs have: `who`. What `decides` is shown beside each. What
+    was not typed, or has its default, is no mistake."""
+    defaults = {field.name: field.default for field in fields(args)}
+    for name in names.split():
+        if name in typed and getattr(args, name) != defaults[name]:
+            shown_ = f"{decides} {name}" if "strategy" in decides else f"{name} {decides}"
+            yield shown_, has, f"only {who} has it", instead
+
+
+def resumed(given: O, typed: Set[str]) -> O:
+    """With --resume: what was not typed is as it was in the run that is resumed."""
+    if not given.resume:
+        return given
+    mine = {*shown(type(given))} - typed
+    if {"n_epochs", "num_batches"} & typed:
+        mine -= {"n_epochs", "num_batches"}
+    return replace(given, **options_of_checkpoint(given.workdir, mine))
+
+
+def settled_ranks(args: O, world_size: int | None = None) -> O:
+    """With the number of processes: as typed, as torchrun started, or `world_size`, or 2."""
+    started = torchrun_world_size()
+    require(args, (
+        (name, started is None or getattr(args, name) in (None, decided),
+         f"torchrun started {started} ranks and decides it", "leave it out")
+        for name, decided in (("world_size", started), ("master_port", None))
+    ))  # fmt: skip
+    return replace(args, world_size=args.world_size or started or world_size or 2)
+
+
+def settled(args: O) -> O:
+    """With the model, the learning rate, the sizes of splits, and how many steps are recorded."""
+    kind = choose_device(args.device, 0, args.world_size).type
+    new: dict[str, Any] = {"model": args.model}
+    if args.model == "auto":
+        new["model"] = "gpt2" if kind == "cuda" else "gpt2-mini"
+    if args.timeline is None:  # 0.3 microseconds per action; a GPU would be waited for
+        new["timeline"] = STEPS_RECORDED if kind == "cpu" else 0
+    if args.learning_rate is None:
+        narrow = args.n_embd is not None and args.n_embd <= 512 and new["model"] in PRESETS
+        rate = RATES.get(new["model"]) or (1e-3 if narrow else 1e-4)
+        new["learning_rate"] = rate * (SGD_FACTOR if args.optimizer == "sgd" else 1)
+    for name, size in SIZES.items():
+        limit = getattr(args, name) or (size if args.dataset == "builtin" else "all")
+        new[name] = None if limit == "all" else limit
+    return replace(args, **new)
+
+
+def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Row]:
+    """Of every program. The batch is dealt out in `parts`, whose number the option `dealt` sets."""
+    cores, batch = len(core_slice(0, 1)), args.batch_size
+    share, kind = -(-batch // parts), choose_device(args.device, 0, args.world_size).type
+    yield (
+        "cores_per_rank", not cores or (args.cores_per_rank or 0) <= cores,
+        f"{cores} cores may be used here", works("--cores_per_rank", cores),
+    )  # fmt: skip
+    for name in ("batch_size", "n_train", "n_validation"):
+        n = getattr(args, name)
+        yield (
+            f"{name} {dealt}", parts == 1 or n is None or n >= parts,
+            "each rank needs an example", works(f"--{dealt}", n or 1),
+        )  # fmt: skip
+    yield (
+        "num_microbatches batch_size" + f" {dealt}" * (parts > 1),
+        args.num_microbatches is None or args.num_microbatches <= share,
+        "a micro-batch needs an example", works("--num_microbatches", share),
+    )  # fmt: skip
+    if args.num_batches is not None:
+        yield warmup(args, 0)
+    yield (
+        "precision device", args.precision != "tf32" or kind == "cuda",
+        "it is how CUDA devices multiply", "--precision fp32 works",
+    )  # fmt: skip
+    if args.compile:
+        compiler = os.environ.get("CXX", "g++")
+        lacks = "a C++ compiler" if kind != "cuda" else "the package triton"
+        there = importlib.util.find_spec("triton") if kind == "cuda" else shutil.which(compiler)
+        yield "compile", there is not None, f"torch.compile needs {lacks} here", "leave it out"
+    yield (
+        "save_every keep", args.save_every is None or args.keep > 0,
+        "no checkpoint would stay", "--keep 1 works",
+    )  # fmt: skip
+
+
+def of_recompute(args: Options, one_at_a_time: bool) -> Iterator[Row]:
+    """`one_at_a_time`: the backward of each micro-batch comes before the forward of the next."""
+    yield (
+        "recompute",
+        args.recompute != "except_last" or not (one_at_a_time or args.num_microbatches == 1),
+        "every micro-batch is the last one held: nothing would be recomputed",
+        "--recompute always works",
+    )
+    yield (
+        "recompute",
+        args.recompute != "sqrt" or not (args.strategy == "fsdp" or args.zero == 3),
+        "shards of segments of several layers would be gathered once more",
+        "--recompute always works",
+    )
+
+
+def warmup(args: Options, num_examples: int) -> Row:
+    """The warm-up must end before the run does."""
+    steps = args.num_batches or args.n_epochs * steps_of_epoch(args, num_examples)
+    return (
+        "warmup_steps", not args.warmup_steps or args.warmup_steps < steps,
+        f"the run has {steps} steps, and the warm-up must end before the last",
+        works("--warmup_steps", steps - 1, least=0),
+    )  # fmt: skip
+
+
+def of_plain_text(args: Options) -> Iterator[Row]:
+    """Plain text has no pairs, and needs a length that leaves a task."""
+    yield (
+        "model_max_length", args.model_max_length >= 2,
+        "it needs a token of context and one to predict", "2 or more works",
+    )  # fmt: skip
+    for name, default in (("src", "de"), ("tgt", "en"), ("n_test", None)):
+        yield (
+            f"{name} dataset", getattr(args, name) == default,
+            "it is for pairs of sentences, and this is plain text", "leave it out",
+        )  # fmt: skip
+
+
+def of_model(args: Options) -> Iterator[Row]:
+    """A GPT-2 that can be built. Also raises what pretrained weights, or their sizes, say."""
+    yield (
+        "vocab_size", args.vocab_size is None or args.vocab_size >= LEAST_VOCABULARY,
+        f"a byte-level vocabulary has at least {LEAST_VOCABULARY} tokens",
+        "--vocab_size 2048 works",
+    )  # fmt: skip
+    if args.model in PRESETS:
+        gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
+        return
+    for name in ("n_layer", "n_embd", "n_head", "vocab_size"):
+        yield (
+            f"{name} model", getattr(args, name) is None, "pretrained weights have a fixed size",
+            f"only the presets can be changed ({', '.join(PRESETS)})",
+        )  # fmt: skip
+    check_pretrained(args.model, args.model_max_length)
+
+
+def of_gpus(args: Options) -> Iterator[Row]:
+    """Ranks that send each other tensors need a GPU each: NCCL needs it; gloo can sum tensors on a
+    GPU, but neither send nor gather them."""
+    here = torchrun("LOCAL_WORLD_SIZE", args.world_size)  # ranks of this machine
+    shared = choose_device(args.device, 0, here).type == "cuda"
+    shared = shared and choose_backend(args.device, here) == "gloo"
+    gpus = torch.cuda.device_count()
+    fewer = f"--world_size {gpus}" if here == args.world_size else f"--nproc-per-node {gpus}"
+    yield (
+        "strategy world_size device", not shared,
+        f"{gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and every rank needs one",
+        f"{fewer}, or --device cpu, works",
+    )  # fmt: skip
+
+
+def size_of_model(args: Options, name: str) -> int:
+    """n_layer or n_head of the GPT-2 that the options name, which fulfils `of_model`."""
+    if args.model in PRESETS:
+        return getattr(args, name) or PRESETS[args.model][name]
+    from transformers import AutoConfig  # here: it takes seconds to import
+
+    return getattr(AutoConfig.from_pretrained(args.model), name)

@@ -1,0 +1,50 @@
+"""The rules of stages of layers, which run_pipeline.py and train.py share; see project/rules.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pipeline.schedules.catalogue import chunks_of
+from training.launch.errors import UserError, works
+from training.options import Options
+from training.tasks.gpt2 import split_by
+
+from .parser import O
+from .rules import Row, size_of_model
+
+
+def settled_chunks(args: O) -> O:
+    """With the number of stages per rank or device, which the schedule limits."""
+    try:
+        return replace(args, chunks=chunks_of(args.schedule, args.chunks))
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+
+
+def of_stages(args: Options, option: str, n: int, num_layers: int | None = None) -> Iterator[Row]:
+    """The model must have a layer for each stage of `n` ranks or devices, whose number `option`
+    sets. A model that is not a GPT-2 has `num_layers`."""
+    if num_layers is not None:
+        units, unit, parts = num_layers, "layers", ""
+    elif args.balance == "auto" and args.pipeline == "whole":
+        units, unit = 2 * size_of_model(args, "n_layer") + 2, "layers"
+        parts = " (embedding, halves of blocks, head)"
+    else:
+        units, unit, parts = size_of_model(args, "n_layer"), "blocks", ""
+    stages, chunks = n * args.chunks, args.chunks
+    least = 2 if option == "pp" else 1  # 3d has no schedule without stages
+    if chunks > 2 and units // n > 1:  # of interleaved, which takes two or more
+        fewer = works("--chunks", units // n, least=2)
+    elif units >= least * chunks:
+        fewer = works(f"--{option}", units // chunks, least)
+    else:
+        fewer = works(f"--schedule 1f1b --{option}", units, least) + ", without --chunks"
+    has = f"{units} {unit if units > 1 else unit.removesuffix('s')}{parts}"
+    names = f"{option} chunks balance" if chunks > 1 else f"{option} balance"
+    yield names, stages <= units, f"the model has {has} and every stage needs one", fewer
+    if args.balance != "auto":
+        try:
+            split_by(args.balance, units, stages, unit)
+        except ValueError as error:  # it begins with its own option
+            raise UserError(f"--{option} {n} --{error}") from None

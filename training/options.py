@@ -1,0 +1,247 @@
+"""The options of a run: name, type, default and help, each once.
+
+An option that is UNSET gets its value before anything starts (project/rules.py), so that everything
+after that reads a complete object. A program shows some of the groups of options below, and may
+give an option another default; what it does not show keeps the default that is here.
+
+This module does not import torch, so --help and a mistyped option are answered at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from jsonargparse.typing import restricted_number_type
+
+UNSET: Any = None
+
+if TYPE_CHECKING:
+    Count = int
+    Whole = int
+    Positive = float
+    Fraction = float
+    Seconds = float
+    Size = int | None  # None: all
+    Schedule = str
+else:
+    Count = restricted_number_type("Count", int, [(">=", 1)])
+    Whole = restricted_number_type("Whole", int, [(">=", 0), ("<", 2**32)])
+    Positive = restricted_number_type("Positive", float, [(">", 0), ("<", float("inf"))])
+    Fraction = restricted_number_type("Fraction", float, [(">=", 0), ("<", 1)])
+    # At most a month: libraries count in milliseconds, which must not overflow.
+    Seconds = restricted_number_type("Seconds", float, [(">", 0), ("<=", 30 * 24 * 3600)])
+    Size = Count | Literal["all"] | None
+    Schedule = Literal["gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin"]
+WORDS = {  # what a value of the type must be
+    "Count": "a whole number, 1 or more",
+    "Whole": f"a whole number from 0 to {2**32 - 1}",
+    "Positive": "a positive, finite number, as 0.5",
+    "Fraction": "at least 0 and less than 1, as 0.1",
+    "Seconds": "a positive number of seconds, at most 2592000 (a month)",
+    "bool": "true or false",
+}
+
+
+@dataclass
+class Training:
+    """training"""
+
+    n_epochs: Count = 8
+    """passes over the training data"""
+    batch_size: Count = 64
+    """examples per step, over all ranks and micro-batches"""
+    learning_rate: Positive = UNSET
+    """peak rate; default: 1e-3 for gpt2-mini, 3e-4 for vgg16, else 1e-4; with sgd 30 times that"""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """after warm-up: constant, or linear or cosine decay to 0"""
+    warmup_steps: Whole = 0
+    """linear warm-up steps; they allow a higher learning rate"""
+    max_grad_norm: Positive | None = None
+    """clip the global gradient norm to this, e.g. 1.0; off by default"""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """if a loss or gradient is not finite: stop the run, or skip the step on all ranks"""
+    precision: Literal["fp32", "tf32", "bf16", "fp64"] = "fp32"
+    """bf16: matrix products in bfloat16, weights and optimizer in fp32; tf32: products of CUDA
+    devices with 10 bits of their factors' fractions"""
+    seed: Whole = 0
+    """of weights, data order and dropout"""
+    num_batches: Count | None = None
+    """stop after so many steps, instead of n_epochs"""
+    max_batches: Whole = 0
+    """steps per epoch at most; 0: all"""
+    benchmark_only: bool = False
+    """train and measure: no validation, no generation"""
+    num_microbatches: Count | None = None
+    """micro-batches per step; default: 4 in a pipeline, else 1, and on a CPU what pads least"""
+    recompute: Literal["never", "always", "except_last", "sqrt"] = "never"
+    """compute activations again in backward; sqrt: keep about sqrt(L) inputs of L layers"""
+
+
+@dataclass
+class Data:
+    """data"""
+
+    dataset: str = "builtin"
+    """builtin, a folder (train.de ...), a JSONL, CSV, Parquet or .txt file, a hub name"""
+    n_train: Size = None
+    """training examples at most, or all; default: 5000 of builtin, else all"""
+    n_validation: Size = None
+    """validation examples, likewise; default: 1000 of builtin, else all"""
+    n_test: Size = None
+    """test examples, likewise; default: 100 of builtin, else all"""
+    src: str = "de"
+    """language to translate from"""
+    tgt: str = "en"
+    """language to translate to"""
+    model_max_length: Count = 128
+    """longest sequence; longer pairs are cut"""
+    padding: Literal["longest", "max_length"] = "longest"
+    """pad each micro-batch to its longest sentence, or all to model_max_length"""
+
+
+@dataclass
+class Architecture:
+    """model"""
+
+    model: str = "auto"
+    """gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl from scratch, or a folder or hub id with
+    weights; auto: gpt2 on a GPU, gpt2-mini without"""
+    n_layer: Count | None = None
+    """blocks, instead of the preset's"""
+    n_embd: Count | None = None
+    """width, instead of the preset's"""
+    n_head: Count | None = None
+    """attention heads, instead of the preset's"""
+    vocab_size: Count | None = None
+    """rows of the embedding; default: the trained tokenizer's, at most 4096, a multiple of 64"""
+    dropout: Fraction = 0.1
+    """dropout probability"""
+
+
+@dataclass
+class Files:
+    """files"""
+
+    workdir: Path = Path("workdir")
+    """folder for tokenizer, results, checkpoints and figures; earlier results are set aside"""
+    resume: bool = False
+    """resume from the newest intact checkpoint in the workdir, if there is one"""
+    save_every: Count | None = None
+    """steps between checkpoints; there is always one at the end of an epoch"""
+    keep: Whole = 2
+    """checkpoints to keep, the newest, and one more while it trains; 0 saves none"""
+    async_save: bool = False
+    """write checkpoints in the background while training goes on, from a copy in memory"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto: a GPU if there is one"""
+    timeline: Whole = UNSET
+    """record N steps after the first, for plot.py timeline and ui.perfetto.dev; default: 20, and 0
+    on a GPU, which would wait for every action"""
+
+
+@dataclass
+class Processes:
+    """processes"""
+
+    world_size: Count = UNSET
+    """processes; default 2, or as many as torchrun starts"""
+    cores_per_rank: Count | None = None
+    """CPU cores per process; by default all cores are shared out"""
+    master_port: Whole | None = None
+    """port on 127.0.0.1 where the processes meet; default: a free one"""
+    compile: bool = False
+    """of whole models (single, ddp): torch.compile each layer and the loss; faster on a GPU, after
+    half a minute"""
+    timeout: Seconds = 300.0
+    """seconds after which a process that does not answer ends the run"""
+
+
+@dataclass
+class Stages:
+    """stages of a pipeline"""
+
+    schedule: Schedule = UNSET
+    """gpipe, 1f1b (default), zb; several stages per rank: interleaved, zbv, vhalf, vmin"""
+    chunks: Count = UNSET
+    """stages per rank, of interleaved; default: 2"""
+    balance: str = UNSET
+    """auto (default): by measured time, halves of blocks too; uniform; or 3,5: blocks of each"""
+
+
+@dataclass
+class Tools:
+    """other tools"""
+
+    profile: Whole = 0
+    """what every operator took in N steps after the first, per rank, for ui.perfetto.dev"""
+    tensorboard: bool = False
+    """write metrics.jsonl for TensorBoard, too"""
+    wandb: bool = False
+    """write metrics.jsonl for Weights & Biases, too"""
+
+
+@dataclass
+class Axes:
+    """strategy"""
+
+    dp: Count = UNSET
+    """of 3d: replicas, each with a part of the batch; default: 1"""
+    pp: Count = UNSET
+    """of 3d: stages of layers; default: 1"""
+    tp: Count = UNSET
+    """of 3d: parts of every matrix; default: 1"""
+    sequence_parallel: bool = False
+    """of tensor and 3d: between matrices, each rank has a part of the positions"""
+    zero: Literal[1, 2, 3] | None = None
+    """ZeRO: 1 optimizer state, 2 + gradients, 3 (of fsdp the default) + parameters; of 3d 1 or 3"""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """with check_weights prefer sgd: AdamW cannot reveal gradients scaled by a constant"""
+    momentum: Fraction = 0.9
+    """of sgd"""
+    vgg_width: Count = 64
+    """of vgg16: channels of the first layers; later ones have up to 8 times as many"""
+    check_weights: bool = False
+    """train again on one process and compare every weight by name; exit status 1 if they differ"""
+    check_output: bool = False
+    """the same for the outputs on a batch of test data"""
+
+
+@dataclass
+class Threads:
+    """devices"""
+
+    model_parallel_mode: Literal["none", "model_parallel", "pipeline_parallel"] = "none"
+    """none: one device; model_parallel: stages that compute one at a time; pipeline_parallel:
+    stages that compute at the same time, on different micro-batches"""
+    num_devices: Count = UNSET
+    """stages: GPUs, by default all; or slices of the CPU cores, by default 2"""
+    pipeline: Literal["whole", "blocks"] = "whole"
+    """whole: embedding and head belong to the first and last stage; blocks: the course's form, with
+    both on the first device"""
+
+
+@dataclass
+class DataParallel:
+    """data parallelism"""
+
+    gradient_sync: Literal["per_parameter", "flat", "overlap"] = "overlap"
+    """one all-reduce per parameter after backward, one for all, or buckets while backward runs"""
+    bucket_mb: Positive = UNSET
+    """size of a bucket of gradient_sync overlap in MiB; default: 4, and 25 over NCCL"""
+    comm_dtype: Literal["fp32", "bf16"] = "fp32"
+    """type in which buckets are sent"""
+    pytest: bool = False
+    """True: an epoch without evaluation; each rank writes tests/model{rank}_gradients.pth"""
+
+
+@dataclass
+class Options(
+    Training, Data, Architecture, Files, Processes, Axes, Stages, Threads, DataParallel, Tools
+):
+    """All options. A program's own class says which groups it shows, and its defaults."""
+
+    GROUPS: ClassVar[tuple[type, ...]] = ()
+    strategy: str = "single"
+    """how the model is laid out on the processes"""
