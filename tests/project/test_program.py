@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -136,7 +137,7 @@ def test_it_leaves_exactly_the_files_of_this_run(
         "bucket_mb": 4.0, "gradient_sync": "overlap", "workdir": "work", "strategy": "ddp",
     }  # fmt: skip
     assert {key: options[key] for key in expected} == expected
-    names = DataParallelOptions.__dataclass_fields__.keys()
+    names = {field.name for field in fields(DataParallelOptions)}
     assert options.keys() == names | {"strategy", "command"}
     tokenizer = AutoTokenizer.from_pretrained(work)
     assert tokenizer.decode(tokenizer("Häuser und 7")["input_ids"]) == "Häuser und 7"

@@ -34,7 +34,7 @@ def refuse_the_whole(_: int, patches: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise RunError("the whole model is asked for")
 
-    for module in ("task", "replicated", "staged"):
+    for module in ("tasks.task", "layouts.replicated", "layouts.threads"):
         patches.setattr(f"training.{module}.materialize", refuse)
 
 
