@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -10,9 +11,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import modal_run
 import modal_run_pipeline
+from examples import pipeline_of_any_model as any_model
 from project import plot
 from tests.project.programs import TINY, run
 from tests.ranks import Ranks
@@ -83,3 +86,23 @@ def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:
         assert run(smaller, None if alone else ranks)[1] is None
     (shown,) = re.findall(r'Image\("(.*)"\)', lines)
     assert (tmp_path / shown).is_file()
+
+
+@pytest.mark.parametrize("k", range(2), ids=["gpt2", "llama"])
+def test_any_model_learns_in_two_stages_what_it_learns_in_one_process(k: int) -> None:
+    model, second_stage = any_model.models()[k]
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # the stages would draw other masks
+    alone = copy.deepcopy(model)
+    losses = any_model.train(model, second_stage)
+    assert losses[-1] < losses[0] - 1
+    x, labels = any_model.batch()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=any_model.LEARNING_RATE)
+    for loss in losses:
+        optimizer.zero_grad()
+        of_batch = any_model.loss_of(alone(**x), labels) / labels.numel()
+        of_batch.backward()
+        optimizer.step()
+        # the batch is added up in four parts: rounding, 2e-7 after 30 steps
+        assert of_batch.item() == pytest.approx(loss, abs=1e-5)
