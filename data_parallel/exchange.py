@@ -38,7 +38,7 @@ from runtime.shared_memory import SharedBuffers, aligned, sum_into
 
 from .flat import Unit
 
-Finish = Callable[[], None]
+Wait = Callable[[], None]
 """Waits for a started exchange. Call each once, in the order of the starts."""
 
 
@@ -76,7 +76,7 @@ class Reduction(NamedTuple):
     whole: Tensor
     target: Tensor
     accumulate: bool  # add to `target` instead of overwriting it
-    lent: Tensor | None  # the memory of `whole`, to be returned to the pool
+    lent: Tensor  # the memory of `whole`, to be returned to the pool
 
 
 class Exchange:
@@ -96,18 +96,18 @@ class Exchange:
             lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device),
             keep=device.type == "cpu",
         )
-        self._hear_last: Finish = lambda: None  # the announcement of the update before
+        self._hear_last: Wait = lambda: None  # the announcement of the update before
 
     def storage(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeroed memory, never given back. All ranks ask for the same sizes in the same order."""
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def start_gather(self, shard: Tensor, whole: Tensor) -> Finish:
+    def start_gather(self, shard: Tensor, whole: Tensor) -> Wait:
         """Fills `whole` with all ranks' shards. `shard` may be this rank's part of `whole`."""
         work = all_gather(whole, shard, group=self.group, async_op=True)  # whole: by rank
         return lambda: work.wait()
 
-    def start_reduce(self, reductions: list[Reduction]) -> Finish:
+    def start_reduce(self, reductions: list[Reduction]) -> Wait:
         """Sums gradients over the ranks, all units of a layer at once. The previous reduction must
         be finished."""
         by_parts = dist.get_backend(self.group) == "gloo"
@@ -129,18 +129,17 @@ class Exchange:
                 if received is not target and unit.numel:  # all its weights may be empty
                     parts = list(received.view(-1, unit.shard_numel))  # W to add up, or the sum
                     sum_into(parts, [target], accumulate=accumulate)
-                if lent is not None:
-                    self.gradients.give(lent)  # sent: nobody needs it any more
+                self.gradients.give(lent)  # sent: nobody needs it any more
 
         return finish
 
     def after_update(self, backwards: int) -> None:
-        """All ranks have updated their shards, by the gradients of so many backwards. Nobody need
-        wait here: what was announced is compared at the next update."""
+        """Call after each update, with the number of backwards it used. Does not block: what the
+        ranks announce is compared at the next update."""
         self._hear_last()
         self._hear_last = self._announce(-backwards)
 
-    def _announce(self, what: int) -> Finish:
+    def _announce(self, what: int) -> Wait:
         """Tells all ranks what this one does. The result waits until all have told the same.
 
         It raises RuntimeError if they have not.
@@ -177,8 +176,8 @@ class SharedExchange(Exchange):
         cls, units: Sequence[Unit], group: dist.ProcessGroup | None = None
     ) -> SharedExchange | None:
         """None if the ranks cannot share memory. All must call it together."""
-        # Address space: all parameters; and all gradients, or those of two layers at a time in
-        # blocks rounded up to a power of two.
+        # Address space: all parameters; and the gradients of two layers at a time, in blocks
+        # rounded up to a power of two.
         nbytes = sum(aligned(unit.nbytes) + 4 * aligned(unit.gradient_nbytes) for unit in units)
         memory = SharedBuffers.open(nbytes, group)
         return None if memory is None else cls(memory, group)
@@ -187,10 +186,10 @@ class SharedExchange(Exchange):
         """At the same place on all ranks."""
         return self.memory.take(numel, dtype)
 
-    def start_gather(self, shard: Tensor, whole: Tensor) -> Finish:
+    def start_gather(self, shard: Tensor, whole: Tensor) -> Wait:
         """Reads when it is waited for. No rank may change its shard before the next barrier."""
         parts = whole.chunk(self.world_size)  # by rank
-        in_place = parts[self.rank].data_ptr() == shard.data_ptr()  # zero 1, 2
+        in_place = parts[self.rank].data_ptr() == shard.data_ptr()  # zero 2
 
         def finish() -> None:
             for rank, part in enumerate(parts):
@@ -201,7 +200,7 @@ class SharedExchange(Exchange):
 
         return finish
 
-    def start_reduce(self, reductions: list[Reduction]) -> Finish:
+    def start_reduce(self, reductions: list[Reduction]) -> Wait:
         """Announces that these gradients may be read; sums when it is waited for."""
         first = reductions[0]
         all_have_announced = self._announce(1 + 2 * first.unit.index + first.accumulate)
@@ -210,7 +209,7 @@ class SharedExchange(Exchange):
             all_have_announced()  # so all have read everything announced before
             for memory in self._being_read:  # of the reduction before this one
                 self.gradients.give(memory)
-            self._being_read = [r.lent for r in reductions if r.lent is not None]
+            self._being_read = [r.lent for r in reductions]
             for unit, whole, target, accumulate, _ in reductions:
                 parts = self.memory.by_rank(whole[unit.part(self.rank)])  # this shard's gradients
                 sum_into(parts, [target], accumulate=accumulate)  # no other rank reads target

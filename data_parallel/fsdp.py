@@ -14,11 +14,11 @@ While layer k computes, the next layer's parameters and the previous one's gradi
 no rank holds more than two layers' parameters whole. Backward gathers nothing for an embedding
 lookup, even a tied one: hence (0).
 
-`zero` says what is sharded: 1 the optimizer state, 2 also the gradients, 3 also the parameters.
-Bytes in fp32 with AdamW for W ranks and P parameters, L of them in the largest layer:
+`zero` says what is sharded: 2 gradients and optimizer state, 3 also the parameters. (The optimizer
+state alone: zero1.py, for any layout.) Bytes in fp32 with AdamW for W ranks and P parameters, L of
+them in the largest layer:
 
     zero   parameters   gradients   moments   lent for a while   sent per rank and micro-batch
-    1      4 P          4 P         8 P / W   -                  8 P (W-1)/W per step
     2      4 P          4 P / W     8 P / W   4 L to 8 L         4 P (W-1)/W, and as much per step
     3      4 P / W      4 P / W     8 P / W   8 L to 12 L        12 P (W-1)/W
 
@@ -46,15 +46,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from data_parallel.exchange import Exchange, SharedExchange
-from runtime.graph import Initialize
+from data_parallel.exchange import Exchange, SharedExchange, Wait
+from runtime.meta import Initialize
 from runtime.ranks import where_hosts_meet
 from runtime.recorder import Recorder, acting
 from runtime.unseen import Strangers, refuse_gradient, refuse_gradient_hooks
 
 from .flat import FlatPiece, make_units
-from .gathered_layer import LayerGraph, ShardedLayer
-from .units import Gradients, ShardedUnit
+from .gathered_layer import GatheredLayer, LayerGraph
+from .units import ShardedUnit, first_value
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of flat shards. It must work element by element, like SGD, Adam or AdamW.
@@ -73,11 +73,11 @@ class FullyShardedDataParallel:
     Args:
         layers: run one after the other. Those on the meta device get their values from `init`,
             others those of rank 0. Parameters then have memory only while their layer computes.
-        make_optimizer: of the trainable shards, one flat tensor per unit (sharding.py).
+        make_optimizer: of the trainable shards, one flat tensor per unit (flat.py).
         names: of the parameters, and of buffers on the meta device; by default those of
             ``nn.Sequential(*layers)``.
         init: fills one parameter or buffer, by its name.
-        zero: 1, 2 or 3.
+        zero: 2 or 3.
         compute_dtype: the type in which parameters are gathered and layers compute, e.g. bf16.
             Shards, gradients and sums keep the parameters' type. (Autocast's graphs would hold a
             copy of every matrix.)
@@ -134,20 +134,24 @@ class FullyShardedDataParallel:
             u.unit.index: u.fill(whole, init)
             for u, whole in zip(self.units, parameters, strict=True)
         }
-        self._fill_buffers(model, names, init)
+        for module in model.modules():  # buffers are small: each rank holds them whole
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    name = names.get(buffer, key)
+                    module._buffers[key] = first_value(buffer, name, self.exchange, init)
         self.parameters_changed()  # shared memory: nobody reads before all have filled theirs
         self.layers = [
-            ShardedLayer(k, layer, places[k], self.units, empty, recompute, self.device)
+            GatheredLayer(k, layer, places[k], self.units, empty, recompute, self.device)
             for k, layer in enumerate(layers)
         ]
         self.layers[-1].forget = False  # its backward is next
-        self._gradients = Gradients(self.units, self.exchange, zero)
         self._trained = [u for u in self.units if u.unit.trainable]
         self.optimizer = make_optimizer([u.shard for u in self._trained])
         self._first_trained = min(u.unit.layers[0] for u in self._trained)  # where backward ends
         self._graphs: list[LayerGraph | None] = []  # by layer; None without examples
         self._output: list[Any] = []  # the leaves of the last output in grad mode
         self._microbatch = 0  # backwards since the last step
+        self._reducing: Wait | None = None  # the sum that was started last
 
     # A pass over the layers
 
@@ -182,20 +186,19 @@ class FullyShardedDataParallel:
         return value
 
     @torch.no_grad()
-    def backward(self, loss: Tensor | None, last: bool = False) -> None:
-        """Adds the gradients of a loss, computed from the output of the last forward.
+    def backward(self, loss: Tensor | None) -> None:
+        """Adds the gradients of a loss, computed from the output of the last forward. When it
+        returns, the first layer's are still being summed over the ranks: see `finish_gradients`.
 
         Args:
             loss: None on a rank without examples.
-            last: this is the last backward before the optimizer step. With zero 1 it overlaps with
-                the exchange, which otherwise follows it; zero 2 and 3 ignore `last`.
 
         Raises:
-            RuntimeError: no forward in grad mode came before; or, with zero 1, the `last` backward
-                did; or the loss needs gradients of tensors that forward did not return.
+            RuntimeError: no forward in grad mode came before; or the loss needs gradients of
+                tensors that forward did not return.
         """
         if not self._graphs:
-            raise RuntimeError("backward needs a forward in grad mode before it, one for each")
+            raise RuntimeError("call forward() with gradients enabled before every backward()")
         gradients = self._gradients_of_output(loss)  # by leaf of the output
         for k, layer in reversed(list(enumerate(self.layers))[self._first_trained :]):
             # what the next layer down needs, to be gathered while this one computes
@@ -214,7 +217,7 @@ class FullyShardedDataParallel:
             # not only what was gathered here: forward has kept the last layer's units
             _free(layer.units, following)
             with self._record("reduce_scatter", k):
-                self._gradients.add(k, found, last)  # zero 2, 3: first waits for the one above
+                self._start_reduce(k, found)  # first waits for the sums of the layer above
         self._forget()
         self._microbatch += 1
 
@@ -250,35 +253,34 @@ class FullyShardedDataParallel:
                 if i < len(inputs):
                     loss = loss_fn(output, targets[i]) * scale
                     total = total + loss.detach()  # in the wider of their types
-            self.backward(loss, last=i == passes - 1)
+            self.backward(loss)
         return total
 
-    def expose_gradients(self) -> None:
-        """Sets the ``grad`` of the shards, so that gradients can be inspected or scaled before
-        `optimizer_step` (which also calls this). All ranks must call it."""
-        self._settle()
-        for u in self._trained:
-            u.shard.grad = u.gradient if u.has_gradient else None
+    def finish_gradients(self) -> None:
+        """Waits until the ``grad`` of every shard is the sum over the ranks, to be inspected or
+        scaled before `optimizer_step` (which also calls this). All ranks must call it."""
+        if self._reducing is not None:
+            with self._record("reduce_scatter", -1):
+                self._reducing()
+            self._reducing = None
 
     def zero_grad(self) -> None:
         """Drops gradients that no `optimizer_step` has used. All ranks must call it."""
-        self._settle()
-        if any(u.has_gradient for u in self.units):  # zero 1: the next backward overwrites
-            self._barrier()  # gradients that other ranks may still be reading
-        self._gradients.clear()
+        self.finish_gradients()
+        for u in self._trained:
+            u.shard.grad = None
         self._microbatch = 0
-        self.expose_gradients()  # all become None
 
     def optimizer_step(self) -> None:
         """Updates this rank's shards and drops the gradients. All ranks must have made the same
         backwards. Without a backward since the last step it changes nothing.
         """
-        self.expose_gradients()  # waits for the last reductions
+        self.finish_gradients()
         self._barrier()  # nobody reads my shards any more
         with self._record("optimizer", -1):
             self.optimizer.step()
-        self._gradients.clear()
         for u in self._trained:
+            u.shard.grad = None
             u.publish()
         self._barrier(self._microbatch)  # nobody gathers old values
         self._microbatch = 0
@@ -292,9 +294,9 @@ class FullyShardedDataParallel:
 
     def get_local_grad_shard(self, layer: int) -> list[FlatPiece]:
         """Their gradients, summed over all ranks and all backwards since the last step."""
-        self._settle()
-        found = [(u, u.gradient) for u in self.layers[layer].units if u.has_gradient]
-        return [x for u, g in found if g is not None for x in u.unit.pieces(self.rank, g)]
+        self.finish_gradients()
+        found = [(u.unit, u.shard.grad) for u in self.layers[layer].units]
+        return [x for unit, g in found if g is not None for x in unit.pieces(self.rank, g)]
 
     def gather_param_data(self, layer: int) -> dict[str, Tensor]:
         """The whole parameters of a layer by name, valid until the next forward. All ranks must
@@ -317,34 +319,14 @@ class FullyShardedDataParallel:
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds now, without activations and lent memory."""
-        gradients = [u.gradient if u.accumulated is None else u.accumulated for u in self.units]
         state = self.optimizer.state.values()
         return {
             "parameters": sum(u.nbytes for u in self.units),
-            "gradients": sum(g.nbytes for g in gradients if g is not None),
+            "gradients": sum(u.gradient.nbytes for u in self.units if u.gradient is not None),
             "optimizer": sum(t.nbytes for s in state for t in s.values() if isinstance(t, Tensor)),
         }
 
     # The parts of a pass
-
-    @torch.no_grad()
-    def _fill_buffers(
-        self, model: nn.Module, names: Mapping[Tensor, str], init: Initialize | None
-    ) -> None:
-        """They are small (batch norm's statistics), so each rank holds them whole."""
-        for module in model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                if buffer.is_meta:
-                    filled = torch.empty_like(buffer, device=self.device)
-                    assert init is not None
-                    init(names[buffer], filled)
-                else:  # rank 0's
-                    filled = buffer.to(self.device).contiguous()
-                    flat = filled.flatten().view(torch.uint8)  # gloo does not support every dtype
-                    dist.broadcast(flat, group=self.group, group_src=0)
-                module._buffers[key] = filled
 
     def _gather(self, layer: int, units: list[ShardedUnit], following: list[ShardedUnit]) -> None:
         """Waits for the units of a layer, and starts to gather the next layer's."""
@@ -369,11 +351,16 @@ class FullyShardedDataParallel:
         of_tensor = {id(y): dy for y, dy in zip(wanted, found, strict=True)}
         return [of_tensor.pop(id(y), None) for y in output]  # a repeated tensor counts once
 
-    def _settle(self) -> None:
-        """Waits for the gradients of the layers that backward reached last."""
-        if not self._gradients.settled:
-            with self._record("reduce_scatter", -1):
-                self._gradients.settle()
+    def _start_reduce(self, layer: int, found: Mapping[int, Sequence[Tensor | None]]) -> None:
+        """Starts to sum a layer's gradients over the ranks: `found`, by unit; a rank without
+        examples has none, and adds zeros."""
+        units = [u for u in self._trained if layer in u.unit.layers]
+        if not units:
+            return
+        if self._reducing is not None:
+            self._reducing()  # one at a time, since the next one uses its memory
+        reductions = [u.reduction(found.get(u.unit.index)) for u in units]
+        self._reducing = self.exchange.start_reduce(reductions)
 
     def _barrier(self, backwards: int | None = None) -> None:
         """Waits for all ranks, if they read each other's memory. After an update, by so many

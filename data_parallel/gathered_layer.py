@@ -56,7 +56,7 @@ class LayerGraph(Graph):
         self.draws = SameDraws(device)
 
 
-class ShardedLayer:
+class GatheredLayer:
     """A layer and the units of its parameters.
 
     Args:

@@ -1,18 +1,18 @@
-"""The units of a model on one rank: their first values, gathered parameters, gradients in transit.
+"""The units of a model on one rank: their first values, gathered parameters, and gradients.
 
 fsdp.py decides when to gather and to reduce, exchange.py how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data_parallel.exchange import Exchange, Finish, Reduction
-from runtime.graph import Initialize
+from data_parallel.exchange import Exchange, Reduction, Wait
+from runtime.meta import Initialize, filled
 
 from .flat import Unit
 
@@ -22,14 +22,12 @@ class ShardedUnit:
 
     Attributes:
         whole: the flat unit, while it is gathered.
-        shard: flat; trained by the optimizer.
+        shard: flat; trained by the optimizer. Its grad is the sum over all ranks and all backwards
+            since the last update, once fsdp.py has waited for it.
         published: the shard in `compute_dtype`, as others gather it; the shard itself if its type
             is the same.
-        kept: with zero 1 and 2, memory for the whole parameters; with zero 3 it is lent.
-        gradient: of the shard, summed over all ranks once settled.
-        has_gradient: there was a backward since the last optimizer step.
-        accumulated: with zero 1, this rank's whole gradients.
-        reduced: since the last optimizer step they have been summed over the ranks.
+        kept: with zero 2, memory for the whole parameters; with zero 3 it is lent.
+        gradient: memory for the shard's grad, from the first backward on.
     """
 
     def __init__(self, unit: Unit, exchange: Exchange, zero: int) -> None:
@@ -38,7 +36,7 @@ class ShardedUnit:
         numel = unit.shard_numel if zero == 3 else unit.numel
         # zeroed; with SharedExchange at one offset on all ranks, which read each other's
         storage = exchange.storage(numel, unit.compute_dtype)
-        self.kept = storage if zero < 3 else None
+        self.kept = storage if zero == 2 else None
         self.published = storage if zero == 3 else storage[unit.part(exchange.rank)]
         shard = self.published
         self.apart = unit.compute_dtype != unit.dtype
@@ -47,13 +45,8 @@ class ShardedUnit:
         self.shard = nn.Parameter(shard, unit.trainable)
         self.nbytes = storage.nbytes + (shard.nbytes if self.apart else 0)  # held permanently
         self.gradient: Tensor | None = None
-        self.accumulated: Tensor | None = None
-        if zero == 1 and unit.trainable:
-            self.accumulated = exchange.storage(unit.numel, unit.dtype)  # others read their parts
-            self.gradient = self.accumulated[unit.part(exchange.rank)]  # replaced by the sum
-        self.has_gradient = self.reduced = False
         self._lent: Tensor | None = None  # the memory of `whole`
-        self._arriving: tuple[Finish, Tensor] | None = None  # the second will be `whole`
+        self._arriving: tuple[Wait, Tensor] | None = None  # the second will be `whole`
 
     @torch.no_grad()
     def fill(
@@ -61,16 +54,11 @@ class ShardedUnit:
     ) -> list[nn.Parameter]:
         """Fills the shard, of which one parameter at a time is whole: one on the meta device by
         `init`, another by rank 0's values. Returns parameters without memory that replace them."""
-        group, device = self.exchange.group, self.shard.device
         pieces = {p.name: p for p in self.unit.pieces(self.exchange.rank, self.shard.data)}
         for entry, parameter in zip(self.unit.entries, parameters, strict=True):
-            if not parameter.is_meta:
-                whole = parameter.detach().to(device).contiguous()
-                dist.broadcast(whole, group=group, group_src=0)
-            elif entry.name in pieces:  # else no part of it is here
-                whole = torch.empty(entry.shape, dtype=self.unit.dtype, device=device)
-                assert init is not None
-                init(entry.name, whole)
+            if parameter.is_meta and entry.name not in pieces:
+                continue  # no part of it is here
+            whole = first_value(parameter, entry.name, self.exchange, init)
             if entry.name in pieces:
                 _, _, begin, piece = pieces[entry.name]
                 piece.copy_(whole.flatten()[begin : begin + len(piece)])
@@ -79,7 +67,7 @@ class ShardedUnit:
     def publish(self) -> None:
         """Call after the shard has changed: others gather the new values, and so does this rank."""
         self.free()
-        self.whole = None  # zero 1 and 2: gathered again, into the same memory
+        self.whole = None  # zero 2: gathered again, into the same memory
         if self.apart:
             self.published.copy_(self.shard.data)
 
@@ -106,11 +94,23 @@ class ShardedUnit:
             self._arriving, self.whole = None, memory
 
     def free(self) -> None:
-        """Gives lent memory back; zero 1 and 2 keep theirs."""
+        """Gives lent memory back; zero 2 keeps its own."""
         if self._lent is not None:
             self.finish_gather()  # it writes there
             self.exchange.parameters.give(self._lent)
             self._lent = self.whole = None
+
+    def reduction(self, found: Sequence[Tensor | None] | None) -> Reduction:
+        """The sum over the ranks to be started next: of `found`, this rank's gradients by entry;
+        None counts as zero. It becomes the shard's grad, or is added to that."""
+        lent = self.exchange.gradients.take(self.unit.gradient_nbytes)  # the exchange gives it back
+        whole = lent[: self.unit.gradient_nbytes].view(self.unit.dtype)
+        _lay_out(self.unit, whole, found)
+        if self.gradient is None:
+            self.gradient = torch.empty_like(self.shard)
+        accumulate = self.shard.grad is not None
+        self.shard.grad = self.gradient
+        return Reduction(self.unit, whole, self.gradient, accumulate, lent)
 
     def position_of(self, tensor: Tensor) -> int | None:
         """The element of the gathered unit at which the tensor starts; None outside it."""
@@ -120,87 +120,15 @@ class ShardedUnit:
         return distance // self.whole.itemsize if 0 <= distance < self.whole.nbytes else None
 
 
-class Gradients:
-    """Sums whole gradients over the ranks; each rank keeps the sums of its shards."""
-
-    def __init__(self, units: Sequence[ShardedUnit], exchange: Exchange, zero: int) -> None:
-        self.units = [u for u in units if u.unit.trainable]
-        self.exchange = exchange
-        self.zero = zero
-        self._on_its_way: Finish | None = None
-
-    def add(self, layer: int, found: Mapping[int, Sequence[Tensor | None]], last: bool) -> None:
-        """Takes the gradients of a layer's units: `found`, by unit index, and empty on a rank
-        without examples. Missing ones count as zero.
-
-        With zero 1 they accumulate on this rank until the `last` backward of a step.
-        """
-        units = [u for u in self.units if layer in u.unit.layers]
-        if self.zero > 1:
-            self._reduce(units, found)
-            return
-        for u in units:
-            assert u.accumulated is not None
-            if u.reduced:  # it holds the other ranks' gradients too
-                raise RuntimeError("with zero 1, optimizer_step must follow the last backward")
-            of_unit = found.get(u.unit.index)
-            if not u.has_gradient:
-                _lay_out(u.unit, u.accumulated, of_unit)  # replaces the last step's
-            elif of_unit is not None:
-                views = zip(u.unit.views(u.accumulated), of_unit, strict=True)
-                here = [(view, gradient) for view, gradient in views if gradient is not None]
-                if here:
-                    torch._foreach_add_([view for view, _ in here], [dw for _, dw in here])
-            u.has_gradient = True
-        if last:  # A shared unit is complete after the first layer that uses it.
-            self._reduce([u for u in units if layer == u.unit.layers[0]])
-
-    @property
-    def settled(self) -> bool:
-        """Whether every shard has its gradient."""
-        return self._on_its_way is None and not self._left
-
-    def settle(self) -> None:
-        """Waits until every shard has its gradient."""
-        for u in self._left[::-1]:  # no backward was the `last`
-            self._reduce([u])
-        self._finish()
-
-    def clear(self) -> None:
-        """Call after the optimizer step: the next gradients replace these."""
-        for u in self.units:
-            u.has_gradient = u.reduced = False
-
-    @property
-    def _left(self) -> list[ShardedUnit]:
-        """With zero 1, units whose gradients have not been reduced yet."""
-        return [u for u in self.units if self.zero == 1 and u.has_gradient and not u.reduced]
-
-    def _reduce(
-        self, units: Sequence[ShardedUnit], found: Mapping[int, Sequence[Tensor | None]] = {}
-    ) -> None:
-        """Starts to sum `found`, or with zero 1 what has accumulated."""
-        if not units:
-            return
-        self._finish()  # only one is under way at a time, and its memory is reused
-        reductions = []
-        for u in units:
-            whole, lent = u.accumulated, None
-            if whole is None:
-                lent = self.exchange.gradients.take(u.unit.gradient_nbytes)  # it gives it back
-                whole = lent[: u.unit.gradient_nbytes].view(u.unit.dtype)
-                _lay_out(u.unit, whole, found.get(u.unit.index))
-            if u.gradient is None:
-                u.gradient = torch.empty_like(u.shard)  # the first reduction overwrites it
-            accumulate = u.has_gradient and self.zero > 1
-            reductions.append(Reduction(u.unit, whole, u.gradient, accumulate, lent))
-            u.has_gradient = u.reduced = True
-        self._on_its_way = self.exchange.start_reduce(reductions)
-
-    def _finish(self) -> None:
-        if self._on_its_way is not None:
-            self._on_its_way()
-            self._on_its_way = None
+def first_value(tensor: Tensor, name: str, exchange: Exchange, init: Initialize | None) -> Tensor:
+    """The value of a parameter or buffer with which training begins: on the meta device what `init`
+    writes, otherwise rank 0's, for which all ranks must call this together."""
+    if tensor.is_meta:
+        return filled(tensor, name, exchange.device, init)
+    value = tensor.detach().to(exchange.device).contiguous()
+    every_byte = value.flatten().view(torch.uint8)  # gloo does not support every dtype
+    dist.broadcast(every_byte, group=exchange.group, group_src=0)
+    return value
 
 
 def _lay_out(unit: Unit, whole: Tensor, found: Sequence[Tensor | None] | None) -> None:

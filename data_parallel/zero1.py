@@ -6,17 +6,19 @@ size with Adam, and repeats the same update.
 Idea. The parameters lie end to end in flat tensors. After backward a reduce-scatter sums the
 gradients and leaves each rank its part; the rank updates that part of the parameters; an all-gather
 sends the new values to all. Any code may compute the gradients: stages and cut matrices work too.
-(fsdp.py also shards gradients and parameters, and runs the layers itself.)
+(fsdp.py also shards gradients and parameters, and runs the layers itself.) Both exchanges follow
+backward and update, and go by stretches of the flat tensors, so that what is in transit is small.
 
 Cost, W ranks, G bytes of parameters: each rank sends G (W-1)/W for gradients and as much for
-parameters and holds 1/W of the optimizer state; during the sum, gradients are held twice.
+parameters, and holds 1/W of the optimizer state. Gradients are moved one by one into a flat tensor
+of G bytes, which is freed when the sums of this rank's part are there.
 
 Paper: Rajbhandari et al., "ZeRO", 2020.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,8 @@ from runtime.ranks import Ranks
 
 from .flat import FlatPiece, Unit
 
+AT_ONCE = 1 << 25  # bytes of all ranks that one collective exchanges
+
 
 class _Part(NamedTuple):
     """The parameters of one kind."""
@@ -34,6 +38,12 @@ class _Part(NamedTuple):
     parameters: list[nn.Parameter]  # views of `flat`
     flat: Tensor  # all of it on every rank
     shard: nn.Parameter  # this rank's part, a view of `flat` too
+
+    def stretches(self) -> Iterator[slice]:
+        """Of every rank's part, one after the other."""
+        step = max(1, AT_ONCE * len(self.shard) // self.flat.nbytes)  # elements
+        for begin in range(0, len(self.shard), step):
+            yield slice(begin, begin + step)
 
 
 class ShardedOptimizer:
@@ -73,13 +83,17 @@ class ShardedOptimizer:
 
     def reduce(self) -> None:
         """Sums the parameters' gradients over the ranks into the gradients of the shards."""
-        for unit, parameters, _, shard in self._parts:
+        for part in self._parts:
+            unit, parameters, _, shard = part
             whole = shard.new_zeros(unit.numel)  # stays zero in gaps and without p.grad
             for p, view in zip(parameters, unit.views(whole), strict=True):
                 if p.grad is not None:
                     view.copy_(p.grad)
                     p.grad = None  # freed one by one, as `whole` fills
-            shard.grad = self.ranks.reduce_scatter(whole, 0)  # [shard_numel]
+            by_rank = whole.view(self.ranks.size, -1)  # [W, shard_numel]
+            shard.grad = torch.empty_like(shard)
+            for here in part.stretches():
+                shard.grad[here] = self.ranks.reduce_scatter(by_rank[:, here].flatten(), 0)
 
     def step(self) -> None:
         """Updates the shards and sends the new values to all ranks."""
@@ -89,8 +103,11 @@ class ShardedOptimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Sends the shards' values to all ranks."""
-        for _, _, flat, shard in self._parts:
-            flat.copy_(self.ranks.all_gather(shard.detach(), 0))  # and so to the parameters
+        for part in self._parts:
+            by_rank = part.flat.view(self.ranks.size, -1)  # [W, shard_numel], and so the parameters
+            for here in part.stretches():
+                new = self.ranks.all_gather(part.shard.detach()[here], 0)
+                by_rank[:, here] = new.view(self.ranks.size, -1)
 
     def zero_grad(self) -> None:
         """Frees all gradients."""

@@ -25,9 +25,6 @@ from runtime.recompute import Autocast
 from runtime.sharing import overlapping
 
 Gradients = dict[nn.Parameter, Tensor]
-Initialize = Callable[[str, Tensor], object]
-"""Called with (name, tensor): writes the initial value of a parameter or buffer. The value must
-depend on nothing but the name, since a rank asks only for the tensors it holds a part of."""
 
 
 class Graph:

@@ -108,7 +108,7 @@ def refuse_gradient_hooks(parameters: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(
                 f"the parameter {name} has a hook on its gradient, which would never run: each "
                 "rank has the sum of a part of the gradient, and none has it whole. Change the "
-                "grad of the shards between expose_gradients() and optimizer_step(), or use "
+                "grad of the shards between finish_gradients() and optimizer_step(), or use "
                 "DistributedDataParallel"
             )
 

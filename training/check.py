@@ -44,7 +44,7 @@ from training.progress import moving
 
 from .launch.world import World, gather_over_ranks
 from .layouts.layout import LaidOutModel, Plan
-from .tasks.task import Step, Task, materialize
+from .tasks.task import Step, Task, whole_model
 
 FACTOR = 16.0
 EPS32 = torch.finfo(torch.float32).eps
@@ -200,7 +200,7 @@ class Plain:
         self.device, self.dtype = layout.devices[0], dtype
         self.compute_dtype = None if exact else layout.compute_dtype
         self.autocast = None if exact or self.compute_dtype else plan
-        self.model = materialize(task, self.device, dtype)
+        self.model = whole_model(task, self.device, dtype)
         epochs = (islice(task.steps(e, 0, 1, 1), task.steps_per_epoch) for e in count())  # uncut
         total = args.num_batches or args.n_epochs * task.steps_per_epoch
         steps = islice(chain.from_iterable(epochs), total)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from runtime.meta import materialize, names_of
 from training.checkpoint import MANIFEST, Checkpoint, Saver, names, newest, open_checkpoint
 from training.files import CHECKPOINTS, OPTIONS
 from training.layouts.layout import whole
@@ -108,8 +109,8 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Trained:
     with torch.device("meta"):
         model: Any = GPT2LMHeadModel(config)
     stored = checkpoint.tensors["model.transformer.wte.weight"]
-    model.to(stored.properties.dtype).to_empty(device="cpu")
-    model.tie_weights()
+    model.to(stored.properties.dtype)
+    materialize(model, names_of(model), torch.device("cpu"), lambda *_: None)  # filled below
     pieces = [whole(f"model.{name}", p.detach()) for name, p in model.named_parameters()]
     Saver(checkpoint.folder.parent).load(checkpoint, pieces)  # fills the model
     tokenizer = load_tokenizer({file: checkpoint.read(file) for file in TOKENIZER_FILES})

@@ -49,7 +49,7 @@ from pipeline.partition import containers, split_into
 from pipeline.schedules.catalogue import plan
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
 from pipeline.stage import Stage
-from runtime.graph import Initialize
+from runtime.meta import Initialize, materialize, names_of
 from runtime.randomness import StepSeed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder, acting
@@ -115,12 +115,12 @@ class ProcessPipe:
         self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
         self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
         self._by_layer, self._recompute = by_layer, recompute
-        self._names = ownership.names_of(layers if model is None else model)
-        uses = ownership.users(self._parts, self.ranks, self._names)
+        names = names_of(layers if model is None else model)
+        uses = ownership.users(self._parts, self.ranks, names)
         self._users = {name: sorted({*ranks}) for name, ranks in uses.items()}
         # of several stages; the same order on all ranks
         self._tied = {name: self._users[name] for name in sorted(uses) if len(uses[name]) > 1}
-        ownership.materialize(self.module, self._names, self.device, initialize)
+        self._names = materialize(self.module, names, self.device, initialize)
         # connects: all ranks are here together
         self._neighbours = Neighbours(
             self.ranks, self.rank, self._tied, group, self.device, share_memory, timeout,

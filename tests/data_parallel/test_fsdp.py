@@ -210,11 +210,8 @@ def _mistakes(_: int, _world: int) -> None:
     def make(*layers: nn.Module, **options: Any) -> Any:
         return FullyShardedDataParallel(layers, SGD, **options)
 
-    fsdp, step = make(nn.Linear(2, 2), zero=1), ([torch.ones(1, 2)], [None], lambda y, _: y.sum())
-    fsdp.train_step(*step)
-    with pytest.raises(RuntimeError, match="with zero 1, optimizer_step must follow the last back"):
-        fsdp.train_step(*step)
-    with pytest.raises(RuntimeError, match="backward needs a forward in grad mode before it, one"):
+    step = ([torch.ones(1, 2)], [None], lambda y, _: y.sum())
+    with pytest.raises(RuntimeError, match=r"^call forward\(\) with gradients enabled before"):
         make(nn.Linear(2, 2)).backward(None)
     with pytest.raises(ValueError, match="on the meta device a model needs init, which fills it"):
         make(nn.Linear(2, 2, device="meta"))

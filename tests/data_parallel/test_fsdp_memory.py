@@ -54,8 +54,6 @@ def _held(_: int, _world: int, zero: int, share: bool) -> tuple[list[int], int]:
 @pytest.mark.parametrize(
     ("zero", "share", "parameters", "gradients", "lent"),
     [
-        (1, True, ALL, ALL, 0),
-        (1, False, ALL, ALL, 0),
         (2, True, ALL, ALL // 2, 2),
         (2, False, ALL, ALL // 2, 1),
         (3, True, ALL // 2, ALL // 2, 3),

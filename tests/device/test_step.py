@@ -30,7 +30,7 @@ from training.layouts.replicated import Replicated
 from training.layouts.threads import StagesInThreads
 from training.loop import recipe_of, train
 from training.optimization import Optimizers, Recipe
-from training.tasks.task import Step, materialize
+from training.tasks.task import Step, whole_model
 
 PROBLEM = Sentences(16, 8, max_grad_norm=1e-3, dropout=0.1)
 CUDA = World(device=torch.device("cuda:0"))
@@ -66,7 +66,7 @@ ONE_WAIT = {"copy to the CPU, optimization.py": 1}  # losses, norm and counts, r
 
 def plain_step(num_microbatches: int) -> Seen:
     """The same by hand: transformers' model, all logits, clipping, fused AdamW."""
-    model: Any = materialize(PROBLEM.task(CUDA, torch.float32), CUDA.device).train()
+    model: Any = whole_model(PROBLEM.task(CUDA, torch.float32), CUDA.device).train()
     optimizer = ADAMW(model.parameters())
     for _ in range(3):
         with watch() as seen:

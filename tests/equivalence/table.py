@@ -93,9 +93,11 @@ def replicated(sync: str = "overlap", **how: Any) -> Build:
     return partial(Replicated, gradient_sync=sync, bucket_bytes=BUCKET, **how)
 
 
-def sharded(zero: int = 3, **how: Any) -> Build:
+def sharded(zero: int) -> Build:
     """ZeRO 1, 2, 3."""
-    return partial(Sharded, zero=zero, **how)
+    if zero > 1:
+        return partial(Sharded, zero=zero)
+    return lambda task, world, plan: mesh(world.world_size, 1, 1, zero=1)(task, world, plan)
 
 
 def staged(cut: Cut, schedule: str, m: int, **how: Any) -> Build:

@@ -279,7 +279,7 @@ def _fsdp(case: Case, rank: int) -> Found:
 
 KINDS: dict[str, Callable[[Case, int], Found]] = {
     "forward": _threads, "train_step": _threads, "process": _process,
-    "traced": _traced, "ddp": _ddp, "fsdp1": _fsdp, "fsdp2": _fsdp, "fsdp3": _fsdp,
+    "traced": _traced, "ddp": _ddp, "fsdp2": _fsdp, "fsdp3": _fsdp,
 }  # fmt: skip
 
 

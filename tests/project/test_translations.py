@@ -22,7 +22,7 @@ from training.layouts.choose import lay_out
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.tasks.generation import evaluate_bleu, translate
 from training.tasks.sequences import SequenceTask
-from training.tasks.task import materialize
+from training.tasks.task import whole_model
 from training.tasks.translation import TranslationTask
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -35,7 +35,7 @@ def refuse_the_whole(_: int, patches: pytest.MonkeyPatch) -> None:
         raise RunError("the whole model is asked for")
 
     for module in ("tasks.task", "layouts.replicated", "layouts.threads"):
-        patches.setattr(f"training.{module}.materialize", refuse)
+        patches.setattr(f"training.{module}.whole_model", refuse)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp --precision bf16", "pipeline"])
@@ -67,7 +67,7 @@ def test_a_layout_translates_as_one_process(
         found = (ranks if n == 2 else three_ranks).run(translations, f"{line} --world_size {n}")
     task = made(line, 0, 1)
     tokenizer = task.tokenizer
-    one = materialize(task, torch.device("cpu"), torch.float64).eval()
+    one = whole_model(task, torch.device("cpu"), torch.float64).eval()
     expected, lengths = [], []
     for pair in task.texts.splits["test"]:
         prompt = [*tokenizer(pair["de"])["input_ids"], 1]

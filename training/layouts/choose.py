@@ -3,6 +3,7 @@
 single     1 process                          Replicated     layouts/replicated.py
 ddp        a whole model per rank             Replicated
 fsdp       a shard of every layer per rank    Sharded        data_parallel/fsdp.py
+  --zero 1 a whole model, a shard updated     Staged         data_parallel/zero1.py
 pipeline   some of the layers per rank        Staged         pipeline/processes/process.py
 model      the same, one micro-batch          Staged
 tensor     a part of every matrix per rank    Staged         tensor_parallel/gpt2.py
@@ -35,14 +36,15 @@ def lay_out(
     if args.strategy in ("single", "ddp"):
         return Replicated(task, world, plan)
     mesh = make_mesh(args.dp, args.pp, args.tp, args.timeout)  # all ranks make all groups
-    if args.zero is not None and (args.strategy == "fsdp" or args.zero == 3):
+    if args.zero in (2, 3):
         return Sharded(task, world, plan, args.zero, mesh, args.sequence_parallel)
+    schedule = None if args.strategy == "fsdp" else args.schedule  # fsdp: whole models
     num_microbatches = {"model": 1}.get(args.strategy, plan.num_microbatches)
     if args.pp > 1:
         num_microbatches = num_microbatches or 4
     elif args.tp > 1:  # each micro-batch costs the latency of its collectives
         num_microbatches = num_microbatches or 1
     return Staged(
-        task, world, plan, args.schedule, num_microbatches, args.balance, args.timeout,
+        task, world, plan, schedule, num_microbatches, args.balance, args.timeout,
         cut, mesh, args.sequence_parallel, bool(args.zero), chunks=args.chunks,  # --zero 1 or none
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.partition import balance, measure_costs
+from runtime.meta import materialize, names_of
 from training.launch.world import World
 from training.tasks.task import Task
 
@@ -40,14 +41,13 @@ class _OneAtATime:
     def __init__(self, task: Task, device: torch.device, dtype: torch.dtype) -> None:
         model = task.skeleton().to(dtype)
         self.task, self.device, self.layers = task, device, task.layers(model)
-        self.names = {p: name for name, p in model.named_parameters()}
+        self.names = names_of(model)
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def __iter__(self) -> Iterator[nn.Module]:
         for layer in self.layers:
-            filled = copy.deepcopy(layer).to_empty(device=self.device)
-            for p, empty in zip(filled.parameters(), layer.parameters(), strict=True):
-                self.task.initialize(self.names[empty], p)
+            filled, names = copy.deepcopy((layer, self.names))  # by the copy's tensors
+            materialize(filled, names, self.device, self.task.initialize)
             yield filled

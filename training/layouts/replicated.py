@@ -21,7 +21,7 @@ from data_parallel.gradients import average_gradients, average_gradients_flat
 from training.launch.memory import state_bytes
 from training.launch.world import World
 from training.tasks.cache import Prefix
-from training.tasks.task import Step, Task, materialize
+from training.tasks.task import Step, Task, whole_model
 
 from .layout import LaidOutModel, Plan
 
@@ -65,7 +65,7 @@ class Replicated(LaidOutModel):
         self.task, self.plan, self.devices = task, plan, [world.device]
         self.part, self.parts = world.rank, world.world_size
         self.num_microbatches = plan.num_microbatches
-        self.module = materialize(task, world.device, plan.dtype)  # the same on all ranks
+        self.module = whole_model(task, world.device, plan.dtype)  # the same on all ranks
         layers = task.layers(self.module)  # they share the module's parameters
         self._loss = task.loss
         if plan.compile:  # layer by layer: equal layers are compiled once, hooks run as ever

@@ -84,7 +84,7 @@ class Sharded(LaidOutModel):
         count = max(1, step.count)
         inputs = [*map(self.shared.input, step.inputs, step.targets)]  # none: it still gathers
         loss = self.fsdp.train_step(inputs, step.targets, self.shared.loss, 1 / count)
-        self.fsdp.expose_gradients()  # waits for the last layers' sums over the data axis
+        self.fsdp.finish_gradients()  # waits for the last layers' sums over the data axis
         self.shared.sum_gradients(self.on_all)  # then over the tensor axis
         return loss * (count if self.mesh.tensor.rank == 0 else 0)  # tensor ranks have the same
 

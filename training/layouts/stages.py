@@ -37,17 +37,16 @@ class Staged(LaidOutModel):
     Args:
         mesh: by default a stage on every rank.
         shard_optimizer: ZeRO 1 over the replicas.
+        schedule: None: whole models, in one stage; every replica writes results of its own.
         chunks: stages per rank; None: the schedule's own number.
     """
-
-    schedule: str  # never None, as there are stages
 
     def __init__(
         self,
         task: Task,
         world: World,
         plan: Plan,
-        schedule: str = "1f1b",
+        schedule: str | None = "1f1b",
         num_microbatches: int | None = 4,
         balance: str = "auto",
         timeout: float = 300.0,
@@ -62,7 +61,7 @@ class Staged(LaidOutModel):
         self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
         self.devices, self.num_microbatches = [world.device], num_microbatches
         self.schedule = schedule
-        ranks = places(schedule, mesh.pipeline.size, chunks)  # each stage's pipeline rank
+        ranks = places(schedule or "1f1b", mesh.pipeline.size, chunks)  # each stage's pipeline rank
         stages = len(ranks)
         self.ranks = ranks if stages > mesh.pipeline.size else None  # only with chunks
         if balance != "auto" or cut is None or len(cut) != stages:
@@ -129,7 +128,7 @@ class Staged(LaidOutModel):
             with self.plan.autocast(self.devices[0]):
                 loss = self.pipe.train_step(
                     MicroBatches(inputs), MicroBatches(step.targets), self.shared.loss,
-                    self.schedule, scale=1 / count,
+                    self.schedule or "1f1b", scale=1 / count,
                 )  # fmt: skip
         if self.buckets is not None:
             self.buckets.finish()  # every replica, with or without examples

@@ -28,7 +28,7 @@ from training.launch.world import World
 from training.tasks.cache import Prefix
 from training.tasks.generation import likeliest, newest_alone
 from training.tasks.gpt2 import at_targets, split_by
-from training.tasks.task import Step, Task, materialize
+from training.tasks.task import Step, Task, whole_model
 
 from .layout import LaidOutModel, Plan
 
@@ -93,7 +93,7 @@ class StagesInThreads(_InOneProcess):
         self.task, self.plan, self.devices = task, plan, devices
         ranks = places(schedule, len(devices), chunks)  # each stage's device, as a number
         self.schedule, self.num_microbatches = schedule, num_microbatches
-        self.module = materialize(task, world.device, plan.dtype)  # still on one device
+        self.module = whole_model(task, world.device, plan.dtype)  # still on one device
         self.layers = layers = task.layers(self.module)
         if balance != "auto" or cut is None or len(cut) != len(ranks):
             cut = task.sizes(balance, len(ranks))  # None: to be measured
@@ -170,7 +170,7 @@ class BlocksInThreads(_InOneProcess):
         from pipeline.model_parallel import GPT2LMHeadModelParallel  # with transformers' models
 
         self.task, self.plan, self.devices = task, plan, devices
-        plain: Any = materialize(task, world.device, plan.dtype)
+        plain: Any = whole_model(task, world.device, plan.dtype)
         self.module: Any = GPT2LMHeadModelParallel(plain.config).to(plan.dtype)
         self.module.load_state_dict(plain.state_dict())  # initial weights of every layout
         self.layers = task.layers(self.module)  # only for next_tokens

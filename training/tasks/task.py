@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from runtime.meta import materialize, names_of
 from training.options import Options
 
 from .cache import Prefix
@@ -135,11 +136,8 @@ def measured(loss: Tensor, right: Tensor, count: int) -> Tensor:
     return torch.tensor([*torch.stack([loss, right]).tolist(), count], dtype=torch.float64)
 
 
-def materialize(task: Task, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+def whole_model(task: Task, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The whole model with its initial weights."""
-    model: Any = task.skeleton().to(dtype).to_empty(device=device)  # memory without values
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()  # to_empty has given each use of a tied parameter memory of its own
-    for name, p in model.named_parameters():  # a tied one comes once
-        task.initialize(name, p)
+    model = task.skeleton().to(dtype)
+    materialize(model, names_of(model), device, task.initialize)
     return model

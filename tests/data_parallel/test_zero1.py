@@ -1,0 +1,40 @@
+"""ZeRO 1 by itself; tests/equivalence has it under every layout."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from data_parallel import zero1
+from runtime import ranks as collectives
+from tests.data_parallel.sharded_models import HALVES, SGD, batch, loss_of, one_process, same, tied
+from tests.ranks import Ranks, sharing
+
+
+def _updated(rank: int, _: int, at_once: int, share: bool) -> dict[str, Tensor]:
+    """The weights after two steps of the plain model, each rank with its part of the batch."""
+    parameters = dict((model := tied()).named_parameters())
+    with patch.object(zero1, "AT_ONCE", at_once), sharing(share):
+        ranks = collectives.Ranks(dist.group.WORLD)
+        optimizer = zero1.ShardedOptimizer(
+            parameters, SGD, ranks, kind=lambda name: name.endswith("bias")
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            x, target = batch(step, HALVES[rank])
+            loss_of(model(x), target).backward()
+            optimizer.reduce()
+            assert all(p.grad is None for p in parameters.values())
+            optimizer.step()
+    return {name: p.detach() for name, p in parameters.items()}
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("at_once", [2 * 8 * 7, zero1.AT_ONCE])
+def test_stretches_of_any_length_are_one_update(ranks: Ranks, at_once: int, share: bool) -> None:
+    """Of seven numbers of each rank at a time, the last fewer; and all in one stretch."""
+    for weights in ranks.run(_updated, at_once, share):
+        same(weights, one_process(steps=2)[2])
