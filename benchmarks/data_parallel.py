@@ -24,7 +24,7 @@ from data_parallel.gradients import GradientBuckets, average_gradients, average_
 from tests.ranks import sharing
 from training.launch.launch import Settings, launch
 from training.launch.world import World
-from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers, loss_of_targets
+from training.tasks.gpt2 import Sequences, build_model, gpt2_config, gpt2_layers, loss_of_targets
 
 TITLE = "Data-parallel step, gpt2-mini, 2 ranks with a core each"
 ROUNDS, STEPS = 11, 2
@@ -40,7 +40,7 @@ class _LossModel(nn.Module):
         self.layers = nn.Sequential(*gpt2_layers(model))
 
     def forward(self, ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        return loss_of_targets(self.layers((ids, weights)), labels[weights != 0])
+        return loss_of_targets(self.layers(Sequences(ids, weights)), labels[weights != 0])
 
 
 Batch = tuple[Tensor, Tensor, Tensor]

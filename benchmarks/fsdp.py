@@ -26,7 +26,14 @@ from data_parallel.gradients import GradientBuckets
 from tests.ranks import sharing
 from training.launch.launch import Settings, launch
 from training.launch.world import World
-from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers, initializer, loss_of_targets
+from training.tasks.gpt2 import (
+    Sequences,
+    build_model,
+    gpt2_config,
+    gpt2_layers,
+    initializer,
+    loss_of_targets,
+)
 
 TITLE = "Sharded step, GPT-2 with 6 blocks of width 512, 2 ranks with a core each"
 ROUNDS, STEPS = 7, 1
@@ -34,7 +41,7 @@ SEQUENCES, LENGTH, VOCAB = 32, 32, 4096  # 1,024 positions per rank and step
 MEMORY_STEPS = 3
 MIB = 2**20
 
-Batch = tuple[tuple[Tensor, Tensor], Tensor]
+Batch = tuple[Sequences, Tensor]
 
 
 def _config() -> GPT2Config:
@@ -49,7 +56,7 @@ def _batches(rank: int) -> list[Batch]:
         ids = torch.randint(VOCAB, (SEQUENCES, LENGTH + 1), generator=generator)
         weights = torch.zeros(SEQUENCES, LENGTH, dtype=torch.long)
         weights[:, LENGTH // 2 :] = 1
-        batches.append(((ids[:, :-1], weights), ids[:, 1:][weights != 0]))
+        batches.append((Sequences(ids[:, :-1], weights), ids[:, 1:][weights != 0]))
     return batches
 
 
@@ -73,7 +80,7 @@ class _Contestant:
             self.taken += 1
             self.loss = self.step(x, target)
 
-    def step(self, x: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    def step(self, x: Sequences, target: Tensor) -> Tensor:
         """One step; returns this rank's part of the loss."""
         raise NotImplementedError
 
@@ -95,7 +102,7 @@ class _Ours(_Contestant):
             zero=int(name[len("zero ")]),
         )
 
-    def step(self, x: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    def step(self, x: Sequences, target: Tensor) -> Tensor:
         loss = self.fsdp.train_step([x], [target], loss_of_targets, 1 / self.targets)
         self.fsdp.optimizer_step()
         return loss
@@ -121,7 +128,7 @@ class _Torch(_Contestant):
         self.parameters = list(self.model.parameters())
         self.optimizer = _optimizer(self.parameters)
 
-    def step(self, x: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    def step(self, x: Sequences, target: Tensor) -> Tensor:
         self.optimizer.zero_grad()
         loss = loss_of_targets(self.model(x), target) / (self.targets / 2)
         loss.backward()

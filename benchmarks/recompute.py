@@ -37,7 +37,7 @@ from pipeline.schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGH
 from pipeline.stage import Stage
 from project.figures.style import BLUE, GREEN, GREY, picture
 from runtime.recompute import segments
-from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers
+from training.tasks.gpt2 import Sequences, build_model, gpt2_config, gpt2_layers
 
 BLOCKS, HEADS, LENGTH, BATCH, K = 8, 4, 128, 16, 2
 COUNTED, TIMED = 128, 256  # widths
@@ -56,15 +56,15 @@ def make_layers(width: int) -> list[nn.Module]:
     return gpt2_layers(build_model(config, 0).train())[1:-1]
 
 
-def batch(examples: int, width: int) -> tuple[Tensor, ...]:
+def batch(examples: int, width: int) -> Sequences:
     """Hidden states, weights of positions, keys of dropout."""
     torch.manual_seed(1)
     keys = torch.arange(examples)
-    return torch.randn(examples, LENGTH, width), torch.ones(examples, LENGTH), keys
+    return Sequences(torch.randn(examples, LENGTH, width), torch.ones(examples, LENGTH), keys)
 
 
-def squares(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
-    return (output[0] - target).square().sum()
+def squares(output: Sequences, target: Tensor) -> Tensor:
+    return (output.hidden - target).square().sum()
 
 
 def peak(schedule: str, m: int, mode: str, num_ranks: int = K, rank: int = 0) -> tuple[int, int]:
@@ -78,17 +78,17 @@ def peak(schedule: str, m: int, mode: str, num_ranks: int = K, rank: int = 0) ->
         for s, r in enumerate(ranks)
         if r == rank
     }
-    hidden, weights, keys = batch(BATCH // m, COUNTED)
-    one: list[Tensor | None] = [torch.ones_like(hidden), None, None]
+    x = batch(BATCH // m, COUNTED)
+    one = [torch.ones_like(x.hidden), None, None]
     for stage in stages.values():
         stage.num_microbatches = m
-        stage.forward(m, (hidden, weights, keys))
+        stage.forward(m, x)
         stage.backward(m, one)  # allocates the parameters' gradients before counting starts
     live, first = LiveBytes(), 0
     with live:
         for kind, s, i in plan(schedule, ranks, m)[0][rank]:
             if kind is FORWARD:
-                stages[s].forward(i, (hidden.clone(), weights, keys))
+                stages[s].forward(i, x._replace(hidden=x.hidden.clone()))
                 first = first or live.now
             elif kind is BACKWARD:
                 stages[s].backward(i, one)
@@ -156,7 +156,7 @@ def memory() -> tuple[list[Row], dict[tuple[str, str, int], tuple[float, float]]
 def times() -> list[Row]:
     """Rows of a step's seconds, with recomputation beside without."""
     x, m = batch(BATCH, TIMED), MICROBATCHES[-1]
-    target, losses, pipes = torch.zeros_like(x[0]), dict[str, float](), dict[str, Pipe]()
+    target, losses, pipes = torch.zeros_like(x.hidden), dict[str, float](), dict[str, Pipe]()
     turns: dict[str, Callable[[], None]] = {}
 
     def turn(name: str, schedule: str, pipe: Any) -> None:

@@ -42,13 +42,20 @@ from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write
 from runtime.mesh import make_mesh
 from runtime.ranks import Ranks
 from tensor_parallel.collectives import replicate
-from tensor_parallel.gpt2 import HeadAndLoss, cut
+from tensor_parallel.gpt2 import HeadAndLoss, cut_matrices
 from tensor_parallel.loss import head_loss
 from training.launch.launch import Settings, launch
 from training.launch.world import World
 from training.layouts.layout import Plan
 from training.layouts.stages import Staged
-from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers, initializer, loss_of_targets
+from training.tasks.gpt2 import (
+    Sequences,
+    build_model,
+    gpt2_config,
+    gpt2_layers,
+    initializer,
+    loss_of_targets,
+)
 from training.tasks.task import Step
 
 TITLE = "Tensor parallelism, GPT-2 with 4 blocks of width 768, a core per rank"
@@ -86,7 +93,9 @@ class _One:
     def step(self) -> Tensor:
         self.optimizer.zero_grad()
         ids, weights, keys, labels = _batch()
-        loss = loss_of_targets(self.net((ids, weights, keys)), labels.flatten()) / ids.numel()
+        loss = (
+            loss_of_targets(self.net(Sequences(ids, weights, keys)), labels.flatten()) / ids.numel()
+        )
         loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -101,7 +110,7 @@ class _Ours:
         config = _config(dropout)
         with torch.device("meta"):
             model: Any = GPT2LMHeadModel(config)
-        parts = cut(model, self.ranks, sequence_parallel)
+        parts = cut_matrices(model, self.ranks, sequence_parallel)
         model.to_empty(device="cpu")
         fill = initializer(config, seed=0)
         with torch.no_grad():
@@ -433,7 +442,7 @@ class _Arithmetic:
         self.net.zero_grad()
         parts = [t.chunk(replicas * num_microbatches) for t in _batch()]
         for ids, weights, keys, labels in list(zip(*parts, strict=True))[self.core :: 2]:
-            loss = loss_of_targets(self.net((ids, weights, keys)), labels.flatten())
+            loss = loss_of_targets(self.net(Sequences(ids, weights, keys)), labels.flatten())
             (loss / (B * T)).backward()
         self.optimizers[replicas].step()
 
@@ -461,7 +470,7 @@ def _mesh_steps(world: World, out: Path) -> None:
         model.optimizers[0].zero_grad()
         mine = [t.chunk(model.parts)[model.part] for t in (ids, weights, keys, labels)]
         parts = [t.chunk(model.num_microbatches or 1) for t in mine]
-        inputs = list(zip(*parts[:3], strict=True))
+        inputs = [Sequences(*part) for part in zip(*parts[:3], strict=True)]
         targets = [labels.flatten() for labels in parts[3]]
         model.backward(Step(inputs, targets, ids.numel(), ids.numel(), ids.numel()))
         model.optimizers[0].step()

@@ -3,10 +3,10 @@
 Problem. A model has the same layers under every layout; only their matrices are cut: attention by
 heads, the MLP by neurons, the embedding (which is also the head) by tokens.
 
-Idea. `cut` takes the model of `transformers` on the meta device and replaces its matrices by the
-layers of layers.py, under the same names. The code that runs the model does not change; attention
-sees fewer heads. A `Part` describes a rank's part of a parameter in terms of the whole, so initial
-values, checkpoints and exports are the same as those of one process.
+Idea. `cut_matrices` takes the model of `transformers` on the meta device and replaces its matrices
+by the layers of layers.py, under the same names. The code that runs the model does not change;
+attention sees fewer heads. A `Part` describes a rank's part of a parameter in terms of the whole,
+so initial values, checkpoints and exports are the same as those of one process.
 
     parameter          of the whole      rank r of t has
     attn.c_attn        C x (q | k | v)   the columns of its heads in each of q, k and v
@@ -103,7 +103,7 @@ def degrees(num_heads: int, vocabulary: int) -> list[int]:
     return [t for t in divisors if (t - 1) * -(-vocabulary // t) < vocabulary]
 
 
-def cut(model: Any, ranks: Ranks, sequence_parallel: bool = False) -> dict[str, Part]:
+def cut_matrices(model: Any, ranks: Ranks, sequence_parallel: bool = False) -> dict[str, Part]:
     """Replaces the matrices of a `GPT2LMHeadModel` on the meta device by those of this rank.
 
     Args:
@@ -176,12 +176,11 @@ class VocabularyParallelHead(nn.Module):
 
 
 class HeadAndLoss(nn.Module):
-    """Final norm, and loss or logits. Takes (hidden states B T C, targets, ...) and uses only the N
-    target positions: [N], their numbers among all B T, or weights [B, T] that are not 0 there.
+    """Final norm, and loss or logits. Takes `Sequences` of training/tasks/gpt2.py, and uses their
+    hidden states at targets alone.
 
-    With (..., keys, labels N) it returns the summed loss, a scalar on every rank, or without grad
-    mode the three numbers of `loss.measure`. Without labels it returns this rank's logits,
-    [N, rows].
+    With labels it returns the summed loss, a scalar on every rank, or without grad mode the three
+    numbers of `loss.measure`. Without labels it returns this rank's logits, [N, rows].
     """
 
     def __init__(
@@ -190,9 +189,8 @@ class HeadAndLoss(nn.Module):
         super().__init__()
         self.ln_f, self.lm_head, self.sequence_parallel = ln_f, lm_head, sequence_parallel
 
-    def forward(self, value: tuple[Any, ...]) -> Tensor:
-        hidden, targets, *more = value  # more: keys and labels; or a prefix; or none
-        hidden, head = self.ln_f(hidden), self.lm_head
+    def forward(self, x: Any) -> Tensor:
+        hidden, targets, head = self.ln_f(x.hidden), x.targets, self.lm_head
         scattered = self.sequence_parallel and self.training
         if scattered:
             hidden = gather(hidden, head.ranks, SEQUENCE)  # [B, T/t, C] to [B, T, C]
@@ -201,7 +199,7 @@ class HeadAndLoss(nn.Module):
         hidden = hidden.flatten(0, 1).index_select(0, targets)  # [N, C]
         if not scattered:  # else `gather` sums its gradients in backward
             hidden = replicate(hidden, head.ranks)
-        if len(more) < 2:
+        if x.labels is None:
             return F.linear(hidden, head.weight)
         compute = head_loss if torch.is_grad_enabled() else measure
-        return compute(hidden, head.known, more[1], head.ranks, head.first)
+        return compute(hidden, head.known, x.labels, head.ranks, head.first)

@@ -99,7 +99,7 @@ def measure(hidden: Tensor, weight: Tensor, labels: Tensor, ranks: Ranks, first:
     return total
 
 
-def likeliest(logits: Tensor, num_tokens: int, ranks: Ranks, first: int) -> Tensor:
+def argmax(logits: Tensor, num_tokens: int, ranks: Ranks, first: int) -> Tensor:
     """[N], on every rank: the token below `num_tokens` with the largest logit on any rank.
     `logits`: [N, rows], this rank's, for the tokens from `first` on."""
     known = logits[:, : max(0, num_tokens - first)]  # may be empty: [N, 0]

@@ -44,6 +44,7 @@ from training.progress import moving
 
 from .launch.world import World, gather_over_ranks
 from .layouts.layout import LaidOutModel, Plan
+from .tasks.gpt2 import Sequences
 from .tasks.task import Step, Task, whole_model
 
 FACTOR = 16.0
@@ -225,13 +226,12 @@ class Plain:
         dtype = self.compute_dtype or self.dtype
         # The forward uses cast weights; gradients reach the weights themselves.
         weights = {name: p.to(dtype) for name, p in self.model.named_parameters()}
-        if self.model.training and self.dropout and isinstance(x, tuple):
+        if self.model.training and self.dropout and isinstance(x, Sequences):
             # transformers' own dropout draws; the layers' dropout hashes the keys in x.
-            ids, _, keys = x
             layers = nn.Sequential(*self.task.layers(self.model))
-            return layers((ids, torch.ones_like(ids), keys)).unflatten(0, ids.shape)  # [B, T, V]
-        if isinstance(x, tuple):  # (ids, ...): what follows only says which logits are wanted
-            inputs = {"input_ids": x[0], "use_cache": False}
+            return layers(x._replace(targets=None))  # [B, T, V]
+        if isinstance(x, Sequences):
+            inputs = {"input_ids": x.hidden, "use_cache": False}
             return functional_call(self.model, weights, (), inputs).logits
         return functional_call(self.model, weights, (x.to(dtype),))
 
@@ -247,11 +247,10 @@ class Plain:
 
 
 def at_targets_of(x: Any, output: Tensor) -> Tensor:
-    """Of all outputs those at the targets of x: (ids, their numbers or weights, ...), or pictures,
-    which all have one."""
-    if not isinstance(x, tuple):
+    """Of all outputs those at the targets of sequences x; pictures all have one."""
+    if not isinstance(x, Sequences) or x.targets is None:
         return output
-    targets = x[1].flatten().nonzero()[:, 0] if x[1].dim() == 2 else x[1]
+    targets = x.targets.flatten().nonzero()[:, 0] if x.targets.dim() == 2 else x.targets
     return output.flatten(0, 1)[targets]
 
 

@@ -33,6 +33,7 @@ from training.options import Options
 from .launch.memory import peak_bytes
 from .launch.world import World
 from .layouts.layout import LaidOutModel
+from .tasks.gpt2 import Sequences
 from .tasks.task import Task
 
 Sink = Callable[[int, Mapping[str, Any]], None]
@@ -98,13 +99,14 @@ def flops_of_forward(task: Task) -> tuple[float, float]:
     validation batch."""
     # [B, T] token ids, or [B, 3, 32, 32] pictures, without memory.
     x = tree_leaves(task.validation_batches(0, 1)[0])[0].to("meta")
-    x = x.float() if x.is_floating_point() else x  # as the skeleton is
     *body, head = [layer.eval() for layer in task.layers(task.skeleton())]
-    positions = len(x) if x.is_floating_point() else x.numel()
+    pictures = x.is_floating_point()
+    positions = len(x) if pictures else x.numel()
     with torch.no_grad(), FlopCounterMode(display=False) as of_body:
-        hidden = torch.nn.Sequential(*body)(x)  # [B, T, C], or features
+        # Floats, as the skeleton is, to features; or ids to [B, T, C]
+        hidden = torch.nn.Sequential(*body)(x.float() if pictures else Sequences(x))
     with torch.no_grad(), FlopCounterMode(display=False) as of_head:
-        head(hidden)  # without weights: all positions
+        head(hidden)  # without targets: all positions
     return of_body.get_total_flops() / positions, of_head.get_total_flops() / positions
 
 

@@ -22,9 +22,9 @@ from training.files import CHECKPOINTS, OPTIONS
 from training.layouts.layout import whole
 
 from .launch.errors import UserError
-from .tasks.cache import Prefix
-from .tasks.generation import drawn, likeliest, newest_alone
-from .tasks.gpt2 import gpt2_layers
+from .tasks.cache import Cache
+from .tasks.generation import greedy, sample
+from .tasks.gpt2 import gpt2_layers, newest_tokens
 from .tasks.tokens import TOKENIZER_FILES, load_tokenizer
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
@@ -57,20 +57,19 @@ class Whole:
     """A model in this process that continues sentences; see `training.tasks.generation.Decoder`.
 
     Args:
-        temperature: 0 takes the likeliest token; see `training.tasks.generation.drawn`.
+        temperature: 0 takes the most probable token; see `training.tasks.generation.sample`.
     """
 
     def __init__(self, model: Any, temperature: float = 0.0, top_k: int | None = None) -> None:
         self.layers = nn.Sequential(*gpt2_layers(model)).eval()
         self.temperature, self.top_k = temperature, top_k
 
-    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+    def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """The next token of each sentence."""
-        logits = self.layers((ids, newest_alone(ids), prefix))  # [B, V]
-        chances = prefix.chances()  # [B]; None: greedy
-        if chances is None or not self.temperature:
-            return likeliest(logits, num_tokens)
-        return drawn(logits, num_tokens, chances, self.temperature, self.top_k)
+        logits = self.layers(newest_tokens(ids, cache))  # [B, V]
+        if cache.chances is None or not self.temperature:
+            return greedy(logits, num_tokens)
+        return sample(logits, num_tokens, cache.chances, self.temperature, self.top_k)
 
     def end(self) -> None:
         """Waits for nobody."""

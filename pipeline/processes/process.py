@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -186,11 +186,11 @@ class ProcessPipe:
                 deliver(gradients)
             return loss
 
-    def eval(self, x: Any, beside: Any = None) -> Any:
+    def eval(self, x: Any, beside: Mapping[str, Any] | None = None) -> Any:
         """The last layer's output, on the rank with the last stage; None elsewhere.
 
         Runs the layers in evaluation mode. ``beside`` (e.g. a cache) belongs to this rank: its
-        layers get it as the last element of their input tuple, and it is not sent on.
+        layers get it as these fields of a NamedTuple, and it is not sent on.
         """
         outputs: list[Any] = []  # empty without the last stage
 
@@ -240,7 +240,7 @@ class ProcessPipe:
                 time.sleep(_GRACE)
             raise
 
-    def _stages(self, seed: StepSeed, beside: Any = None) -> list[Stage]:
+    def _stages(self, seed: StepSeed, beside: Mapping[str, Any] | None = None) -> list[Stage]:
         """This rank's stages, for one step."""
         stages, first_layer = [], 0
         for s, part in enumerate(self._parts):
@@ -281,15 +281,17 @@ class ProcessPipe:
 
 
 class _With(nn.Module):
-    """Layers, with ``beside`` as the last element of their input tuple."""
+    """Layers, with ``beside`` as fields of their input, a NamedTuple."""
 
-    def __init__(self, layers: nn.Module, beside: Any) -> None:
+    def __init__(self, layers: nn.Module, beside: Mapping[str, Any]) -> None:
         super().__init__()
         self.layers, self.beside = layers, beside
 
-    def forward(self, value: tuple[Any, ...]) -> Any:
-        output = self.layers((*value, self.beside))  # to the first of the layers
-        return output[:-1] if isinstance(output, tuple) else output  # `beside` stays here
+    def forward(self, value: Any) -> Any:
+        output = self.layers(value._replace(**self.beside))
+        if isinstance(output, Tensor):  # of the last layer
+            return output
+        return output._replace(**dict.fromkeys(self.beside))  # `beside` stays here
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from tests.equivalence.problems import DECAY, EPS, SEED, Noise, Problem, Sentenc
 from training.check import plain_steps
 from training.launch.world import World
 from training.seeds import stream
-from training.tasks.gpt2 import gpt2_layers
+from training.tasks.gpt2 import Sequences, gpt2_layers
 from training.tasks.vgg import vgg16
 
 Key = tuple[str, str, int]
@@ -76,9 +76,8 @@ def mean_loss(problem: Problem, model: Any, batch: list[int], epoch: int) -> Ten
     if problem.dropout:
         seed = stream(SEED, "dropout", epoch)
         keys = torch.tensor([(seed + 0x9E3779B97F4A7C15 * i) % 2**63 for i in batch])
-        logits = nn.Sequential(*gpt2_layers(model))(
-            (ids[:, :-1], torch.ones_like(ids[:, 1:]), keys)
-        )
+        inputs = Sequences(ids[:, :-1], keys=keys)
+        logits = nn.Sequential(*gpt2_layers(model))(inputs).flatten(0, 1)
     else:
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits.flatten(0, 1)
     losses = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")

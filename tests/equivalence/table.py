@@ -35,6 +35,7 @@ from training.layouts.replicated import Replicated
 from training.layouts.sharded import Sharded
 from training.layouts.stages import Staged
 from training.layouts.threads import BlocksInThreads, StagesInThreads
+from training.tasks.gpt2 import Sequences
 from training.tasks.task import Step, Task
 
 Build = Callable[[Task, World, Plan], LaidOutModel]
@@ -177,9 +178,9 @@ class PlainModule(StagesInThreads):
     def backward(self, step: Step) -> Tensor:
         """The batch is one piece to the caller."""
         (x,), (target,) = step.inputs, step.targets
-        if isinstance(x, tuple):  # weights, which are cut as the ids are, not numbers of targets
-            ids, targets, *keys = x
-            x = ids, ids.new_zeros(ids.numel()).index_fill(0, targets, 1).view_as(ids), *keys
+        if isinstance(x, Sequences) and x.targets is not None:  # weights are cut as the ids are
+            weights = x.hidden.new_zeros(x.hidden.numel()).index_fill(0, x.targets, 1)
+            x = x._replace(targets=weights.view_as(x.hidden))
         output = self.pipe(x)  # on the last device
         loss = self.task.loss(output, tree_map(lambda t: t.to(output.device), target))
         (loss / max(1, step.count)).backward()

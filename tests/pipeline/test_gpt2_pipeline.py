@@ -19,9 +19,8 @@ from tests.pipeline.pipeline_models import (
     pipe_threads,
     take_gradients,
 )
-from training.tasks.cache import Prefix
-from training.tasks.generation import newest_alone
-from training.tasks.gpt2 import gpt2_layers
+from training.tasks.cache import Cache
+from training.tasks.gpt2 import gpt2_layers, newest_tokens
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
@@ -34,12 +33,12 @@ def test_continued_sentences_have_the_logits_of_the_plain_model(precision: str) 
     ids = torch.randint(40, (2, 7), generator=torch.Generator().manual_seed(3))
     rows = [model(ids[:1]).logits[0], model(ids[1:, 3:]).logits[0]]
     layers = torch.nn.Sequential(*gpt2_layers(model.float() if bf16 else model))
-    prefix = Prefix([5, 2])
+    cache = Cache([5, 2])
     for begin, end in ((0, 5), (5, 6), (6, 7)):
         new = ids[:, begin:end]
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            logits = layers((new, newest_alone(new), prefix))
-        prefix.extend()
+            logits = layers(newest_tokens(new, cache))
+        cache.extend()
         for got, row in zip(logits, rows, strict=True):
             expected = row[end - 8]
             size = (expected.abs().max() * (2**-5 if bf16 else 1e-13)).item()

@@ -15,7 +15,7 @@ from project import generate
 from tests.project.programs import FLOW, TINY, VGG, recomputed, run
 from training.export import export
 from training.launch.errors import UserError
-from training.tasks.generation import drawn
+from training.tasks.generation import sample
 from training.tasks.gpt2 import build_model, gpt2_config
 from training.tasks.tokens import train_tokenizer
 from training.trained import Trained, load_trained
@@ -75,10 +75,10 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     """Of 1/2, 1/4, 1/8, 1/8 and a row of no token; a chance in every tenth."""
     logits = torch.tensor([[4.0, 2.0, 1.0, 1.0, 9.0]]).log().expand(10, 5)
     chances = torch.arange(10, dtype=torch.float64) / 10 + 0.04
-    assert drawn(logits, 4, chances, 1.0, None).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 3]
-    assert drawn(logits, 4, chances, 1.0, 2).tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert sample(logits, 4, chances, 1.0, None).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 3]
+    assert sample(logits, 4, chances, 1.0, 2).tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
     # Squared: 16, 4, 1, 1 of 22.
-    assert drawn(logits, 4, chances, 0.5, None).tolist() == [0] * 7 + [1, 1, 2]
+    assert sample(logits, 4, chances, 0.5, None).tolist() == [0] * 7 + [1, 1, 2]
 
 
 def test_workdir_checkpoint_and_export_give_the_same(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runtime.ranks import Ranks
 from tensor_parallel import loss
-from tensor_parallel.gpt2 import Part, VocabularyParallelHead, cut, degrees
+from tensor_parallel.gpt2 import Part, VocabularyParallelHead, cut_matrices, degrees
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests import ranks as processes
 from training.tasks.gpt2 import build_model, gpt2_config
@@ -45,7 +45,7 @@ def on_ranks(rank: int, world_size: int) -> list[Tensor]:
         measured = loss.measure(*args)
     assert hidden.grad is not None and head.weight.grad is not None
     logits = (hidden @ head.weight.t()).detach()
-    tokens = [loss.likeliest(logits, n, ranks, head.first) for n in (VOCABULARY, 5)]
+    tokens = [loss.argmax(logits, n, ranks, head.first) for n in (VOCABULARY, 5)]
     rows = head.weight.grad[: len(head.known)]
     return [total.detach(), ranks.all_reduce(hidden.grad), rows, measured, *tokens]
 
@@ -93,4 +93,4 @@ def test_the_degrees_that_work() -> None:
         ranks = Ranks()
         ranks.size = 4
         config = gpt2_config("gpt2-mini", 100, 24, n_layer=1, n_embd=24, n_head=6)
-        cut(build_model(config, 0), ranks)
+        cut_matrices(build_model(config, 0), ranks)

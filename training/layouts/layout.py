@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from training.optimization import Run
-from training.tasks.cache import Prefix
-from training.tasks.generation import likeliest, newest_alone
+from training.tasks.cache import Cache
+from training.tasks.generation import greedy
+from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, Task
 from training.timeline import OFF, Timeline
 
@@ -150,11 +151,11 @@ class LaidOutModel(ABC):
         target = tree_map_only(Tensor, to_outputs, target)
         return self.task.measure(output, target)
 
-    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+    def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """The next token of each sentence; see `training.tasks.generation.Decoder`."""
-        logits = self.outputs((ids, newest_alone(ids), prefix))  # [B, V], of the newest position
+        logits = self.outputs(newest_tokens(ids, cache))  # [B, V], of the newest position
         assert logits is not None
-        return likeliest(logits, num_tokens)
+        return greedy(logits, num_tokens)
 
     def end(self) -> None:  # noqa: B027 (most layouts wait for nobody)
         """This rank has no sentences left to translate; returns when no rank has."""

@@ -20,7 +20,7 @@ from data_parallel.ddp import DistributedDataParallel
 from data_parallel.gradients import average_gradients, average_gradients_flat
 from training.launch.memory import state_bytes
 from training.launch.world import World
-from training.tasks.cache import Prefix
+from training.tasks.cache import Cache
 from training.tasks.task import Step, Task, whole_model
 
 from .layout import LaidOutModel, Plan
@@ -130,11 +130,11 @@ class Replicated(LaidOutModel):
             self.net.train()
         return output
 
-    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+    def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """Stays in evaluation mode until `end`: switching takes as long as a layer."""
         if self.net.training:
             self.net.eval()
-        return super().next_tokens(ids, prefix, num_tokens)
+        return super().next_tokens(ids, cache, num_tokens)
 
     def end(self) -> None:
         """Returns to training mode; waits for nobody."""

@@ -16,8 +16,8 @@ from runtime.ranks import where_hosts_meet
 from runtime.recompute import NEVER
 from training.launch.world import World
 from training.layouts.layout import Piece
-from training.tasks.cache import Prefix
-from training.tasks.generation import newest_alone
+from training.tasks.cache import Cache
+from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, Task
 
 from .layout import LaidOutModel, Plan
@@ -107,12 +107,12 @@ class Sharded(LaidOutModel):
         self.layers.train()
         return output
 
-    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+    def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """All ranks gather layers together, even if only one needs them."""
         self._some_rank_goes_on(True)  # meets the call in `end` of ranks that have finished
-        output = self._forward((ids, newest_alone(ids), prefix))  # [B, rows], of this rank's tokens
+        output = self._forward(newest_tokens(ids, cache))  # [B, rows], of this rank's tokens
         assert output is not None
-        return self.shared.likeliest(output, num_tokens)
+        return self.shared.argmax(output, num_tokens)
 
     def end(self) -> None:
         """Takes part in gathering until no rank has sentences left."""

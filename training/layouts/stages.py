@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,8 +19,8 @@ from runtime.recompute import mode_of
 from training.launch.memory import state_bytes
 from training.launch.world import World
 from training.layouts.layout import Piece, whole
-from training.tasks.cache import Prefix
-from training.tasks.generation import newest_alone
+from training.tasks.cache import Cache
+from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, Task
 
 from .layout import LaidOutModel, Plan
@@ -151,15 +151,15 @@ class Staged(LaidOutModel):
         output = self._eval(self.shared.input(x, target, training=False))
         return None if output is None else self.shared.measure(output, target)
 
-    def _eval(self, x: Any, beside: Any = None) -> Tensor | None:
+    def _eval(self, x: Any, beside: Mapping[str, Any] | None = None) -> Tensor | None:
         with self.plan.autocast(self.devices[0]):
             output = self.pipe.eval(x, beside)
         return cast(Tensor | None, output)
 
-    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+    def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """The last stage has the logits; each rank keeps the cache of its own layers and heads."""
-        logits = self._eval((ids, newest_alone(ids)), beside=prefix)  # last stage: [B, rows]
-        tokens = None if logits is None else self.shared.likeliest(logits, num_tokens)
+        logits = self._eval(newest_tokens(ids), beside={"cache": cache})  # last stage: [B, rows]
+        tokens = None if logits is None else self.shared.argmax(logits, num_tokens)
         return self.pipe.from_last(tokens)  # [B], on every stage
 
     def held(self) -> Iterable[Tensor]:

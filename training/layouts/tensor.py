@@ -2,7 +2,7 @@
 
 Three things change. The layers hold parts of the model's matrices, so initial values, checkpoints
 and exports use `Part`. The head is fused with the loss and needs the labels, so a micro-batch has
-them too: (ids, targets, keys, labels). A parameter that every rank holds whole is counted once in
+them too, as `Sequences.labels`. A parameter that every rank holds whole is counted once in
 norms; with sequence parallelism its gradient is summed over the ranks.
 
 With one rank nothing changes.
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from runtime.mesh import Axis
 from runtime.ranks import Ranks
 from runtime.recorder import Recorder
-from tensor_parallel.gpt2 import HeadAndLoss, Part, VocabularyParallelHead, cut
-from tensor_parallel.loss import likeliest
+from tensor_parallel.gpt2 import HeadAndLoss, Part, VocabularyParallelHead, cut_matrices
+from tensor_parallel.loss import argmax
 from training.layouts.layout import Piece
+from training.tasks.generation import greedy
 from training.tasks.task import Task
 
 
@@ -54,8 +55,8 @@ class Shared:
         if axis.size == 1:
             self.layers = task.layers(self.model)
             return
-        self.parts = cut(self.model, self.ranks, sequence_parallel)  # replaces matrices; by name
-        self.layers = task.layers(self.model)  # after `cut`: they hold its new modules
+        self.parts = cut_matrices(self.model, self.ranks, sequence_parallel)  # by name
+        self.layers = task.layers(self.model)  # after `cut_matrices`: they hold its new modules
         for layer in self.layers[:-1]:  # tells them their heads and positions
             layer.shard, layer.sequence_parallel = axis.rank, sequence_parallel  # type: ignore[assignment]
         self.head: VocabularyParallelHead = skeleton.lm_head
@@ -75,14 +76,13 @@ class Shared:
         """The input of the first layer for a micro-batch whose loss is wanted."""
         if not self.parts:
             return x
-        ids, targets, *rest = x  # [B, T], [N]
-        keys = rest[0] if rest else 0  # none in evaluation
+        length = x.hidden.size(1)
         # Padding makes the sequence a multiple of the number of ranks.
-        more = -ids.size(1) % self.ranks.size if training and self.sequence_parallel else 0
+        more = -length % self.ranks.size if training and self.sequence_parallel else 0
         if more:
-            targets = targets + targets // ids.size(1) * more  # earlier rows are longer
-            ids = F.pad(ids, (0, more))
-        return ids, targets, keys, target
+            numbers = x.targets + x.targets // length * more  # earlier rows are longer
+            x = x._replace(hidden=F.pad(x.hidden, (0, more)), targets=numbers)
+        return x._replace(labels=target)
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
         """The summed loss, from the output of the last layer."""
@@ -101,11 +101,11 @@ class Shared:
         every = self.ranks.all_gather(output, 1)  # [N, t rows]; the last ones may be surplus
         return every[:, : self.head.vocabulary] if self.ranks.rank == 0 else None
 
-    def likeliest(self, output: Tensor, num_tokens: int) -> Tensor:
-        """The likeliest tokens, on every rank, from the ranks' parts of the logits."""
+    def argmax(self, output: Tensor, num_tokens: int) -> Tensor:
+        """The most probable tokens, on every rank, from the ranks' parts of the logits."""
         if not self.parts:
-            return output[:, :num_tokens].argmax(-1)
-        return likeliest(output, num_tokens, self.ranks, self.head.first)
+            return greedy(output, num_tokens)
+        return argmax(output, num_tokens, self.ranks, self.head.first)
 
     def counted(self, name: str) -> bool:
         """Whether this rank counts a parameter: one that all have is counted by the first."""

@@ -8,13 +8,15 @@ head run on the first device while all others wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from pipeline.microbatch import MicroBatches
+from pipeline.microbatch import MicroBatches, batch_size
 from pipeline.partition import balance as balanced
 from pipeline.partition import measure_costs, place
 from pipeline.pipe import Pipe
@@ -25,9 +27,9 @@ from runtime.recompute import mode_of
 from training.launch.memory import state_bytes
 from training.launch.shared_cores import sharing
 from training.launch.world import World
-from training.tasks.cache import Prefix
-from training.tasks.generation import likeliest, newest_alone
-from training.tasks.gpt2 import at_targets, split_by
+from training.tasks.cache import Cache
+from training.tasks.generation import greedy
+from training.tasks.gpt2 import Sequences, at_targets, newest_tokens, split_by
 from training.tasks.task import Step, Task, whole_model
 
 from .layout import LaidOutModel, Plan
@@ -41,16 +43,16 @@ class _InOneProcess(LaidOutModel):
     plan: Plan
 
     @torch.no_grad()
-    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
+    def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """Layer by layer, each on its own device: one position is too little to pipeline."""
         self._train(False)
-        value: Any = (ids, newest_alone(ids), prefix)  # [B, T], [B], and the cache
+        value: Any = newest_tokens(ids, cache)
         with self.plan.autocast(self.devices[0]):
             for layer in self.layers:
                 device = next(layer.parameters()).device  # cpu, whichever slice of the cores
-                value = layer(tuple(v.to(device) if isinstance(v, Tensor) else v for v in value))
+                value = layer(tree_map_only(Tensor, partial(Tensor.to, device=device), value))
         self._train(True)
-        return likeliest(value, num_tokens)  # of logits [B, V]
+        return greedy(value, num_tokens)  # of logits [B, V]
 
     def _train(self, mode: bool) -> None:
         """Layers contain the model's modules, but the model does not contain its layers."""
@@ -136,8 +138,7 @@ class StagesInThreads(_InOneProcess):
     @torch.no_grad()
     def outputs(self, x: Any) -> Tensor | None:
         """The outputs for the whole batch, cut into as many micro-batches as in training."""
-        examples = len(x[0] if isinstance(x, tuple) else x)
-        self.pipe.split_size = max(1, -(-examples // self.num_microbatches))
+        self.pipe.split_size = max(1, -(-batch_size(x) // self.num_microbatches))
         self.pipe.eval()
         with self.plan.autocast(self.devices[0]):
             output = self.pipe(x)  # [N, V], of all micro-batches
@@ -191,10 +192,10 @@ class BlocksInThreads(_InOneProcess):
         self.optimizers = [plan.make_optimizer(self.module.parameters())]
         plan.timeline.watch(self.optimizers[0], 0)
 
-    def _logits(self, x: Any) -> Tensor:
-        ids, targets, *_ = x
-        hidden = self.module.transformer(input_ids=ids, use_cache=False)[0]  # B T C
-        return self.module.lm_head(at_targets(hidden, move(targets, hidden.device)))  # N V
+    def _logits(self, x: Sequences) -> Tensor:
+        hidden = self.module.transformer(input_ids=x.hidden, use_cache=False)[0]  # B T C
+        assert x.targets is not None
+        return self.module.lm_head(at_targets(hidden, move(x.targets, hidden.device)))  # N V
 
     def backward(self, step: Step) -> Tensor:
         """The batch is one piece to the embedding and the head; `h_pp` cuts it for the blocks."""

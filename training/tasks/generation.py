@@ -25,30 +25,28 @@ from torch import Tensor
 
 from training.progress import moving
 
-from .cache import Prefix
+from .cache import Cache
 from .task import Decoder
 from .tokens import eos
-
-CPU_READ = 256  # positions of prompts per forward on a CPU, at least; a GPU reads all at once
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
 
 
-def likeliest(logits: Tensor, num_tokens: int) -> Tensor:
-    """The likeliest tokens, B, from logits B V. Logits beyond `num_tokens` belong to no token."""
+def greedy(logits: Tensor, num_tokens: int) -> Tensor:
+    """The most probable tokens, B, from logits B V. Logits beyond `num_tokens` belong to none."""
     return logits[:, :num_tokens].argmax(-1)
 
 
-def drawn(
+def sample(
     logits: Tensor, num_tokens: int, chances: Tensor, temperature: float, top_k: int | None
 ) -> Tensor:
     """Samples tokens, B, from logits B V.
 
     Args:
         chances: [B], float64, uniform from 0 to 1: looked up in the cumulative probabilities.
-        temperature: divides the logits; a small one leaves only the likeliest token.
-        top_k: samples from this many of the likeliest tokens; None: from all.
+        temperature: divides the logits; a small one leaves only the most probable token.
+        top_k: samples from this many of the most probable tokens; None: from all.
     """
     logits = logits[:, :num_tokens].double() / temperature
     if top_k is not None and top_k < num_tokens:
@@ -57,13 +55,6 @@ def drawn(
     ends = logits.softmax(-1).cumsum(-1)  # [B, V], rising to about 1
     wanted = chances.to(ends.device)[:, None] * ends[:, -1:]  # [B, 1], scaled to the last end
     return torch.searchsorted(ends, wanted, right=True)[:, 0].clamp(max=ends.size(1) - 1)
-
-
-def newest_alone(ids: Tensor) -> Tensor:
-    """The targets with which the layers of tasks/gpt2.py give logits of the last position:
-    [B], of ids [B, T]."""
-    B, T = ids.shape
-    return torch.arange(T - 1, B * T, T, device=ids.device)
 
 
 def translate(
@@ -150,14 +141,11 @@ def continue_together(
     """One batch of `continue_all`. Finished sentences leave the batch. `advance` is called with how
     many tokens fewer can follow."""
     rows: list[list[int]] = [[] for _ in prompts]
-    prefix = Prefix([len(prompt) for prompt in prompts], device, chances)
-    positions = CPU_READ if torch.device(device).type == "cpu" else math.inf
-    tokens = torch.cat(  # [B]: the first new token of each sentence
-        [decoder.next_tokens(_padded(prompts[at], device), prefix, num_tokens)
-         for at in prefix.in_parts(positions)]
-    )  # fmt: skip
+    cache = Cache([len(prompt) for prompt in prompts], device, chances)
+    newest = _padded(prompts, device)  # [B, T]
     live, left = list(range(len(prompts))), sum(most)  # the sentence of each row
     while True:
+        tokens = decoder.next_tokens(newest, cache, num_tokens)  # [B]
         going = []  # rows that continue
         for row, (i, token) in enumerate(zip(live, tokens.tolist(), strict=True)):
             if token != stop:
@@ -169,10 +157,10 @@ def continue_together(
         if not going:
             return rows
         if len(going) < len(live):
-            order = prefix.keep(going)
-            live, tokens = [live[row] for row in order], tokens[order]
-        prefix.extend()  # a column for the tokens just found
-        tokens = decoder.next_tokens(tokens[:, None], prefix, num_tokens)  # T is 1
+            cache.keep(going)
+            live, tokens = [live[row] for row in going], tokens[going]
+        cache.extend()  # a column for the tokens just found
+        newest = tokens[:, None]
 
 
 def _padded(prompts: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:

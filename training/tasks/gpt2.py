@@ -11,19 +11,19 @@ tools; `wte` is tied: the first and the last layer use it. This project's choice
 - any layout can cut the list of layers anywhere. A block is cut between attention and MLP, too:
   with the head on the last stage, whole blocks are often too coarse for stages of equal cost;
 
-      (ids, targets) -> Embedding -> Attention -> FeedForward -> ... -> Head -> logits
-                        wte wpe drop   ln_1 attn    ln_2 mlp             ln_f lm_head
+      Sequences -> Embedding -> Attention -> FeedForward -> ... -> Head -> logits
+                   wte wpe drop   ln_1 attn    ln_2 mlp             ln_f lm_head
 
-- dropout depends on the example and on the place in the model (runtime/dropout.py): with (ids,
-  targets, keys), one key per example, every layout drops the same;
+- dropout depends on the example and on the place in the model (runtime/dropout.py): with `keys`,
+  one per example, every layout drops the same;
 - the activation is PyTorch's fused tanh-GELU: the function `gelu_new` of the published weights, in
   one pass over memory instead of eight.
 
-With (ids, targets, prefix) the layers continue sentences (tasks/generation.py): ids are the newest
-positions, the prefix keeps the keys and values of earlier ones.
+With a `cache` the layers continue sentences (tasks/generation.py): ids are the newest positions,
+the cache keeps the keys and values of earlier ones.
 
-Shapes: B examples, T positions, C width, V vocabulary, N positions with a target, S positions of a
-prefix, including the T newest.
+Shapes: B examples, T positions, C width, V vocabulary, N positions with a target, S columns of a
+cache, including the T newest.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 """
@@ -31,8 +31,8 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,8 @@ from torch import Tensor, nn
 from runtime.dropout import Keys, attention, dropout, place
 from training.launch.errors import UserError
 from training.seeds import stream
+
+from .cache import Cache
 
 if TYPE_CHECKING:  # takes seconds to import, so functions import it themselves
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
@@ -137,7 +139,31 @@ def generator_for(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(stream(seed, "initial weights", name))
 
 
-Value = Any  # hidden states B T C, or a tuple of them and what the layers pass on
+class Sequences(NamedTuple):
+    """A micro-batch on its way through the layers. Each layer replaces `hidden`; the rest stays.
+
+    Attributes:
+        hidden: [B, T], the token ids, before the embedding; [B, T, C], hidden states, after it.
+        targets: where logits are wanted, [N]: the positions' numbers among all B T. Or, where a
+            batch is to be cut along B, weights [B, T], not 0 at targets. None: everywhere.
+        keys: one per example, for dropout (runtime/dropout.py).
+        labels: [N], the tokens to predict. Only a head that is fused with the loss needs them
+            (tensor_parallel/gpt2.py).
+        cache: of this process, where sentences are continued.
+    """
+
+    hidden: Tensor
+    targets: Tensor | None = None
+    keys: Keys = None
+    labels: Tensor | None = None
+    cache: Cache | None = None
+
+
+def newest_tokens(ids: Tensor, cache: Cache | None = None) -> Sequences:
+    """The newest tokens of sentences, [B, T], whose next ones are wanted: the last position alone
+    has a target."""
+    B, T = ids.shape
+    return Sequences(ids, torch.arange(T - 1, B * T, T, device=ids.device), cache=cache)
 
 
 class Layer(nn.Module):
@@ -160,46 +186,31 @@ class Layer(nn.Module):
         """The position of the first of the hidden states B T C in its sequence."""
         return self.shard * hidden.size(1) if self.sequence_parallel and self.training else 0
 
-    def drop(self, hidden: Tensor, p: float, more: Sequence[Any]) -> Tensor:
+    def drop(self, hidden: Tensor, p: float, keys: Keys) -> Tensor:
         """Dropout of hidden states B T C, in training."""
         if not self.training:
             return hidden
-        return dropout(hidden, p, _keys(more), self.where, self.first(hidden))
+        return dropout(hidden, p, keys, self.where, self.first(hidden))
 
 
 class Embedding(Layer):
-    """Token ids [B, T], or a tuple (ids, more...), to hidden states [B, T, C] (and more...)."""
+    """Token ids [B, T] to hidden states [B, T, C]."""
 
     def __init__(self, body: GPT2Model) -> None:
         super().__init__("drop")
         self.wte, self.wpe, self.p = body.wte, body.wpe, body.drop.p
 
-    def forward(self, value: Value) -> Value:
-        ids, *more = value if isinstance(value, tuple) else (value,)
-        hidden, prefix = self.wte(ids), _prefix(more)  # B T C, or this rank's part of T
-        if prefix is None:
+    def forward(self, x: Sequences) -> Sequences:
+        hidden = self.wte(x.hidden)  # B T C, or this rank's part of T
+        if x.cache is None:
             first = self.first(hidden)
             positions = torch.arange(first, first + hidden.size(1), device=hidden.device)  # [T]
         else:
-            positions = prefix.positions(ids.size(-1)).to(ids.device)  # [B, T]
-        hidden = self.drop(hidden + self.wpe(positions), self.p, more)
-        return (hidden, *more) if more else hidden
+            positions = x.cache.positions(hidden)  # [B, T]
+        return x._replace(hidden=self.drop(hidden + self.wpe(positions), self.p, x.keys))
 
 
-class HiddenLayer(Layer):
-    """Adds to the hidden states and passes on what comes with them."""
-
-    def forward(self, value: Value) -> Value:
-        hidden, *more = value if isinstance(value, tuple) else (value,)
-        hidden = hidden + self.transform(hidden, more)
-        return (hidden, *more) if more else hidden
-
-    def transform(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
-        """What is added to the hidden states, B T C."""
-        raise NotImplementedError
-
-
-class Attention(HiddenLayer):
+class Attention(Layer):
     """The first half of a block: norm, attention, residual."""
 
     def __init__(self, name: str, block: GPT2Block) -> None:
@@ -207,57 +218,51 @@ class Attention(HiddenLayer):
         self.ln_1, self.attn = block.ln_1, block.attn
         self.weights_where = place(f"{name}.attn.weights")  # of the dropout inside
 
-    def transform(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
-        attn, prefix, mask = self.attn, _prefix(more), None
-        qkv = attn.c_attn(self.ln_1(hidden))  # all T, even of hidden states that are a part
+    def forward(self, x: Sequences) -> Sequences:
+        attn, mask = self.attn, None
+        qkv = attn.c_attn(self.ln_1(x.hidden))  # all T, even of hidden states that are a part
         B, T, width = qkv.shape  # of this rank's heads H, 3 H E
         qkv = qkv.view(B, T, 3, width // (3 * attn.head_dim), attn.head_dim)  # B T 3 H E
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H T E
-        if prefix is not None:
-            mask = prefix.mask(hidden)  # B 1 T S
-            k, v = prefix.update(attn.layer_idx, k, v)  # B H S E, with earlier positions
+        if x.cache is not None:
+            mask = x.cache.mask(x.hidden)  # B 1 T S
+            k, v = x.cache.update(attn.layer_idx, k, v)  # B H S E, with earlier positions
         first = self.shard * q.size(1)  # the number of its first head in the model
         p = attn.attn_dropout.p if self.training else 0.0
-        y = attention(q, k, v, mask, p, _keys(more), self.weights_where, first)  # B H T E
+        y = attention(q, k, v, mask, p, x.keys, self.weights_where, first)  # B H T E
         y = attn.c_proj(y.transpose(1, 2).reshape(B, T, -1))  # B T C, as hidden
-        return self.drop(y, attn.resid_dropout.p, more)
+        return x._replace(hidden=x.hidden + self.drop(y, attn.resid_dropout.p, x.keys))
 
 
-class FeedForward(HiddenLayer):
+class FeedForward(Layer):
     """The second half of a block: norm, MLP, residual."""
 
     def __init__(self, name: str, block: GPT2Block) -> None:
         super().__init__(f"{name}.mlp")
         self.ln_2, self.mlp = block.ln_2, block.mlp
 
-    def transform(self, hidden: Tensor, more: Sequence[Any]) -> Tensor:
+    def forward(self, x: Sequences) -> Sequences:
         mlp = self.mlp
-        y = mlp.c_proj(mlp.act(mlp.c_fc(self.ln_2(hidden))))  # C to 4C, this rank's, and back
-        return self.drop(y, mlp.dropout.p, more)
+        y = mlp.c_proj(mlp.act(mlp.c_fc(self.ln_2(x.hidden))))  # C to 4C, this rank's, and back
+        return x._replace(hidden=x.hidden + self.drop(y, mlp.dropout.p, x.keys))
 
 
 class Head(nn.Module):
-    """Final norm and logits: B T V, or N V of (hidden states, targets, ...)."""
+    """Final norm and logits: N V at the targets, or all B T V."""
 
     def __init__(self, ln_f: nn.LayerNorm, lm_head: nn.Linear) -> None:
         super().__init__()
         self.ln_f = ln_f
         self.weight = lm_head.weight  # not the module: on a second GPU this becomes a copy
 
-    def forward(self, value: Value) -> Tensor:
-        hidden, *more = value if isinstance(value, tuple) else (value,)
-        if more:
-            hidden = at_targets(hidden, more[0])  # B T C to N C
+    def forward(self, x: Sequences) -> Tensor:
+        hidden = x.hidden if x.targets is None else at_targets(x.hidden, x.targets)
         return F.linear(self.ln_f(hidden), self.weight)
 
 
 def at_targets(hidden: Tensor, targets: Tensor) -> Tensor:
-    """Hidden states B T C at the N target positions: N C.
-
-    Args:
-        targets: [N], their numbers among all B T. Or, where a batch is to be cut along B, weights
-            [B, T], not 0 at targets: to count these, the host waits for a GPU.
-    """
+    """Hidden states B T C at the `targets` of `Sequences`: N C. To count weights, the host waits
+    for a GPU."""
     if targets.dim() == 2:
         targets = numbers_of_targets(targets)
     hidden = hidden.flatten(0, 1)
@@ -269,16 +274,6 @@ def at_targets(hidden: Tensor, targets: Tensor) -> Tensor:
 def numbers_of_targets(weights: Tensor) -> Tensor:
     """[N]: where weights [B, T] are not 0, among all B T."""
     return weights.flatten().nonzero()[:, 0]
-
-
-def _keys(more: Sequence[Any]) -> Keys:
-    """The keys in what comes with ids or hidden states: (targets, keys, ...)."""
-    return more[1] if len(more) > 1 and isinstance(more[1], Tensor | int) else None
-
-
-def _prefix(more: Sequence[Any]) -> Any:
-    """The prefix in what comes with ids or hidden states: (targets, prefix)."""
-    return more[1] if len(more) > 1 and not isinstance(more[1], Tensor | int) else None
 
 
 def loss_of_targets(logits: Tensor, labels: Tensor) -> Tensor:

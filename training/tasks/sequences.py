@@ -33,6 +33,7 @@ from training.seeds import stream
 
 from .gpt2 import (
     PRESETS,
+    Sequences,
     gpt2_config,
     gpt2_layers,
     import_transformers,
@@ -140,19 +141,19 @@ class SequenceTask(Task, ABC):
                 inputs=[x for x, _ in batches],
                 targets=[labels for _, labels in batches],
                 count=count,
-                positions=sum(ids.numel() for (ids, *_), _ in batches),  # B T of each
+                positions=sum(x.hidden.numel() for x, _ in batches),  # B T of each
                 tokens=sum(max(0, len(e.ids) - 1) for e in mine),
             )
 
     def _collate(self, num_microbatches: int | None, drop: int, mine: list[Encoded]) -> Any:
-        """A rank's part of a global batch, and its micro-batches: ((ids, targets, keys), labels),
-        with the labels of the targets. All that depends on values is done here, on the CPU: on a
-        GPU the host would wait for them."""
+        """A rank's part of a global batch, and its micro-batches: sequences, and the labels of
+        their targets. All that depends on values is done here, on the CPU: on a GPU the host would
+        wait for them."""
         parts = []
         for part in self._cut(mine, num_microbatches):
             ids, labels, weights = self._batch(part)
             targets = numbers_of_targets(weights)
-            x = ids, targets, self._keys(part, drop)
+            x = Sequences(ids, targets, self._keys(part, drop))
             parts.append(to_device((x, labels.flatten()[targets]), self.device))
         return mine, parts
 
@@ -187,13 +188,13 @@ class SequenceTask(Task, ABC):
         return parts
 
     def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
-        """Batches of similar lengths: ((ids, weights), labels of the targets). They have weights
-        [B, T] and not the targets' numbers, since stages in threads cut them."""
+        """Batches of similar lengths, and the labels of their targets. They have weights [B, T]
+        and not the targets' numbers, since stages in threads cut them."""
         mine = sorted(self.examples["validation"], key=_length)[part::parts]  # lengths dealt out
         found = []
         for i in range(0, len(mine), EVAL_BATCH):
             ids, labels, weights = self._batch(mine[i : i + EVAL_BATCH])
-            found.append(to_device(((ids, weights), labels[weights != 0]), self.device))
+            found.append(to_device((Sequences(ids, weights), labels[weights != 0]), self.device))
         return found
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from runtime.meta import materialize, names_of
 from training.options import Options
 
-from .cache import Prefix
+from .cache import Cache
 
 if TYPE_CHECKING:
     from training.launch.world import World
@@ -48,9 +48,10 @@ class Score:
 class Decoder(Protocol):
     """A model in evaluation mode, or this rank's part of one, that continues sentences."""
 
-    def next_tokens(self, ids: Tensor, prefix: Prefix, num_tokens: int) -> Tensor:
-        """The next token of each sentence, B, on every rank: the likeliest or a sampled one of the
-        first `num_tokens` of the vocabulary. `ids`, B T, are the newest tokens of the prefix."""
+    def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
+        """The next token of each sentence, B, on every rank: the most probable or a sampled one of
+        the first `num_tokens` of the vocabulary. `ids`, B T, are the newest tokens; the `cache` has
+        what the layers made of earlier ones."""
 
     def end(self) -> None:
         """This rank has no sentences left. Returns when no rank has."""

@@ -13,6 +13,7 @@ from transformers import GPT2LMHeadModel
 
 from training.seeds import stream
 from training.tasks.gpt2 import (
+    Sequences,
     build_model,
     gpt2_config,
     gpt2_layers,
@@ -113,18 +114,18 @@ def test_the_loss_of_the_layers_is_the_masked_cross_entropy_of_the_model() -> No
     model = tiny().double()
     labels = IDS.roll(-1, 1)
     layers = nn.Sequential(*gpt2_layers(model))
-    logits = layers((IDS, WEIGHTS))
+    logits = layers(Sequences(IDS, WEIGHTS))
     assert logits.shape == (4, 320)
     loss = loss_of_targets(logits, labels[WEIGHTS == 1])
     numbers = torch.tensor([1, 2, 3, 5])  # of the targets among all 12 positions, row by row
-    assert layers((IDS, numbers)).equal(logits)
+    assert layers(Sequences(IDS, numbers)).equal(logits)
     log_p = model(input_ids=IDS).logits.log_softmax(-1)
     nll = -log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(loss, (nll * WEIGHTS).sum(), rtol=1e-12, atol=0)
     half = loss_of_targets(logits.bfloat16(), labels[WEIGHTS == 1])
     assert half.dtype == torch.float32 and half.item() == pytest.approx(loss.item(), rel=1e-2)
     none = torch.zeros_like(WEIGHTS)
-    nothing = loss_of_targets(layers((IDS, none)), labels[none == 1])
+    nothing = loss_of_targets(layers(Sequences(IDS, none)), labels[none == 1])
     nothing.backward()
     assert nothing.item() == 0
     assert [n for n, p in model.named_parameters() if p.grad is None or p.grad.any()] == []
