@@ -1,6 +1,6 @@
-"""Translating 100 texts: `generate` of transformers, batched and with its cache, against ours.
-Translations must be the same. The texts are sentences, then one to four sentences in a row, so that
-their lengths differ more.
+"""Translating 100 texts: `generate` of transformers with its cache, all texts in one batch and one
+by one, against ours. Translations must be the same. The texts are sentences, then one to four
+sentences in a row, so that their lengths differ more.
 
 The model is gpt2-mini after a short training, so that sentences have realistic lengths.
 """
@@ -40,9 +40,12 @@ def _trained(task: TranslationTask, model: Replicated, n_steps: int) -> None:
 
 @torch.no_grad()
 def _transformers(
-    model: Any, pairs: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast
+    model: Any, pairs: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, size: int
 ) -> list[str]:
-    """All sentences in one batch, padded on the left."""
+    """Batches of `size` texts, padded on the left."""
+    if len(pairs) > size:
+        parts = [pairs[i : i + size] for i in range(0, len(pairs), size)]
+        return [text for part in parts for text in _transformers(model, part, tokenizer, size)]
     model.eval()
     stop = tokenizer.convert_tokens_to_ids(eos("en"))
     prompts = [tokenizer(pair["de"] + eos("de"))["input_ids"] for pair in pairs]
@@ -96,22 +99,24 @@ def _compare(
 ) -> list[Row]:
     said: dict[str, list[str]] = {}
     ours = partial(generate, model, pairs, "de", "en", tokenizer, LENGTH, "cpu", "Translating", 1)
-    theirs, mine = f"{kind}: transformers", f"{kind}: this project"
+    theirs = partial(_transformers, model.module, pairs, tokenizer)
+    batch, single, mine = (f"{kind}: {who}" for who in ("one batch", "one by one", "this project"))
     contestants = {
-        theirs: lambda: said.update(theirs=_transformers(model.module, pairs, tokenizer)),
-        mine: lambda: said.update(ours=ours()),
+        batch: lambda: said.update({batch: theirs(size=len(pairs))}),
+        single: lambda: said.update({single: theirs(size=1)}),
+        mine: lambda: said.update({mine: ours()}),
     }
     seconds = alternate(contestants, ROUNDS)
-    different = [
-        i for i, (a, b) in enumerate(zip(said["theirs"], said["ours"], strict=True)) if a != b
-    ]
-    if different:
+    if different := [
+        i for i, texts in enumerate(zip(*said.values(), strict=True)) if len({*texts}) > 1
+    ]:
         raise AssertionError(f"{kind} {different} are translated differently")
     rows = []
-    for name, goal in ((theirs, None), (mine, 8.0)):
-        middle, spread = summarize([len(pairs) / s for s in seconds[name]])
-        ratio = ratio_of(seconds[theirs], seconds[name])
-        rows.append(Row(name, middle, spread, "texts/s", ratio, "transformers", goal))
+    for name, found in seconds.items():
+        middle, spread = summarize([len(pairs) / s for s in found])
+        goal = 8.0 if name == mine else None
+        ratio = ratio_of(seconds[single], found)
+        rows.append(Row(name, middle, spread, "texts/s", ratio, "one by one", goal))
     return rows
 
 
