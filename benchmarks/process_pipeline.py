@@ -17,9 +17,9 @@ and, in fewer rounds:
 Weights are not updated: every step computes the same loss and gradients, which are compared.
 
 Then the peak resident memory of a rank in a step of micro-batches of one example, in which the
-gradients of a stage's parameters outweigh its activations. With whole backwards: PyTorch, which
-differentiates a stage in one call, and ProcessPipe with a graph per stage and with one per layer.
-And ProcessPipe by default, which sends gradients of inputs before it computes those of weights.
+gradients of a stage's parameters outweigh its activations: of PyTorch, which differentiates a stage
+in one call; and of ProcessPipe, which does so layer by layer, with whole backwards and by default,
+where it sends gradients of inputs before it computes those of weights.
 """
 
 from __future__ import annotations
@@ -43,21 +43,15 @@ from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import SCHEDULES as WHOLE
+from tests.ranks import sharing
 from training.launch.launch import Settings, launch
 from training.launch.world import World
 
 MICROBATCHES, ROUNDS, FEWER_ROUNDS = (4, 8), 5, 3
 SCHEDULES = ("gpipe", "1f1b", "zb")
 HALF = BLOCKS // K
-VARIANTS: dict[str, dict[str, Any]] = {
-    "": {},
-    "gradients last, ": {},
-    "gloo, ": {"share_memory": False},
-}
-
-
-TORCH, BY_STAGE, BY_LAYER = "torch", "a graph per stage", "a graph per layer"
-DEFAULT = "a graph per layer, early gradients"
+VARIANTS = ("", "gradients last, ", "gloo, ")
+TORCH, LAST, DEFAULT = "torch", "gradients last", "ours"
 
 
 def _torch_schedule(part: nn.Module, rank: int, schedule: str, m: int) -> Any:
@@ -78,10 +72,10 @@ class _Bench:
         self.losses: dict[str, float] = {}
         self.gradients: dict[str, list[Tensor]] = {}
         use_cores(self.own)
-        self.pipes = {
-            name: ProcessPipe(make_blocks(), [HALF] * K, **options)
-            for name, options in VARIANTS.items()
-        }
+        self.pipes = {}
+        for name in VARIANTS:
+            with sharing("gloo" not in name):
+                self.pipes[name] = ProcessPipe(make_blocks(), [HALF] * K)
         self.part = make_blocks()[HALF * world.rank : HALF * (world.rank + 1)]
         use_cores(self.cores)
         placed = [WithDevice(b, f"cpu:{i // HALF}") for i, b in enumerate(make_blocks())]
@@ -197,7 +191,7 @@ def _peak_memory(world: World, which: str, out: Path) -> None:
         for k, block in enumerate(blocks):
             if k // HALF != world.rank:  # only the shapes of other ranks' blocks are needed
                 blocks[k] = block.to("meta")
-        pipe = ProcessPipe(blocks, [HALF] * K, by_layer=which != BY_STAGE)
+        pipe = ProcessPipe(blocks, [HALF] * K)
         module = pipe.module
         order = "1f1b" if which == DEFAULT else WHOLE["1f1b"]
         step = partial(pipe.train_step, x, y, square_error, order, BATCH)
@@ -221,7 +215,7 @@ def run() -> list[Row]:
         launch(_rank, settings, cores, out / "seconds.pt")
         seconds = torch.load(out / "seconds.pt", weights_only=True)
         peaks = {}
-        for which in (TORCH, BY_STAGE, BY_LAYER, DEFAULT):
+        for which in (TORCH, LAST, DEFAULT):
             launch(_peak_memory, settings, which, out)
             peaks[which] = [int((out / f"{which}-{r}").read_text()) / 1024 for r in range(K)]
     rows = _rows(seconds)
@@ -252,7 +246,7 @@ def _rows(seconds: dict[str, list[float]]) -> list[Row]:
             add(name, f"torch {name}", None if schedule == "zb" else 1.05)
         add(f"zb, M={m}", f"torch 1f1b, M={m}")
     m = MICROBATCHES[-1]
-    for variant in ("plain, ", *list(VARIANTS)[1:], "threads, "):
+    for variant in ("plain, ", *VARIANTS[1:], "threads, "):
         add(f"{variant}1f1b, M={m}", f"plain, 1f1b, M={m}")
     return rows
 

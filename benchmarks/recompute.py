@@ -73,7 +73,11 @@ def peak(schedule: str, m: int, mode: str, num_ranks: int = K, rank: int = 0) ->
     size = 2 * BLOCKS // len(ranks)
     stages = {
         s: Stage(
-            s, nn.Sequential(*make_layers(COUNTED)[:size]), torch.device("cpu"), recompute=mode
+            s,
+            nn.Sequential(*make_layers(COUNTED)[:size]),
+            torch.device("cpu"),
+            recompute=mode,
+            num_microbatches=m,
         )
         for s, r in enumerate(ranks)
         if r == rank
@@ -81,7 +85,6 @@ def peak(schedule: str, m: int, mode: str, num_ranks: int = K, rank: int = 0) ->
     x = batch(BATCH // m, COUNTED)
     one = [torch.ones_like(x.hidden), None, None]
     for stage in stages.values():
-        stage.num_microbatches = m
         stage.forward(m, x)
         stage.backward(m, one)  # allocates the parameters' gradients before counting starts
     live, first = LiveBytes(), 0

@@ -47,10 +47,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from data_parallel.exchange import Exchange, SharedExchange, Wait
+from runtime.guards import Guard, refuse_gradient, refuse_gradient_hooks
 from runtime.meta import Initialize
 from runtime.ranks import where_hosts_meet
 from runtime.recorder import Recorder, acting
-from runtime.unseen import Strangers, refuse_gradient, refuse_gradient_hooks
 
 from .flat import FlatPiece, make_units
 from .gathered_layer import GatheredLayer, LayerGraph
@@ -346,7 +346,9 @@ class FullyShardedDataParallel:
         if loss is None:
             return [None] * len(output)
         wanted = [y for y in output if isinstance(y, Tensor) and y.requires_grad]
-        Strangers(wanted).refuse(loss, f"the loss after {self.layers[-1].name}")
+        guard = Guard()
+        guard.enter((), wanted)
+        guard.refuse_strangers(loss, f"the loss after {self.layers[-1].name}")
         found = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
         of_tensor = {id(y): dy for y, dy in zip(wanted, found, strict=True)}
         return [of_tensor.pop(id(y), None) for y in output]  # a repeated tensor counts once

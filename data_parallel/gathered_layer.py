@@ -19,8 +19,8 @@ Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,9 +30,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Graph
-from runtime.recompute import SameDraws, unchanged
-from runtime.sharing import Watch
-from runtime.unseen import Strangers, refuse_gradient_hooks, written_by_torch
+from runtime.guards import Guard, refuse_gradient_hooks, written_by_torch
+from runtime.recompute import SameDraws
 
 from .flat import Place
 from .units import ShardedUnit
@@ -116,23 +115,21 @@ class GatheredLayer:
     def _run(self, graph: LayerGraph, forget: bool, entered: Any) -> Any:
         parameters = self._gathered(self.units)
         graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
-        leaves, watch = pytree.tree_leaves(entered), Watch()
-        watch.add(leaves[k] for k in graph.shared)  # each shares memory with another
+        trained = [p for ps in graph.leaves.values() for p in ps]
+        guard = Guard(runs_again=forget)
+        guard.enter(graph.shared, [*graph.inputs, *trained])
         self._put(parameters)
         try:
-            with ExitStack() as around:
-                around.enter_context(saved_tensors_hooks(self._pack, _unpack))  # notes, not views
-                if forget:
-                    around.enter_context(graph.draws.entered())  # `recompute` draws the same again
-                    around.enter_context(unchanged(self.module, self.name))
-                output = self.module(entered)
+            output = guard.call(self.module, entered, self.name, self._around(graph, forget))
         finally:
             self._put(self._empty)  # after an error too
-        watch.check(self.name)
-        if torch.is_grad_enabled():
-            trained = [p for ps in graph.leaves.values() for p in ps]
-            Strangers([*graph.inputs, *trained]).refuse(output, self.name, entered)
         return pytree.tree_map_only(Tensor, self._own, output)
+
+    @contextmanager
+    def _around(self, graph: LayerGraph, forget: bool) -> Iterator[None]:
+        again = graph.draws.entered() if forget else nullcontext()  # `recompute` draws the same
+        with again, saved_tensors_hooks(self._pack, _unpack):  # notes, not views
+            yield
 
     def backward(
         self, graph: LayerGraph, gradients: Sequence[Tensor | None]

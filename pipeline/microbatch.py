@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from runtime.unseen import hidden_type
+from runtime.guards import hidden_type
 
 
 class MicroBatches(list[Any]):

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from runtime.guards import refuse_gradient, refuse_hooks
 from runtime.randomness import StepSeed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder
-from runtime.unseen import refuse_gradient, refuse_hooks
 
 from . import microbatch
 from .autograd import pipelined
@@ -131,7 +131,6 @@ class Pipe(nn.Module):
         x is a tensor, or nested tuples, lists and dicts of tensors, with the batch as first
         dimension. The same holds for values between layers.
         """
-        refuse_hooks(self._uncalled)
         sizes = microbatch.sizes_by_split(microbatch.batch_size(x), self.split_size)
         with self._crew.alone():
             self._refresh_replicas()
@@ -250,7 +249,7 @@ class Pipe(nn.Module):
         refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
         leaves = [leaf for value in inputs for leaf in pytree.tree_leaves(value)]
         wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        refuse_hooks([*self._uncalled, ("the Pipe", self)])
+        refuse_hooks([("the Pipe", self)])
         with self._crew.alone():
             self._refresh_replicas()
             stages = self._new_stages(len(inputs))
@@ -291,12 +290,14 @@ class Pipe(nn.Module):
         return owned
 
     def _new_stages(self, num_microbatches: int = 0) -> list[Stage]:
+        refuse_hooks(self._uncalled)
         seed = StepSeed()  # one for all stages
         stages, layers = [], 0  # layers: those of the stages before
         for j, device in enumerate(self.devices):
             partition = cast(nn.Sequential, self.partitions[j])
-            stages.append(Stage(j, partition, device, seed, layers, recompute=self.recompute))
-            stages[-1].num_microbatches = num_microbatches
+            stages.append(
+                Stage(j, partition, device, seed, layers, self.recompute, num_microbatches)
+            )
             layers += len(partition)
         return stages
 

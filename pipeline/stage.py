@@ -19,9 +19,10 @@ Parameter gradients are summed here, in the order of the calls, not in ``.grad``
 ``.grad`` once, through autograd (delivery.py): all at the end of the step or, with ``deliver``,
 layer by layer as the last micro-batch's backward passes. Transport and schedules are elsewhere.
 
-``by_layer`` makes a graph per layer instead of one per stage, joined like the stages. A layer's
-parameter gradients are then added up and freed before the next layer's are made; in one graph all
-of them live until its end and take as much memory as the stage's parameters. The bits are the same.
+With ``deliver`` there is a graph per layer instead of one per stage, joined like the stages. A
+layer's parameter gradients are then added up and freed before the next layer's are made; in one
+graph all of them live until its end and take as much memory as the stage's parameters. The bits are
+the same.
 
 ``recompute`` makes a graph per segment instead, whose activations are dropped after forward and
 computed again before backward: runtime/recompute.py.
@@ -32,8 +33,8 @@ Cost: the stage's activations of a micro-batch, from its forward to its backward
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -44,10 +45,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients, Graph
+from runtime.guards import Guard, refuse_hidden, written_by_torch
 from runtime.randomness import NoDraws, StageRandomness, StepSeed
-from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments, unchanged
-from runtime.sharing import Watch
-from runtime.unseen import Strangers, hidden_type
+from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments
 
 from .zero_bubble import Product, WeightsLater, add, add_products
 
@@ -59,6 +59,7 @@ class _Part:
         self.layers, self.first_layer = layers, first_layer
         every = (p for layer in layers for p in layer.parameters() if p.requires_grad)
         self.parameters = list(dict.fromkeys(every))
+        self.torchs_own = all(map(written_by_torch, layers))
 
 
 class _Graph(Graph):
@@ -84,6 +85,16 @@ class Stage:
 
     Every step makes a new Stage, so a step that fails, or never runs its backward, leaves nothing
     behind. ``alive`` is the number of micro-batches whose activations are held.
+
+    Args:
+        index: of the stage.
+        device: may be logical, e.g. cpu:1.
+        seed: of the step's draws, one for all stages.
+        first_layer: the number of layers on the stages before.
+        recompute: a mode of runtime/recompute.py.
+        num_microbatches: of the step; 0: unknown.
+        deliver: called with the complete sums of each layer during the last backward.
+        held_back: parameters whose sums are not delivered but stay until `take_gradients`.
     """
 
     def __init__(
@@ -93,20 +104,19 @@ class Stage:
         device: torch.device,
         seed: StepSeed | None = None,
         first_layer: int = 0,
-        by_layer: bool = False,
         recompute: str = NEVER,
+        num_microbatches: int = 0,
+        deliver: Callable[[Gradients], None] | None = None,
+        held_back: Collection[nn.Parameter] = (),
     ) -> None:
         self.index = index
-        self.module = module
-        self.device = device  # may be logical, e.g. cpu:1; tensors live in `memory`
-        self.memory = torch.device("cpu") if device.type == "cpu" else device
+        self.device = device
+        self.memory = torch.device("cpu") if device.type == "cpu" else device  # of its tensors
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         # Per micro-batch, leaves of its input that shared memory on the sending rank.
         self.shared_before: Mapping[int, Sequence[int]] = {}
-        self.num_microbatches = 0  # of the step; 0: unknown
-        # Called with complete sums; those of ``held_back`` stay here.
-        self.deliver: Callable[[Gradients], None] | None = None
-        self.held_back: Collection[nn.Parameter] = ()
+        self._num_microbatches = num_microbatches
+        self._deliver, self._held_back = deliver, held_back
         self._ended = 0  # micro-batches whose backward is over
         self._totals: Gradients = {}
         self._kept: dict[int, _Kept] = {}
@@ -114,7 +124,7 @@ class Stage:
         self._randomness = StageRandomness(device)
         self._later = WeightsLater(self.parameters)
         self._recompute = recompute
-        by_layer = by_layer and recompute == NEVER
+        by_layer = deliver is not None and recompute == NEVER
         cut = segments(list(module), LAYERS if by_layer else recompute)  # per part, its layers
         firsts = accumulate(map(len, cut), initial=first_layer)  # counted in the whole model
         self._parts = [_Part(*part) for part in zip(cut, firsts, strict=False)]
@@ -131,11 +141,11 @@ class Stage:
         ``tail`` (on the last stage: the loss) runs after the layers, in the last layer's graph.
         Without grad mode nothing is kept.
         """
-        kept, watch = _Kept(tail=tail), Watch()  # one watch for all parts
+        kept, guard = _Kept(tail=tail), self._guard()  # one for all parts
         for part in self._parts:
             graph = _Graph(self.memory)
             is_first = self.index == 0 and not kept.graphs  # the batch is the caller's
-            run = partial(self._layers, i, part, graph, watch, tail)
+            run = partial(self._layers, i, part, graph, guard, tail)
             value = graph.record(value, run, is_first, self._forgets(i, part, tail))
             kept.graphs.append(graph)  # value: detached, the next part's input
         if torch.is_grad_enabled():
@@ -195,10 +205,10 @@ class Stage:
         those in the sums of the micro-batch are not yet complete, and stay."""
         part, shared = self._parts[k], self._shared
         add_products(kept.graphs[k].products, self._totals, kept.sums, shared)
-        if self.deliver is not None and self._ended + 1 == self.num_microbatches:
-            later = {*kept.sums, *shared, *self.held_back}  # incomplete, or held back by the pipe
+        if self._deliver is not None and self._ended + 1 == self._num_microbatches:
+            later = {*kept.sums, *shared, *self._held_back}  # incomplete, or held back by the pipe
             whole = [p for p in part.parameters if p in self._totals and p not in later]
-            self.deliver({p: self._totals.pop(p) for p in whole})  # popped: `deliver` owns them now
+            self._deliver({p: self._totals.pop(p) for p in whole})  # popped: its owner from now on
 
     def _end(self, kept: _Kept) -> None:
         add(self._totals, kept.sums)
@@ -206,7 +216,7 @@ class Stage:
 
     def _forgets(self, i: int, part: _Part, tail: Callable[[Any], Any] | None) -> bool:
         if self._recompute == EXCEPT_LAST:
-            return i + 1 != self.num_microbatches  # unknown number (0): all forget
+            return i + 1 != self._num_microbatches  # unknown number (0): all forget
         if self._recompute == LAYERS and part is self._parts[-1]:
             return tail is None  # after the loss, its backward is next
         return self._recompute != NEVER
@@ -214,45 +224,44 @@ class Stage:
     def _run_again(self, i: int, kept: _Kept, part: int) -> None:
         """Run a part's forward again, if it was forgotten."""
         graph = kept.graphs[part]
-        graph.recompute(partial(self._layers, i, self._parts[part], graph, Watch(), kept.tail))
+        run = partial(self._layers, i, self._parts[part], graph, self._guard(), kept.tail)
+        graph.recompute(run)
+
+    def _guard(self) -> Guard:
+        return Guard(runs_again=self._recompute != NEVER)
 
     def _layers(
         self,
         i: int,
         part: _Part,
         graph: _Graph,
-        watch: Watch,
+        guard: Guard,
         tail: Callable[[Any], Any] | None,
         value: Any,
     ) -> Any:
-        # training: gradients are wanted, in whatever mode the layers are
-        leaves, training = pytree.tree_leaves(value), torch.is_grad_enabled()
-        shared = self.shared_before.get(i, ()) if part is self._parts[0] else ()
-        watch.add(leaves[k] for k in (*graph.shared, *shared))
-        strangers = Strangers([*graph.inputs, *part.parameters])
+        leaves = pytree.tree_leaves(value)
+        before = self.shared_before.get(i, ()) if part is self._parts[0] else ()
+        shared = [*graph.shared, *(leaves[k] for k in before)]
+        guard.enter(shared, [*graph.inputs, *part.parameters])
         layers: list[Callable[[Any], Any]] = list(part.layers)
         if tail and part is self._parts[-1]:
             layers.append(tail)
         name = ""
         for k, layer in enumerate(layers, part.first_layer):  # k: in the whole model; seeds draws
             name = f"layer {k} ({type(layer).__name__})" if layer is not tail else "loss_fn"
-            with ExitStack() as around:
-                if training:
-                    around.enter_context(self._later.into(graph.products))
-                if training and self._recompute != NEVER:
-                    around.enter_context(unchanged(layer, name))
-                around.enter_context(self._randomness.of(self._seed, k, i))
-                value = layer(value)
-            watch.check(name)  # after each, to name the culprit
-            if training:
-                strangers.refuse(value, name)
-        if (kind := hidden_type(value)) is not None:
-            raise TypeError(
-                f"{name} hands on a {kind} with tensors inside, which the pipeline cannot see, "
-                "move or differentiate: return tensors, or tuples, lists and dicts of them"
-            )
+            value = guard.call(layer, value, name, self._modes(k, i, graph))
+        refuse_hidden(value, name)
         graph.products.clear()  # from a layer that differentiates inside its forward
         return value
+
+    @contextmanager
+    def _modes(self, k: int, i: int, graph: _Graph) -> Iterator[None]:
+        """Around a layer: random numbers of its own; `_later` notes products with its weights."""
+        with ExitStack() as modes:
+            if torch.is_grad_enabled():  # gradients are wanted, in whatever mode the layers are
+                modes.enter_context(self._later.into(graph.products))
+            modes.enter_context(self._randomness.of(self._seed, k, i))
+            yield
 
     def _with_graph(self, i: int) -> _Kept:
         if i not in self._kept:
@@ -275,10 +284,10 @@ class Stage:
         per micro-batch, as in autograd."""
         self._run_again(i, kept, k)
         graph, part = kept.graphs[k], self._parts[k]
-        with (
-            self._later.into(graph.products),  # for a forward that checkpointing repeats
-            NoDraws(),
-        ):
+        with ExitStack() as modes:
+            if not part.torchs_own or kept.tail:  # code of others may repeat a forward: checkpoints
+                modes.enter_context(self._later.into(graph.products))
+                modes.enter_context(NoDraws())
             result, found = graph.differentiate(part.parameters, gradients, retain_graph)
         # these get more when the products are computed, or from another part
         later = {p for product in graph.products for p in (product.weight, product.bias)}

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, cuda
 from torch.utils import _pytree as pytree
 
-from runtime.sharing import overlapping
+from runtime.guards import overlapping
 
 
 class Streams:

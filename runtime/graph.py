@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 
+from runtime.guards import overlapping
 from runtime.recompute import Autocast
-from runtime.sharing import overlapping
 
 Gradients = dict[nn.Parameter, Tensor]
 
@@ -31,7 +31,7 @@ class Graph:
     """One piece, with its tensors on the device ``memory``."""
 
     def __init__(self, memory: torch.device) -> None:
-        self.shared: tuple[int, ...] = ()  # leaves of x that share memory with another leaf
+        self.shared: list[Tensor] = []  # of x, as the layers get it: those that share memory
         self._memory = memory
         self._forgotten: tuple[Any, list[int], Autocast] | None = None  # x as given
         # By position among the leaves of x and of y: those with a gradient.
@@ -85,7 +85,7 @@ class Graph:
 
     def _record(self, value: Any, run: Callable[[Any], Any], copy: bool) -> Any:
         leaves, spec = pytree.tree_flatten(value)
-        self.shared = overlapping(leaves) if torch.is_grad_enabled() else ()
+        shared = overlapping(leaves) if torch.is_grad_enabled() else ()
         self._num_inputs = len(leaves)
         entered: dict[int, Tensor] = {}  # by id of the leaf: twice in x, once in the graph
         for k, leaf in enumerate(leaves):
@@ -96,6 +96,7 @@ class Graph:
                     self._x[k] = inner.requires_grad_()  # the leaf that gets dx
                     inner = _Alias.apply(inner)  # what the layers get
                 entered[id(leaf)] = inner  # on x's own memory, unless copied or moved
+        self.shared = [entered[id(leaves[k])] for k in shared]
         leaves = [entered.get(id(leaf), leaf) for leaf in leaves]
         results, spec = pytree.tree_flatten(run(pytree.tree_unflatten(leaves, spec)))
         left: dict[int, Tensor] = {}  # by id of the result, too

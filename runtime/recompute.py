@@ -18,8 +18,8 @@ saves nothing: `always` recomputes layer by layer there, all but the last, whose
 No bit changes. The second forward has the first one's autocast and draws the same random numbers:
 a stage seeds them for each layer and micro-batch (randomness.py), elsewhere the generators are
 restored. A segment works on a copy of its input, so it may write to it. A layer that changes its
-buffers would change them twice: `unchanged` refuses it. (Whole models are this project's own; none
-of their layers does either.)
+buffers would change them twice: a `Guard` refuses it (guards.py). (Whole models are this project's
+own; none of their layers does either.)
 
     threads, processes    pipeline/stage.py                    a Graph per segment (graph.py)
     shards                data_parallel/gathered_layer.py       the same, a layer being a segment
@@ -35,10 +35,10 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 T = TypeVar("T")
 MODES = ("never", "always", "except_last", "sqrt", "layers")
@@ -102,21 +102,3 @@ class SameDraws:
             for gpu, state in zip(self._gpus, self._states[1:], strict=True):
                 torch.cuda.set_rng_state(state, gpu)
             yield
-
-
-@contextlib.contextmanager
-def unchanged(layer: Any, name: str) -> Iterator[None]:
-    """Around the forward of the layer ``name``. ValueError if it changes one of its buffers."""
-    if not isinstance(layer, nn.Module):
-        yield
-        return
-    # Compare values: batch norm's kernel does not count its writes in _version.
-    before = {key: b.clone() for key, b in layer.named_buffers()}
-    yield
-    for key, b in layer.named_buffers():
-        if key not in before or not torch.equal(before[key].nan_to_num(), b.nan_to_num()):
-            raise ValueError(
-                f"{name} changes its buffer {key} in forward, as batch norm does its running "
-                "averages; computed again for its backward, it would do so twice. Take a layer "
-                "without such state, as group norm, or --recompute never"
-            )

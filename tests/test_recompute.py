@@ -134,8 +134,7 @@ def test_what_is_forgotten_is_freed(mode: str, each: int) -> None:
         return y
 
     model = nn.Sequential(nn.Linear(4, 4), *(Call(note) for _ in range(3))).double()
-    stage = Stage(0, model, torch.device("cpu"), recompute=mode)
-    stage.num_microbatches = 3
+    stage = Stage(0, model, torch.device("cpu"), recompute=mode, num_microbatches=3)
     for i in range(3):
         stage.forward(i, batch(4)[0])
     held = [sum(ref() is not None for ref in seen[k::3]) for k in range(3)]

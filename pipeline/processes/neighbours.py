@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients
-from runtime.sharing import overlapping
+from runtime.guards import overlapping
 
 from .group_messages import open_group_links
 from .messages import Link, PeerError
@@ -85,7 +85,6 @@ class Neighbours:
         tied: Mapping[str, Sequence[int]],
         group: dist.ProcessGroup | None,
         device: torch.device,
-        share_memory: bool,
         timeout: float,
         acting: Acting,
     ) -> None:
@@ -96,7 +95,7 @@ class Neighbours:
         # the lower rank first
         pairs = sorted({(min(pair), max(pair)) for pair in linked if pair[0] != pair[1]})
         links: Mapping[int, Link] | None = None if pairs else {}  # one rank alone: no links
-        if links is None and share_memory and device.type == "cpu":
+        if links is None and device.type == "cpu":
             links = open_shared_links(pairs, group, timeout)  # None: on several machines
         if links is None:  # all ranks agree on this
             links = open_group_links(pairs, group, device, timeout)

@@ -49,11 +49,11 @@ from pipeline.partition import containers, split_into
 from pipeline.schedules.catalogue import plan
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
 from pipeline.stage import Stage
+from runtime.guards import refuse_gradient, refuse_hooks
 from runtime.meta import Initialize, materialize, names_of
 from runtime.randomness import StepSeed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder, acting
-from runtime.unseen import refuse_gradient, refuse_hooks
 
 from . import ownership
 from .messages import PeerError
@@ -75,9 +75,7 @@ class ProcessPipe:
         initialize: writes the values of tensors on the meta device.
         recorder: see runtime/recorder.py; kinds are those of schedule.Kind, R (recompute), send,
             receive and all_reduce (of tied gradients); micro-batch below 0: none.
-        by_layer: see stage.py.
         recompute: a mode of runtime/recompute.py.
-        share_memory: use shared memory between CPU ranks of one machine, if possible.
         timeout: seconds that a neighbour may be silent.
 
     Raises ValueError if sizes, ranks and layers do not fit.
@@ -94,9 +92,7 @@ class ProcessPipe:
         model: nn.Module | None = None,
         initialize: Initialize | None = None,
         recorder: Recorder | None = None,
-        by_layer: bool = True,
         recompute: str = NEVER,
-        share_memory: bool = True,
         timeout: float = 300.0,
     ) -> None:
         world_size = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -114,7 +110,7 @@ class ProcessPipe:
         self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
         self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
         self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
-        self._by_layer, self._recompute = by_layer, recompute
+        self._recompute = recompute
         names = names_of(layers if model is None else model)
         uses = ownership.users(self._parts, self.ranks, names)
         self._users = {name: sorted({*ranks}) for name, ranks in uses.items()}
@@ -123,7 +119,7 @@ class ProcessPipe:
         self._names = materialize(self.module, names, self.device, initialize)
         # connects: all ranks are here together
         self._neighbours = Neighbours(
-            self.ranks, self.rank, self._tied, group, self.device, share_memory, timeout,
+            self.ranks, self.rank, self._tied, group, self.device, timeout,
             acting=lambda *what: acting(self.recorder, *what),
         )  # fmt: skip
         self._broken: str | None = None
@@ -161,7 +157,6 @@ class ProcessPipe:
             refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
             seed = StepSeed()
             seed.get()  # even if no layer draws, so that all ranks draw equally often
-            stages = self._stages(seed)
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
             inputs, targets = microbatch.cut(x, target, sizes)
             lists, _ = plan(schedule, self.ranks, len(inputs))  # by rank
@@ -171,8 +166,10 @@ class ProcessPipe:
             # buckets can leave before it ends. Not parameters with parts on other stages, nor those
             # with hooks, which `hooks_held` silences.
             held_back = {*tied.values(), *(p for p in mine.values() if p._backward_hooks)}
-            for stage in stages:
-                stage.deliver, stage.held_back = deliver, held_back
+            stages = self._stages(
+                seed, recompute=self._recompute, num_microbatches=len(inputs),
+                deliver=deliver, held_back=held_back,
+            )  # fmt: skip
             with hooks_held(list(mine.values())):
                 loss = self._run(stages, inputs, targets, loss_fn, lists, scale)
             # what is left; of tied parameters, by name and stage
@@ -240,15 +237,16 @@ class ProcessPipe:
                 time.sleep(_GRACE)
             raise
 
-    def _stages(self, seed: StepSeed, beside: Mapping[str, Any] | None = None) -> list[Stage]:
-        """This rank's stages, for one step."""
+    def _stages(
+        self, seed: StepSeed, beside: Mapping[str, Any] | None = None, **how: Any
+    ) -> list[Stage]:
+        """This rank's stages, for one step; ``how``: the other arguments of `Stage`."""
+        refuse_hooks(self._uncalled)
         stages, first_layer = [], 0
         for s, part in enumerate(self._parts):
             if s in self._own:
                 module = part if beside is None else nn.Sequential(_With(part, beside))
-                stage = Stage(
-                    s, module, self.device, seed, first_layer, self._by_layer, self._recompute
-                )
+                stage = Stage(s, module, self.device, seed, first_layer, **how)
                 if s in self._neighbours.up:
                     stage.shared_before = self._neighbours.up[s].shared  # filled as messages arrive
                 stages.append(stage)
@@ -264,9 +262,6 @@ class ProcessPipe:
         lists: Schedule,
         scale: float | Tensor,
     ) -> Tensor:
-        refuse_hooks(self._uncalled)
-        for stage in stages:
-            stage.num_microbatches = len(inputs)
         losses = Losses(loss_fn, targets, scale, stages[-1].memory)  # used by the last stage only
         here = [s for s in self._own if s > 0 and s - 1 in self._own]  # fed by a stage of this rank
         up: dict[int, Any] = {**channels([0, *here]), **self._neighbours.up}

@@ -40,6 +40,7 @@ from tests.pipeline.pipeline_models import (
     take_gradients,
 )
 from tests.ranks import Ranks
+from tests.ranks import sharing as allowed
 
 
 def sequences() -> tuple[Tensor, Tensor]:
@@ -380,14 +381,13 @@ def _between_processes(_: int, __: int, share: bool) -> tuple[str, dict[str, Any
     the gradients where one of two tensors of a message is written to, another saved."""
     torch.manual_seed(0)
     wrong = nn.Sequential(*sharing(lambda h: h.detach())).double()
-    how: dict[str, Any] = {"share_memory": share, "timeout": 30}
     said = ""
-    with ProcessPipe(wrong, [3, 2], **how) as pipe:
+    with allowed(share), ProcessPipe(wrong, [3, 2], timeout=30) as pipe:
         try:
             pipe.train_step(*sequences(), square_error, "1f1b", 4)
         except (ValueError, PeerError) as error:
             said = f"{type(error).__name__}: {error}"
-    with ProcessPipe(apart(), [3, 2], **how) as pipe:
+    with allowed(share), ProcessPipe(apart(), [3, 2], timeout=30) as pipe:
         pipe.train_step(*sequences(), square_error, "1f1b", 4)
         return said, {name: p.grad for name, p in pipe.named_parameters().items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,8 +45,8 @@ def test_a_half_frees_what_the_other_does_not_need() -> None:
     assert list(stage.take_gradients()) == stage.parameters
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_a_parameter_that_layers_share_and_that_is_another_s_gradient(by_layer: bool) -> None:
+@pytest.mark.parametrize("deliver", [None, dict.clear], ids=["one graph", "by layer"])
+def test_a_parameter_that_layers_share_and_that_is_another_s_gradient(deliver: Any) -> None:
     """y = x + p: the gradients of p, of q and of x are one tensor, and sums are written to."""
 
     def adding(*terms: nn.Parameter) -> Call:
@@ -56,7 +57,7 @@ def test_a_parameter_that_layers_share_and_that_is_another_s_gradient(by_layer: 
     x, _ = batch(4)
     p, q = (nn.Parameter(torch.zeros(4, 4, dtype=torch.float64)) for _ in "pq")
     layers = nn.Sequential(adding(p, q), Call(torch.sin), adding(p))
-    stage = Stage(0, layers, CPU, by_layer=by_layer)
+    stage = Stage(0, layers, CPU, deliver=deliver)
     for i in range(3):
         dy = torch.ones_like(stage.forward(i, x.clone().requires_grad_()))
         (dx,) = stage.backward(i, [dy])
@@ -89,9 +90,9 @@ def test_backward_by_layer_holds_the_weight_gradients_of_one_layer_at_a_time() -
     peaks = []
     x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
     one = [torch.ones((), dtype=torch.float64)]
-    for by_layer in (False, True):
+    for deliver in (None, dict.clear):  # a graph per stage; by layer
         layers = nn.Sequential(*(Dense() for _ in range(LAYERS)))
-        stage = Stage(0, layers, CPU, by_layer=by_layer)
+        stage = Stage(0, layers, CPU, deliver=deliver)
         stage.forward(0, x, lambda y: square_error(y, x))
         stage.backward(0, one)
         with LiveBytes() as live:

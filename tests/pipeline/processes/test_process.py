@@ -35,7 +35,7 @@ from tests.pipeline.pipeline_models import (
     take_gradients,
     tower,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, sharing
 from tests.recorder import Paused
 
 SIZES = {1: (6,), 2: (2, 4), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6}
@@ -122,9 +122,10 @@ def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
     results: dict[Any, Found] = {}
     for name, v in schedules(n) if way == "memory" else EVERY[:5]:
         ranks, share = catalogue.places(name, n, v), way == "memory"
-        with ProcessPipe(
-            model(), SIZES[n * v], ranks=ranks, share_memory=share, timeout=20
-        ) as pipe:
+        with (
+            sharing(share),
+            ProcessPipe(model(), SIZES[n * v], ranks=ranks, timeout=20) as pipe,
+        ):
             if groups:  # as between GPUs
                 link: Any = pipe._neighbours._links[1 - rank]
                 link._bodies = groups if rank == 0 else groups[::-1]
@@ -209,7 +210,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def _forked(_: int, __: int) -> dict[Any, Found]:
     results = {}
     for share, schedule in product((True, False), ("1f1b", "zb")):
-        with ProcessPipe(fork_and_join(), [1, 2], share_memory=share, timeout=20) as pipe:
+        with sharing(share), ProcessPipe(fork_and_join(), [1, 2], timeout=20) as pipe:
             for x, y in batches():
                 loss = pipe.train_step(x, y, square_error, schedule, 3)
             results[share, schedule] = of(pipe) | {"loss": loss}
@@ -274,7 +275,7 @@ def random_schedule(n: int, m: int, seed: int) -> sched.Schedule:
 def _random_schedules(_: int, world_size: int) -> dict[Any, Found]:
     results = {}
     for share in (True, False):
-        with ProcessPipe(tower(), SIZES[world_size], share_memory=share, timeout=20) as pipe:
+        with sharing(share), ProcessPipe(tower(), SIZES[world_size], timeout=20) as pipe:
             for seed in range(20):
                 pipe.module.zero_grad()
                 schedule = partial(random_schedule, seed=seed)
@@ -331,7 +332,7 @@ def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[i
     found: dict[Any, Found] = {k: {} for k in product((True, False), range(3))}
     held = []
     for share, k in found if rank > 0 else ():
-        with ProcessPipe(tower(), [2, 4], group=group, share_memory=share, timeout=20) as pipe:
+        with sharing(share), ProcessPipe(tower(), [2, 4], group=group, timeout=20) as pipe:
             loss = pipe.train_step(*batch(8), square_error, "1f1b", 4)
             found[share, k] = of(pipe) | {"loss": loss}
         dist.barrier(group)

@@ -28,7 +28,7 @@ from tests.pipeline.pipeline_models import (
     one_f_one_b,
     tower,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, sharing
 from tests.training.test_checkpoint import Touch
 
 SOON = 10.0  # seconds; the time-out of the pipes is 30
@@ -55,7 +55,7 @@ def _blown(_: int, __: int, share: bool, culprit: int, where: str, step: Any) ->
     sizes[culprit] += 1
     layers[0].train(False)
     modes = [layer.training for layer in layers]
-    with ProcessPipe(nn.Sequential(*layers), sizes, share_memory=share, timeout=30) as pipe:
+    with sharing(share), ProcessPipe(nn.Sequential(*layers), sizes, timeout=30) as pipe:
         step(pipe, *batch(8))
         pipe.module.zero_grad()
         fuse.armed = (where, ZeroDivisionError)
@@ -97,7 +97,10 @@ def test_an_error_on_one_stage_ends_all_and_says_where(
 
 
 def _survivor(rank: int, _: int) -> list[str]:
-    pipes = [ProcessPipe(tower(), [2, 4], share_memory=way, timeout=30) for way in (True, False)]
+    pipes = []
+    for share in (True, False):
+        with sharing(share):
+            pipes.append(ProcessPipe(tower(), [2, 4], timeout=30))
     for pipe in pipes:
         one_f_one_b(pipe, *batch(8))
     dist.barrier()
@@ -208,7 +211,7 @@ def test_a_message_is_made_of_values_and_unpickles_nothing_else(tmp_path: Path) 
 
 def _talk(rank: int, _: int, share: bool) -> None:
     """Rank 0 sends, and rank 1 receives in another order, answers, and hangs up."""
-    with ProcessPipe(tower(), [2, 4], share_memory=share, timeout=20) as pipe:
+    with sharing(share), ProcessPipe(tower(), [2, 4], timeout=20) as pipe:
         link: Any = pipe._neighbours._links[1 - rank]
         for k, rows in enumerate((5, 5, 3, 3000, 5, 3001)):
             if rank == 0:
