@@ -12,6 +12,7 @@ Not torch's `DeviceMesh`, whose groups have the default timeout of half an hour.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -29,11 +30,13 @@ class Axis(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """This rank's coordinates."""
+    """This rank's coordinates; and the groups for messages between the stages of its pipeline, see
+    `message_groups`."""
 
     data: Axis = Axis()
     pipeline: Axis = Axis()
     tensor: Axis = Axis()
+    messages: Sequence[dist.ProcessGroup] = ()
 
 
 def make_mesh(dp: int, pp: int, tp: int, timeout: float) -> Mesh:
@@ -51,10 +54,24 @@ def make_mesh(dp: int, pp: int, tp: int, timeout: float) -> Mesh:
     if world_size == 1:
         return Mesh()
     ranks, axes = torch.arange(world_size).view(dp, pp, tp), []
+    messages: Sequence[dist.ProcessGroup] = ()
     for axis, size in enumerate(ranks.shape):
         # Every rank must help to make every group, in the same order.
         for members in ranks.movedim(axis, -1).reshape(-1, size).tolist():
             group = dist.new_group(members, timeout=timedelta(seconds=timeout))
+            between = message_groups(members, timeout) if axis == 1 and size > 1 else ()
             if dist.get_rank() in members:
                 axes.append(Axis(members.index(dist.get_rank()), size, group))
-    return Mesh(*axes)
+                messages = messages or between
+    data, pipeline, tensor = axes
+    return Mesh(data, pipeline, tensor, messages)
+
+
+def message_groups(members: Sequence[int], timeout: float) -> list[dist.ProcessGroup]:
+    """Groups in which the ranks ``members`` send each other messages: one for the CPU's memory, and
+    with NCCL one more per direction. All ranks of the world must call it together.
+
+    They are apart from other groups, because a rank that fails closes them, so that nobody waits.
+    """
+    kinds = ["gloo", "nccl", "nccl"] if "nccl" in dist.get_backend() else ["gloo"]
+    return [dist.new_group(members, timedelta(seconds=timeout), kind) for kind in kinds]

@@ -14,22 +14,20 @@ Between GPUs only the head is sent by gloo, so reading it never waits for the GP
 through the device's own groups. Each direction has its group: NCCL runs the messages of one group
 and pair of ranks in order, on one stream beside the compute stream. Ranks that share a GPU have
 gloo alone, which sends from the CPU's memory: there the body goes through it, and both ends wait.
+The groups come from runtime/mesh.py: all ranks of a run make them together.
 
 A rank that fails closes its connections; ranks that notice close theirs too.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from runtime.shared_memory import aligned
@@ -132,17 +130,14 @@ class GroupLink(Link):
 
 
 def open_group_links(
-    pairs: Sequence[tuple[int, int]],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    timeout: float,
+    pairs: Sequence[tuple[int, int]], groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> dict[int, GroupLink]:
-    """This rank's links, by peer, through new groups. All ranks of ``group`` must call it together;
-    ``pairs``: the linked pairs of ranks, the same on all ranks."""
-    rank = dist.get_rank(group)
-    members = dist.get_process_group_ranks(group or dist.group.WORLD)  # global ranks
-    groups = _new_groups(members, group, device, timeout)
+    """This rank's links, by peer, through the ``groups`` of `runtime.mesh.message_groups`. All
+    their ranks must call it together; ``pairs``: the linked pairs of ranks, the same on all."""
     heads, *bodies = groups  # bodies: up, down; or none
+    rank, members = dist.get_rank(heads), dist.get_process_group_ranks(heads)  # members: global
+    bodies = bodies if device.type != "cpu" else []
+    owned = list(groups)  # of all links together, to be destroyed
     links: dict[int, GroupLink] = {}
     for low, high in pairs:  # in the same order on all ranks: no cycle of waits
         for begin, end in ((low, high), (high, low)):
@@ -152,43 +147,12 @@ def open_group_links(
             if peer not in links:
                 # to send on, to receive on: the lower rank sends on `up`
                 ways = bodies if rank < peer else bodies[::-1]
-                links[peer] = GroupLink(heads, ways, members[peer], device, groups)
+                links[peer] = GroupLink(heads, ways, members[peer], device, owned)
             if rank == begin:  # the first message connects, before anybody computes
                 links[peer].put("hello", torch.zeros(1, device=device))
             else:
                 links[peer].get("hello")
     return links
-
-
-def _new_groups(
-    members: list[int], group: dist.ProcessGroup | None, device: torch.device, timeout: float
-) -> list[dist.ProcessGroup]:
-    """A gloo group of the members of ``group``; with NCCL also one of it per direction. All members
-    call it together.
-
-    `dist.new_group` names a subgroup by the number of groups in this process. A group made after
-    another was closed would meet its leftovers in the store, and members with different numbers of
-    groups would never meet. Here the first member chooses the name. Unlike the rest of this file,
-    this uses two private functions of torch.
-    """
-    name: list[Any] = [os.urandom(8).hex()]
-    dist.broadcast_object_list(name, members[0], group)  # from the first to all
-    world = c10d._get_default_group()
-    backend, store = c10d._world.pg_map[world]
-    backend = backend.removeprefix("cpu:gloo,")  # bodies are on GPUs
-    through_cpu = device.type == "cpu" or dist.get_backend(group) == "gloo"
-    groups = []
-    for way in ("heads",) if through_cpu else ("heads", "up", "down"):
-        new, _ = c10d._new_process_group_helper(
-            len(members), dist.get_rank(group), members,
-            c10d.Backend("gloo" if way == "heads" else backend), store,
-            c10d.GroupName(f"pipeline {name[0]} {way}"), timeout=timedelta(seconds=timeout),
-            device_id=None if way == "heads" else world.bound_device_id,
-        )  # fmt: skip
-        # isend and irecv look their peer up here
-        c10d._world.pg_group_ranks[new] = {member: k for k, member in enumerate(members)}
-        groups.append(new)
-    return groups
 
 
 def _call(transfer: Callable[..., dist.Work | None], *args: Any) -> dist.Work:

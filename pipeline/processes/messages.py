@@ -2,9 +2,9 @@
 
 A value is a tensor, or tuples, lists and dicts of tensors, numbers, texts, enumerations,
 NamedTuples and what is registered with torch.utils._pytree. Its head is its pickle, with a place
-instead of each tensor: shape, strides, dtype, and the offset of its contents in the body. So
-nothing is agreed on beforehand: shapes may change in every micro-batch, and a tensor that appears
-twice is one tensor on the other side too.
+instead of each tensor: shape, dtype, and the offset of its elements in the body, where they lie in
+order. So nothing is agreed on beforehand: shapes may change in every micro-batch, and a tensor that
+appears twice is one tensor on the other side too.
 
     head: (tensor at 0: float32 [8, 128, 256], tensor at 1048576: int64 [8, 128], None)
     body: | tensor | tensor |
@@ -36,6 +36,9 @@ class PeerError(dist.DistError):
     torch's own errors of this kind: the cause is on another rank."""
 
 
+_Place = tuple[int, tuple[int, ...], torch.dtype, bool]  # offset in bytes, shape, requires_grad
+
+
 class Message(pickle.Pickler):
     """A value to send: its ``head``, and a body of ``nbytes``."""
 
@@ -43,7 +46,7 @@ class Message(pickle.Pickler):
         file = io.BytesIO()
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.nbytes = 0
-        self._tensors: dict[int, Any] = {}  # by id: its data to send, its place, itself
+        self._tensors: dict[int, tuple[Tensor, _Place]] = {}  # by id; alive, so ids stay unique
         self.dump(value)
         self.head = file.getvalue()
 
@@ -51,18 +54,16 @@ class Message(pickle.Pickler):
         if not isinstance(value, Tensor):
             return None
         if id(value) not in self._tensors:
-            base = _unexpanded(value.detach())  # what is sent: one copy of repeated values
-            # offset in the body, and layout there: see `_at`
-            place = (self.nbytes, tuple(base.shape), _strides(base), base.dtype)
-            self._tensors[id(value)] = base, place, value  # kept alive, so its id stays unique
-            # an empty tensor takes bytes too: its place is its key on the other side
-            self.nbytes += max(ALIGNMENT, aligned(base.numel() * base.itemsize))
-        return self._tensors[id(value)][1], tuple(value.shape), value.requires_grad
+            place = self.nbytes, tuple(value.shape), value.dtype, value.requires_grad
+            self._tensors[id(value)] = value, place
+            # an empty tensor takes bytes too: its offset is its key on the other side
+            self.nbytes += max(ALIGNMENT, aligned(value.numel() * value.itemsize))
+        return self._tensors[id(value)][1]
 
     def write(self, body: Tensor) -> None:
         """Copy the tensors into ``body``, a tensor of bytes."""
-        for tensor, place, _ in self._tensors.values():
-            _at(body, *place).copy_(tensor)
+        for tensor, place in self._tensors.values():
+            _at(body, place).copy_(tensor.detach())
 
 
 class _Received(pickle.Unpickler):
@@ -71,7 +72,7 @@ class _Received(pickle.Unpickler):
     def __init__(self, head: bytes, body: Tensor) -> None:
         super().__init__(io.BytesIO(head))
         self._body = body
-        self._tensors: dict[Any, Tensor] = {}  # by place
+        self._tensors: dict[int, Tensor] = {}  # by offset
 
     def find_class(self, module: str, name: str) -> Any:
         """Only what a value is made of; nothing is imported for it."""
@@ -84,13 +85,12 @@ class _Received(pickle.Unpickler):
             )
         return found
 
-    def persistent_load(self, entry: Any) -> Tensor:
-        place, shape, requires_grad = entry
-        if place not in self._tensors:  # else it came before: the same tensor
-            tensor = _at(self._body, *place).expand(shape)
+    def persistent_load(self, place: _Place) -> Tensor:
+        begin, *_, requires_grad = place
+        if begin not in self._tensors:  # else it came before: the same tensor
             # They share one body, but a write to one must not count for all: hence `data`.
-            self._tensors[place] = tensor.data.requires_grad_(requires_grad)
-        return self._tensors[place]
+            self._tensors[begin] = _at(self._body, place).data.requires_grad_(requires_grad)
+        return self._tensors[begin]
 
 
 def _is_of_values(kind: Any) -> bool:
@@ -142,26 +142,6 @@ class Link:
         raise NotImplementedError
 
 
-def _at(
-    body: Tensor,
-    begin: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-) -> Tensor:
-    end = begin + math.prod(shape) * dtype.itemsize  # bytes; no gaps, see below
-    return body[begin:end].view(dtype).as_strided(shape, strides)  # a view
-
-
-# A kernel may give other bits for another memory order, so the order is kept; gaps are dropped.
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor).stride()
-
-
-def _unexpanded(tensor: Tensor) -> Tensor:
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:  # repeated along dim by expand
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+def _at(body: Tensor, place: _Place) -> Tensor:
+    begin, shape, dtype, _ = place
+    return body[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from runtime.graph import Gradients
 from runtime.guards import overlapping
+from runtime.mesh import message_groups
 
 from .group_messages import open_group_links
 from .messages import Link, PeerError
@@ -75,7 +76,9 @@ class Neighbours:
     r + 1, and with ranks that share parameters with it.
 
     ``ranks``: the rank of each stage. ``tied``: for each parameter used by several stages, its name
-    and the ranks of those. All ranks must make theirs together.
+    and the ranks of those. ``messages``: groups from `message_groups`; without them all ranks of
+    the world are here, and make them where memory is not shared. All ranks must make theirs
+    together.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Neighbours:
         rank: int,
         tied: Mapping[str, Sequence[int]],
         group: dist.ProcessGroup | None,
+        messages: Sequence[dist.ProcessGroup],
         device: torch.device,
         timeout: float,
         acting: Acting,
@@ -98,7 +102,8 @@ class Neighbours:
         if links is None and device.type == "cpu":
             links = open_shared_links(pairs, group, timeout)  # None: on several machines
         if links is None:  # all ranks agree on this
-            links = open_group_links(pairs, group, device, timeout)
+            messages = messages or message_groups(range(dist.get_world_size()), timeout)
+            links = open_group_links(pairs, messages, device)
         self._links = links  # by peer
         # For `Dataflow`: activations into stage s, and gradients out of it.
         self.up: dict[int, Channel] = {}

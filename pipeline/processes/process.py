@@ -55,7 +55,6 @@ from runtime.randomness import StepSeed
 from runtime.recompute import NEVER
 from runtime.recorder import Recorder, acting
 
-from . import ownership
 from .messages import PeerError
 from .neighbours import Neighbours
 
@@ -71,6 +70,8 @@ class ProcessPipe:
         ranks: the rank of each stage, from `catalogue.places`; by default stage s is on rank s.
         device: of this rank.
         group: the ranks; by default all.
+        messages: groups of these ranks, from a `Mesh` or `message_groups`; by default they are
+            made here, which takes all ranks of the world.
         model: gives the parameters their names; by default ``layers`` does.
         initialize: writes the values of tensors on the meta device.
         recorder: see runtime/recorder.py; kinds are those of schedule.Kind, R (recompute), send,
@@ -88,6 +89,7 @@ class ProcessPipe:
         device: str | torch.device = "cpu",
         group: dist.ProcessGroup | None = None,
         *,
+        messages: Sequence[dist.ProcessGroup] = (),
         ranks: Sequence[int] | None = None,
         model: nn.Module | None = None,
         initialize: Initialize | None = None,
@@ -112,14 +114,17 @@ class ProcessPipe:
         self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
         self._recompute = recompute
         names = names_of(layers if model is None else model)
-        uses = ownership.users(self._parts, self.ranks, names)
+        uses: dict[str, list[int]] = {}  # by parameter, the rank of each stage that uses it
+        for part, r in zip(self._parts, self.ranks, strict=True):
+            for p in part.parameters():
+                uses.setdefault(names[p], []).append(r)
         self._users = {name: sorted({*ranks}) for name, ranks in uses.items()}
         # of several stages; the same order on all ranks
         self._tied = {name: self._users[name] for name in sorted(uses) if len(uses[name]) > 1}
         self._names = materialize(self.module, names, self.device, initialize)
         # connects: all ranks are here together
         self._neighbours = Neighbours(
-            self.ranks, self.rank, self._tied, group, self.device, timeout,
+            self.ranks, self.rank, self._tied, group, messages, self.device, timeout,
             acting=lambda *what: acting(self.recorder, *what),
         )  # fmt: skip
         self._broken: str | None = None
@@ -214,7 +219,8 @@ class ProcessPipe:
         return {self._names[p]: p for p in self.module.parameters()}
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank owns. Over all ranks: each of the model's once."""
+        """The parameters that this rank owns. Over all ranks: each of the model's once, so that
+        norms and checkpoints count it once. Of those with a copy on several, the first rank's."""
         mine = self.named_parameters()
         return {name: p for name, p in mine.items() if self._users[name][0] == self.rank}
 

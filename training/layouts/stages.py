@@ -70,8 +70,8 @@ class Staged(LaidOutModel):
         self.shared = Shared(task, mesh.tensor, plan.dtype, sequence_parallel, plan.timeline)
         self.pipe = ProcessPipe(  # allocates and fills this rank's stages alone
             nn.Sequential(*self.shared.layers), self.cut, world.device, mesh.pipeline.group,
-            ranks=ranks, model=self.shared.model, initialize=self.shared.initialize,
-            recorder=plan.timeline, timeout=timeout,
+            messages=mesh.messages, ranks=ranks, model=self.shared.model,
+            initialize=self.shared.initialize, recorder=plan.timeline, timeout=timeout,
             recompute=mode_of(plan.recompute, stages == 1 or num_microbatches == 1),
         )  # fmt: skip
         if stages > 1:

@@ -23,7 +23,7 @@ from pipeline.processes.process import ProcessPipe
 from pipeline.schedules import catalogue
 from pipeline.schedules import schedule as sched
 from pipeline.schedules.schedule import Action
-from runtime.mesh import make_mesh
+from runtime.mesh import make_mesh, message_groups
 from tests.pipeline.pipeline_models import (
     assert_close,
     assert_same_bits,
@@ -325,29 +325,29 @@ def test_replicas_exchange_gradients_while_the_last_backward_runs(
 
 
 def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[int]]:
-    """Of the last two of three ranks, of which one is in a group more; and the open files after
-    each."""
-    alone = dist.new_group([1], use_local_synchronization=True) if rank == 1 else None
+    """Of the last two of three ranks; and the open files after each."""
     group = dist.new_group([1, 2])
     found: dict[Any, Found] = {k: {} for k in product((True, False), range(3))}
     held = []
-    for share, k in found if rank > 0 else ():
-        with sharing(share), ProcessPipe(tower(), [2, 4], group=group, timeout=20) as pipe:
+    for share, k in found:
+        messages = () if share else message_groups([1, 2], 20.0)  # all three ranks make them
+        if rank == 0:
+            continue
+        how: Any = {"group": group, "messages": messages, "timeout": 20}
+        with sharing(share), ProcessPipe(tower(), [2, 4], **how) as pipe:
             loss = pipe.train_step(*batch(8), square_error, "1f1b", 4)
             found[share, k] = of(pipe) | {"loss": loss}
         dist.barrier(group)
         gc.collect()
         held.append(len(list(Path("/proc/self/fd").iterdir())))
-    for made in (alone, group):
-        if rank > 0 and made is not None:
-            dist.destroy_process_group(made)
+    if rank > 0:
+        dist.destroy_process_group(group)
     return found, held
 
 
 def test_pipes_of_some_ranks_are_made_one_after_another_and_hold_nothing(
     three_ranks: Ranks,
 ) -> None:
-    """Groups that were closed left their traces in the store; ranks are in several groups."""
     expected = ordered(in_one_process(tower(), *batch(8)))
     answers = three_ranks.run(_one_pipe_after_another)
     for found in merged([found for found, _ in answers]).values():
