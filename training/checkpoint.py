@@ -1,7 +1,7 @@
 """Checkpoints: each rank writes what it holds, and any layout can load the result.
 
 Problem: ranks hold whole parameters, the layers of a stage, or parts of flat buffers. Any layout
-must load what another has saved, and never a half-written or altered checkpoint.
+must load what another has saved, and never a half-written checkpoint.
 
 Idea: a tensor is identified by its *parameter name* and its whole shape; each rank lists the
 rectangles of it that it holds (`Piece`). `torch.distributed.checkpoint` does the rest: of several
@@ -15,33 +15,35 @@ ranks that hold a rectangle one writes it; a piece is filled from all stored rec
         __0_0.distcp, __1_0.distcp      what ranks 0 and 1 wrote
         .metadata                       which rectangle of which tensor is where
         state.json, tokenizer.json      position, options; other small files
-        manifest.json                   size and SHA-256 of each, by rank 0
+        manifest.json                   the size of each, by rank 0
 
 The folder is `.NAME.part` until all is on disk; then rank 0 renames it, which is atomic. Hosts need
 not share it: ranks that do not see rank 0's send it the files that they wrote, and receive one
 tensor at a time when rank 0, which must then hold everything, loads.
 
-Cost: each rank writes its part; rank 0 reads all files back for the checksums, as it does before a
-resume. When saving in the background the run waits only until its tensors are copied.
+A truncated file is refused; a bit that the disk has flipped is not noticed. A rank that cannot
+write or read says so and ends, and with it the run.
+
+Cost: each rank writes its part. When saving in the background the run waits only until its tensors
+are copied.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,10 +57,8 @@ from .layouts.layout import LaidOutModel, Piece, whole
 
 # torch.distributed.checkpoint is imported where it is used: it takes a second.
 
-FORMAT = "parallel-gpt2 checkpoint 3"
+FORMAT = "parallel-gpt2 checkpoint 4"
 MANIFEST, STATE = "manifest.json", "state.json"
-
-T = TypeVar("T")
 
 # A single process needs no reminder that torch.distributed is not initialized.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -213,20 +213,17 @@ class Saver:
             state: JSON values. Rank 0's are written, as are its `files`.
 
         Raises:
-            RunError: on every rank, if any rank failed to write this checkpoint, or the one before
-                it in the background. No part of it is left. Earlier checkpoints stay intact.
+            RunError: this checkpoint, or the one before it in the background, cannot be written: on
+                the rank that failed, and on all where the library writes. No part of it is left.
+                Earlier checkpoints stay intact.
         """
-
-        def begin() -> str:
-            last = names(self.folder)[-1:]
-            name = f"{int(last[0].split('-')[0]) + 1 if last else 1:06d}-{label}"
-            if self.world.is_main:
-                aside_of(self.folder / name).mkdir(parents=True)
-            return name
-
         self.wait()  # at most one is being written
-        new = partial(self._cannot_write, self.folder.name)
-        name = self._together(begin, new)[0]  # as rank 0 has named it
+        last = names(self.folder)[-1:]
+        name = f"{int(last[0].split('-')[0]) + 1 if last else 1:06d}-{label}"
+        if self.world.is_main:
+            with _explained(partial(self._cannot_write, name)):
+                aside_of(self.folder / name).mkdir(parents=True)
+        name = gather_over_ranks(name, self.world, self._group)[0]  # as rank 0 has named it
         texts = {STATE: json_text(state, indent=1).encode(), **files}
         if not self.background:
             self._write(name, pieces, texts)
@@ -243,38 +240,37 @@ class Saver:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         aside, held = aside_of(self.folder / name), held_by_name(pieces)
-
-        def work() -> None:
-            sent: dict[str, bytes] = {}
-            if aside.exists():  # rank 0 has made it
-                save(held, storage_writer=FileSystemWriter(aside), **self._all_ranks)
-            else:  # this host has other folders
-                with TemporaryDirectory() as own:
-                    save(held, storage_writer=FileSystemWriter(own), **self._all_ranks)
-                    sent = {path.name: path.read_bytes() for path in Path(own).iterdir()}
-            received: Any = [{}] * self.world.world_size if self.world.is_main else None
-            if self.world.world_size > 1:
-                dist.gather_object(sent, received, group=self._group)
-            if self.world.is_main:
-                for files in (texts, *received):
-                    for file, content in files.items():
-                        (aside / file).write_bytes(content)
-                entries = {path.name: file_entry(path) for path in sorted(aside.iterdir())}
-                manifest = json_text({"format": FORMAT, "files": entries}, indent=1)
-                (aside / MANIFEST).write_text(manifest, encoding="utf-8")
-                for path in (*sorted(aside.iterdir()), aside):  # contents first, then the name
-                    _sync(path)
-                aside.rename(self.folder / name)  # atomic
-                _sync(self.folder)  # the name, too
-
+        sent: dict[str, bytes] = {}
         try:
-            self._together(
-                work, partial(self._cannot_write, name)
-            )  # ends when rank 0 has renamed the folder
+            with _explained(partial(self._cannot_write, name)):
+                if aside.exists():  # rank 0 has made it
+                    save(held, storage_writer=FileSystemWriter(aside), **self._all_ranks)
+                else:  # this host has other folders
+                    with TemporaryDirectory() as own:
+                        save(held, storage_writer=FileSystemWriter(own), **self._all_ranks)
+                        sent = {path.name: path.read_bytes() for path in Path(own).iterdir()}
+                received = gather_over_ranks(sent, self.world, self._group)
+                if self.world.is_main:
+                    self._complete(name, texts, *received)
         except BaseException:
             if self.world.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
+        gather_over_ranks(None, self.world, self._group)  # rank 0 has renamed the folder
+
+    def _complete(self, name: str, *more: Mapping[str, bytes]) -> None:
+        """Writes the other files of a checkpoint, and gives its folder the name. On rank 0."""
+        aside = aside_of(self.folder / name)
+        for files in more:
+            for file, content in files.items():
+                (aside / file).write_bytes(content)
+        sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
+        manifest = json_text({"format": FORMAT, "bytes": sizes}, indent=1)
+        (aside / MANIFEST).write_text(manifest, encoding="utf-8")
+        for path in (*sorted(aside.iterdir()), aside):  # contents first, then the name
+            _sync(path)
+        aside.rename(self.folder / name)  # atomic
+        _sync(self.folder)  # the name, too
 
     def _cannot_write(self, name: str, why: str) -> RunError:
         if "unexpected pos" in why:  # torch's zip writer gives positions in the file, and no reason
@@ -296,8 +292,7 @@ class Saver:
         """Fills the pieces' tensors.
 
         Raises:
-            CheckpointError: on all ranks, if a tensor is missing or has another shape, or a file
-                cannot be read.
+            CheckpointError: a tensor is missing or has another shape, or a file cannot be read.
         """
         from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -307,28 +302,19 @@ class Saver:
         def failure(why: str) -> CheckpointError:
             return CheckpointError(f"--resume: {checkpoint.folder} cannot be loaded: {why}")
 
-        def check() -> tuple[int, ...]:
-            for name, t in held.items():
-                if name not in tensors or tensors[name].size != t.size():
-                    raise ValueError(f"no {name} of shape {tuple(t.shape)} is in it")
-            with suppress(OSError):
-                found = (folder / MANIFEST).stat()
-                return found.st_ino, found.st_ctime_ns  # no copy of the file has the same
-            return ()  # this host has none
-
-        shared = len(set(self._together(check, failure))) == 1  # all ranks see rank 0's folder
+        for name, t in held.items():
+            if name not in tensors or tensors[name].size != t.size():
+                raise failure(f"no {name} of shape {tuple(t.shape)} is in it")
+        # Do all ranks see rank 0's folder?
+        shared = len(set(gather_over_ranks(_identity(folder), self.world, self._group))) == 1
         # Otherwise rank 0 reads all tensors, whole, and sends them one by one.
         alone = self.world.is_main and not shared
         wholes = {name: _empty(t) for name, t in tensors.items()} if alone else {}
-
-        def read() -> None:
-            reader = _reader(folder)
+        with _explained(failure):
             if shared:
-                load(held, storage_reader=reader, **self._all_ranks)
+                load(held, storage_reader=_reader(folder), **self._all_ranks)
             elif alone:
-                load(wholes, storage_reader=reader, no_dist=True)
-
-        self._together(read, failure)
+                load(wholes, storage_reader=_reader(folder), no_dist=True)
         for name, known in tensors.items() if not shared else ():
             tensor = wholes.pop(name) if alone else _empty(known)
             dist.broadcast(tensor, 0, self._group)
@@ -336,30 +322,9 @@ class Saver:
                 pairs = zip(p.offsets, p.tensor.shape, strict=True)
                 p.tensor.detach().copy_(tensor[tuple(slice(a, a + n) for a, n in pairs)])
 
-    def _together(self, work: Callable[[], T], failure: Callable[[str], Exception]) -> list[T]:
-        """Runs `work` on every rank and returns the results by rank. If it fails on any rank, all
-        raise `failure(reason)`. On one rank alone it may fail only in the library, or after its
-        last collective; else the others would wait."""
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        result, why = None, ""
-        try:
-            result = work()
-        except (Exception, CheckpointException) as raised:  # the latter is no Exception
-            error: BaseException = raised
-            if isinstance(error, CheckpointException):  # the library's, on all ranks that use it
-                error = next(iter(error.failures.values()))[0]
-                if not isinstance(error, Exception):  # a signal, which ends the program
-                    raise error from None
-            why = str(error) or repr(error)  # MemoryError() has no text
-        outcomes = gather_over_ranks((result, why), self.world, self._group)  # also of a failed one
-        if reasons := [why for _, why in outcomes if why]:
-            raise failure(reasons[0])
-        return [result for result, _ in outcomes]  # type: ignore[misc]
-
     def prune(self, keep: int) -> None:
         """Removes all but the newest `keep`, 1 or more. Call it after a finite step from the newest
-        weights: a checksum cannot tell NaN weights from good ones."""
+        weights: no size tells NaN weights from good ones."""
         self._remove(names(self.folder)[:-keep])
 
     def forget_after(self, loaded: Checkpoint) -> None:
@@ -372,6 +337,30 @@ class Saver:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
 
+@contextmanager
+def _explained(failure: Callable[[str], Exception]) -> Iterator[None]:
+    """Raises `failure(reason)` in the place of what the library or the disk says."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as raised:  # no Exception; on all ranks that use the library
+        error = next(iter(raised.failures.values()))[0]
+        if not isinstance(error, Exception):  # a signal, which ends the program
+            raise error from None
+        raise failure(str(error) or repr(error)) from None
+    except Exception as error:
+        raise failure(str(error) or repr(error)) from None  # MemoryError() has no text
+
+
+def _identity(folder: Path) -> tuple[int, ...]:
+    """Of this host's file: ranks that see the same one share a folder. () if there is none."""
+    with suppress(OSError):
+        found = (folder / MANIFEST).stat()
+        return found.st_ino, found.st_ctime_ns  # no copy of the file has the same
+    return ()
+
+
 def _empty(known: Any) -> Tensor:
     """Memory for a tensor that the library describes."""
     return torch.zeros(known.size, dtype=known.properties.dtype)
@@ -382,7 +371,7 @@ def _empty(known: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An intact checkpoint: all checksums match.
+    """A checkpoint whose files are all there, whole.
 
     Attributes:
         state: the run's state as JSON values.
@@ -430,9 +419,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
             raise ValueError(f"its format is {manifest['format']!r}, not {FORMAT!r}")
-        for file, entry in manifest["files"].items():
-            if file_entry(folder / file) != entry:
-                raise ValueError(f"the checksum of {file} differs")
+        for file, size in manifest["bytes"].items():
+            if (there := (folder / file).stat().st_size) != size:
+                raise ValueError(f"{file} has {there:,} of {size:,} bytes")
         tensors = _reader(folder).read_metadata().state_dict_metadata
         return Checkpoint(folder, json.loads((folder / STATE).read_bytes()), tensors)
     except (
@@ -481,15 +470,6 @@ def _reader(folder: Path) -> Any:
             return metadata
 
     return Reader(folder)
-
-
-def file_entry(path: Path) -> dict[str, Any]:
-    """A file's entry in the manifest: its size and checksum."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def aside_of(folder: Path) -> Path:

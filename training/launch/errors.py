@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -87,18 +87,6 @@ def leave(message: str, status: int) -> NoReturn:
         sys.stdout.flush()
     say(message)
     os._exit(status)
-
-
-def run_here(main: Callable[..., None], *args: Any) -> None:
-    """Runs main(*args) in this process, for a run without ranks. Like a rank it fails with status 1
-    and a traceback, whatever main raised, even a layer's SystemExit(0)."""
-    try:
-        main(*args)
-    except (UserError, RunError, Interrupted):
-        raise
-    except BaseException as error:
-        say(f"\nThe run failed.\n{format_error(error)}")
-        raise SystemExit(1) from None
 
 
 def _ignore_signals() -> None:

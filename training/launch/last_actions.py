@@ -1,15 +1,17 @@
-"""What each rank did last: the table below a time-out error.
+"""What each rank did last: the table below a failure.
 
 Problem: a rank that times out knows which rank it waited for, but that one may wait for a third.
 The culprit, which is slow, hung or stopped, says nothing.
 
-Idea: a rank notes each action as it begins, in memory that all ranks of its machine share. A rank
-that times out prints every rank's last action. The launcher makes this memory; under torchrun it is
+Idea: a rank notes each action as it begins, in memory that all ranks of its machine share. The
+first failure prints every rank's last action. The launcher makes this memory; under torchrun it is
 a file in the folder that torchrun makes on each machine.
 
+    2 of 3 ranks wait in receive of step 41; rank 2 is elsewhere: look there
     rank  last action     stage, layer or bucket  micro-batch  peer  begun
        0  receive                              0            1     1  1.0 s ago
-       1  forward                              1            1        1.1 s ago    <- the culprit
+       1  receive                              1            1     2  1.0 s ago
+       2  forward                              2            1        1.1 s ago    <- the culprit
 
 `after forward` means that the forward has ended and nothing has begun since.
 
@@ -21,14 +23,20 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+WAITS = {  # actions that end when other ranks act
+    "send", "receive", "all-reduce", "all-gather", "reduce-scatter", "wait for all ranks",
+    "comparison of replicas",
+}  # fmt: skip
+
 
 class LastAction(ctypes.Structure):
     """The last action of one rank. Place, micro-batch and peer may be -1: none. `begun` is
-    time.monotonic, which all processes of a machine share."""
+    time.monotonic, which all processes of a machine share; `step` is the step of the run."""
 
     _fields_ = (
         ("name", ctypes.c_char * 32),
@@ -36,6 +44,7 @@ class LastAction(ctypes.Structure):
         ("microbatch", ctypes.c_int),
         ("peer", ctypes.c_int),
         ("begun", ctypes.c_double),
+        ("step", ctypes.c_int),
     )
 
     def note(self, name: str, place: int = -1, microbatch: int = -1, peer: int = -1) -> None:
@@ -53,8 +62,28 @@ def in_file(path: Path, size: int) -> Any:
         return (LastAction * size).from_buffer(mmap.mmap(file.fileno(), nbytes))
 
 
+def verdict(actions: Sequence[LastAction], first_rank: int = 0) -> str:
+    """Where to look: what most ranks wait in, and who is elsewhere. Empty if none waits, or all
+    wait in the same."""
+    names = [action.name.decode() for action in actions]
+    waits = Counter(name for name in names if name in WAITS)
+    if not waits or not all(action.begun for action in actions):  # all are on their way
+        return ""
+    [(most, count)] = waits.most_common(1)
+    elsewhere = [rank for rank, name in enumerate(names, first_rank) if name != most]
+    if not elsewhere:
+        return ""
+    step = next(action.step for action, name in zip(actions, names, strict=True) if name == most)
+    who = f"rank {elsewhere[0]} is" if len(elsewhere) == 1 else f"ranks {elsewhere} are"
+    wait = "waits" if count == 1 else "wait"
+    return (
+        f"{count} of {len(names)} ranks {wait} in {most} of step {step}; {who} elsewhere: look "
+        "there\n"
+    )
+
+
 def table(actions: Sequence[LastAction], first_rank: int = 0) -> str:
-    """A line per rank, numbered from the first one of this machine."""
+    """A line per rank, numbered from the first one of this machine, under where to look."""
     now = time.monotonic()
     lines = ["rank  last action               stage, layer or bucket  micro-batch  peer  begun"]
     for rank, action in enumerate(actions, first_rank):
@@ -64,4 +93,4 @@ def table(actions: Sequence[LastAction], first_rank: int = 0) -> str:
         lines.append(
             f"{rank:4}  {action.name.decode():24}{place:>24}{microbatch:>13}{peer:>6}  {begun}"
         )
-    return "".join(f"{line}\n" for line in lines)
+    return verdict(actions, first_rank) + "".join(f"{line}\n" for line in lines)

@@ -1,7 +1,7 @@
 """Starts the ranks of a run on this machine, or takes them from torchrun.
 
 Problem: one command must start N processes that find each other and are not reachable from outside
-this machine. If one of them fails, all must end quickly, with the one traceback that matters.
+this machine. If one of them fails, all must end quickly, with the traceback that matters.
 
 Idea: the program binds the meeting point (a TCP store) to 127.0.0.1 *before* it starts any process
 and passes the socket on. So no other run can take the port, and nothing listens on another
@@ -12,13 +12,12 @@ watches. Each rank reports to the starter, through a pipe, how it ended.
     what happens to a rank         who notices it                    what is printed
     it raises                      the starter, by its report        the rank, its traceback
     it is killed, or just exits    the starter, by the pipe's end    the rank, how it died
-    it is stopped                  the others, after `timeout`       the rank does not answer, and
-                                                                     what each rank did last
+    it is stopped                  the others, after `timeout`       the traceback of the first
     program or starter die         the system ends it (on Linux)
 
-A rank that lost its connection to another, or timed out waiting for it, reports that as a
-consequence: it is printed only if no other cause is found. No collective waits longer than
-`timeout`, and no rank counts as done until all are.
+The first failure in time is printed, and below it what every rank did last: a rank that lost its
+connection to another, or timed out waiting for it, may be the first to say so. No collective waits
+longer than `timeout`, and no rank counts as done until all are.
 
 Cost: about four seconds of imports, once instead of per rank: one step of eight ranks of a tiny
 model takes 10 CPU seconds instead of 55. (Outside Linux, where forking is not safe, each rank
@@ -37,7 +36,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -255,40 +253,24 @@ class Failure:
     rank: int | None
     text: str
     explained: Exception | None = None
-    is_consequence: bool = False
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether the root cause of an error is only that another rank did not answer."""
-    while before := error.__cause__ or (not error.__suppress_context__ and error.__context__):
-        error = before
-    # gloo raises plain RuntimeErrors that begin with a path in its source; one does not.
-    of_gloo = ("gloo/", "Application timeout caused pair closure")
-    return isinstance(error, dist.DistError) or any(words in str(error) for words in of_gloo)
 
 
 def watch(
     processes: Sequence[Any], pipes: Sequence[Any], timeout: float, last: Sequence[LastAction]
 ) -> Failure | None:
-    """Returns None when every rank has reported that it is done, else the first failure. If that is
-    a consequence, the other ranks have GRACE seconds to report its cause."""
+    """Returns None when every rank has reported that it is done, else the first failure."""
     silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
-    consequences: list[Failure] = []
     limit = None  # until the first report
     while silent and (ready := wait([*silent], limit)):
         for pipe in ready:
             rank = silent.pop(pipe)  # it has reported, or its pipe has ended
             failure = _received(pipe, processes[rank], rank)
-            if failure is not None and not failure.is_consequence:  # nobody can explain it better
-                return failure
             if failure is not None:
-                consequences.append(failure)
-        # One rank is done only after all have met at the final barrier.
-        limit = GRACE if consequences else timeout
+                return replace(failure, text=failure.text + table(last))
+        limit = timeout  # one rank is done only after all have met at the final barrier
     if silent:
-        seen = consequences[0].text if consequences else table(last)
-        return Failure(min(silent.values()), f"It does not answer.\n{seen}")
-    return consequences[0] if consequences else None
+        return Failure(min(silent.values()), f"It does not answer.\n{table(last)}")
+    return None
 
 
 def _received(pipe: Any, process: Any, rank: int | None) -> Failure | None:
@@ -325,10 +307,7 @@ def _rank_main(
         _run_rank(world, world_size, settings, join, main, args)
     except BaseException as error:
         explained = error if isinstance(error, (UserError, RunError)) else None
-        text = format_error(error)
-        if waited := is_consequence(error):
-            text += table(last)
-        pipe.send(Failure(rank, text, explained, waited))  # the program prints it
+        pipe.send(Failure(rank, format_error(error), explained))  # the program prints it
         leave("", 1)
     pipe.send(None)  # after the barrier: all ranks are done
 
@@ -348,7 +327,7 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
         limit, store = timedelta(seconds=settings.timeout), None
         stay_on_interface_to(LOOPBACK if local_size == world_size else host)
         # torchrun keeps one store for all attempts of a run and never clears it: restarted ranks
-        # could find addresses of the attempt before. (On several machines no rank knows which
+        # would find addresses of the attempt before. (On several machines no rank knows which
         # attempt all are at.)
         if local_size == world_size:
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -365,10 +344,7 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
         raise
     except BaseException as error:
         text = f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}"
-        if is_consequence(error):
-            text += table(last, rank - local_rank)
-            time.sleep(GRACE)  # torchrun has seen the other rank end and now ends this one
-        leave(text, 1)
+        leave(text + table(last, rank - local_rank), 1)
 
 
 def _run_rank(

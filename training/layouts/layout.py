@@ -94,7 +94,6 @@ class LaidOutModel(ABC):
         part, parts: this rank's part of each global batch.
         shard: its place on the tensor-parallel axis.
         description: how the model is laid out, in words.
-        notes: lines that a user should read.
         module: holds this rank's parameters; None if there is no such single module.
         num_microbatches: per rank and step; None: as suits the device.
         schedule: of the stages, of which there may be one; None for whole or sharded models, whose
@@ -114,7 +113,6 @@ class LaidOutModel(ABC):
     parts = 1
     shard = 0
     description = ""
-    notes: Sequence[str] = ()
     module: nn.Module | None = None
     num_microbatches: int | None = None
     schedule: str | None = None

@@ -21,11 +21,9 @@ from pipeline.partition import balance as balanced
 from pipeline.partition import measure_costs, place
 from pipeline.pipe import Pipe
 from pipeline.schedules.catalogue import places
-from runtime.cores import core_slice
 from runtime.graph import move
 from runtime.recompute import mode_of
 from training.launch.memory import state_bytes
-from training.launch.shared_cores import sharing
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
@@ -116,9 +114,6 @@ class StagesInThreads(_InOneProcess):
         self.ranks = ranks if len(ranks) > len(devices) else None  # only with chunks
         where = ", ".join(str(devices[r]) for r in ranks)
         self.description = f"layers per stage: {' | '.join(map(str, self.cut))} on {where}"
-        if schedule != "sequential":  # there stages never compute at the same time
-            cores = [("", core_slice(s, len(devices))) for s in range(len(devices))]
-            self.notes = sharing(cores, "stages")
         # An optimizer per stage, on the stage's worker; a tied weight is in the first one's.
         self.optimizers = [plan.make_optimizer(ps) for ps in self.pipe.stage_parameters()]
         for stage, optimizer in enumerate(self.optimizers):
