@@ -176,7 +176,7 @@ def gradient_bytes(layout: Layout) -> int:
     return 2 if layout.precision == "fp16" else 4
 
 
-def cut(model: Model, layout: Layout, machine: Machine) -> list[int]:
+def blocks_of_stages(model: Model, layout: Layout, machine: Machine) -> list[int]:
     """The blocks of each stage: as many each, or cut where the work of blocks and head is even."""
     n = layout.stages
     if machine.balance == "uniform" or n == 1:
@@ -256,14 +256,14 @@ def _places(schedule: str, n: int, chunks: int | None) -> list[int]:
     return places(schedule, n, chunks)
 
 
-def ranks_of(layout: Layout) -> list[int]:
+def rank_of_each_stage(layout: Layout) -> list[int]:
     """The rank of each stage."""
     if layout.pp == 1:
         return [0]
     return _places(layout.schedule, layout.pp, layout.chunks)
 
 
-class Stage(NamedTuple):
+class PricedStage(NamedTuple):
     """A stage's passes for one micro-batch, and its seconds at the end of a step."""
 
     forward: Pass
@@ -274,7 +274,7 @@ class Stage(NamedTuple):
     held: float  # bytes until the backward of a micro-batch
 
 
-class Step:
+class PricedStep:
     """A layout, priced: what its actions cost, before they are put in order.
 
     Raises ValueError if the layout cannot run, unless it has run (``legal`` is False).
@@ -284,7 +284,7 @@ class Step:
         if legal:
             layout.check(model)
         self.model, self.layout, self.machine = model, layout, machine
-        self.blocks = cut(model, layout, machine)
+        self.blocks = blocks_of_stages(model, layout, machine)
         self.cost = costs(model, layout, machine)
         tp, dp, pp, n = layout.tp, layout.dp, layout.pp, layout.stages
         outer = layout.order == "pp-dp-tp"  # stages are outermost
@@ -292,14 +292,14 @@ class Step:
         self.size = BYTES[layout.precision]
         self.whole, self.entry = activations(model, layout, machine)
         self.logits = layout.micro_batch * model.seq * model.vocab / tp
-        known: dict[tuple[int, bool, bool], Stage] = {}
+        known: dict[tuple[int, bool, bool], PricedStage] = {}
         self.stages = []
         for s, blocks in enumerate(self.blocks):
             kind = (blocks, s == 0, s == n - 1)
             if kind not in known:
                 known[kind] = self._stage(*kind)
             self.stages.append(known[kind])
-        self.message, ranks = 0.0, ranks_of(layout)
+        self.message, ranks = 0.0, rank_of_each_stage(layout)
         self.updates = [
             sum(s.update for s, at in zip(self.stages, ranks, strict=True) if at == r)
             + machine.step_ms * 1e-3
@@ -319,7 +319,7 @@ class Step:
                 self.updates[0] += tied
                 self.updates[-1] += tied
 
-    def _stage(self, blocks: int, first: bool, last: bool) -> Stage:
+    def _stage(self, blocks: int, first: bool, last: bool) -> PricedStage:
         forward, backward, late = Pass(), Pass(), Pass()
         forward = forward.plus(self.cost.block[0], blocks)
         backward = backward.plus(self.cost.block[1], blocks)
@@ -344,7 +344,7 @@ class Step:
             update += scatter  # the parameters that others have updated
         held = blocks * (self.entry if layout.recompute == "always" else self.whole)
         held += LOGITS_HELD * self.logits * last
-        return Stage(forward, backward, late, exchange, update, held)
+        return PricedStage(forward, backward, late, exchange, update, held)
 
     def _parameters(self, blocks: int, first: bool, last: bool) -> float:
         """That a GPU has of a stage."""
@@ -371,7 +371,7 @@ class Step:
         """Per rank, the seconds of its actions for one micro-batch."""
         each = [stage.forward.seconds + stage.backward.seconds for stage in self.stages]
         found = [0.0] * self.layout.pp
-        for r, seconds in zip(ranks_of(self.layout), each, strict=True):
+        for r, seconds in zip(rank_of_each_stage(self.layout), each, strict=True):
             found[r] += seconds
         return found
 
@@ -395,7 +395,7 @@ class Step:
         """Per rank, from its activations' peak."""
         layout, n = self.layout, self.layout.stages
         share = [1 / layout.dp if layout.zero >= first else 1.0 for first in (3, 2, 1)]
-        found, ranks = [], ranks_of(layout)
+        found, ranks = [], rank_of_each_stage(layout)
         for r, peak in enumerate(peaks):
             mine = [(self.blocks[s], s == 0, s == n - 1) for s in range(n) if ranks[s] == r]
             number = sum(self._parameters(*stage) for stage in mine)
@@ -476,4 +476,4 @@ def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, 
 
 def predict(model: Model, layout: Layout, machine: Machine) -> Prediction:
     """Predicts a step. Raises ValueError if the layout cannot run."""
-    return Step(model, layout, machine).predict()
+    return PricedStep(model, layout, machine).predict()

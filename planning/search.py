@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .cost import Prediction, Step
+from .cost import Prediction, PricedStep
 from .describe import Layout, Machine, Model, model_of
 
 MARGIN = 1.05  # simulated as long as the closed form is within this of the best
@@ -73,7 +73,9 @@ def search(
 ) -> tuple[list[Prediction], list[Layout]]:
     """The fastest layouts that fit, fastest first, and all that may be worth trying on a better
     machine. Raises ValueError if none fits, with the one that needs least."""
-    steps = [Step(model, layout, machine) for layout in layouts(model, gpus, batch_size, **fixed)]
+    steps = [
+        PricedStep(model, layout, machine) for layout in layouts(model, gpus, batch_size, **fixed)
+    ]
     if not steps:
         raise ValueError(
             f"--gpus {gpus} --batch_size {batch_size}: no layout divides both, with these options; "
@@ -97,7 +99,7 @@ def search(
             f"--gpus {gpus} --machine {machine.name}: no layout fits; {options(least.layout)} "
             f"needs {least.memory_gb:.0f} GiB of {least.usable_gb:.0f}: more GPUs work"
         )
-    again = [Step(model, found.layout, machine).predict() for found in best[:top]]
+    again = [PricedStep(model, found.layout, machine).predict() for found in best[:top]]
     near = [steps[k].layout for cost, k in priced if cost < 1.5 * best[0].seconds]
     return again, near
 
@@ -129,7 +131,7 @@ def neighbours(best: Prediction) -> Iterator[tuple[str, Prediction]]:
         if other == at:
             continue
         try:
-            found = Step(best.model, other, best.machine).predict()
+            found = PricedStep(best.model, other, best.machine).predict()
         except ValueError:
             continue  # it cannot run
         yield " ".join(f"--{k} {v}" for k, v in whole.items() if v is not None), found
@@ -171,11 +173,15 @@ def what_if(best: Prediction, near: list[Layout]) -> Iterator[str]:
     ):
         times = 1 if change else 2
         other = replace(machine, **change)  # type: ignore[arg-type]
-        steps = [Step(best.model, replace(x, batch_size=times * x.batch_size), other) for x in near]
-        steps = sorted((s for s in steps if s.least_memory() < other.memory_gb), key=Step.estimate)
+        steps = [
+            PricedStep(best.model, replace(x, batch_size=times * x.batch_size), other) for x in near
+        ]
+        steps = sorted(
+            (s for s in steps if s.least_memory() < other.memory_gb), key=PricedStep.estimate
+        )
         fitting: list[Prediction] = []
         own = replace(best.layout, batch_size=times * best.layout.batch_size)
-        for step in (Step(best.model, own, other), *(s for s in steps if s.layout != own)):
+        for step in (PricedStep(best.model, own, other), *(s for s in steps if s.layout != own)):
             found = step.predict(explain=False)
             fitting += [found] * found.fits
             if len(fitting) == 5:

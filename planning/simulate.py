@@ -127,7 +127,7 @@ class Simulator:
             raise ValueError(f"deadlock: what comes first never can: {named}")
         return order
 
-    def run(self, work: Work) -> Timeline:
+    def run(self, work: Work) -> Simulation:
         """When everything happens, from 0."""
         actions, rank, needs, remote = self.actions, self.rank, self.needs, self.remote
         zero: float = 0  # not 0.0: fractions stay exact
@@ -156,7 +156,7 @@ class Simulator:
             rows[rank[k]].append(Timed(action, starts[k], ends[k], idle[k], cause))
         exchanged = [self._exchanged(row, work) for row in rows]
         updated = [end + work.update(r) for r, end in enumerate(exchanged)]
-        return Timeline(self, work, rows, exchanged, updated)
+        return Simulation(self, work, rows, exchanged, updated)
 
     @staticmethod
     def _exchanged(row: list[Timed], work: Work) -> float:
@@ -170,7 +170,7 @@ class Simulator:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Simulation:
     """A simulated step: per rank its actions (`rows`), and when gradients and update are done."""
 
     simulator: Simulator
@@ -229,11 +229,11 @@ class Timeline:
                 found.append(Gap(r, self.updated[r], self.seconds, None, None, causes))
         return found
 
-    def _without_messages(self) -> Timeline:
+    def _without_messages(self) -> Simulation:
         work = self.work
         return self.simulator.run(Work(work.seconds, recompute=work.recompute))
 
-    def _equal(self) -> Timeline:
+    def _equal(self) -> Simulation:
         """Without messages, and every action takes as long as the mean of its kind."""
         seconds, stages = self.work.seconds, len(self.simulator.ranks)
         sums: defaultdict[Kind, list[float]] = defaultdict(list)

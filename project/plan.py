@@ -32,7 +32,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from pipeline.schedules.catalogue import SCHEDULES, find
 from planning import describe, search
-from planning.cost import Prediction, Step, predict
+from planning.cost import Prediction, PricedStep, predict
 from planning.cost import simulator as prepared
 from planning.describe import COLUMNS, MACHINES, PRESETS, Layout, Machine, Model, model_of, row_of
 from planning.simulate import Simulator, Work, with_times
@@ -298,7 +298,7 @@ def compared(path: Path, machine: Machine) -> list[dict[str, Any]]:
     for k, row in enumerate(read_table(path), 1):
         try:
             model, layout, nodes = row_of(row, machine)
-            step = Step(model, layout, nodes, legal=False).predict(explain=False)
+            step = PricedStep(model, layout, nodes, legal=False).predict(explain=False)
             measured = {
                 n: float(row[n]) if row.get(n) else None for n in ("seconds_per_step", "memory_gb")
             }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import formulas
-from planning.cost import Group, Step, cut, group, predict, simulator
+from planning.cost import Group, PricedStep, blocks_of_stages, group, predict, simulator
 from planning.describe import MACHINES, Layout, machine, model_of, row_of
 from planning.search import command, layouts, neighbours, search, what_if, why
 from project.plan import compared, main, summary
@@ -87,7 +87,7 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
 
 def test_a_long_step_is_as_long_as_if_all_of_it_were_simulated() -> None:
     for schedule in ("gpipe", "1f1b", "zb", "interleaved", "zbv"):
-        step = Step(MODEL, Layout(4, pp=4, batch_size=96, schedule=schedule), A100)
+        step = PricedStep(MODEL, Layout(4, pp=4, batch_size=96, schedule=schedule), A100)
         short = step.predict().seconds
         timeline = simulator(schedule, 4, 96, None).run(step.work())
         assert short == pytest.approx(timeline.seconds, rel=1e-3)
@@ -101,7 +101,7 @@ def test_what_costs_more_takes_longer() -> None:
     slow = replace(A100, gpus_per_node=1, network_gbs=1.25)
     apart = Layout(8, dp=8, batch_size=64, micro_batch=4)
     assert predict(MODEL, apart, slow).parts["exchange"] > 0.1
-    assert sum(cut(MODEL, Layout(4, pp=4), machine("h100"))) == MODEL.layers
+    assert sum(blocks_of_stages(MODEL, Layout(4, pp=4), machine("h100"))) == MODEL.layers
 
 
 def test_the_search_finds_what_trying_everything_finds() -> None:
@@ -109,7 +109,7 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
     everything = [
         found
         for layout in layouts(MODEL, 8, 64)
-        if (found := Step(MODEL, layout, A100).predict(explain=False)).fits
+        if (found := PricedStep(MODEL, layout, A100).predict(explain=False)).fits
     ]
     fastest = sorted(found.seconds for found in everything)[:3]
     assert [found.seconds for found in best] == pytest.approx(fastest)

@@ -28,8 +28,8 @@ from planning.simulate import (
     FILL,
     IMBALANCE,
     TRANSFER,
+    Simulation,
     Simulator,
-    Timeline,
     Work,
     with_times,
 )
@@ -42,7 +42,7 @@ B = HALF + W
 SIZES = [(2, 5), (3, 4), (4, 8), (5, 24), (8, 24)]
 
 
-def run(name: str, n: int, m: int, transfer: Any = C, chunks: int = 1, **more: Any) -> Timeline:
+def run(name: str, n: int, m: int, transfer: Any = C, chunks: int = 1, **more: Any) -> Simulation:
     """All stages alike; a rank's work on a micro-batch takes F + B however many chunks it has.
     Backwards are whole, as in the papers' formulas."""
     whole = partial(interleaved_1f1b, chunks=chunks) if name == "interleaved" else SCHEDULES[name]
