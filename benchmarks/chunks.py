@@ -37,7 +37,7 @@ from torch.distributed.pipelining.schedules import (
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, use_cores, write_rows
 from benchmarks.pipeline import BATCH, BLOCKS, LENGTH, WIDTH, K, make_blocks, square_error
-from pipeline.partition import place
+from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import places
@@ -80,7 +80,7 @@ class _Bench:
             sizes = [BLOCKS // len(ranks)] * len(ranks)
             self.pipes[name] = ProcessPipe(make_blocks(), sizes, ranks=ranks)
         ranks, sizes = places("zbv", K), [1] * BLOCKS
-        placed, _ = place(list(make_blocks()), sizes, [f"cpu:{r}" for r in ranks])
+        placed, _ = place_layers(list(make_blocks()), sizes, [f"cpu:{r}" for r in ranks])
         use_cores(self.cores)
         self.threads = Pipe(placed, BATCH, sizes=sizes)
 

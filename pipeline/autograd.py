@@ -9,38 +9,44 @@ and a parameter on two stages gets the sum of both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from runtime.graph import move
+from runtime.graph import Gradients, move
 
 from . import microbatch
-from .delivery import gradients_by_stage, hooks_held, trained_parameters
-from .stage import Stage
 from .streams import Streams
 
-if TYPE_CHECKING:
-    from .pipe import Pipe
+Forward = Callable[[list[Any]], None]
+"""Of all micro-batches; outputs replace inputs."""
+Backward = Callable[[list[list[Tensor | None]], bool], Gradients]
+"""Of gradients by micro-batch and leaf, and whether graphs are kept. Those of the inputs replace
+those of the outputs; returns those of the parameters."""
 
 
-def pipelined(pipe: Pipe, stages: Sequence[Stage], x: Any, sizes: Sequence[int]) -> Any:
+def pipelined(
+    x: Any,
+    sizes: Sequence[int],
+    parameters: Sequence[nn.Parameter],
+    forward: Forward,
+    backward: Backward,
+) -> Any:
     """Run ``x``, in micro-batches of ``sizes``, forward through the stages."""
-    batches = microbatch.split(x, sizes)
-    parameters = trained_parameters(stages, pipe.replicas)
+    batches = microbatch.split_batch(x, sizes)
     inputs = [leaf for leaf in pytree.tree_leaves(batches) if _has_gradient(leaf)]
     if not torch.is_grad_enabled() or not (inputs or parameters):
-        pipe.forward_all(batches)
+        forward(batches)
         return microbatch.join(batches)
     batches = pytree.tree_map_only(  # out of the caller's graph: stages have their own
         Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), batches
     )
-    call = _Call(pipe, stages, parameters, _marks(batches))
-    pipe.forward_all(batches)  # outputs replace the inputs
+    call = _Call(backward, parameters, _marks(batches))
+    forward(batches)  # outputs replace the inputs
     call.outputs = _marks(batches)
     outputs = [leaf.detach() for leaf in pytree.tree_leaves(batches) if _has_gradient(leaf)]
     if outputs:
@@ -60,9 +66,8 @@ class _Call:
     """What the backward of one forward needs. It is freed with the caller's graph, and frees the
     stages' graphs with it."""
 
-    pipe: Pipe
-    stages: Sequence[Stage]
-    parameters: list[nn.Parameter]
+    run: Backward
+    parameters: Sequence[nn.Parameter]
     inputs: Marks
     outputs: Marks = field(default_factory=list)
     streams: Streams = field(default_factory=Streams)  # of the forward
@@ -83,16 +88,10 @@ class _Pipelined(torch.autograd.Function):
         if torch.is_grad_enabled():  # the second derivatives would be silently wrong
             raise RuntimeError("a pipeline cannot be differentiated twice: no create_graph=True")
         retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        with call.pipe._crew.alone(), call.streams.resume():
-            for stage in call.stages:
-                stage.take_gradients()  # drop what a failed backward left
+        with call.streams.resume():
             given = iter(gradients)
             pieces = [[next(given) if mark else None for mark in row] for row in call.outputs]
-            with hooks_held(call.parameters):
-                call.pipe.backward_all(call.stages, pieces, retain_graph)  # pieces: now the inputs'
-            own, sums = gradients_by_stage(call.stages, call.pipe.replicas)
-            for gradients_of_stage in own:  # no parameter is in two of them
-                sums.update(gradients_of_stage)
+            sums = call.run(pieces, retain_graph)  # pieces: now the inputs'
             of_inputs = [
                 dx if dx is None else move(dx, home)  # a stage's is on the stage's device
                 for row, marks in zip(pieces, call.inputs, strict=True)

@@ -31,7 +31,7 @@ from runtime.recorder import Recorder, acting
 
 from .schedules.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from .stage import Stage
-from .streams import Link, Transfer
+from .streams import Copier, Transfer
 from .worker import Stopped
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -39,15 +39,15 @@ RECOMPUTE = "R"  # for the recorder
 
 
 class Channel:
-    """Values from one stage to its neighbour, by micro-batch; over ``link`` to another device."""
+    """Values from one stage to its neighbour, by micro-batch; over ``copier`` to another device."""
 
-    def __init__(self, link: Link | None = None) -> None:
+    def __init__(self, copier: Copier | None = None) -> None:
         self._queue: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._early: dict[int, Any] = {}  # arrived, not yet asked for
-        self._link = link
+        self._copier = copier
 
     def put(self, i: int, value: Any) -> None:
-        self._queue.put((i, value if self._link is None else self._link.send(value)))
+        self._queue.put((i, value if self._copier is None else self._copier.send(value)))
 
     def get(self, i: int) -> Any:
         """Wait for micro-batch i. Raises `Stopped` after `stop`."""

@@ -57,7 +57,7 @@ def sizes_by_number(batch: int, num_microbatches: int) -> list[int]:
     return [batch // m + (i < batch % m) for i in range(m)]  # the first ones are larger
 
 
-def split(value: Any, sizes: Sequence[int]) -> list[Any]:
+def split_batch(value: Any, sizes: Sequence[int]) -> list[Any]:
     """One value per micro-batch; its tensors are views of the given ones."""
     leaves, spec = pytree.tree_flatten(value)
     columns = [  # by leaf, then by micro-batch
@@ -67,7 +67,9 @@ def split(value: Any, sizes: Sequence[int]) -> list[Any]:
             for i in range(len(sizes))]  # fmt: skip
 
 
-def cut(x: Any, target: Any, sizes: Callable[[int], Sequence[int]]) -> tuple[list[Any], list[Any]]:
+def cut_batch(
+    x: Any, target: Any, sizes: Callable[[int], Sequence[int]]
+) -> tuple[list[Any], list[Any]]:
     """The micro-batches of x and of the target; ``sizes`` maps the batch size to their sizes.
 
     `MicroBatches` are not cut again.
@@ -80,7 +82,7 @@ def cut(x: Any, target: Any, sizes: Callable[[int], Sequence[int]]) -> tuple[lis
             )
         return x, target
     found = sizes(batch_size((x, target)))  # x and target must agree
-    return split(x, found), split(target, found)
+    return split_batch(x, found), split_batch(target, found)
 
 
 def join(values: Sequence[Any]) -> Any:

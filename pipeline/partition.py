@@ -222,7 +222,7 @@ def _forward_backward(layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any
     return output
 
 
-def place(
+def place_layers(
     layers: Sequence[nn.Module], sizes: Sequence[int], devices: Sequence[str | torch.device]
 ) -> tuple[nn.Sequential, dict[nn.Parameter, nn.Parameter]]:
     """Put ``sizes[s]`` layers on ``devices[s]``; returns the Sequential for a `Pipe`, and replicas.

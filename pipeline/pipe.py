@@ -24,7 +24,8 @@ Glossary: m micro-batches, n stages, i micro-batch, j or s stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from runtime.graph import Gradients
 from runtime.guards import refuse_gradient, refuse_hooks
 from runtime.randomness import StepSeed
 from runtime.recompute import NEVER
@@ -51,7 +53,7 @@ from .partition import _split_module, containers, split_by_sizes
 from .schedules.catalogue import plan
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
-from .streams import Link, Links
+from .streams import Copier, Copiers
 from .worker import Context, Crew, Task, memory_of
 
 T = TypeVar("T")
@@ -62,7 +64,7 @@ class Pipe(nn.Module):
     """An `nn.Sequential` whose partitions compute different micro-batches at the same time.
 
     ``split_size``: examples per micro-batch of `forward`. ``recorder``: see runtime/recorder.py.
-    ``replicas``: copies of tied parameters on other devices (made by `partition.place`).
+    ``replicas``: copies of tied parameters on other devices (made by `partition.place_layers`).
     ``recompute``: a mode of runtime/recompute.py.
     ``sizes``: layers per stage; by default a stage ends where the device changes. With ``sizes`` a
     device may have several stages (chunks), for the schedules of chunks.py.
@@ -102,13 +104,12 @@ class Pipe(nn.Module):
         self._ranks = [workers.index(k) if sizes else s for s, k in enumerate(self._workers)]
 
     def _start_workers(self) -> None:
-        self._crew, self._links = Crew(self.devices), Links()
+        self._crew, self._copiers = Crew(self.devices), Copiers()
         self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
-        self._stages: list[Stage] = []  # of the forward in progress
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a file has: all but the workers, which it starts for itself."""
-        own = ("_crew", "_links", "in_queues", "out_queues", "_stages")
+        own = ("_crew", "_copiers", "in_queues", "out_queues")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,43 +133,50 @@ class Pipe(nn.Module):
         dimension. The same holds for values between layers.
         """
         sizes = microbatch.sizes_by_split(microbatch.batch_size(x), self.split_size)
-        with self._crew.alone():
-            self._refresh_replicas()
-            self._stages = self._new_stages(len(sizes))
-            try:
-                return pipelined(self, self._stages, x, sizes)
-            finally:
-                self._stages = []  # autograd keeps the stages it needs for backward
-
-    def forward_all(self, batches: list[Any]) -> None:
-        """The forward of all micro-batches; outputs replace inputs in ``batches``."""
-        self.compute(batches, self._all_clocks(len(batches)))
+        clocks = self._all_clocks(len(sizes))
+        with self._call(len(sizes)) as stages:
+            return pipelined(
+                x, sizes, trained_parameters(stages, self.replicas),
+                forward=lambda batches: self.compute(batches, clocks, stages),
+                backward=partial(self.backward_all, stages),
+            )  # fmt: skip
 
     def backward_all(
         self, stages: Sequence[Stage], gradients: list[list[Tensor | None]], retain_graph: bool
-    ) -> None:
-        """The same clocks, last stage first; the inputs' ``gradients`` replace the outputs'."""
+    ) -> Gradients:
+        """The clocks of `forward`, last stage first: its backward, run by autograd. The inputs'
+        ``gradients`` replace the outputs'; returns the parameters'."""
         n = len(stages)
         actions = [Action(BACKWARD, n - 1 - j, i) for i, j in self._all_clocks(len(gradients))]
-        flow = Dataflow(  # down: n + 1 channels, from the output's gradient to the input's
-            stages, {}, self._down(range(n + 1)), recorder=self.recorder, retain_graph=retain_graph
-        )
-        for i, gradient in enumerate(gradients):  # one entry per leaf of the output
-            flow.down[n].put(i, gradient)
-        self._run_flow(flow, actions)
-        gradients[:] = [flow.down[0].get(i) for i in range(len(gradients))]  # all workers are done
+        with self._crew.alone():
+            for stage in stages:
+                stage.take_gradients()  # drop what a failed backward left
+            down = self._down(range(n + 1))  # from the output's gradient to the input's
+            for i, gradient in enumerate(gradients):  # one entry per leaf of the output
+                down[n].put(i, gradient)
+            flow = Dataflow(stages, {}, down, None, self.recorder, retain_graph)
+            _, own, sums = self._run_backwards(stages, flow, actions)
+            gradients[:] = [down[0].get(i) for i in range(len(gradients))]  # all workers are done
+        for of_stage in own:  # no parameter is in two of them
+            sums.update(of_stage)
+        return sums
 
-    def compute(self, batches: list[Any], schedule: Sequence[tuple[int, int]]) -> None:
+    def compute(
+        self,
+        batches: list[Any],
+        schedule: Sequence[tuple[int, int]],
+        stages: Sequence[Stage] | None = None,
+    ) -> None:
         """Run each (i, j) of ``schedule``, partition j on ``batches[i]``, in place.
 
         ``schedule`` may be one clock, whose pairs run at the same time, or all clocks of a forward
         in sequence. A partition starts on a micro-batch as soon as the previous partition is done
-        with it: nobody waits for the end of a clock.
+        with it: nobody waits for the end of a clock. ``stages``: of `forward`; on its own it makes
+        some, and leaves outputs on their partition's device.
         """
-        stages = self._stages or self._new_stages()  # not within `forward`: stages of their own
-        n = len(stages)
-        # On its own, it leaves outputs on their partition's device.
-        up = self._up(range(n + 1)) if self._stages else channels(range(n + 1))
+        n = len(self.devices)
+        up = self._up(range(n + 1)) if stages else channels(range(n + 1))
+        stages = stages or self._new_stages()
         flow = Dataflow(stages, up, {}, recorder=self.recorder)
         reached: dict[int, int] = {}  # by micro-batch, the last partition that it has passed
         for i, j in schedule:
@@ -187,17 +195,18 @@ class Pipe(nn.Module):
 
     def _up(self, stages: Iterable[int]) -> dict[int, Channel]:
         """Channels for activations into these stages."""
-        return {s: Channel(self._link(s - 1, s)) for s in stages}
+        return {s: Channel(self._copier(s - 1, s)) for s in stages}
 
     def _down(self, stages: Iterable[int]) -> dict[int, Channel]:
         """Channels for gradients out of these stages."""
-        return {s: Channel(self._link(s, s - 1)) for s in stages}
+        return {s: Channel(self._copier(s, s - 1)) for s in stages}
 
-    def _link(self, source: int, target: int) -> Link | None:
+    def _copier(self, source: int, target: int) -> Copier | None:
         """Between two stages; None where one of them is the caller."""
         if not {source, target} <= {*range(len(self.devices))}:
             return None
-        return self._links.between(memory_of(self.devices[source]), memory_of(self.devices[target]))
+        ends = (memory_of(self.devices[s]) for s in (source, target))
+        return self._copiers.between(*ends)
 
     def _all_clocks(self, num_batches: int) -> list[tuple[int, int]]:
         """The pairs of all clocks, in order. ValueError unless each appears once."""
@@ -222,6 +231,14 @@ class Pipe(nn.Module):
         ]
         return self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
 
+    def _run_backwards(
+        self, stages: Sequence[Stage], flow: Dataflow, actions: Sequence[Action]
+    ) -> tuple[list[int], list[Gradients], Gradients]:
+        """`_run_flow`; then the gradients of each stage, and of parameters on several."""
+        with hooks_held(trained_parameters(stages, self.replicas)):
+            held = self._run_flow(flow, actions)
+        return held, *gradients_by_stage(stages, self.replicas)
+
     def train_step(
         self,
         x: Any,
@@ -245,14 +262,12 @@ class Pipe(nn.Module):
             sizes = partial(microbatch.sizes_by_split, split_size=self.split_size)
         else:
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
-        inputs, targets = microbatch.cut(x, target, sizes)  # one each per micro-batch
+        inputs, targets = microbatch.cut_batch(x, target, sizes)  # one each per micro-batch
         refuse_gradient(scale, "scale", "let a layer multiply by a parameter")
         leaves = [leaf for value in inputs for leaf in pytree.tree_leaves(value)]
         wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         refuse_hooks([("the Pipe", self)])
-        with self._crew.alone():
-            self._refresh_replicas()
-            stages = self._new_stages(len(inputs))
+        with self._call(len(inputs)) as stages:
             losses, n = Losses(loss_fn, targets, scale, stages[-1].memory), len(stages)
             # up: into every stage, none for the loss; down: out of every stage, the first only if
             # the input has a gradient
@@ -261,10 +276,9 @@ class Pipe(nn.Module):
                 up[0].put(i, value)  # all at once: the channel holds them
             _, actions = plan(schedule, self._ranks, len(targets))  # of all ranks, by clock
             flow = Dataflow(stages, up, down, losses, self.recorder)
-            with hooks_held(trained_parameters(stages, self.replicas)), torch.enable_grad():
-                self.peak_alive = self._run_flow(flow, actions)
+            with torch.enable_grad():
+                self.peak_alive, own, tied = self._run_backwards(stages, flow, actions)
                 loss = losses.total()
-            own, tied = gradients_by_stage(stages, self.replicas)  # all workers are done
             for gradients in (*own, tied):
                 deliver(gradients)
             if any(wanted):  # on into the caller's graph
@@ -289,6 +303,15 @@ class Pipe(nn.Module):
             seen.update(owned[-1])
         return owned
 
+    @contextmanager
+    def _call(self, num_microbatches: int) -> Iterator[list[Stage]]:
+        """Around a call, which no other thread may interrupt: its stages."""
+        with self._crew.alone():
+            with torch.no_grad():  # copies of tied parameters, after an optimizer step
+                for copy, original in self.replicas.items():
+                    copy.copy_(original, non_blocking=copy.device.type != "cpu")
+            yield self._new_stages(num_microbatches)
+
     def _new_stages(self, num_microbatches: int = 0) -> list[Stage]:
         refuse_hooks(self._uncalled)
         seed = StepSeed()  # one for all stages
@@ -300,9 +323,3 @@ class Pipe(nn.Module):
             )
             layers += len(partition)
         return stages
-
-    def _refresh_replicas(self) -> None:
-        """Update the copies of tied parameters after an optimizer step."""
-        with torch.no_grad():
-            for copy, original in self.replicas.items():
-                copy.copy_(original, non_blocking=copy.device.type != "cpu")

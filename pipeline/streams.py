@@ -7,13 +7,13 @@ streams of all devices. Work on one stream runs in launch order, so no event is 
 An autograd thread calls the backward, which uses the streams of its forward, as autograd's own
 nodes do. They first wait for that thread's current streams, which in the end wait for them.
 
-What a stage hands to another device is copied by a `Link`, on a stream of each end. On the compute
+What a stage hands to another device is copied by a `Copier`, on a stream of each end. On compute
 streams a copy would wait for all that its receiver has launched, and what its sender launches next
-would wait for the copy. Activations and gradients go in opposite directions, over two links. The
+would wait for the copy. Activations and gradients go in opposite directions, over two copiers. The
 method is torchgpipe's (Kim et al., 2020):
 
     sender's compute      F0 ─┐ F1 ─┐ F2 ─┐            ┐ the copy waits for the event of its F alone
-    link                      └ c0 ┐└ c1 ┐└ c2 ┐
+    copier                    └ c0 ┐└ c1 ┐└ c2 ┐
     receiver's compute             └ F0   └ F1  └ F2   ┘ and is waited for by the next F alone
 """
 
@@ -83,17 +83,17 @@ class Transfer:
         stream.wait_event(self.arrived)
         for leaf in pytree.tree_leaves(self.value):
             if isinstance(leaf, Tensor):
-                # Its memory belongs to the link's stream, on which the next copy could take it as
+                # Its memory belongs to the copier's stream, on which the next copy could take it as
                 # soon as it is freed here, where that only means: launched. Now it will wait for
                 # what this stream has been given by then.
                 leaf.record_stream(stream)
         return self.value
 
 
-class Link:
+class Copier:
     """Copies values from one device to another, at least one of them a GPU.
 
-    One thread sends and one receives. The streams last as long as the link; an end on the CPU has
+    One thread sends and one receives. The streams last as long as the copier; an end on the CPU has
     none.
     """
 
@@ -133,16 +133,16 @@ class Link:
         return copy.requires_grad_(tensor.requires_grad)
 
 
-class Links:
-    """The links of a Pipe, one per pair of devices that stages hand values over between."""
+class Copiers:
+    """The copiers of a Pipe, one per pair of devices that stages hand values over between."""
 
     def __init__(self) -> None:
-        self._links: dict[tuple[torch.device, torch.device], Link] = {}
+        self._copiers: dict[tuple[torch.device, torch.device], Copier] = {}
 
-    def between(self, source: torch.device, target: torch.device) -> Link | None:
+    def between(self, source: torch.device, target: torch.device) -> Copier | None:
         """None where nothing is copied, or no GPU has a part in it."""
         if source == target or {source.type, target.type}.isdisjoint({"cuda"}):
             return None
-        if (source, target) not in self._links:
-            self._links[source, target] = Link(source, target)
-        return self._links[source, target]
+        if (source, target) not in self._copiers:
+            self._copiers[source, target] = Copier(source, target)
+        return self._copiers[source, target]

@@ -28,7 +28,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -37,7 +37,11 @@ from runtime.recompute import Autocast
 
 from .streams import Streams
 
-Queue: TypeAlias = "SimpleQueue[Any]"
+
+class Queue(SimpleQueue[Any]):
+    """Of tasks for a worker, or of its answers. ``thread``: the worker's."""
+
+    thread: threading.Thread
 
 
 class Context:
@@ -107,30 +111,21 @@ def create_workers(devices: Sequence[torch.device]) -> tuple[list[Queue], list[Q
     A repeated device has one worker, and its queues appear again. Put a `Task` into
     ``in_queues[j]``, get its answer from ``out_queues[j]``; None ends a worker.
     """
-    in_queues, out_queues, _ = start_workers(devices)
-    return in_queues, out_queues
-
-
-def start_workers(
-    devices: Sequence[torch.device],
-) -> tuple[list[Queue], list[Queue], list[threading.Thread]]:
-    """Like `create_workers`, with the thread of each device."""
     names = [_with_index(device) for device in devices]  # cuda is cuda:k, the same worker
     cpus = [device for device in dict.fromkeys(names) if device.type == "cpu"]  # share the cores
     callers_threads = torch.get_num_threads()
-    crew: dict[torch.device, tuple[Queue, Queue, threading.Thread]] = {}
+    queues: dict[torch.device, tuple[Queue, Queue]] = {}  # in, out
     for device in dict.fromkeys(names):
-        in_queue, out_queue = SimpleQueue[Any](), SimpleQueue[Any]()
+        in_queue, out_queue = queues[device] = Queue(), Queue()
         up = threading.Event()
         share = (cpus.index(device), len(cpus)) if device in cpus else None  # (k, n)
         arguments = (in_queue, out_queue, device, share, up)
         thread = threading.Thread(target=_run, args=arguments, name=f"pipe-{device}", daemon=True)
+        in_queue.thread = out_queue.thread = thread
         thread.start()
         up.wait()  # one at a time: each sets the default
-        crew[device] = (in_queue, out_queue, thread)
     torch.set_num_threads(callers_threads)  # the last worker's count is the default now
-    members = [crew[name] for name in names]  # one per entry of `devices`; repeats are the same
-    return [m[0] for m in members], [m[1] for m in members], [m[2] for m in members]
+    return [queues[name][0] for name in names], [queues[name][1] for name in names]
 
 
 def _run(
@@ -148,7 +143,7 @@ def _run(
                 os.sched_setaffinity(0, cores)  # 0: the calling thread
         torch.set_num_threads(len(cores) or max(1, (os.cpu_count() or 1) // share[1]))
         # This also sets the default that a thread takes at its first use. So use it now, before
-        # `start_workers` restores the caller's own count.
+        # `create_workers` restores the caller's own count.
         torch.get_num_threads()
     up.set()
     worker(in_queue, out_queue, device)
@@ -183,10 +178,11 @@ class Crew:
 
     def _start(self) -> None:
         # in place: the Pipe has the same lists
-        self.in_queues[:], self.out_queues[:], self.threads[:] = start_workers(self.devices)
-        queues = list({id(q): q for q in self.in_queues}.values())  # each queue once
+        self.in_queues[:], self.out_queues[:] = create_workers(self.devices)
+        queues = list(dict.fromkeys(self.in_queues))  # each once
+        self.threads = [queue.thread for queue in queues]
         # its arguments must not refer to self, which would never be collected
-        self._end = weakref.finalize(self, _end_all, queues, list(dict.fromkeys(self.threads)))
+        self._end = weakref.finalize(self, _end_all, queues)
 
     def close(self) -> None:
         """End the threads. A closed crew runs nothing more."""
@@ -251,11 +247,11 @@ class Crew:
             self._calls.release()
 
 
-def _end_all(in_queues: list[Queue], threads: list[threading.Thread]) -> None:
+def _end_all(in_queues: list[Queue]) -> None:
     """Also run by the garbage collector, in any thread, and at exit: so waits are short."""
     for queue in in_queues:
         queue.put(None)  # ends the worker after its current task
-    for thread in threads:
-        if thread is not threading.current_thread():  # the collector may run in a worker
+    for queue in in_queues:
+        if queue.thread is not threading.current_thread():  # the collector may run in a worker
             with contextlib.suppress(RuntimeError):
-                thread.join(timeout=1.0)
+                queue.thread.join(timeout=1.0)

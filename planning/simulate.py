@@ -38,7 +38,7 @@ from pipeline.schedules.schedule import (
     Schedule,
     dependencies,
     ended_with,
-    ranks_of,
+    stage_ranks,
 )
 
 FILL, IMBALANCE, TRANSFER, EXCHANGE = CAUSES = ("fill", "imbalance", "transfer", "exchange")
@@ -90,7 +90,7 @@ class Simulator:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.ranks = schedule, ranks_of(schedule)
+        self.schedule, self.ranks = schedule, stage_ranks(schedule)
         self.actions = list(chain.from_iterable(schedule))
         number = {part: k for k, action in enumerate(self.actions) for part in ended_with(action)}
         self.rank = [r for r, actions in enumerate(schedule) for _ in actions]

@@ -29,7 +29,7 @@ from .shared_messages import open_shared_links
 Acting = Callable[..., AbstractContextManager[None]]  # runtime.recorder.acting, with its recorder
 
 
-class Channel:
+class PeerChannel:
     """Values of one kind over a link, from the first of the two ``ends`` to the second.
     ``places`` says what these are: "stage", for the channels of `Dataflow`, or "rank".
 
@@ -106,8 +106,8 @@ class Neighbours:
             links = open_group_links(pairs, messages, device)
         self._links = links  # by peer
         # For `Dataflow`: activations into stage s, and gradients out of it.
-        self.up: dict[int, Channel] = {}
-        self.down: dict[int, Channel] = {}
+        self.up: dict[int, PeerChannel] = {}
+        self.down: dict[int, PeerChannel] = {}
         for s, ends in enumerate(pairwise(ranks), 1):  # the boundary below stage s
             if rank in ends and ends[0] != ends[1]:  # one of the two stages is here
                 peer = ends[1] if rank == ends[0] else ends[0]
@@ -174,9 +174,9 @@ class Neighbours:
     def _from(self, peer: int, what: str) -> Any:
         return self._channel(peer, what, (peer, self.rank), "rank").get(-1)
 
-    def _channel(self, peer: int, what: str, ends: tuple[int, int], places: str) -> Channel:
+    def _channel(self, peer: int, what: str, ends: tuple[int, int], places: str) -> PeerChannel:
         name = peer if self._group is None else dist.get_global_rank(self._group, peer)
-        return Channel(self._links[peer], name, self._acting, what, ends, places)
+        return PeerChannel(self._links[peer], name, self._acting, what, ends, places)
 
 
 @contextmanager

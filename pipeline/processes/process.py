@@ -163,7 +163,7 @@ class ProcessPipe:
             seed = StepSeed()
             seed.get()  # even if no layer draws, so that all ranks draw equally often
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
-            inputs, targets = microbatch.cut(x, target, sizes)
+            inputs, targets = microbatch.cut_batch(x, target, sizes)
             lists, _ = plan(schedule, self.ranks, len(inputs))  # by rank
             mine = self.named_parameters()
             tied = {name: mine[name] for name in self._tied if name in mine}

@@ -24,8 +24,8 @@ from .schedule import (
     gpipe,
     in_order,
     one_f_one_b,
-    ranks_of,
     sequential,
+    stage_ranks,
     validate,
     zero_bubble,
 )
@@ -82,7 +82,7 @@ def find(name: str, chunks: int | None = None) -> BuildSchedule:
 
 def places(name: str, num_ranks: int, chunks: int | None = None) -> list[int]:
     """The rank of each stage. Raises ValueError like `chunks_of`."""
-    return ranks_of(find(name, chunks)(num_ranks, 1))
+    return stage_ranks(find(name, chunks)(num_ranks, 1))
 
 
 def plan(
@@ -103,7 +103,7 @@ def _plan(
     if isinstance(schedule, str):
         schedule = find(schedule, len(ranks) // num_ranks)  # stages per rank
     lists = schedule(num_ranks, num_microbatches)
-    if (found := ranks_of(lists)) != list(ranks):
+    if (found := stage_ranks(lists)) != list(ranks):
         raise ValueError(
             f"the schedule has its stages on the ranks {found}, and the pipeline on {list(ranks)}: "
             "make the pipeline with the ranks of the schedule"

@@ -9,8 +9,8 @@ of an action follows from its dependencies: F(i) on stage s needs F(i) on stage 
 stage s needs B(i) on stage s+1 (on the last stage: its own F(i)). Threads and processes run
 the same lists that are timed, drawn and checked.
 
-Here rank s has stage s and no other. In chunks.py a rank has several stages; `ranks_of` reads the
-rank of each stage off the lists. All schedules by name: catalogue.py.
+Here rank s has stage s and no other. In chunks.py a rank has several stages; `stage_ranks` reads
+the rank of each stage off the lists. All schedules by name: catalogue.py.
 
 GPipe (Huang et al., 2019): all forwards, then all backwards. Every stage holds m micro-batches.
 
@@ -153,7 +153,7 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
 def early(schedule: Schedule) -> Schedule:
     """The same work, in which a gradient leaves for another rank before the weights' gradients are
     computed: there B becomes I and W. The gradients get the same bits."""
-    ranks = ranks_of(schedule)
+    ranks = stage_ranks(schedule)
 
     def kinds(action: Action) -> Sequence[Kind]:
         leaves = action.stage > 0 and ranks[action.stage - 1] != ranks[action.stage]
@@ -170,7 +170,7 @@ def forwards(ranks: Sequence[int], num_microbatches: int) -> Schedule:
     return schedule
 
 
-def ranks_of(schedule: Schedule) -> list[int]:
+def stage_ranks(schedule: Schedule) -> list[int]:
     """The rank of each stage. ValueError unless each stage is on exactly one rank."""
     found = sorted({(action.stage, r) for r, actions in enumerate(schedule) for action in actions})
     if [s for s, _ in found] != list(range(len(found))):
@@ -203,7 +203,7 @@ def clock_table(schedule: Schedule) -> list[list[Action | None]]:
 
     Raises ValueError, naming a waiting action, if the schedule deadlocks.
     """
-    num_stages, takes = len(ranks_of(schedule)), clocks(schedule)
+    num_stages, takes = len(stage_ranks(schedule)), clocks(schedule)
     waiting = [deque(actions) for actions in schedule]  # by rank
     busy: list[list[Action]] = [[] for _ in schedule]  # by rank: its action, per clock left
     done: set[Action] = set()  # ended before this clock
@@ -257,7 +257,7 @@ def validate(schedule: Schedule, num_microbatches: int) -> None:
     halved = {(s, i) for kind, s, i in counts if kind in _HALVES}  # backward is in two halves
     expected = {
         Action(kind, s, i)
-        for s in range(len(ranks_of(schedule)))
+        for s in range(len(stage_ranks(schedule)))
         for i in range(num_microbatches)
         for kind in (FORWARD, *(_HALVES if (s, i) in halved else (BACKWARD,)))
     }
@@ -281,10 +281,10 @@ def bubble(schedule: Schedule) -> Fraction:
     return Fraction(slots.count(None), len(slots))
 
 
-def draw(schedule: Schedule) -> str:
+def as_text(schedule: Schedule) -> str:
     """The clock table as text, one line per rank, as at the top of this file. If a rank has several
     stages, a letter names the stage: see chunks.py."""
-    ranks = ranks_of(schedule)
+    ranks = stage_ranks(schedule)
     word = "stage" if len(ranks) == len(schedule) else "rank"
     lines = []
     for r, column in enumerate(zip(*clock_table(schedule), strict=True)):  # the clocks of rank r
@@ -295,7 +295,7 @@ def draw(schedule: Schedule) -> str:
 
 
 def name_of(action: Action, ranks: Sequence[int]) -> str:
-    """F0; if its rank, from `ranks_of`, has several stages: F0a, F0b, ..."""
+    """F0; if its rank, from `stage_ranks`, has several stages: F0a, F0b, ..."""
     mine = [s for s, r in enumerate(ranks) if r == ranks[action.stage]]  # its rank's: a, b, ...
     return str(action) + (chr(ord("a") + mine.index(action.stage)) if len(mine) > 1 else "")
 

@@ -21,12 +21,12 @@ from pipeline.schedules.schedule import (
     FORWARD,
     Action,
     Schedule,
+    as_text,
     bubble,
     clocks,
-    draw,
     name_of,
     peak_alive,
-    ranks_of,
+    stage_ranks,
 )
 from planning.simulate import simulate
 from training.launch.errors import UserError
@@ -113,8 +113,8 @@ def plot_schedule(
         schedule = find(name, chunks)(num_ranks, num_microbatches)
     except ValueError as error:
         raise UserError(str(error)) from None
-    print(draw(schedule), explained(schedule), sep="\n")
-    ranks = ranks_of(schedule)
+    print(as_text(schedule), explained(schedule), sep="\n")
+    ranks = stage_ranks(schedule)
     chunks = len(ranks) // num_ranks
     place, each = ("rank", "chunks") if chunks > 1 else ("stage", "")
     places = [f"{place} {r}" for r in range(num_ranks)]
@@ -135,7 +135,7 @@ def explained(schedule: Schedule) -> str:
     meant = {kind: words for kind, words in MEANING.items() if kind in kinds}
     if "B" in meant and clocks(schedule)[BACKWARD] == 2:
         meant["B"] += ", two clocks"
-    letters = len(ranks_of(schedule)) > len(schedule)
+    letters = len(stage_ranks(schedule)) > len(schedule)
     names = [f"{kind}0{'a' * letters} {words}" for kind, words in meant.items()]
     names += ["a, b: the rank's chunks"] if letters else []
     return f"{'; '.join(names)}; 0: the micro-batch; . idle"

@@ -133,9 +133,9 @@ def two_micro_batches_are_swapped() -> Broken:
         if self._losses is not None:  # the gradients of pipe(x) are swapped below
             self.down = {s: Swapping() for s in self.down}
 
-    def swapped(self: pipe.Pipe, stages: Any, gradients: Any, retain_graph: bool) -> None:
+    def swapped(self: pipe.Pipe, stages: Any, gradients: Any, retain_graph: bool) -> Any:
         gradients[:2] = gradients[1::-1]
-        backward_all(self, stages, gradients, retain_graph)
+        return backward_all(self, stages, gradients, retain_graph)
 
     return _both(
         patch.object(dataflow.Dataflow, "__init__", swapping),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 
 from pipeline.executor import Dataflow
-from pipeline.partition import place
+from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
 from pipeline.schedules import schedule as sched
 from tests.pipeline.pipeline_models import (
@@ -211,11 +211,13 @@ TEMPERATURE = nn.Parameter(torch.ones((), dtype=torch.float64))
         (lambda _: Pipe(cut(tower()), split_size=0), "split_size=0: at least 1"),
         (lambda pipe: (pipe.close(), pipe(X)), "the Pipe is closed: make a new one"),
         (
-            lambda _: Pipe(place(list(tower()), (3, 3), ["cpu:0", "cpu:1"])[0], sizes=(2, 4)),
+            lambda _: Pipe(
+                place_layers(list(tower()), (3, 3), ["cpu:0", "cpu:1"])[0], sizes=(2, 4)
+            ),
             "a stage is on one device",
         ),
         (
-            lambda _: place(list(tower()), [2, 2], ["cpu:0", "cpu:1"]),
+            lambda _: place_layers(list(tower()), [2, 2], ["cpu:0", "cpu:1"]),
             r"sizes \[2, 2\] for 6 layers",
         ),
         (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.partition import place
+from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
 from pipeline.schedules.catalogue import SCHEDULES, places
 from runtime.recompute import MODES
@@ -46,7 +46,7 @@ def on_cpu(found: dict[str, Any]) -> dict[str, Any]:
 
 def split(model: nn.Sequential, devices: tuple[str, ...]) -> tuple[nn.Sequential, Any]:
     """As many layers on each device; a tied parameter has a copy on each other device."""
-    return place([*model], [len(model) // len(devices)] * len(devices), devices)
+    return place_layers([*model], [len(model) // len(devices)] * len(devices), devices)
 
 
 @pytest.mark.parametrize("devices", PLACES, ids="-".join)

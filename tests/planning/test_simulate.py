@@ -21,7 +21,7 @@ from pipeline.schedules.schedule import (
     dependencies,
     gpipe,
     one_f_one_b,
-    ranks_of,
+    stage_ranks,
 )
 from planning.simulate import (
     EXCHANGE,
@@ -78,7 +78,7 @@ def test_closed_forms_of_the_bubble(n: int, m: int) -> None:
 
 def relaxed(schedule: Schedule, work: Work) -> dict[Action, Any]:
     """The end of every action, by the definition, until nothing changes any more."""
-    ranks = ranks_of(schedule)
+    ranks = stage_ranks(schedule)
     rank_of = {action: r for r, actions in enumerate(schedule) for action in actions}
     needed_by: dict[Action, list[Action]] = {action: [] for action in rank_of}
     for action in rank_of:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipeline.microbatch import MicroBatches, batch_size
 from pipeline.partition import balance as balanced
-from pipeline.partition import measure_costs, place
+from pipeline.partition import measure_costs, place_layers
 from pipeline.pipe import Pipe
 from pipeline.schedules.catalogue import places
 from runtime.graph import move
@@ -105,7 +105,7 @@ class StagesInThreads(_InOneProcess):
             cut = balanced(costs, len(ranks))
         self.cut = list(cut)
         # Moves layers to their devices; a tied weight gets a copy on every other GPU that uses it.
-        module, replicas = place(layers, self.cut, [devices[r] for r in ranks])
+        module, replicas = place_layers(layers, self.cut, [devices[r] for r in ranks])
         one_at_a_time = schedule == "sequential" or len(ranks) == 1
         self.pipe = Pipe(
             module, recorder=plan.timeline, replicas=replicas, sizes=self.cut,

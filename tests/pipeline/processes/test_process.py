@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.gradients import GradientBuckets
-from pipeline.partition import place
+from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules import catalogue
@@ -91,7 +91,7 @@ def in_threads(n: int, name: str, v: int, m: int) -> tuple[Found, list[int]]:
     x, y = batch(9)
     same, sizes = model(), SIZES[n * v]
     ranks = catalogue.places(name, n, v)
-    placed, replicas = place(list(same), sizes, [f"cpu:{r}" for r in ranks])
+    placed, replicas = place_layers(list(same), sizes, [f"cpu:{r}" for r in ranks])
     with Pipe(placed, replicas=replicas, sizes=sizes) as pipe:
         torch.manual_seed(5)
         loss = pipe.train_step(x, y, square_error, name, m, scale=0.125)

@@ -54,7 +54,7 @@ def test_clock_cycles(m: int, n: int, expected: list[list[tuple[int, int]]]) -> 
 def test_the_table_in_the_docstring_is_the_schedule(
     module: Any, title: str, schedule: sched.Schedule
 ) -> None:
-    table = textwrap.indent(sched.draw(schedule), "    ")
+    table = textwrap.indent(sched.as_text(schedule), "    ")
     assert f"{table}\n" in module.__doc__[module.__doc__.index(f"    {title}") :]
 
 
@@ -63,7 +63,7 @@ def test_every_schedule_can_run_and_adds_gradients_up_in_order(name: str) -> Non
     for n, m in GRID:
         schedule = catalogue.find(name)(n, m)
         sched.validate(schedule, m)
-        assert sched.ranks_of(schedule) == catalogue.places(name, n)
+        assert sched.stage_ranks(schedule) == catalogue.places(name, n)
         for actions in schedule:
             # stable: leaves the micro-batches of a kind and stage in their order
             by_stage = sorted(actions, key=lambda action: (action.kind, action.stage))
