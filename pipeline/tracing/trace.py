@@ -87,8 +87,8 @@ def split(
         raise ValueError(f"at={at}, stages={stages}: give one of the two, as stages=2")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     example = pytree.tree_map_only(  # of tensors, only shapes and types count
-        Tensor, lambda t: at_least_two(t.detach().to(device)), example_inputs
-    )
+        Tensor, lambda t: at_least_two(t.detach().to(device)).clone(), example_inputs
+    )  # a clone has memory of its own for every element: the first operator may write to it
     modes = [(m, m.training) for m in module.modules()]
     _refuse_what_a_trace_loses(module)
     try:

@@ -353,6 +353,15 @@ def test_what_cannot_be_traced_or_cut_is_said(
         split(made(module), **{"example_inputs": noise(2, 4), **how})
 
 
+def test_the_first_operator_may_write_to_an_example_of_one() -> None:
+    module = nn.Sequential(nn.ELU(inplace=True), nn.Linear(4, 3)).double()
+    x = noise(1, 4)
+    stages = split(module, x, ["1"])
+    assert torch.equal(x, noise(1, 4))
+    for rows in (1, 3):
+        assert torch.equal(stages(noise(rows, 4)), module(noise(rows, 4)))
+
+
 def test_a_checkpoint_that_keeps_the_graph_is_traced() -> None:
     def again(x: Tensor) -> Tensor:
         return checkpoint(torch.tanh, x, use_reentrant=False)
