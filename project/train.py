@@ -68,7 +68,7 @@ from project.utils import announce, finish, plan_of, read_texts, run_program, te
 from tensor_parallel.gpt2 import degrees
 from training.check import check, outputs_on_main, weights_on_main
 from training.files import SUMMARY, write_json
-from training.launch.errors import RunError, UserError, torchrun, works
+from training.launch.errors import RunError, UserError, torchrun, torchrun_world_size, works
 from training.launch.launch import Settings, launch
 from training.launch.world import World, choose_device, on_main
 from training.layouts.choose import lay_out
@@ -124,24 +124,35 @@ def of_given(args: TrainOptions) -> Iterator[rules.Row]:
         "model", args.model != "auto",
         f"train.py needs one of {VGG}, {', '.join(PRESETS)}", "--model gpt2-mini works",
     )  # fmt: skip
-    product = math.prod(getattr(args, name) or 1 for name in ("dp", "pp", "tp"))
-    started = args.world_size or torchrun("WORLD_SIZE", product)  # given, or as torchrun did
+    others = (args.pp or 1) * (args.tp or 1)
+    started = ranks_given(args)
+    product = (args.dp or started // others or 1) * others
     for name in ("dp", "pp", "tp"):
         yield (
             f"strategy {name}", args.strategy == "3d" or getattr(args, name) is None,
             "it is an option of 3d",
             f"--world_size is the number of ranks of {args.strategy}",
         )  # fmt: skip
+    typed = args.world_size is not None
     yield (
-        "strategy world_size", args.strategy != "3d" or started == product,
-        f"dp x pp x tp is {product}", f"leave --world_size out, or start {product} ranks",
-    )  # fmt: skip
+        "strategy world_size" if typed else "strategy",
+        args.strategy != "3d" or started in (0, product),
+        f"dp x pp x tp is {product}" + f", and torchrun started {started} ranks" * (not typed),
+        "leave --world_size out, or " * typed + f"start {product} ranks",
+    )
+
+
+def ranks_given(args: TrainOptions) -> int:
+    """As many as were typed, or as torchrun has started; 0 without either."""
+    return args.world_size or torchrun("WORLD_SIZE", 0)
 
 
 def settled_axes(args: TrainOptions) -> TrainOptions:
-    """With the length of every axis, the number of ranks, and the workdir that is named by them."""
+    """With the length of every axis, the number of ranks, and the workdir that is named by them. Of
+    3d dp follows the number of ranks, which torchrun may change when it restarts them."""
     sizes: dict[str, Any] = {name: getattr(args, name) or 1 for name in ("dp", "pp", "tp")}
     if args.strategy == "3d":
+        sizes["dp"] = args.dp or ranks_given(args) // (sizes["pp"] * sizes["tp"]) or 1
         args = rules.settled_ranks(args, math.prod(sizes.values()))
         name = "x".join(map(str, sizes.values()))
     else:
@@ -215,7 +226,8 @@ def of_strategy(args: TrainOptions) -> Iterator[rules.Row]:
         mesh, zero != 3 or args.pp == 1, "stages keep their parameters",
         "--zero 1, or --pp 1, works",
     )  # fmt: skip
-    yield mesh, zero is None or args.dp > 1, "it shards over replicas", "--dp 2 works"
+    elastic = torchrun_world_size() is not None  # another host may join later
+    yield mesh, zero is None or args.dp > 1 or elastic, "it shards over replicas", "--dp 2 works"
     checked = args.check_weights or args.check_output
     drawn = args.precision == "bf16" or choose_device(args.device, 0, 1).type != "cpu"
     yield (

@@ -187,7 +187,7 @@ class Axes:
     """strategy"""
 
     dp: Count = UNSET
-    """of 3d: replicas, each with a part of the batch; default: 1"""
+    """of 3d: replicas, each with a part of the batch; default: as many as the ranks make"""
     pp: Count = UNSET
     """of 3d: stages of layers; default: 1"""
     tp: Count = UNSET

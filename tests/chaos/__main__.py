@@ -8,7 +8,7 @@ its traceback printed once; and no process, shared memory or temporary file may 
     python -m tests.chaos                              everything once: 45 minutes
     python -m tests.chaos --rounds 10 --only kill --only stop
     python -m tests.chaos --program torchrun --seed 7
-    python -m tests.chaos --only restart --rounds 5    killed again and again, equal in the end
+    python -m tests.chaos --only fault --rounds 5      faults of tests/faults, at random steps
 
 An attempt whose run was over before it was struck is counted as missed, and not as tried. The
 same --seed draws the same moments and victims; what they meet there depends on the machine.
@@ -24,10 +24,10 @@ from typing import Any
 
 from tests.chaos.attempt import Attempt
 from tests.chaos.kinds import KINDS
-from tests.chaos.programs import PROGRAMS, TORCHRUN
-from tests.chaos.restart import Restart
+from tests.chaos.programs import PROGRAMS
+from tests.chaos.struck import Struck
 
-RESTART = "restart"
+FAULT = "fault"
 
 
 def parse() -> argparse.Namespace:
@@ -40,23 +40,23 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=1, help="attempts of each kind on each program (default 1)")
     add("--seed", type=int, default=0, help="of moments and victims (default 0)")
     often: Any = {"action": "append", "help": "may be given repeatedly"}
-    add("--only", metavar="KIND", choices=[*KINDS, RESTART], **often)
+    add("--only", metavar="KIND", choices=[*KINDS, FAULT], **often)
     add("--program", choices=programs, **often)
     return parser.parse_args()
 
 
-def plan(args: argparse.Namespace) -> Iterator[Attempt]:
+def plan(args: argparse.Namespace) -> Iterator[Attempt | Struck]:
     """The attempts, round by round."""
     for round_ in range(args.rounds):
-        for kind in args.only or [*KINDS, RESTART]:
+        for kind in args.only or [*KINDS, FAULT]:
             for program in PROGRAMS:
                 random = Random(f"{args.seed} {round_} {kind} {program.name}")
                 if args.program is not None and program.name not in args.program:
                     continue
-                if kind == RESTART and program.launcher == TORCHRUN:
-                    yield Restart(program, kind, random)
-                elif kind != RESTART and program.launcher in KINDS[kind].ends:
+                if kind != FAULT and program.launcher in KINDS[kind].ends:
                     yield Attempt(program, kind, random)
+            if kind == FAULT and args.program is None:
+                yield Struck(Random(f"{args.seed} {round_} {kind}"))
 
 
 def main() -> int:

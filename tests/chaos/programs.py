@@ -22,25 +22,19 @@ class Program:
 
     The program must take --workdir and --n_epochs, and with ranks --timeout, and write a checkpoint
     into its workdir at the end of each epoch. Where it has ranks, they are children of the process
-    that the command starts. Under torchrun it must also take the options of restart.py.
+    that the command starts.
     """
 
     name: str
     launcher: str
     arguments: tuple[str, ...]
 
-    def command(
-        self, workdir: str, epochs: int, timeout: float, restarts: int = 0,
-        more: tuple[str, ...] = (),
-    ) -> list[str]:  # fmt: skip
+    def command(self, workdir: str, epochs: int, timeout: float) -> list[str]:
         """The whole command line."""
         given = ["--workdir", workdir, "--n_epochs", str(epochs)]
         if self.launcher != ALONE:
             given += ["--timeout", str(timeout)]
-        arguments = list(self.arguments)
-        if restarts:
-            arguments[2:2] = [f"--max-restarts={restarts}"]
-        return [sys.executable, *arguments, *given, *more]
+        return [sys.executable, *self.arguments, *given]
 
 
 def trained(strategy: str) -> tuple[str, ...]:

@@ -102,6 +102,7 @@ train pipeline --num_workers 10 --schedule zbv => stage needs one; --num_workers
 train fsdp --chunks 2 => only pipeline or 3d has it; leave it out
 train ddp --tp 2 => it is an option of 3d; --world_size is the number of ranks of ddp
 train 3d --dp 2 --pp 2 --world_size 2 => dp x pp x tp is 4; leave --world_size out, or start 4 ranks
+train 3d --pp 2 --tp 2 --world_size 7 => dp x pp x tp is 4; leave --world_size out, or start 4 ranks
 train ddp --dataset mine.txt => this is text, and vgg16 learns pictures; --model gpt2-mini works
 train tensor => only GPT-2's matrices are cut; --model gpt2-mini works
 train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --num_workers 2 or 4 works

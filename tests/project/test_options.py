@@ -217,6 +217,10 @@ GPUS = "{} --world_size {} --device auto: {} visible, and every rank needs one; 
 MACHINES: list[tuple[int, tuple[int, int] | None, str, int | str]] = [
     (0, (4, 4), DP, 4),
     (0, (4, 4), TRAIN + "--num_workers 4", 4),
+    (0, (4, 4), TRAIN.replace("ddp", "3d") + "--pp 2 --zero 1", 4),  # two replicas, or one:
+    (0, (2, 2), TRAIN.replace("ddp", "3d") + "--pp 2 --zero 1", 2),  # dp follows
+    (0, (3, 3), TRAIN.replace("ddp", "3d") + "--pp 2",
+     "3d: dp x pp x tp is 2, and torchrun started 3 ranks; start 2 ranks"),
     *((0, (4, 4), f"{TRAIN} {given}", f"{given}: torchrun started 4 ranks and decides it; leave "
        "it out") for given in ("--world_size 2", "--master_port 99")),
     (0, (4, 4), PP, "torchrun started 4 ranks: run_pipeline.py is one process; start it without "

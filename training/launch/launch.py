@@ -63,6 +63,7 @@ from .errors import (
     torchrun_world_size,
 )
 from .last_actions import LastAction, in_file, table
+from .meeting import fresh_part
 from .memory import keep_freed_memory
 from .world import World, choose_backend, choose_device, quiet_libraries
 
@@ -326,13 +327,9 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         limit, store = timedelta(seconds=settings.timeout), None
         stay_on_interface_to(LOOPBACK if local_size == world_size else host)
-        # torchrun keeps one store for all attempts of a run and never clears it: restarted ranks
-        # would find addresses of the attempt before. (On several machines no rank knows which
-        # attempt all are at.)
-        if local_size == world_size:
-            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-            kept = dist.TCPStore(host, port, world_size, False, limit)  # type: ignore[attr-defined]
-            store = dist.PrefixStore(f"attempt {attempt}", kept)  # type: ignore[attr-defined]
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # one for all attempts
+            kept = dist.TCPStore(host, port, None, False, limit)  # type: ignore[attr-defined]
+            store = fresh_part(kept, rank, world_size, settings.timeout)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=limit
         )

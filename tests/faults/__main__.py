@@ -1,0 +1,117 @@
+"""Every fault, under every layout, on one host, two and three: the table in docs/faults.md.
+
+    python -m tests.faults                                    an hour, on two cores
+    python -m tests.faults --layout fsdp --hosts 2
+    python -m tests.faults --only "rank killed" --only "host killed"
+
+A run is struck after its fifth step of twelve; the last checkpoint is that of the fourth. Seconds
+are from the fault to the next step that had not been done, with a time-out of 20. The weights after
+the last step are compared with those of a run that was left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from tests.faults.faults import LAYOUTS, STRUCK, Faults, Found
+from tests.faults.hosts import MissingError
+
+NARROW = "tbf rate 20mbit burst 32kb latency 1s"
+# By name: the least number of hosts, and what happens to the last host and the last rank.
+FAULTS: dict[str, tuple[int, Callable[[int, int], Faults]]] = {
+    "rank killed": (1, lambda _, rank: Faults().kill(rank)),
+    "rank stopped": (1, lambda _, rank: Faults().stop(rank)),
+    "disk full": (1, lambda host, _: Faults().fill_disk(host, seconds=8)),
+    "host killed": (2, lambda host, _: Faults().kill_host(host, seconds=5)),
+    "link cut, less than the time-out": (2, lambda host, _: Faults().cut_link(host, seconds=5)),
+    "link cut, more than the time-out": (2, lambda host, _: Faults().cut_link(host, seconds=40)),
+    "narrow link": (2, lambda host, _: Faults().slow_link(host, NARROW)),
+    "slow link": (2, lambda host, _: Faults().slow_link(host, "netem delay 20ms loss 1%")),
+    "clock wrong": (2, lambda host, _: Faults().shift_clock(host, hours=1)),
+}  # fmt: skip
+HEAD = "| fault | layout | hosts | what happened | seconds | steps lost | weights equal |"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault, and where it strikes."""
+
+    fault: str
+    layout: str
+    hosts: int
+
+    def strike(self, step: int) -> Found:
+        """Does it. Raises MissingError."""
+        layout = LAYOUTS[self.layout]
+        ranks = layout.alone if self.hosts == 1 else layout.each * self.hosts
+        faults = FAULTS[self.fault][1](self.hosts - 1, ranks - 1)
+        faults.faults = [replace(fault, step=step) for fault in faults.faults]
+        return faults.strike(layout, self.hosts)
+
+    def row(self, step: int = STRUCK) -> tuple[str, bool, str]:
+        """The row of the table, whether the run has come to the same end as undisturbed, and what
+        it said."""
+        where = f"| {self.fault} | {self.layout} | {self.hosts} |"
+        try:
+            found, alone = self.strike(step), left_alone(self.layout, self.hosts)
+        except MissingError as why:
+            return f"{where} {why} | | | |", True, ""
+        fine = found.weights == alone.weights and not any(found.statuses)
+        restarts = found.starts - 1
+        happened = f"restarted, {restarts} times" if restarts > 1 else "restarted"
+        if any(found.statuses):
+            happened = f"ended with status {found.statuses}"
+        elif not restarts:
+            happened = "went on"
+        left = f"; left: {found.left}" * bool(found.left)
+        numbers = f"{found.seconds:.0f} | {found.lost} | {'yes' if fine else '**no**'} |"
+        return f"{where} {happened}{left} | {numbers}", fine and not left, found.said
+
+
+@cache
+def left_alone(layout: str, hosts: int) -> Found:
+    """The run that nothing happens to."""
+    return Faults().strike(LAYOUTS[layout], hosts)
+
+
+def cases() -> Iterator[Case]:
+    """All of them: those that share an undisturbed run together."""
+    for hosts in (1, 2, 3):
+        for layout in LAYOUTS:
+            for fault, (least, _) in FAULTS.items():
+                if hosts >= least:
+                    yield Case(fault, layout, hosts)
+
+
+def main() -> int:
+    """Prints the table; what the runs said goes to stderr where the weights differ."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--only", action="append", choices=FAULTS)
+    parser.add_argument("--layout", action="append", choices=LAYOUTS)
+    parser.add_argument("--hosts", action="append", type=int, choices=(1, 2, 3))
+    args = parser.parse_args()
+    print(f"{HEAD}\n|{'---|' * 7}", flush=True)
+    bad = 0
+    for case in cases():
+        if (
+            case.fault in (args.only or FAULTS)
+            and case.layout in (args.layout or LAYOUTS)
+            and case.hosts in (args.hosts or (1, 2, 3))
+        ):
+            row, fine, said = case.row()
+            bad += not fine
+            print(row, flush=True)
+            if not fine:
+                print(said, file=sys.stderr, flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
