@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
+from runtime.graph import memory_of
+
 from .partition import WithDevice, balance
 from .pipe import Pipe
 
@@ -71,11 +73,11 @@ class GPT2ModelParallel(GPT2Model):
         """
         self.deparallelize()
         self.device_map = _read_map(device_map, len(self.h))
-        self.to(_physical(next(iter(self.device_map))))  # the first; some blocks go on:
+        self.to(memory_of(next(iter(self.device_map))))  # the first; some blocks go on:
         layers = []
         for device, numbers in self.device_map.items():
             for number in numbers:
-                self.h[number].to(_physical(device))  # the block stays in `h`, too
+                self.h[number].to(memory_of(device))  # the block stays in `h`, too
                 layers.append(WithDevice(Block(self.h[number]), device))
         self._set_pipe(Pipe(nn.Sequential(*layers)))
 
@@ -165,7 +167,3 @@ def _read_map(device_map: DeviceMap | None, num_blocks: int) -> dict[torch.devic
 
 def _device(key: Any) -> torch.device:
     return torch.device("cuda", key) if isinstance(key, int) else torch.device(key)
-
-
-def _physical(device: torch.device) -> torch.device:
-    return torch.device("cpu") if device.type == "cpu" else device

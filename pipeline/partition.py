@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from runtime.graph import Graph
+from runtime.graph import Graph, memory_of
 
 
 class WithDevice(nn.Module):
@@ -235,7 +235,7 @@ def place_layers(
     placed: list[nn.Module] = []
     for stage, name in zip(_groups(layers, sizes), devices, strict=True):
         device = torch.device(name)  # may be logical: cpu:1
-        physical = torch.device("cpu") if device.type == "cpu" else device
+        physical = memory_of(device)
         copies: dict[nn.Parameter, nn.Parameter] = {}  # original -> copy, for this stage
         for layer in stage:
             for module in layer.modules():

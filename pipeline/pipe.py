@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from runtime.graph import Gradients
+from runtime.graph import Gradients, memory_of
 from runtime.guards import refuse_gradient, refuse_hooks
 from runtime.randomness import StepSeed
 from runtime.recompute import NEVER
@@ -53,8 +53,8 @@ from .partition import _split_module, containers, split_by_sizes
 from .schedules.catalogue import plan
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
-from .streams import Copier, Copiers
-from .worker import Context, Crew, Task, memory_of
+from .streams import Copier
+from .worker import Context, Crew, Queue, Task
 
 T = TypeVar("T")
 _clock_cycles = clock_cycles  # the course's name
@@ -96,25 +96,31 @@ class Pipe(nn.Module):
             *((f"partitions.{j}", part) for j, part in enumerate(self.partitions)),
         ]
         self.peak_alive: list[int] = []
-        self._start_workers()
+        self._crew = Crew(self.devices)
+        self._copiers: dict[tuple[torch.device, torch.device], Copier] = {}
         # Stages on one device share a worker: by stage, the first stage with the same worker.
         self._workers = [self.in_queues.index(queue) for queue in self.in_queues]
         workers = list(dict.fromkeys(self._workers))
         # As schedules count them. Without sizes: a rank per stage, even where a device has several.
         self._ranks = [workers.index(k) if sizes else s for s, k in enumerate(self._workers)]
 
-    def _start_workers(self) -> None:
-        self._crew, self._copiers = Crew(self.devices), Copiers()
-        self.in_queues, self.out_queues = self._crew.in_queues, self._crew.out_queues
+    @property
+    def in_queues(self) -> list[Queue]:
+        """By partition, the tasks for its worker."""
+        return self._crew.in_queues
+
+    @property
+    def out_queues(self) -> list[Queue]:
+        """By partition, its worker's answers."""
+        return self._crew.out_queues
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a file has: all but the workers, which it starts for itself."""
-        own = ("_crew", "_copiers", "in_queues", "out_queues")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        return {**self.__dict__, "_crew": None, "_copiers": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._start_workers()
+        self._crew = Crew(self.devices)
 
     def close(self) -> None:
         """End the worker threads. Garbage collection does so too."""
@@ -202,11 +208,16 @@ class Pipe(nn.Module):
         return {s: Channel(self._copier(s, s - 1)) for s in stages}
 
     def _copier(self, source: int, target: int) -> Copier | None:
-        """Between two stages; None where one of them is the caller."""
+        """Between two stages. None where one of them is the caller, nothing is copied, or no GPU
+        has a part in it."""
         if not {source, target} <= {*range(len(self.devices))}:
             return None
-        ends = (memory_of(self.devices[s]) for s in (source, target))
-        return self._copiers.between(*ends)
+        ends = memory_of(self.devices[source]), memory_of(self.devices[target])
+        if ends[0] == ends[1] or all(end.type != "cuda" for end in ends):
+            return None
+        if ends not in self._copiers:  # one per pair of devices
+            self._copiers[ends] = Copier(*ends)
+        return self._copiers[ends]
 
     def _all_clocks(self, num_batches: int) -> list[tuple[int, int]]:
         """The pairs of all clocks, in order. ValueError unless each appears once."""

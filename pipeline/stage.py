@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from runtime.graph import Gradients, Graph
+from runtime.graph import Gradients, Graph, memory_of
 from runtime.guards import Guard, refuse_hidden, written_by_torch
 from runtime.randomness import NoDraws, StageRandomness, StepSeed
 from runtime.recompute import EXCEPT_LAST, LAYERS, NEVER, segments
@@ -111,7 +111,7 @@ class Stage:
     ) -> None:
         self.index = index
         self.device = device
-        self.memory = torch.device("cpu") if device.type == "cpu" else device  # of its tensors
+        self.memory = memory_of(device)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         # Per micro-batch, leaves of its input that shared memory on the sending rank.
         self.shared_before: Mapping[int, Sequence[int]] = {}

@@ -131,18 +131,3 @@ class Copier:
             # compute stream, whose next kernel could take it: it will wait for the copy.
             tensor.record_stream(self._streams[0])
         return copy.requires_grad_(tensor.requires_grad)
-
-
-class Copiers:
-    """The copiers of a Pipe, one per pair of devices that stages hand values over between."""
-
-    def __init__(self) -> None:
-        self._copiers: dict[tuple[torch.device, torch.device], Copier] = {}
-
-    def between(self, source: torch.device, target: torch.device) -> Copier | None:
-        """None where nothing is copied, or no GPU has a part in it."""
-        if source == target or {source.type, target.type}.isdisjoint({"cuda"}):
-            return None
-        if (source, target) not in self._copiers:
-            self._copiers[source, target] = Copier(source, target)
-        return self._copiers[source, target]

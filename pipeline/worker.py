@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from runtime.cores import core_slice
+from runtime.graph import memory_of
 from runtime.recompute import Autocast
 
 from .streams import Streams
@@ -111,7 +112,8 @@ def create_workers(devices: Sequence[torch.device]) -> tuple[list[Queue], list[Q
     A repeated device has one worker, and its queues appear again. Put a `Task` into
     ``in_queues[j]``, get its answer from ``out_queues[j]``; None ends a worker.
     """
-    names = [_with_index(device) for device in devices]  # cuda is cuda:k, the same worker
+    # cuda is cuda:k, the same worker
+    names = [d if d.type == "cpu" else memory_of(d) for d in devices]
     cpus = [device for device in dict.fromkeys(names) if device.type == "cpu"]  # share the cores
     callers_threads = torch.get_num_threads()
     queues: dict[torch.device, tuple[Queue, Queue]] = {}  # in, out
@@ -149,17 +151,6 @@ def _run(
     worker(in_queue, out_queue, device)
 
 
-def memory_of(device: torch.device) -> torch.device:
-    """Where the tensors of a worker's device are: cpu for cpu:1, and cuda:k for cuda."""
-    return torch.device("cpu") if device.type == "cpu" else _with_index(device)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 class Stopped(BaseException):
     """Raised in a worker whose call has failed elsewhere; never seen by the caller."""
 
@@ -169,16 +160,12 @@ class Crew:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = list(devices)
-        self.in_queues: list[Queue] = []
-        self.out_queues: list[Queue] = []
-        self.threads: list[threading.Thread] = []
         self.closed = False
         self._calls = threading.RLock()  # held by the thread whose call is running
         self._start()
 
     def _start(self) -> None:
-        # in place: the Pipe has the same lists
-        self.in_queues[:], self.out_queues[:] = create_workers(self.devices)
+        self.in_queues, self.out_queues = create_workers(self.devices)
         queues = list(dict.fromkeys(self.in_queues))  # each once
         self.threads = [queue.thread for queue in queues]
         # its arguments must not refer to self, which would never be collected

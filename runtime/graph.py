@@ -151,6 +151,13 @@ def _versions(value: Any) -> list[int]:
     return [0 if x.is_inference() else x._version for x in leaves]
 
 
+def memory_of(device: torch.device) -> torch.device:
+    """Where the tensors of a worker's device are: cpu for cpu:1, and cuda:k for cuda."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
 def move(tensor: Tensor, memory: torch.device, copy: bool = False) -> Tensor:
     """Move a tensor to a device. A copy to a GPU is asynchronous: the CPU does not wait for it."""
     return tensor.to(memory, non_blocking=memory.type != "cpu", copy=copy)
