@@ -102,8 +102,7 @@ class Neighbours:
         if links is None and device.type == "cpu":
             links = open_shared_links(pairs, group, timeout)  # None: on several machines
         if links is None:  # all ranks agree on this
-            messages = messages or message_groups(range(dist.get_world_size()), timeout)
-            links = open_group_links(pairs, messages, device)
+            links = open_group_links(pairs, messages or _of_all(group, timeout), device)
         self._links = links  # by peer
         # For `Dataflow`: activations into stage s, and gradients out of it.
         self.up: dict[int, PeerChannel] = {}
@@ -177,6 +176,17 @@ class Neighbours:
     def _channel(self, peer: int, what: str, ends: tuple[int, int], places: str) -> PeerChannel:
         name = peer if self._group is None else dist.get_global_rank(self._group, peer)
         return PeerChannel(self._links[peer], name, self._acting, what, ends, places)
+
+
+def _of_all(group: dist.ProcessGroup | None, timeout: float) -> list[dist.ProcessGroup]:
+    """Groups for the messages of all ranks of the world, which are those of ``group``."""
+    here, there = dist.get_world_size(group), dist.get_world_size()
+    if here != there:
+        raise ValueError(
+            f"a pipeline of {here} of {there} ranks, which do not share memory: all ranks make its "
+            "groups together, so give messages=make_mesh(...).messages, or of message_groups(...)"
+        )
+    return message_groups(range(there), timeout)
 
 
 @contextmanager

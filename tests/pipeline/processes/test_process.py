@@ -333,6 +333,10 @@ def _one_pipe_after_another(rank: int, _: int) -> tuple[dict[Any, Found], list[i
         messages = () if share else message_groups([1, 2], 20.0)  # all three ranks make them
         if rank == 0:
             continue
+        if k == 0 and not share:
+            said = r"^a pipeline of 2 of 3 ranks, which do not share memory: .* give messages="
+            with sharing(False), pytest.raises(ValueError, match=said):
+                ProcessPipe(tower(), [2, 4], group=group)
         how: Any = {"group": group, "messages": messages, "timeout": 20}
         with sharing(share), ProcessPipe(tower(), [2, 4], **how) as pipe:
             loss = pipe.train_step(*batch(8), square_error, "1f1b", 4)
