@@ -2,7 +2,7 @@
 # make test    every test, a file per core at a time
 # make verify  compares every strategy and layout with one plain process, and prints a table
 # make lint    ruff and mypy
-# make report  the runs, figures, tables and answers of CMU 11-868 on one page (five minutes)
+# make report  the runs of CMU 11-868, their figures, and one page that answers its questions (five minutes)
 # make figures the same, and all other runs and figures of submit_figures/
 # make bench   every benchmark: a table each, and JSON files
 # make gpu     what only a GPU can show, in under eight minutes: checks, races, memory, speed
@@ -48,8 +48,46 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-report: $(VENV)/.installed
-	$(RUN) project/report.py
+# The runs of the report; a finished one is kept: each process on one core, each stage on an equal
+# share of all. `make report REPORT=small N_TRAIN=256 N_EPOCHS=3` makes smaller ones.
+REPORT ?= workdir_report
+N_TRAIN ?= 1536
+N_EPOCHS ?= 4
+FIGURES ?= submit_figures
+COURSE = --model gpt2-mini --batch_size 128 --n_train $(N_TRAIN) --n_validation 100 --n_test 10 \
+  --device cpu
+LONG = $(COURSE) --n_epochs $(N_EPOCHS) --timeline 3 --keep 0
+FLOW = $(LONG) --num_devices 2 --num_microbatches 8
+GRADIENTS = $(REPORT)/gradients1/tests/model0_gradients.pth \
+  $(REPORT)/gradients2/tests/model0_gradients.pth
+
+.NOTPARALLEL:
+
+$(REPORT)/dp1/summary.json $(REPORT)/dp2/summary.json: $(REPORT)/dp%/summary.json: | $(VENV)/.installed
+	$(RUN) project/run_data_parallel.py $(LONG) --world_size $* --cores_per_rank 1 --workdir $(@D)
+
+$(REPORT)/mp/summary.json: | $(VENV)/.installed
+	$(RUN) project/run_pipeline.py $(FLOW) --model_parallel_mode model_parallel --workdir $(@D)
+
+$(REPORT)/pp/summary.json: | $(VENV)/.installed
+	$(RUN) project/run_pipeline.py $(FLOW) --model_parallel_mode pipeline_parallel --workdir $(@D)
+
+# Gradients go to the folder tests/ of the current folder.
+$(GRADIENTS): $(REPORT)/gradients%/tests/model0_gradients.pth: | $(VENV)/.installed
+	mkdir -p $(@D)
+	cd $(@D)/.. && $(abspath $(RUN)) $(CURDIR)/project/run_data_parallel.py $(COURSE) \
+	  --num_batches 1 --pytest True --world_size $* --cores_per_rank 1 --workdir .
+
+report: $(REPORT)/dp1/summary.json $(REPORT)/dp2/summary.json $(REPORT)/mp/summary.json \
+  $(REPORT)/pp/summary.json $(GRADIENTS)
+	$(RUN) project/plot.py data_parallel --single $(REPORT)/dp1 --multiple $(REPORT)/dp2 --output $(FIGURES)
+	$(RUN) project/plot.py pipeline --model_parallel $(REPORT)/mp --pipeline_parallel $(REPORT)/pp \
+	  --output $(FIGURES)
+	$(RUN) project/plot.py training $(addprefix $(REPORT)/,dp1 dp2 mp pp) --output $(FIGURES)
+	$(RUN) project/plot.py timeline $(REPORT)/dp2 --output $(FIGURES)
+	$(RUN) project/plot.py timeline $(REPORT)/pp --output $(FIGURES)
+	$(RUN) project/report.py $(addprefix $(REPORT)/,dp1 dp2 mp pp gradients1 gradients2) \
+	  --template project/page/cmu_11868.html --output $(REPORT)/report.html
 
 STEPS := --num_batches 9 --timeline 8 --keep 0 --device cpu
 RUNS := ddp=1,ddp=2,fsdp=1,fsdp=2,model=2,pipeline=2 --workdir workdir_figures

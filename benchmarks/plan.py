@@ -21,7 +21,7 @@ import yaml
 from benchmarks.harness import Row, summarize, write_rows
 from planning.calibrate import calibrate
 from planning.cost import predict
-from planning.describe import Layout, Machine, machine, model_of
+from planning.describe import Layout, machine, model_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 4, 256, 4, 128, 32, 10
@@ -65,15 +65,6 @@ def measure(command: str, folder: Path) -> tuple[list[float], float, int]:
     return [step["seconds"] for step in steps[2:]], memory, vocabulary
 
 
-def shared(cores: Machine, ranks: int) -> Machine:
-    """The machine of `ranks` that share its cores."""
-    part = min(1.0, cores.gpus_per_node / ranks)
-    return replace(
-        cores, gpus_per_node=max(ranks, cores.gpus_per_node), memory_gbs=cores.memory_gbs * part,
-        tflops={name: value * part for name, value in cores.tflops.items()},
-    )  # fmt: skip
-
-
 def run() -> list[Row]:
     """Two rows per run: seconds and GiB."""
     rows = []
@@ -87,7 +78,7 @@ def run() -> list[Row]:
                 None, layers=LAYERS, hidden=WIDTH, heads=HEADS, vocab=vocabulary, seq=LENGTH
             )
             layout = replace(layout, precision="fp32")
-            found = predict(model, layout, shared(cores, layout.gpus))
+            found = predict(model, layout, cores.shared(layout.gpus))
             held = found.memory_gb
             if "threads" in name:  # one process has all stages
                 held = sum(m.gib for m in found.memory) - (len(found.memory) - 1) * cores.reserve_gb

@@ -178,6 +178,14 @@ class Machine:
         """Bytes that kernels read and write."""
         return self.memory_gbs * 1e9 * self.memory_efficiency
 
+    def shared(self, ranks: int) -> Machine:
+        """One node whose cores these ranks share, if they are more."""
+        part = min(1.0, self.gpus_per_node / ranks)
+        return replace(
+            self, gpus_per_node=max(ranks, self.gpus_per_node), memory_gbs=self.memory_gbs * part,
+            tflops={name: value * part for name, value in self.tflops.items()},
+        )  # fmt: skip
+
 
 def machine(name: str, network: str | None = None, link: str | None = None) -> Machine:
     """The machine of a YAML file, or of `machines/`, by its name; with another network, a name or

@@ -1,134 +1,210 @@
-"""`make report`: runs that are kept, and a page whose numbers are those of their files."""
+"""The page of runs: what it says is what their files hold, and its sliders simulate what Python
+does. A real browser opens it, where there is one."""
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import warnings
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 import torch
 
+from pipeline.schedules.catalogue import find
+from pipeline.schedules.schedule import Action, Kind
+from planning.describe import machine
+from planning.simulate import Simulator, Work, with_times
 from project import report
-from project.figures.style import STYLE
-from tests.project.programs import on_rank, run
+from project.figures.compared import compare_step
+from project.figures.recorded import Run
+from tests.project.made_up import PIPELINE, write_run
+from tests.project.programs import ROOT, TINY, on_rank
 from tests.ranks import Ranks
-from training.launch.errors import RunError
+from training.launch.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("elsewhere")
+PAGE = ROOT / "project" / "page"
 
-TINY = {
-    "n_layer": "2", "n_embd": "16", "n_head": "2", "vocab_size": "300", "model_max_length": "64",
-    "batch_size": "8", "n_validation": "9", "n_test": "3", "learning_rate": "0.01",
-}  # fmt: skip
-SIZES = ["--n_train", "24", "--n_epochs", "3", "--workdir", "runs", "--output", "figures"]
-NAMES = ["dp1", "dp2", "mp", "pp", "gradients1", "gradients2"]
-FIGURES = {
-    "data_parallel_training_time.png", "data_parallel_throughput.png", "losses.png",
-    "pipeline_training_time.png", "pipeline_throughput.png", "schedule_pp.png",
-    "timeline_dp2.png", "timeline_pp.png",
-}  # fmt: skip
+
+def text_of(page: str) -> str:
+    """What a reader without scripts and pictures has."""
+    page = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub("<[^>]*>", " ", page)).split())
+
+
+def staged(root: Path, name: str = "pipeline2") -> Path:
+    """Two stages under GPipe: F takes 1 s, B 2 s, I and W 1 s each, messages 0.5 and 1 s."""
+    about = {"schedule": "gpipe", "num_microbatches": 2, "pp": 2, "loss": [2.0, 1.0, 0.5]}
+    worst = {"name": "h.0.bias", "largest": 1e-7, "distance": 3e-7, "rounding": 1e-7}
+    checks = {"weights": {"agrees": True, "missing": [], "worst": worst}}
+    layout = "layers per stage: 5 | 3"
+    more = {"validation_loss": 1.5, "bleu": 7.25, "load": 0.0}
+    folder = write_run(root, name, PIPELINE, layout=layout, checks=checks, **about, **more)
+    (folder / "metrics.jsonl").write_text('{"loss": 2, "tokens_per_sec": 60, "seconds": 2}\n')
+    return folder
+
+
+def test_a_step_beside_its_prediction(tmp_path: Path) -> None:
+    """A message takes the median of 0.5 and 1 s, so that stage 1 is predicted to begin at 1.75."""
+    found = compare_step(Run(staged(tmp_path)))
+    assert found.seconds.transfer == 0.75
+    assert found.seconds.actions == {
+        Kind.FORWARD: [1, 1], Kind.BACKWARD: [2, 0],
+        Kind.BACKWARD_INPUT: [0, 1], Kind.BACKWARD_WEIGHT: [0, 1],
+    }  # fmt: skip
+    assert [(str(t.action), t.start, t.end) for t in found.predicted.rows[1]] == [
+        ("F0", 1.75, 2.75), ("F1", 2.75, 3.75), ("I0", 3.75, 4.75), ("W0", 4.75, 5.75),
+        ("I1", 5.75, 6.75), ("W1", 6.75, 7.75),
+    ]  # fmt: skip
+    assert [w.explained for w in found.waits] == [
+        "before B0 of stage 0, which needs I0 of stage 1: 2000.0 ms fill + 1500.0 ms transfer",
+        "at the end: 500.0 ms other",
+        "before F0 of stage 1, which needs F0 of stage 0: 857.1 ms fill + 642.9 ms transfer",
+        "at the end: 1000.0 ms fill + 750.0 ms transfer + 250.0 ms slower ranks",
+    ]
+    assert found.bubble == pytest.approx(1 - (6 + 6) / (2 * 9.5))
+    # Beside another prediction, in which all takes twice as long.
+    slow = Work(with_times([2, 2], [2, 2], [2, 2]))
+    apart = compare_step(Run(tmp_path / "pipeline2"), slow)
+    assert {apart.apart(w, a) for w in range(2) for a in apart.rows[w]} == {-0.5}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the runs of `make report`."""
+    return tmp_path_factory.mktemp("course")
+
+
+@pytest.fixture
+def course(root: Path, ranks: Ranks) -> Path:
+    """The runs of `make report`, tiny, and its page; the folder. They are made once."""
+    if (root / "report.html").is_file():
+        return root
+    made = subprocess.run(
+        ["make", "-n", "-o", ".venv/.installed", "report", f"REPORT={root}", "N_EPOCHS=2"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for line in made.stdout.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.partition("&&")[2] or line)
+        program = Path(words[1]).stem if len(words) > 1 else ""
+        if program == "report":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(ROOT)
+                report.main(words[2:])
+        if not program.startswith("run_"):
+            continue
+        folder = Path(line.split("cd ")[1].split(" &&")[0]) if "&&" in line else root
+        folder.mkdir(parents=True, exist_ok=True)
+        both = "--world_size 2" in line
+        tiny = f"{TINY} --keep 0 --batch_size 16"
+        command = f"{program} {shlex.join(words[2:])} {tiny} --workdir "
+        command += str(folder if folder != root else words[-1])
+        here = partial(in_folder, folder)
+        found = ranks.run(on_rank, command, here) if both else [on_rank(0, 1, command, here)]
+        assert [error for _, error in found] == [None] * len(found)
+    return root
 
 
 def in_folder(folder: Path, _: int, patch: pytest.MonkeyPatch) -> None:
+    """Gradients go to the current folder."""
     patch.chdir(folder)
 
 
-def make_here(ranks: Ranks, made: list[str], planned: report.MadeRun) -> None:
-    """Runs it on the ranks of the tests, which have imported their libraries."""
-    program, *options = planned.command
-    line = f"{Path(program).stem} {shlex.join(options)}"
-    made.append(planned.folder.name)
-    planned.folder.mkdir(parents=True, exist_ok=True)
-    alone = "--world_size=2" not in options
-    if "pytest" in planned.options:
-        line = line.replace(f"--workdir={planned.folder}", "--workdir=.")
-        tamper = partial(in_folder, planned.folder.resolve())
-        found = [on_rank(0, 1, line, tamper)] if alone else ranks.run(on_rank, line, tamper)
-        assert [error for _, error in found] == [None] * len(found)
-    else:
-        line = line.replace(f"--workdir={planned.folder}", f"--workdir={planned.folder.resolve()}")
-        assert run(line, None if alone else ranks)[1] is None
-
-
-def test_the_page_of_tiny_runs(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(report, "make", partial(make_here, ranks, made))
-    monkeypatch.setattr(report, "COMMON", report.COMMON | TINY)
-    monkeypatch.setitem(STYLE, "savefig.dpi", 30)  # pictures take longer than the runs
-    monkeypatch.setattr("os.cpu_count", lambda: 1000)
-    report.main(SIZES)
-    assert made == NAMES
-    assert {path.name for path in Path("figures").iterdir()} == FIGURES
-
-    page = Path("runs/report.html").read_text("utf-8")
-    loads = re.findall(r'(?:src|href)\s*=\s*"?(.{0,26})', page)
-    assert loads == ["data:image/png;base64,iVBOR"[:26]] * len(FIGURES) and "<script" not in page
-    text = " ".join(re.sub("<[^>]*>", "", page).split())
-
-    def results(name: str, key: str) -> list[float]:
-        paths = [Path(f"runs/{name}_epoch{epoch}.json") for epoch in (1, 2)]
-        return [json.loads(path.read_text())[key] for path in paths]
-
-    one, model, flow = (
-        fmean(results(name, "training_time"))
-        for name in ("dp1/rank0_results", "mp/eval_results", "pp/eval_results")
-    )
-    both = (results(f"dp2/rank{rank}_results", "training_time") for rank in range(2))
-    two = fmean(map(max, zip(*both, strict=True)))
-    assert f"two processes than one? {one / two:.2f}x by the time of an epoch" in text
-    assert f"one stage at a time? {model / flow:.2f}x by the time of an epoch" in text
-    assert "predicted 7.7%: 2(n-1)/(3m+2(n-1)) for n = 2, m = 8" in text  # 2 of 26
-    assert "Do parallel runs learn the same? Yes." in text and "In none of 9 steps" in text
+def test_the_page_of_a_course(course: Path) -> None:
+    page = (course / "report.html").read_text("utf-8")
+    assert re.findall(r'\b(?:src|href)\s*=\s*"([^"]*)', page) == ["#learning"]
+    text = text_of(page)
+    for question in re.findall(r"<tr><td>(.*?\?)</td>", (PAGE / "cmu_11868.html").read_text()):
+        assert question in text
+    assert "2(n-1)/(3m+2(n-1)) = 7.7% for n = 2, m = 8" in text  # 2 of 26
     assert "Do all ranks have the same gradients? Yes, to the last bit" in text
+    times = [
+        json.loads((course / name).read_text())["training_time"]
+        for name in ("mp/eval_results_epoch1.json", "pp/eval_results_epoch1.json")
+    ]
+    assert f"one stage at a time? {times[0] / times[1]:.2f}x by the time of an epoch" in text
 
-    # A page says so if the machine had other work.
-    assert "do not trust the times" not in text
-    path = Path("runs/dp2/summary.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"load": 1201.0}))
-    report.main(SIZES)
-    page = Path("runs/report.html").read_text("utf-8")
-    assert "The load reached 1,201 on 1000 cores: other programs ran, or had just ended:" in page
 
-    # What is finished is kept; a run whose options changed, or that lost its end, is made again.
-    monkeypatch.setattr(report, "write_page", lambda *_: "")
-    made.clear()
-    Path("runs/pp/summary.json").unlink()
-    capsys.readouterr()
-    report.main(SIZES)
-    assert made == ["pp"]
-    assert "[2/6] two processes: finished before, in runs/dp2/" in capsys.readouterr().out
-    runs = report.planned(Path("runs"), 24, 4)
-    assert [run.finished() for run in runs.values()] == [False] * 4 + [True] * 2
-    path = Path("runs/dp1/summary.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_epochs": 4}))
-    assert runs["dp1"].finished() and runs["dp1"].summary["n_epochs"] == 4  # made again meanwhile
-
-    # A rank with another gradient is found.
-    path = Path("runs/gradients2/tests/model1_gradients.pth")
+def test_a_rank_with_another_gradient_is_found(course: Path, tmp_path: Path) -> None:
+    shutil.copytree(course / "gradients2", tmp_path / "wrong")
+    path = tmp_path / "wrong" / "tests" / "model1_gradients.pth"
     gradients = torch.load(path, weights_only=True)
     gradients["transformer.h.1.ln_1.bias"][3] += 0.5
     torch.save(gradients, path)
-    rows = report.compare_gradients(runs["gradients1"], runs["gradients2"])
-    assert {row["name"]: row["ranks"] for row in rows if row["ranks"]} == {
-        "transformer.h.1.ln_1.bias": pytest.approx(0.5)
-    }
-    assert all(row["alone"] < 1e-6 < row["largest"] for row in rows)
+    runs = [report.Reported(folder) for folder in (course / "gradients1", tmp_path / "wrong")]
+    first, second = report.gradients(runs)
+    assert first["between"] == 0 and first["apart"] == 0
+    assert second["between"] == pytest.approx(0.5) and second["apart"] < 1e-6
 
 
-def test_a_run_that_fails_ends_the_report(tmp_path: Path) -> None:
-    bad = report.MadeRun(tmp_path / "bad", "bad", {"num_devices": "none"}, ("summary.json",))
-    with pytest.raises(RunError, match="the run bad ended with status 2; its command was: python "):
-        report.make(bad)
-    assert not bad.finished()
+def test_a_run_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report.main([str(staged(tmp_path))])
+    assert capsys.readouterr().out == f"The page is {tmp_path}/pipeline2/report.html.\n"
+    text = text_of((tmp_path / "pipeline2" / "report.html").read_text("utf-8"))
+    for said in (
+        "pipeline2 1 x 2 x 1 gpipe of 2 3000.0 1.00x 36.8%",
+        "Weights agree with one process. Worst: h.0.bias , off by 3.0e-07 where rounding explains "
+        "1.0e-07: 3.0x, of 16x",
+        "pipeline2 3 0.5000 1.50 7.25 bleu",
+        "rank 0 2000.0 0.0 1500.0 0.0 0.0 500.0",
+        "rank 0, 2000.0 to 5500.0 ms, before B0 of stage 0, which needs I0 of stage 1: 2000.0 ms",
+        "With scripts, sliders here simulate the step",
+        "rank 0 38.1 38.1 76.3 668",
+    ):
+        assert said in text
 
 
-def test_one_epoch_is_too_few(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        report.parse(["--n_epochs", "1"])
-    assert "--n_epochs 1: the first epoch is left out" in capsys.readouterr().err
+def test_what_the_planner_predicts(course: Path) -> None:
+    runs = [report.Reported(course / "pp", machine("a100-80gb"))]
+    (planned,) = [run.planned for run in runs]
+    assert planned is not None and planned.layout.pp == 2 and planned.layout.micro_batch == 2
+    text = text_of(report.render(runs, PAGE / "report.html"))
+    error = 100 * (planned.seconds / runs[0].seconds - 1)
+    assert f"{1e3 * planned.seconds:.1f} {error:+.0f} %" in text
+    assert "predicted, by the planner" in text and "the limit is 79.3 GiB" in text
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"empty: it has no summary.json; name the --workdir of"):
+        report.main([str(tmp_path / "empty")])
+    with pytest.raises(UserError, match="there is no such folder"):
+        report.main([str(tmp_path / "nowhere")])
+    with pytest.raises(
+        UserError, match="--machine a101: it is neither a YAML file nor one of a100"
+    ):
+        report.main([str(staged(tmp_path)), "--machine", "a101"])
+
+
+def test_a_browser_simulates_the_step_again(tmp_path: Path) -> None:
+    """Four micro-batches of half the time, one of five layers moved from stage 0 to stage 1."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        warnings.warn("there is no chromium: the page was not opened in a browser", stacklevel=1)
+        pytest.skip("there is no chromium: apt-get install chromium")
+    report.main([str(staged(tmp_path)), "--output", str(tmp_path / "page.html")])
+    done = subprocess.run(
+        [
+            browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
+            "--dump-dom", f"file://{tmp_path}/page.html#0.m=4&0.schedule=zb&0.move=1",
+        ],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    (result,) = re.findall('<p data-of="result"[^>]*>(.*?)</p>', done.stdout)
+    moved = with_times([0.4, 0.6], [0.4, 0.6], [0.4, 0.6])
+    work = Work(moved, lambda _: 0.75, update=lambda _: 0.5)
+    again = Simulator(find("zb")(2, 4)).run(work)
+    own = compare_step(Run(tmp_path / "pipeline2"))
+    assert result == (
+        f"{1e3 * again.seconds:.1f} ms a step, {100 * again.bubble:.1f} % bubble; as it ran: "
+        f"predicted {1e3 * own.predicted.seconds:.1f} ms, measured 10000.0 ms, 36.8 % bubble."
+    )
+    (drawn,) = re.findall('<svg class="what-if".*?</svg>', done.stdout, re.DOTALL)
+    actions = [str(Action(*action)) for row in again.simulator.schedule for action in row]
+    assert drawn.count("<rect") == len(actions) + 2  # and two optimizers
+    assert ">one, from stage 0 to stage 1<" in done.stdout
