@@ -103,11 +103,12 @@ def _rank(world: World, args: Any, out: Path) -> None:
             models[name] = next(contestant)
             seconds[name].append(time.perf_counter() - start)
     seconds["ours"][0] += before
-    plain.net = torch.nn.Sequential(*gpt2_layers(models["plain"]))
-    losses = {
-        name: evaluate_loss(world, task, model)[0]
-        for name, model in (("plain", plain), ("ours", ours))
-    }
+    plain.modules = gpt2_layers(models["plain"])
+    plain.net = torch.nn.Sequential(*plain.modules)
+    losses = {}
+    for name, model in (("plain", plain), ("ours", ours)):
+        with model.evaluating():
+            losses[name] = evaluate_loss(world, task, model)[0]
     if world.is_main:
         torch.save((seconds, losses), out)
 

@@ -106,7 +106,8 @@ def _compare(
         single: lambda: said.update({single: theirs(size=1)}),
         mine: lambda: said.update({mine: ours()}),
     }
-    seconds = alternate(contestants, ROUNDS)
+    with model.evaluating():
+        seconds = alternate(contestants, ROUNDS)
     if different := [
         i for i, texts in enumerate(zip(*said.values(), strict=True)) if len({*texts}) > 1
     ]:

@@ -55,7 +55,8 @@ def generate(
     desc: str,
     rank: int = 0,
 ) -> list[str]:
-    """Translates the examples greedily, many at a time, with cached keys and values."""
+    """Translates the examples greedily, many at a time, with cached keys and values. Call it while
+    the model is `evaluating`."""
     sources = [example[src_key] for example in examples]
     return translate(
         model, sources, src_key, tgt_key, tokenizer, model_max_length, device,

@@ -282,7 +282,8 @@ def weights_on_main(world: World, model: LaidOutModel) -> dict[str, Tensor]:
 def outputs_on_main(world: World, task: Task, model: LaidOutModel) -> list[Tensor]:
     """On rank 0, every part's outputs for one validation batch; elsewhere nothing."""
     batches = task.validation_batches(model.part, model.parts)
-    output = model.outputs(batches[0][0] if batches else None)
+    with model.evaluating():
+        output = model.outputs(batches[0][0] if batches else None)
     mine = None if output is None else (model.part, output.cpu())  # one rank of each part sees it
     found = sorted((f for f in gather_over_ranks(mine, world) if f), key=lambda f: f[0])
     return [output for _, output in found] if world.is_main else []

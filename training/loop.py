@@ -133,10 +133,9 @@ def seeded(steps: Iterable[Step], model: LaidOutModel, seed: int, done: int) -> 
         yield step
 
 
-@torch.no_grad()
 def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float, float]:
     """The mean loss over all targets of the validation data, and the accuracy from 0 to 1; the same
-    on all ranks."""
+    on all ranks. Call it while the model is `evaluating`."""
     totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, answers
     batches: list[Any] = task.validation_batches(model.part, model.parts)  # this part's
     most = torch.tensor(len(batches), device=world.device)
@@ -247,10 +246,11 @@ def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, S
     """The validation loss and the score. RunError, on all ranks, if the loss is not finite, unless
     --on_nan skip."""
     world, task, model = results.world, results.task, results.model
-    loss, accuracy = evaluate_loss(world, task, model)
-    if not math.isfinite(loss):
-        said = f"{when}: the validation loss is {loss}"
-        if results.args.on_nan == "stop":
-            raise RunError(f"{said}; {ADVICE}")
-        results.say(f"{said}; the run goes on")
-    return loss, task.score(world, model, loss, accuracy) if score else None
+    with model.evaluating():
+        loss, accuracy = evaluate_loss(world, task, model)
+        if not math.isfinite(loss):
+            said = f"{when}: the validation loss is {loss}"
+            if results.args.on_nan == "stop":
+                raise RunError(f"{said}; {ADVICE}")
+            results.say(f"{said}; the run goes on")
+        return loss, task.score(world, model, loss, accuracy) if score else None

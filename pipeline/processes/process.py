@@ -188,11 +188,12 @@ class ProcessPipe:
                 deliver(gradients)
             return loss
 
-    def eval(self, x: Any, beside: Mapping[str, Any] | None = None) -> Any:
+    def forward(self, x: Any, beside: Mapping[str, Any] | None = None) -> Any:
         """The last layer's output, on the rank with the last stage; None elsewhere.
 
-        Runs the layers in evaluation mode. ``beside`` (e.g. a cache) belongs to this rank: its
-        layers get it as these fields of a NamedTuple, and it is not sent on.
+        No gradients. The layers run in the mode in which they are: for an evaluation, call
+        ``module.eval()`` before and ``module.train()`` after. ``beside`` (e.g. a cache) belongs to
+        this rank: its layers get it as these fields of a NamedTuple, and it is not sent on.
         """
         outputs: list[Any] = []  # empty without the last stage
 
@@ -200,7 +201,7 @@ class ProcessPipe:
             outputs.append(output)
             return torch.zeros(())  # passed on as the loss is, so that every rank waits for it
 
-        with self._step(), torch.no_grad(), _evaluating(self.layers):
+        with self._step(), torch.no_grad():
             stages = self._stages(StepSeed(peek=True), beside)
             self._run(stages, [x], [None], keep, forwards(self.ranks, 1), scale=1.0)
         return outputs[0] if outputs else None
@@ -293,17 +294,6 @@ class _With(nn.Module):
         if isinstance(output, Tensor):  # of the last layer
             return output
         return output._replace(**dict.fromkeys(self.beside))  # `beside` stays here
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    training = [m for m in module.modules() if m.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for m in training:  # the others were in evaluation before
-            m.training = True
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -221,7 +221,8 @@ def _process(case: Case, _: int) -> Found:
             return pipe.train_step(x, target, loss_of, case.options["schedule"], m, scale=scale)
 
         found = _train(case, pipe.named_parameters(), step)
-        output = pipe.eval(case.batch(0)[0])
+        pipe.module.eval()
+        output = pipe.forward(case.batch(0)[0])
         dist.barrier()  # all have received what was sent: a pipe may be closed
         return found if output is None else found | {"output": output}
 

@@ -111,10 +111,11 @@ def translations(rank: int, world_size: int, line: str) -> tuple[int, list[str]]
     else:
         model = StagesInThreads(task, world, plan, choose_devices(args))
     mine = [pair["de"] for pair in task.texts.splits["test"]][model.part :: model.parts]
-    found = [
-        translate(model, mine, "de", "en", task.tokenizer, LENGTH, "cpu", batch_size)
-        for batch_size in (3, 128)
-    ]
+    with model.evaluating():
+        found = [
+            translate(model, mine, "de", "en", task.tokenizer, LENGTH, "cpu", batch_size)
+            for batch_size in (3, 128)
+        ]
     model.close()
     assert found[0] == found[1]
     return model.parts, found[0]

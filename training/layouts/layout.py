@@ -18,8 +18,8 @@ Everything after that (clip, step, save, compare) is the same for all layouts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -94,6 +94,7 @@ class LaidOutModel(ABC):
         part, parts: this rank's part of each global batch.
         shard: its place on the tensor-parallel axis.
         description: how the model is laid out, in words.
+        modules: of this rank's layers; `evaluating` switches their mode.
         module: holds this rank's parameters; None if there is no such single module.
         num_microbatches: per rank and step; None: as suits the device.
         schedule: of the stages, of which there may be one; None for whole or sharded models, whose
@@ -113,6 +114,7 @@ class LaidOutModel(ABC):
     parts = 1
     shard = 0
     description = ""
+    modules: Sequence[nn.Module]
     module: nn.Module | None = None
     num_microbatches: int | None = None
     schedule: str | None = None
@@ -132,9 +134,22 @@ class LaidOutModel(ABC):
             This rank's part of the summed loss of the global batch; over all ranks they add up.
         """
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Puts this rank's layers into evaluation mode, and computes no gradients. Validation and
+        generation run inside it, for as long as they take: to switch takes as long as a layer."""
+        for module in self.modules:
+            module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module in self.modules:
+                module.train()
+
     @abstractmethod
     def outputs(self, x: Any) -> Tensor | None:
-        """The model's outputs in evaluation mode, for one micro-batch. `x` is None on a rank that
+        """The model's outputs for one micro-batch, while `evaluating`. `x` is None on a rank that
         has run out of data; the result is None on ranks that do not see the outputs."""
 
     def measure(self, x: Any, target: Any) -> Tensor | None:

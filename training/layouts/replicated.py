@@ -20,7 +20,6 @@ from data_parallel.ddp import DistributedDataParallel
 from data_parallel.gradients import average_gradients, average_gradients_flat
 from training.launch.memory import state_bytes
 from training.launch.world import World
-from training.tasks.cache import Cache
 from training.tasks.task import Step, Task, whole_model
 
 from .layout import LaidOutModel, Plan
@@ -66,7 +65,7 @@ class Replicated(LaidOutModel):
         self.part, self.parts = world.rank, world.world_size
         self.num_microbatches = plan.num_microbatches
         self.module = whole_model(task, world.device, plan.dtype)  # the same on all ranks
-        layers = task.layers(self.module)  # they share the module's parameters
+        self.modules = layers = task.layers(self.module)  # they share the module's parameters
         self._loss = task.loss
         if plan.compile:  # layer by layer: equal layers are compiled once, hooks run as ever
             self._loss = torch.compile(task.loss)
@@ -114,31 +113,15 @@ class Replicated(LaidOutModel):
             total += loss.detach()
         return total
 
-    @torch.no_grad()
     def outputs(self, x: Any) -> Tensor | None:
         """Every rank sees its own outputs."""
         if x is None:  # no batch left; a forward needs no other rank
             return None
-        training = self.net.training
-        if training:  # not while sentences are continued, see next_tokens
-            self.net.eval()
         # Evaluation has other shapes, of which each would be compiled.
         eager = torch.compiler.set_stance("force_eager") if self.plan.compile else nullcontext()
         with self.plan.autocast(self.devices[0]), eager:
-            output = self.net(x)  # [N, V] at N targets, or [B, classes]
-        if training:
-            self.net.train()
-        return output
-
-    def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
-        """Stays in evaluation mode until `end`: switching takes as long as a layer."""
-        if self.net.training:
-            self.net.eval()
-        return super().next_tokens(ids, cache, num_tokens)
-
-    def end(self) -> None:
-        """Returns to training mode; waits for nobody."""
-        self.net.train()
+            found: Tensor = self.net(x)  # [N, V] at N targets, or [B, classes]
+        return found
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """All of them."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from data_parallel.fsdp import FullyShardedDataParallel
 from runtime.mesh import Axis, Mesh
@@ -64,7 +64,7 @@ class Sharded(LaidOutModel):
             task, mesh.tensor, plan.dtype, sequence_parallel, plan.timeline
         )
         model = shared.model
-        self.layers = nn.Sequential(*shared.layers)  # only to switch modes
+        self.modules = shared.layers
         self.fsdp = FullyShardedDataParallel(  # allocates and fills this rank's shards
             shared.layers, plan.make_optimizer,
             names={t: name for name, t in [*model.named_parameters(), *model.named_buffers()]},
@@ -99,13 +99,9 @@ class Sharded(LaidOutModel):
         output = self._forward(x)
         return None if output is None else self.shared.measure(output, target)
 
-    @torch.no_grad()
     def _forward(self, x: Any) -> Tensor | None:
         """Gathers layers, so all ranks must call it."""
-        self.layers.eval()
-        output = cast(Tensor | None, self.fsdp.forward(x))
-        self.layers.train()
-        return output
+        return cast(Tensor | None, self.fsdp.forward(x))
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """All ranks gather layers together, even if only one needs them."""

@@ -74,6 +74,7 @@ class Staged(LaidOutModel):
             initialize=self.shared.initialize, recorder=plan.timeline, timeout=timeout,
             recompute=mode_of(plan.recompute, stages == 1 or num_microbatches == 1),
         )  # fmt: skip
+        self.modules = [self.pipe.module]
         if stages > 1:
             self.description = f"layers per stage: {' | '.join(map(str, self.cut))}"
         if self.ranks:
@@ -153,7 +154,7 @@ class Staged(LaidOutModel):
 
     def _eval(self, x: Any, beside: Mapping[str, Any] | None = None) -> Tensor | None:
         with self.plan.autocast(self.devices[0]):
-            output = self.pipe.eval(x, beside)
+            output = self.pipe.forward(x, beside)
         return cast(Tensor | None, output)
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:

@@ -40,22 +40,14 @@ class _InOneProcess(LaidOutModel):
     layers: Sequence[nn.Module]
     plan: Plan
 
-    @torch.no_grad()
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """Layer by layer, each on its own device: one position is too little to pipeline."""
-        self._train(False)
         value: Any = newest_tokens(ids, cache)
         with self.plan.autocast(self.devices[0]):
             for layer in self.layers:
                 device = next(layer.parameters()).device  # cpu, whichever slice of the cores
                 value = layer(tree_map_only(Tensor, partial(Tensor.to, device=device), value))
-        self._train(True)
         return greedy(value, num_tokens)  # of logits [B, V]
-
-    def _train(self, mode: bool) -> None:
-        """Layers contain the model's modules, but the model does not contain its layers."""
-        for layer in self.layers:
-            layer.train(mode)
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """All of them."""
@@ -94,7 +86,7 @@ class StagesInThreads(_InOneProcess):
         ranks = places(schedule, len(devices), chunks)  # each stage's device, as a number
         self.schedule, self.num_microbatches = schedule, num_microbatches
         self.module = whole_model(task, world.device, plan.dtype)  # still on one device
-        self.layers = layers = task.layers(self.module)
+        self.modules = self.layers = layers = task.layers(self.module)
         if balance != "auto" or cut is None or len(cut) != len(ranks):
             cut = task.sizes(balance, len(ranks))  # None: to be measured
         if cut is None:  # layers are timed one by one
@@ -130,15 +122,12 @@ class StagesInThreads(_InOneProcess):
             )  # fmt: skip
         return loss.detach() * count  # the sum again
 
-    @torch.no_grad()
     def outputs(self, x: Any) -> Tensor | None:
         """The outputs for the whole batch, cut into as many micro-batches as in training."""
         self.pipe.split_size = max(1, -(-batch_size(x) // self.num_microbatches))
-        self.pipe.eval()
         with self.plan.autocast(self.devices[0]):
-            output = self.pipe(x)  # [N, V], of all micro-batches
-        self.pipe.train()
-        return output
+            found: Tensor = self.pipe(x)  # [N, V], of all micro-batches
+        return found
 
     def close(self) -> None:
         """Ends the worker threads."""
@@ -170,6 +159,7 @@ class BlocksInThreads(_InOneProcess):
         self.module: Any = GPT2LMHeadModelParallel(plain.config).to(plan.dtype)
         self.module.load_state_dict(plain.state_dict())  # initial weights of every layout
         self.layers = task.layers(self.module)  # only for next_tokens
+        self.modules = [self.module, *self.layers]
         blocks = range(plain.config.n_layer)
         sizes = split_by(
             "uniform" if balance == "auto" else balance, len(blocks), len(devices), "blocks"
@@ -200,14 +190,10 @@ class BlocksInThreads(_InOneProcess):
         (loss / max(1, step.count)).backward()  # of the blocks: on the workers
         return loss.detach()
 
-    @torch.no_grad()
     def outputs(self, x: Any) -> Tensor | None:
         """The outputs for the whole batch."""
-        self.module.eval()
         with self.plan.autocast(self.devices[0]):
-            output = self._logits(x)
-        self.module.train()
-        return output
+            return self._logits(x)
 
     def close(self) -> None:
         """Ends the worker threads."""

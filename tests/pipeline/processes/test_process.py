@@ -141,9 +141,10 @@ def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
             assert len(seen) == len(of(pipe))  # each once, and whole
             assert_same_bits(ordered(dict(seen)), ordered(of(pipe)))
             state = torch.get_rng_state()
-            output = pipe.eval(batch(9)[0])
+            pipe.module.eval()
+            output = pipe.forward(batch(9)[0])
+            pipe.module.train()
             assert torch.equal(torch.get_rng_state(), state)  # draws nothing
-            assert pipe.layers.training
             assert (output is not None) == (rank == ranks[-1])
             results[name, v, "eval"] = {} if output is None else {"y": output}
     return results

@@ -46,7 +46,7 @@ def caught(function: Callable[..., Any], *args: Any) -> tuple[str, list[str]]:
 
 
 def evaluate(pipe: ProcessPipe, x: Tensor, _: Tensor) -> None:
-    pipe.eval(x)
+    pipe.forward(x)
 
 
 def _blown(_: int, __: int, share: bool, culprit: int, where: str, step: Any) -> list[Any]:
