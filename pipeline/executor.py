@@ -99,7 +99,7 @@ class Losses:
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise RuntimeError(
                 "the loss does not depend on anything that requires grad: does loss_fn detach, or "
-                "is every parameter frozen? For the loss alone, loss_fn(pipe(x), target) will do"
+                "is every parameter frozen? To compute only the loss, call loss_fn(pipe(x), target)"
             )
         return loss
 

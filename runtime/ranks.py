@@ -47,7 +47,6 @@ class Ranks:
 
     Args:
         group: their process group; None: this rank is alone.
-        share_memory: use shared memory between CPU ranks of one host, if possible.
         recorder: is told of every `all_reduce`, `reduce_scatter` and `all_gather`.
 
     Attributes:
@@ -57,13 +56,12 @@ class Ranks:
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        share_memory: bool = True,
         recorder: Recorder | None = None,
     ) -> None:
         self.group, self.recorder = group, recorder
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self._share = share_memory and self.size > 1
+        self._share = self.size > 1
         self._memory: SharedBuffers | None = None
         self._slot_bytes = -1  # room in each slot; -1: not opened
         self._turn = 0  # collectives through memory so far; odd and even ones have a slot each

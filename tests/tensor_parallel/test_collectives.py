@@ -14,7 +14,11 @@ from tests import ranks as processes
 def calls(_rank: int, _world_size: int, share: bool) -> list[Tensor]:
     """Sums of many sizes, the later ones larger than the first memory; of 16-bit numbers; and each
     call along a dimension in the middle."""
-    mine = Ranks(torch.distributed.group.WORLD, share_memory=share)
+    with processes.sharing(share):
+        return _calls(Ranks(torch.distributed.group.WORLD))
+
+
+def _calls(mine: Ranks) -> list[Tensor]:
     sizes = (1, 1000, 5 << 20, 3)
     x = torch.full((3,), 256.0 if mine.rank == 0 else 1.0, dtype=torch.bfloat16)
     wide = [mine.all_reduce(torch.full((n,), 0.1 * (mine.rank + 1)))[-2:] for n in sizes]

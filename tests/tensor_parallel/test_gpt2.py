@@ -68,7 +68,11 @@ def test_the_head_computes_what_one_process_does(three_ranks: processes.Ranks) -
 
 def without_examples(_rank: int, _world_size: int, share: bool) -> list[Tensor]:
     """What a pair of cut matrices makes of no examples, and its gradients."""
-    ranks = Ranks(torch.distributed.group.WORLD, share_memory=share)
+    with processes.sharing(share):
+        return _without_examples(Ranks(torch.distributed.group.WORLD))
+
+
+def _without_examples(ranks: Ranks) -> list[Tensor]:
     one, two = (nn.Parameter(torch.ones(C, 2)), nn.Parameter(torch.ones(2)))
     columns = ColumnParallelLinear(one, two, ranks, False)
     three, four = (nn.Parameter(torch.ones(2, C)), nn.Parameter(torch.ones(C)))
