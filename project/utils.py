@@ -21,6 +21,7 @@ from project import rules
 from project.parser import as_typed
 from training.files import show, writing
 from training.launch.errors import RunError, UserError, refuse, signals_end
+from training.launch.notice import Ended
 from training.launch.world import World, on_main, quiet_libraries
 from training.layouts.layout import LaidOutModel, Plan
 from training.loop import evaluate_loss, train
@@ -172,7 +173,8 @@ def run_program(main: Callable[[], None]) -> None:
         except BrokenPipeError:  # its reader has ended, such as `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
             raise SystemExit(1) from None
+        except Ended as notice:
+            refuse(f"{notice}\n", notice.status)
         except (UserError, RunError) as error:
-            status = 2 if isinstance(error, UserError) else 1
             text = as_typed(str(error), sys.argv)
-            refuse(f"{Path(sys.argv[0]).name}: error: {text}\n", status)
+            refuse(f"{Path(sys.argv[0]).name}: error: {text}\n", error.status)

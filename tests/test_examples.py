@@ -61,15 +61,37 @@ def test_slurm_gets_a_script_whose_command_is_good(
     subprocess.run(["bash", "-n", batch], check=True)
     text = batch.read_text().replace("\\\n", " ")
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)", text, re.MULTILINE))
-    command = re.search(r"torchrun --.*", text)
+    command = re.search(r"torchrun +--(standalone|nnodes).*", text)
     assert command is not None
     check(command[0], monkeypatch)
     words = shlex.split(command[0])
     assert "--dataset" in words
-    # Slurm signals steps, and the script itself only with B: as torchrun takes its place.
-    assert ("--signal=B:TERM@120" in text) == ("exec torchrun" in text)
     sizes = [int(words[words.index(f"--{x}") + 1]) for x in ("dp", "pp", "tp") if f"--{x}" in words]
     assert math.prod(sizes) == int(asked["nodes"]) * int(asked["gpus-per-node"])
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=[batch.stem for batch in BATCHES])
+@pytest.mark.parametrize("notice", [True, False])
+def test_slurm_requeues_a_job_that_has_saved_on_notice(
+    batch: Path, notice: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun and scontrol are replaced: the run leaves what it leaves when it gets SIGTERM (see
+    tests/training/launch/test_notice.py), or fails."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    programs = {
+        "srun": f"mkdir -p workdir_job; {'touch workdir_job/ended_on_notice; ' * notice}exit 1",
+        "scontrol": 'if [ "$1" = show ]; then echo node1; else echo "$@" >> asked; fi',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, value in (("JOB_NAME", "job"), ("JOB_ID", "7"), ("NNODES", "4")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert subprocess.run(["bash", batch], cwd=tmp_path).returncode == 1
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if notice else "")
 
 
 def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:

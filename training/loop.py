@@ -32,6 +32,7 @@ from training.progress import moving
 from training.results import NOTHING_YET, Results, Totals
 from training.seeds import stream
 
+from .launch import notice
 from .launch.compare_ranks import check_replicas, check_same, run_things
 from .launch.errors import RunError
 from .launch.world import World
@@ -75,7 +76,7 @@ def train(
         if average_gradients_fn is not None:  # other layouts combine theirs in backward
             average_gradients_fn(cast(nn.Module, model.module))
         # All ranks meet here: they decide alike whether to update, from the same numbers.
-        remark = optimizer.step(loss, step.count, (step.positions, step.tokens))
+        remark = optimizer.step(loss, step.count, (step.positions, step.tokens, notice.given()))
         if remark is not None and rank == 0:
             bar.write(remark)
         seconds = time.perf_counter() - start  # a GPU may still compute the update
@@ -146,6 +147,7 @@ def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float,
         found = model.measure(x, target)
         if found is not None:  # None: no batch left, or another rank sees the outputs
             totals += found
+        notice.look()
     if world.world_size > 1:
         total = totals.to(world.device, torch.float32 if world.device.type == "mps" else None)
         dist.all_reduce(total)  # each batch was measured on one rank
@@ -201,40 +203,45 @@ def run(
     # After `begin`, which has moved old files away.
     metrics = Metrics(world, args, task, model, done, trackers)
     whole_epochs = args.num_batches is None
-    if whole_epochs and done == 0 and not args.benchmark_only:
-        note("evaluation")
-        results.say_start(*_evaluate(results, "before the first step"))
-    for epoch in range(first, -(-total // per_epoch)):  # the last one may be cut short
-        length = min(per_epoch, total - epoch * per_epoch)  # steps of this epoch
-        steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
-        ahead = Ahead(islice(steps, length - before.steps))  # none if all are done
-        steps = plan.timeline.over(seeded(ahead, model, args.seed, optimizer.steps))
+    with notice.heeded(args.on_signal), saving.before_the_end():
+        if whole_epochs and done == 0 and not args.benchmark_only:
+            note("evaluation")
+            results.say_start(*_evaluate(results, "before the first step"))
+        for epoch in range(first, -(-total // per_epoch)):  # the last one may be cut short
+            length = min(per_epoch, total - epoch * per_epoch)  # steps of this epoch
+            steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
+            ahead = Ahead(islice(steps, length - before.steps))  # none if all are done
+            steps = plan.timeline.over(seeded(ahead, model, args.seed, optimizer.steps))
 
-        def after_step(totals: Totals, seconds: float, epoch: int = epoch) -> None:
-            metrics.add_step(epoch, optimizer, seconds)
-            saving.after_step(epoch, totals)  # last: metrics.jsonl has what a checkpoint has done
-            if plan.timeline.recording and plan.timeline.complete:
-                plan.timeline.save(args.workdir)  # at once: the run may be interrupted later
-            note("next batch")
-            plan.timeline.last.step = optimizer.steps + 1
+            def after_step(totals: Totals, seconds: float, epoch: int = epoch) -> None:
+                metrics.add_step(epoch, optimizer, seconds)
+                asked = optimizer.counts[2] > 0  # on some rank
+                # Last: metrics.jsonl has what a checkpoint has done.
+                saving.after_step(epoch, totals, asked)
+                if asked:
+                    raise notice.Ended
+                if plan.timeline.recording and plan.timeline.complete:
+                    plan.timeline.save(args.workdir)  # at once: the run may be interrupted later
+                note("next batch")
+                plan.timeline.last.step = optimizer.steps + 1
 
-        totals = train(
-            model, optimizer, steps, f"Epoch {epoch + 1}", world.rank, average_gradients_fn, length,
-            before, after_step, ahead.prepare,
-        )  # fmt: skip
-        note("checkpoint")
-        saving.save(epoch, totals)  # before the evaluation, which can be repeated
-        note("comparison of replicas")
-        check_replicas(world, model.whole_parameters(), f"in epoch {epoch + 1}")
-        note("evaluation")
-        # After so few steps it does not translate yet.
-        few = task.score_name == "BLEU" and not whole_epochs and total < per_epoch
-        found: tuple[float, Score | None] = (math.nan, None)
-        if not args.benchmark_only:
-            found = _evaluate(results, f"after epoch {epoch + 1}", score=not few)
-        result = results.end_epoch(epoch, totals, *found)
-        metrics.add_evaluation(optimizer.steps, epoch, result)
-        before = NOTHING_YET  # only the first epoch was begun by an earlier run
+            totals = train(
+                model, optimizer, steps, f"Epoch {epoch + 1}", world.rank, average_gradients_fn,
+                length, before, after_step, ahead.prepare,
+            )  # fmt: skip
+            note("checkpoint")
+            saving.save(epoch, totals)  # before the evaluation, which can be repeated
+            note("comparison of replicas")
+            check_replicas(world, model.whole_parameters(), f"in epoch {epoch + 1}")
+            note("evaluation")
+            # After so few steps it does not translate yet.
+            few = task.score_name == "BLEU" and not whole_epochs and total < per_epoch
+            found: tuple[float, Score | None] = (math.nan, None)
+            if not args.benchmark_only:
+                found = _evaluate(results, f"after epoch {epoch + 1}", score=not few)
+            result = results.end_epoch(epoch, totals, *found)
+            metrics.add_evaluation(optimizer.steps, epoch, result)
+            before = NOTHING_YET  # only the first epoch was begun by an earlier run
     saving.close()  # waits for what is written in the background
     if not plan.timeline.complete:  # the run was shorter
         plan.timeline.save(args.workdir)

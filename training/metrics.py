@@ -71,7 +71,7 @@ class Metrics:
         """Writes a step, done or skipped."""
         if not self.sinks:
             return
-        positions, tokens = (count / self.copies for count in optimizer.counts)  # each part once
+        positions, tokens, _ = (count / self.copies for count in optimizer.counts)  # each part once
         body, head = self.flops
         # Operations per second of all ranks; the head computes only at targets.
         speed = 3 * (body * positions + head * optimizer.target_tokens) / seconds

@@ -132,6 +132,9 @@ class Files:
     """steps between checkpoints; there is always one at the end of an epoch"""
     keep: Whole = 2
     """checkpoints to keep, the newest, and one more while it trains; 0 saves none"""
+    on_signal: Literal["save", "end"] = "save"
+    """on SIGTERM or SIGUSR1: finish the step, save and end with status 75, or end at once; a second
+    SIGTERM always ends at once"""
     async_save: bool = False
     """write checkpoints in the background while training goes on, from a copy in memory"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

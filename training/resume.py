@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_pieces
-from training.files import CHECKPOINTS
+from training.files import CHECKPOINTS, ENDED
 from training.optimization import Optimizers
 from training.options import Options
 from training.results import NOTHING_YET, Totals, options_of
 
+from .launch import notice
 from .launch.errors import UserError, torchrun
 from .launch.world import World, gather_over_ranks, sum_over_parts
 from .layouts.layout import LaidOutModel
@@ -144,6 +146,8 @@ class Saving:
         self.model, self.optimizer = model, optimizer
         self.fingerprint = task.fingerprints()["train"]
         folder = args.workdir / CHECKPOINTS
+        if world.is_main:
+            (args.workdir / ENDED).unlink(missing_ok=True)
         clean(folder)  # on every host, before the ranks meet to make the Saver
         self.saver = Saver(folder, world, args.timeout, args.async_save)
         self.saved = 0  # the steps done at the last checkpoint
@@ -162,11 +166,27 @@ class Saving:
         # Of all ranks: each takes on its share.
         return replace(done, positions=done.positions // n, tokens=done.tokens // n)
 
-    def after_step(self, epoch: int, totals: Totals) -> None:
-        """Saves every --save_every steps."""
+    def after_step(self, epoch: int, totals: Totals, now: bool = False) -> None:
+        """Saves every --save_every steps, or now."""
         every = self.args.save_every
-        if every and self.optimizer.steps % every == 0:
+        if now or (every and self.optimizer.steps % every == 0):
             self.save(epoch, totals)
+
+    @contextmanager
+    def before_the_end(self) -> Iterator[None]:
+        """Where the run ends on notice, waits for the checkpoint, and says how to go on."""
+        try:
+            yield
+        except (notice.Ended, RuntimeError) as error:  # the latter: another rank has ended first
+            if not notice.given() and not isinstance(error, notice.Ended):
+                raise
+            self.saver.wait()
+            if self.world.is_main:
+                (self.args.workdir / ENDED).touch()
+            saved = f"step {self.saved} is saved, and --resume goes on from there"
+            raise notice.Ended(
+                f"The run was asked to end: {saved if self.saved else 'no step is saved'}."
+            ) from None
 
     def close(self) -> None:
         """Waits for the last checkpoint, and removes older ones."""

@@ -73,7 +73,7 @@ def _arm(run: Run, rank: int) -> None:
         return run.process.poll() is not None
 
     until(lambda: over() or (len(run.ranks()) > rank and can_be_armed(run.ranks()[rank])), SECONDS)
-    run.ranks()[rank].send_signal(signal.SIGUSR1)
+    run.ranks()[rank].send_signal(signal.SIGUSR2)
     until(lambda: over() or run.blown.exists(), BLOWS)
     if not run.blown.exists():
         raise ProcessLookupError
@@ -96,10 +96,11 @@ def _armed(failure: str, words: str) -> Kind:
     return Kind(_arm, ends, failure)
 
 
-def _asked(strike: Strike, number: int) -> Kind:
-    """Nobody fails: the run is asked to end, by a signal of that number."""
-    own, some = End((128 + number,), None), End(None, None, (), None)
-    ends = {OWN: own, TORCHRUN: some, ALONE: End((128 + number, -number), None)}
+def _asked(strike: Strike, number: int, *saved: int) -> Kind:
+    """Nobody fails: the run is asked to end, by a signal of that number. `saved` is its status if
+    it has saved first."""
+    own, some = End((128 + number, *saved), None), End(None, None, (), None)
+    ends = {OWN: own, TORCHRUN: some, ALONE: End((128 + number, -number, *saved), None)}
     return Kind(strike, ends)
 
 
@@ -131,7 +132,7 @@ KINDS = {
     ),
     "ctrl-c": _asked(lambda run, _: os.killpg(run.process.pid, signal.SIGINT), signal.SIGINT),
     "hang up": _asked(lambda run, _: run.close_terminal(), signal.SIGHUP),
-    "ask": _asked(_to_parent(signal.SIGTERM), signal.SIGTERM),
+    "ask": _asked(_to_parent(signal.SIGTERM), signal.SIGTERM, os.EX_TEMPFAIL),
     "orphan": _killed(_to_parent(signal.SIGKILL)),
     "orphan stopped": _killed(_orphan_stopped),  # while a rank is stopped
 }

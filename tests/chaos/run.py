@@ -156,12 +156,12 @@ def _take_terminal() -> None:
 
 
 def can_be_armed(process: psutil.Process) -> bool:
-    """Whether it has come so far as to take SIGUSR1."""
+    """Whether it has come so far as to take SIGUSR2."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text().split()
     except OSError:
         return False
-    return bool(int(status[status.index("SigCgt:") + 1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    return bool(int(status[status.index("SigCgt:") + 1], 16) >> (signal.SIGUSR2 - 1) & 1)
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:

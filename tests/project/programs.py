@@ -86,8 +86,8 @@ def on_rank(
     program, printed = line.split()[0], io.StringIO()
     after_step = Saving.after_step
 
-    def stop(self: Saving, epoch: int, totals: Totals) -> None:
-        after_step(self, epoch, totals)
+    def stop(self: Saving, epoch: int, totals: Totals, now: bool) -> None:
+        after_step(self, epoch, totals, now)
         if self.optimizer.steps == stop_at:
             raise _Stop
 

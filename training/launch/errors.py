@@ -30,6 +30,8 @@ class UserError(Exception):
     """A user's mistake: programs print it as one line and end with status 2. The text gives the
     value, the rule, and a setting that works."""
 
+    status = 2
+
 
 def works(option: str, most: int, least: int = 1) -> str:
     """The end of a UserError's text: the values of an option that work."""
@@ -38,7 +40,9 @@ def works(option: str, most: int, least: int = 1) -> str:
 
 class RunError(Exception):
     """The run cannot continue, and the text explains why, e.g. a NaN loss: programs print it as one
-    line, without traceback, and end with status 1."""
+    line, without traceback, and end with its status."""
+
+    status = 1
 
 
 class Interrupted(SystemExit):

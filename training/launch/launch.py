@@ -52,9 +52,11 @@ import torch.distributed as dist
 from runtime.cores import core_slice
 from training.options import Options
 
+from . import notice
 from .errors import (
     GRACE,
     OF_TERMINAL,
+    Interrupted,
     RunError,
     UserError,
     format_error,
@@ -186,7 +188,8 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
         theirs.close()  # only the children hold it: it ends when they have ended
         with suppress(OSError):  # the starter has died: `_received` reports it
             ours.send((main, args))
-        failure = _received(ours, starter, None)  # waits for the end of the run
+        with notice.passed_on([starter]) as came:
+            failure = _received(ours, starter, None)  # waits for the end of the run
     finally:
         if starter.pid is not None:  # it was started
             starter.kill()  # on Linux its ranks end with it
@@ -194,6 +197,8 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
         ours.poll(GRACE)  # waits for the ranks, which share the pipe's other end
     if failure is None:
         return
+    if came and not isinstance(failure.explained, notice.Ended):
+        raise Interrupted(128 + came[0])  # before the ranks could save
     if failure.explained is not None:  # the program reports it, in one line
         raise failure.explained
     who = "the process that starts the ranks" if failure.rank is None else f"rank {failure.rank}"
@@ -225,7 +230,8 @@ def _start_ranks(settings: Settings, listener: socket.socket, report: Any) -> No
             pipes.append(ours)
         # Here, where it answers although a rank is stopped; its thread is not there to be forked.
         _store = host_store(listener, timedelta(seconds=settings.timeout))
-        failure = watch(processes, pipes, settings.timeout, last)
+        with notice.passed_on(processes):
+            failure = watch(processes, pipes, settings.timeout, last)
         if failure is None:
             for process in processes:
                 process.join(GRACE)  # they end after the barrier

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from training.launch.notice import look
 from training.progress import moving
 
 from .cache import Cache
@@ -145,6 +146,7 @@ def continue_together(
     newest = _padded(prompts, device)  # [B, T]
     live, left = list(range(len(prompts))), sum(most)  # the sentence of each row
     while True:
+        look()
         tokens = decoder.next_tokens(newest, cache, num_tokens)  # [B]
         going = []  # rows that continue
         for row, (i, token) in enumerate(zip(live, tokens.tolist(), strict=True)):

@@ -1,6 +1,6 @@
 """Python imports this at its start where this folder is on its path.
 
-It lets a process be made to fail from within, at a moment chosen outside: after SIGUSR1 the next
+It lets a process be made to fail from within, at a moment chosen outside: after SIGUSR2 the next
 forward of any module, on whatever thread, fails in the way that CHAOS_FAILURE names, and just
 before it does, makes the file CHAOS_BLOWN.
 """
@@ -35,4 +35,4 @@ def arm() -> None:
 
 if "CHAOS_FAILURE" in os.environ:
     first = threading.Lock()
-    signal.signal(signal.SIGUSR1, lambda *_: threading.Thread(target=arm, daemon=True).start())
+    signal.signal(signal.SIGUSR2, lambda *_: threading.Thread(target=arm, daemon=True).start())
