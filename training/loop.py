@@ -201,7 +201,7 @@ def run(
     results.begin(notes, resumed=done > 0)
     note, plan.timeline.last.step = plan.timeline.last.note, done + 1
     # After `begin`, which has moved old files away.
-    metrics = Metrics(world, args, task, model, done, trackers)
+    metrics = Metrics(world, args, model, done, trackers)
     whole_epochs = args.num_batches is None
     with notice.heeded(args.on_signal), saving.before_the_end():
         if whole_epochs and done == 0 and not args.benchmark_only:

@@ -6,12 +6,11 @@ A line of JSON per step and per evaluation, written at once, so that `tail -f` f
     {"epoch": 0, "step": 79, "training_loss": 1.9, "validation_loss": 1.4, "bleu": 22.9}
 
 `step` is the number of steps done in the whole run. Speeds are summed over all ranks;
-`tokens_per_sec` counts all positions, `real_tokens_per_sec` excludes padding. `tflops_per_sec`
-counts three forward passes per step, since backward takes two; recomputation is not counted.
+`tokens_per_sec` counts all positions, `real_tokens_per_sec` excludes padding. A position of GPT-2
+with P parameters, L blocks of width C and sequences of T takes about 6 P + 12 L C T operations.
 training/trackers.py writes the same numbers for other tools.
 
-Cost: at the start a forward without memory on rank 0; 0.1 ms per
-step.
+Cost: 0.1 ms per step.
 """
 
 from __future__ import annotations
@@ -22,10 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
-
 from training.files import METRICS, json_text, writing
 from training.optimization import Optimizers
 from training.options import Options
@@ -33,8 +28,6 @@ from training.options import Options
 from .launch.memory import peak_bytes
 from .launch.world import World
 from .layouts.layout import LaidOutModel
-from .tasks.gpt2 import Sequences
-from .tasks.task import Task
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 """Takes the number of steps done, and the numbers to write."""
@@ -54,14 +47,12 @@ class Metrics:
         self,
         world: World,
         args: Options,
-        task: Task,
         model: LaidOutModel,
         steps_done: int,
         trackers: Sequence[Tracker] = (),
     ) -> None:
         self.copies = world.world_size / model.parts  # ranks that have the same part of a batch
         self.device = world.device
-        self.flops = flops_of_forward(task) if world.is_main else (0.0, 0.0)  # body and head
         self.sinks: list[Sink] = []
         if world.is_main:
             self.sinks.append(_json_lines(args.workdir / METRICS, steps_done))
@@ -72,14 +63,10 @@ class Metrics:
         if not self.sinks:
             return
         positions, tokens, _ = (count / self.copies for count in optimizer.counts)  # each part once
-        body, head = self.flops
-        # Operations per second of all ranks; the head computes only at targets.
-        speed = 3 * (body * positions + head * optimizer.target_tokens) / seconds
         self._write(
             optimizer.steps, epoch=epoch, loss=optimizer.loss, learning_rate=optimizer.rate,
             gradient_norm=optimizer.norm, seconds=seconds, tokens_per_sec=positions / seconds,
-            real_tokens_per_sec=tokens / seconds, tflops_per_sec=speed / 1e12,
-            peak_rss_bytes=peak_bytes(self.device),
+            real_tokens_per_sec=tokens / seconds, peak_rss_bytes=peak_bytes(self.device),
             skipped=math.isnan(optimizer.loss),
         )  # fmt: skip
 
@@ -91,23 +78,6 @@ class Metrics:
     def _write(self, steps: int, epoch: int, **numbers: Any) -> None:
         for sink in self.sinks:
             sink(steps, {"epoch": epoch, "step": steps, **numbers})
-
-
-def flops_of_forward(task: Task) -> tuple[float, float]:
-    """Floating-point operations of a forward per position (or picture): of all layers but the head,
-    and of the head, which computes only at targets. They are counted on the meta device, for a
-    validation batch."""
-    # [B, T] token ids, or [B, 3, 32, 32] pictures, without memory.
-    x = tree_leaves(task.validation_batches(0, 1)[0])[0].to("meta")
-    *body, head = [layer.eval() for layer in task.layers(task.skeleton())]
-    pictures = x.is_floating_point()
-    positions = len(x) if pictures else x.numel()
-    with torch.no_grad(), FlopCounterMode(display=False) as of_body:
-        # Floats, as the skeleton is, to features; or ids to [B, T, C]
-        hidden = torch.nn.Sequential(*body)(x.float() if pictures else Sequences(x))
-    with torch.no_grad(), FlopCounterMode(display=False) as of_head:
-        head(hidden)  # without targets: all positions
-    return of_body.get_total_flops() / positions, of_head.get_total_flops() / positions
 
 
 def _json_lines(path: Path, steps_done: int) -> Sink:

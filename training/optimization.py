@@ -109,7 +109,6 @@ class Optimizers:
         self.loss_sum = self.loss = math.nan  # of the last step, over all ranks; loss: the mean
         self.norm = self.rate = math.nan  # of its gradient; the learning rate
         self._first, self._risen = math.nan, False  # the first loss; whether it was far exceeded
-        self.target_tokens = 0
         self.counts: list[float] = []
         self._world = world or World()
         self._run = run or (lambda function: [function(i) for i in range(len(self.optimizers))])
@@ -144,7 +143,6 @@ class Optimizers:
         square, *others = facts.tolist()  # the only place where a step waits for its GPU
         losses, self.counts = others[: self._world.world_size], others[self._world.world_size :]
         self.norm = math.sqrt(square)
-        self.target_tokens = target_tokens
         self.loss_sum = sum(losses)
         epoch, step = divmod(self.steps, self.recipe.steps_per_epoch)
         where = f"epoch {epoch + 1}, step {step + 1} of {self.recipe.steps_per_epoch}"
