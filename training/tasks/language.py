@@ -17,21 +17,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from training.files import writing
 from training.launch.errors import UserError
 from training.launch.world import World
 
 from .generation import continue_all
-from .gpt2 import PRESETS
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .texts import END
 from .tokens import Encoded, train_bpe
+
+if TYPE_CHECKING:  # see training/tasks/gpt2.py
+    from transformers import PreTrainedTokenizerFast
 
 PROMPT = 8  # tokens of a sample prompt at the end of an epoch
 CONTINUED = 24  # new tokens of a sample
@@ -42,19 +42,14 @@ class LanguageTask(SequenceTask):
 
     score_name = "perplexity"
 
-    def make_tokenizer(self, workdir: Path) -> None:
-        """Trains one, or takes the one that comes with pretrained weights."""
-        args = self.args
-        if args.model in PRESETS:
-            lines = (line for t in self.texts.splits["train"] for line in t.splitlines(True))
-            tokenizer = train_bpe(lines, args.vocab_size or MAX_VOCAB, [END])
-        else:
-            from transformers import AutoTokenizer
+    def train_tokenizer(self) -> PreTrainedTokenizerFast:
+        """Learns merges within lines."""
+        lines = (line for t in self.texts.splits["train"] for line in t.splitlines(True))
+        return train_bpe(lines, self.args.vocab_size or MAX_VOCAB, [END], self.special_tokens())
 
-            tokenizer = AutoTokenizer.from_pretrained(args.model)  # which check_pretrained has seen
-        tokenizer.add_special_tokens({"eos_token": END, "pad_token": END})
-        with writing(workdir / "tokenizer.json"):
-            tokenizer.save_pretrained(workdir)
+    def special_tokens(self) -> dict[str, Any]:
+        """The end of a text, which also pads."""
+        return {"eos_token": END, "pad_token": END}
 
     def encoded(self) -> dict[str, list[Encoded]]:
         """Sequences of --model_max_length inputs; the last is shorter."""

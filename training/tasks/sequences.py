@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +47,7 @@ from .task import Step, Task, Translator, measured, steps_of_epoch, to_device
 from .tokens import TOKENIZER_FILES, Encoded, collate_batch, load_tokenizer
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 MAX_VOCAB = 4096  # tokens that BPE may learn without --vocab_size
 EVAL_BATCH = 64
@@ -87,8 +86,12 @@ class SequenceTask(Task, ABC):
         self.length = args.model_max_length if args.padding == "max_length" else None
 
     @abstractmethod
-    def make_tokenizer(self, workdir: Path) -> None:
-        """Writes the tokenizer's files."""
+    def train_tokenizer(self) -> PreTrainedTokenizerFast:
+        """A tokenizer of the train split, of a model that starts from nothing."""
+
+    @abstractmethod
+    def special_tokens(self) -> dict[str, Any]:
+        """What a tokenizer that comes with pretrained weights is given."""
 
     @abstractmethod
     def encoded(self) -> dict[str, list[Encoded]]:
@@ -229,6 +232,15 @@ class SequenceTask(Task, ABC):
         """The hashes of the texts."""
         return self.texts.fingerprints()
 
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        if self.args.model in PRESETS:
+            return self.train_tokenizer()
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.args.model)  # check_pretrained has seen it
+        tokenizer.add_special_tokens(self.special_tokens())
+        return tokenizer
+
     def _shared_files(self, world: World, saved: Mapping[str, bytes] | None) -> dict[str, bytes]:
         """The tokenizer's files, on every rank. Rank 0 also writes them to the workdir."""
         found: list[Any] = [None]
@@ -236,7 +248,8 @@ class SequenceTask(Task, ABC):
         def make() -> None:
             workdir = self.args.workdir
             if saved is None:
-                self.make_tokenizer(workdir)
+                with writing(workdir / "tokenizer.json"):
+                    self._tokenizer().save_pretrained(workdir)
             else:
                 for file in FILES:
                     with writing(workdir / file):

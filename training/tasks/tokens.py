@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers.implementations import ByteLevelBPETokenizer
@@ -40,6 +40,11 @@ def eos(language: str) -> str:
     return f"<eos_{language}>"
 
 
+def ends_of(src: str, tgt: str) -> dict[str, Any]:
+    """The special tokens of translation, by their uses."""
+    return {"pad_token": PAD, "eos_token": eos(tgt), "extra_special_tokens": [eos(src)]}
+
+
 def train_tokenizer(
     pairs: Sequence[dict[str, str]], vocab_size: int, src: str, tgt: str
 ) -> PreTrainedTokenizerFast:
@@ -50,25 +55,25 @@ def train_tokenizer(
             text may give fewer merges.
     """
     texts = (pair[key] for pair in pairs for key in (src, tgt))
-    tokenizer = train_bpe(texts, vocab_size, [PAD, eos(src), eos(tgt)])  # their ids: 0, 1, 2
-    ends = {"eos_token": eos(tgt), "extra_special_tokens": [eos(src)]}
-    tokenizer.add_special_tokens({"pad_token": PAD, **ends})
-    return tokenizer
+    return train_bpe(texts, vocab_size, [PAD, eos(src), eos(tgt)], ends_of(src, tgt))
 
 
 def train_bpe(
-    texts: Iterable[str], vocab_size: int, special_tokens: list[str]
+    texts: Iterable[str], vocab_size: int, special_tokens: list[str], uses: Mapping[str, Any]
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; the special tokens come first."""
+    """Byte-level BPE. The special tokens come first: their ids are 0, 1, ...; `uses` says what they
+    are to `transformers`, e.g. {"pad_token": "<pad>"}."""
     from transformers import PreTrainedTokenizerFast
 
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(
         texts, vocab_size, min_frequency=2, special_tokens=special_tokens, show_progress=False
     )
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer, clean_up_tokenization_spaces=False
     )
+    tokenizer.add_special_tokens(uses)
+    return tokenizer
 
 
 def get_tokenizer(

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from training.files import writing
 from training.launch.errors import UserError
 from training.launch.world import World
 
 from .generation import evaluate_bleu, translate
-from .gpt2 import PRESETS
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .texts import SPLITS
-from .tokens import PAD, Encoded, encode, eos, get_tokenizer
+from .tokens import Encoded, encode, ends_of, train_tokenizer
+
+if TYPE_CHECKING:  # see training/tasks/gpt2.py
+    from transformers import PreTrainedTokenizerFast
 
 
 class TranslationTask(SequenceTask):
@@ -22,20 +22,14 @@ class TranslationTask(SequenceTask):
 
     score_name = "BLEU"
 
-    def make_tokenizer(self, workdir: Path) -> None:
-        """Trains one, or takes the one that comes with pretrained weights."""
-        args = self.args
-        if args.model in PRESETS:
-            pairs = self.texts.splits["train"]
-            get_tokenizer(pairs, args.vocab_size or MAX_VOCAB, args.src, args.tgt, workdir)
-            return
-        from transformers import AutoTokenizer
+    def train_tokenizer(self) -> PreTrainedTokenizerFast:
+        """One for both languages."""
+        args, pairs = self.args, self.texts.splits["train"]
+        return train_tokenizer(pairs, args.vocab_size or MAX_VOCAB, args.src, args.tgt)
 
-        tokenizer = AutoTokenizer.from_pretrained(args.model)  # which check_pretrained has seen
-        ends = {"eos_token": eos(args.tgt), "extra_special_tokens": [eos(args.src)]}
-        tokenizer.add_special_tokens({"pad_token": PAD, **ends})
-        with writing(workdir / "tokenizer.json"):
-            tokenizer.save_pretrained(workdir)
+    def special_tokens(self) -> dict[str, Any]:
+        """Padding, and the end of each language."""
+        return ends_of(self.args.src, self.args.tgt)
 
     def encoded(self) -> dict[str, list[Encoded]]:
         """A sequence per pair."""
