@@ -92,7 +92,9 @@ def read_lines(args: argparse.Namespace) -> list[str]:
         ) from error
 
 
-def generate(trained: Trained, lines: Sequence[str], args: argparse.Namespace) -> list[list[str]]:
+def continuations(
+    trained: Trained, lines: Sequence[str], args: argparse.Namespace
+) -> list[list[str]]:
     """The translations or continuations of each line. Raises UserError if a line is too long.
 
     Draws depend only on the seed, the number of the line, and the number of the sample.
@@ -138,7 +140,7 @@ def main() -> None:
         return
     lines = read_lines(args)
     device = choose_device(args.device, 0, 1)
-    for texts in generate(load_trained(args.trained, device), lines, args):
+    for texts in continuations(load_trained(args.trained, device), lines, args):
         print("\n".join(texts), flush=True)
 
 

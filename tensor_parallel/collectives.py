@@ -8,15 +8,16 @@ forward:
 
     function        forward             backward            where
     replicate       nothing             all-reduce          before the head
-    add_up          all-reduce          nothing             after the embedding and row-parallel
+    all_reduce      all-reduce          nothing             after the embedding and row-parallel
     gather          all-gather          reduce-scatter      the same places, if each rank has a
     scatter         reduce-scatter      all-gather          part of the sequence in between
 
 A column-parallel matrix writes its backward, too: its collective runs beside its second product
 (`_Columns` in layers.py).
 
-Papers: Shoeybi et al., "Megatron-LM", 2019 (its f and g are `replicate` and `add_up`); Korthikanti
-et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (`gather`, `scatter`).
+Papers: Shoeybi et al., "Megatron-LM", 2019 (its f and g are `replicate` and `all_reduce`);
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (`gather`,
+`scatter`).
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def replicate(x: Tensor, ranks: Ranks) -> Tensor:
     return x if ranks.size == 1 else _Replicate.apply(x, ranks)
 
 
-def add_up(x: Tensor, ranks: Ranks) -> Tensor:
+def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum of all ranks' `x`."""
-    return x if ranks.size == 1 else _AddUp.apply(x, ranks)
+    return x if ranks.size == 1 else _AllReduce.apply(x, ranks)
 
 
 def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -60,7 +61,7 @@ class _Replicate(torch.autograd.Function):
         return ctx.ranks.all_reduce(dy), None  # each rank has one addend of it
 
 
-class _AddUp(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:  # noqa: ARG004
         return ranks.all_reduce(x)

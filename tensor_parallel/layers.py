@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.ranks import Ranks
-from tensor_parallel.collectives import add_up, scatter
+from tensor_parallel.collectives import all_reduce, scatter
 
 SEQUENCE = 1  # the dimension of positions
 
@@ -52,7 +52,7 @@ class _CutLayer(nn.Module):
 
     def summed(self, y: Tensor) -> Tensor:
         """The sum of all ranks' y, [B, T, C]; if scattered, this rank's [B, T/t, C] of the sum."""
-        return scatter(y, self.ranks, SEQUENCE) if self.scattered else add_up(y, self.ranks)
+        return scatter(y, self.ranks, SEQUENCE) if self.scattered else all_reduce(y, self.ranks)
 
 
 class ColumnParallelLinear(_CutLayer):

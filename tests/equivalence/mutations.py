@@ -295,7 +295,7 @@ _BOTH = "mesh2-1x1x2 mesh2-1x1x2-sequence"
 for _name, _function, _way, _rows in (
     ("a_gradient_of_the_head_is_not_summed", collectives._Replicate, "backward", "mesh2-1x1x2"),
     ("a_gradient_between_matrices_is_not_summed", layers._Columns, "backward", _BOTH),
-    ("a_row_parallel_product_is_not_summed", collectives._AddUp, "forward", "mesh2-1x1x2"),
+    ("a_row_parallel_product_is_not_summed", collectives._AllReduce, "forward", "mesh2-1x1x2"),
     (
         "a_part_of_the_sequence_is_not_summed", collectives._Scatter, "forward",
         "mesh2-1x1x2-sequence",

@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from project.generate import generate, main
+from project.generate import continuations, main
 from project.generate import parse as parse_generate
 from project.utils import read_texts
 from tests.project.conftest import Learned
@@ -105,7 +105,7 @@ def test_the_snippet_translates_as_generate_py_does(
     snippet = re.sub(r'from_pretrained\(".*?"\)', f'from_pretrained("{pairs}")', snippet)
     source = re.findall(r'tokenizer\("(.*)<eos_de>"', snippet)[0]
     trained = load_trained(str(pairs))
-    (expected,) = generate(trained, [source], parse_generate([str(pairs)]))
+    (expected,) = continuations(trained, [source], parse_generate([str(pairs)]))
     exec(snippet, {})
     assert " ".join(capsys.readouterr().out.strip().splitlines()) == expected[0]
     # A model that likes nothing but to end: after the first token nothing follows.

@@ -39,7 +39,7 @@ def trained() -> Trained:
 
 
 def generated(trained: Trained, lines: list[str], *options: str) -> list[list[str]]:
-    return generate.generate(trained, lines, generate.parse(["somewhere", *options]))
+    return generate.continuations(trained, lines, generate.parse(["somewhere", *options]))
 
 
 def alone(trained: Trained, line: str, most: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from project.generate import generate
+from project.generate import continuations
 from project.generate import parse as parse_generate
 from project.utils import read_texts
 from tests.project.conftest import Learned
@@ -54,12 +54,12 @@ def test_a_text_is_continued_and_an_empty_line_begins_one(one: Learned) -> None:
     trained = load_trained(str(one.workdir))
     options = parse_generate(["somewhere", "--max_new_tokens", "8"])
     for row in read_json(one.workdir / "rank0_gen_epoch1.json"):
-        (said,) = generate(trained, [row["example"]], options)
+        (said,) = continuations(trained, [row["example"]], options)
         assert said[0].split()[:4] == (row["example"] + row["gen"]).split()[:4]
     end = trained.tokenizer.convert_tokens_to_ids(END)
     ids = recomputed(trained.model, [end], len(trained.tokenizer), end, 9)
     text = trained.tokenizer.decode(ids)
-    found = generate(trained, ["", "Line", ""], options)
+    found = continuations(trained, ["", "Line", ""], options)
     assert found[0] == found[2] == [" ".join(text.splitlines())]
     assert text and found[1][0].startswith("Line")
 
