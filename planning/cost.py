@@ -28,6 +28,7 @@ from .simulate import CAUSES, Simulator, Work
 
 FLASH = 0.5  # the rate of fused attention, as a share of that of large matrix products
 LAUNCHES = 20  # kernels of a block's forward; backward has twice as many
+UNFUSED_SOFTMAX = 8  # more of them: mask, scale and softmax apart, and to fp32 and back
 UPDATE_BYTES = (
     48  # read and written per parameter by unscaling, clipping, AdamW, the copy to 16 bits
 )
@@ -133,10 +134,15 @@ def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
     forward = sum(product(t, n, k) for k, n in shapes)
     weights = sum(product(n, k, t) for k, n in shapes)
     inputs = sum(product(t, k, n) for k, n in shapes)
+    launches = LAUNCHES
     if machine.attention == "flash":
         attend = 2.0 * b * s * s * wide / (FLASH * rate) + kernel
         attention = (attend, 2.5 * attend)
     else:  # with all scores in memory: two products, softmax, dropout; twice as many backward
+        if (
+            b * heads % 4
+        ):  # Megatron-LM's kernel for softmax takes four matrices of scores at a time
+            launches += UNFUSED_SOFTMAX
         scores = b * heads * s * s
         one = product(s, s, h // model.heads, b * heads)
         attention = (2 * one + 4.5 * size * scores / memory, 4 * one + 5.5 * size * scores / memory)
@@ -150,11 +156,11 @@ def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
     exchanged = 2 * ring.reduce(size * t * h) if tp > 1 else 0.0
     host = machine.host_us * 1e-6
     collective = (2 if tp > 1 else 0) * machine.collective_us * 1e-6
-    start = LAUNCHES * host + collective
+    start = launches * host + collective
     there = Pass(forward, attention[0], passed, exchanged, start)
     back = Pass(
         inputs + weights, attention[1], 2 * passed + model.block * added, exchanged,
-        2 * LAUNCHES * host + collective,
+        2 * launches * host + collective,
     )  # fmt: skip
     if layout.recompute == "always":
         back = back.plus(there)

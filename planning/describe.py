@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.schedules.catalogue import chunks_of
+from pipeline.schedules.catalogue import SCHEDULES, chunks_of
 
 MACHINES = Path(__file__).parent / "machines"
 PRESETS = {  # layers, hidden, heads, vocabulary, positions
@@ -26,7 +26,6 @@ PRESETS = {  # layers, hidden, heads, vocabulary, positions
     "gpt2-xl": (48, 1600, 25, 50257, 1024),
 }
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-RECOMPUTE = {"none": "never", "full": "always"}  # the words of tables, in those of train.py
 NETWORKS = {  # GB/s of a node, seconds of a message in us: line rates
     "ethernet-10": (1.25, 30), "ethernet-25": (3.1, 30), "ethernet-100": (12.5, 20),
     "infiniband-100": (12.5, 5), "infiniband-8x200": (200, 10), "infiniband-8x400": (400, 10),
@@ -254,54 +253,74 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
     return model
 
 
-WORDS = ("schedule", "recompute")  # the columns that are not numbers
 COLUMNS = (
     "layers", "hidden", "heads", "ffn", "gated_mlp", "vocab", "tied", "seq", "gpus",
     "gpus_per_node", "dp", "tp", "pp", "chunks", "micro_batch", "global_batch", "schedule", "zero",
     "sequence_parallel", "recompute", "precision", "seconds_per_step", "memory_gb", "fits",
 )  # fmt: skip
+REQUIRED = ("layers", "hidden", "heads", "vocab", "seq", "gpus", "global_batch")
+SPELLINGS = {  # of columns, and of words in them
+    "n_layer": "layers", "n_embd": "hidden", "n_head": "heads", "vocab_size": "vocab",
+    "batch_size": "global_batch", "none": "never", "full": "always", "afab": "gpipe",
+    "zb-h1": "zb", "zb-1p": "zb", "zb-v": "zbv", "1f1b-i": "interleaved",
+    "true": "1", "yes": "1", "false": "0", "no": "0",
+}  # fmt: skip
 
 
 def row_of(row: Mapping[str, str], machine: Machine) -> tuple[Model, Layout, Machine]:
     """The model, layout and nodes of a row of a table. Where a table is silent: one sequence per
-    micro-batch, and the fewest chunks, 2 or more, that cut a stage's blocks evenly.
+    micro-batch, as many replicas as there are GPUs for, the fewest chunks, 2 or more, that cut a
+    stage's blocks evenly, no recomputation, bf16.
 
-    Raises ValueError for a cell that is no number."""
-    number: dict[str, int] = {}
-    for name in COLUMNS[: COLUMNS.index("precision")]:
-        text = (row.get(name) or "").strip()
-        if name not in WORDS and text:
-            if not _is_number(text):
-                raise ValueError(f"{name} is {text!r}, and must be a number")
-            number[name] = int(float(text))
-    sizes = ("layers", "hidden", "heads", "ffn", "vocab", "seq")
-    if missing := [name for name in (*sizes, "gpus", "global_batch") if name not in number]:
-        raise ValueError(f"{missing[0]} is empty")
+    Raises ValueError for a cell that has no meaning."""
+
+    def number(name: str, default: int | None = None) -> int:
+        text = SPELLINGS.get(said(name, ""), said(name, ""))
+        if not text and default is not None:
+            return default
+        if not _is_number(text) or float(text) < 0:
+            raise ValueError(
+                f"{name} is {text!r}, and must be a number" if text else f"{name} is empty"
+            )
+        return int(float(text))
+
+    def said(name: str, default: str) -> str:
+        text = (row.get(name) or "").strip().lower() or default
+        return SPELLINGS.get(text, text)
+
+    layers, hidden, heads, vocab, seq, gpus, batch = map(number, REQUIRED)
     model = Model(
-        **{k: number[k] for k in sizes},
-        gated_mlp=bool(number.get("gated_mlp")), tied=bool(number.get("tied", 1)),
+        layers, hidden, heads, number("ffn", 4 * hidden), vocab, seq,
+        gated_mlp=bool(number("gated_mlp", 0)), tied=bool(number("tied", 1)),
     )  # fmt: skip
-    schedule = (row["schedule"] or "1f1b").lower()
-    chunks, pp = number.get("chunks"), number.get("pp", 1)
-    if schedule == "interleaved" and chunks is None:
-        blocks = model.layers // pp
+    tp, pp, schedule = number("tp", 1), number("pp", 1), said("schedule", "1f1b")
+    chunks = number("chunks", 0)
+    if schedule == "interleaved" and not chunks:
+        blocks = layers // pp
         chunks = next((c for c in range(2, blocks + 1) if blocks % c == 0), 1)
     if schedule in ("interleaved", "1f1b"):  # more than one chunk is interleaved, whatever it says
-        schedule = "interleaved" if (chunks or 1) > 1 and pp > 1 else "1f1b"
-    schedule = {"afab": "gpipe"}.get(schedule, schedule)
-    recompute = RECOMPUTE.get(row["recompute"], row["recompute"] or "never")
-    if recompute not in ("never", "selective", "always"):
-        raise ValueError(f"recompute is {recompute!r}, and must be never, selective or always")
+        schedule = "interleaved" if chunks > 1 and pp > 1 else "1f1b"
+    recompute, precision = said("recompute", "never"), said("precision", "bf16")
+    for name, word, known in (
+        ("schedule", schedule, tuple(SCHEDULES)),
+        ("recompute", recompute, ("never", "selective", "always")),
+        ("precision", precision, tuple(machine.tflops)),
+    ):
+        if word not in known:
+            raise ValueError(f"{name} is {word!r}, and must be one of {', '.join(known)}")
+    dp, zero = number("dp", gpus // (tp * pp)), number("zero", 0)
+    if dp * tp * pp != gpus:
+        raise ValueError(f"dp {dp} x tp {tp} x pp {pp} is {dp * tp * pp}, and gpus is {gpus}")
     layout = Layout(
-        number["gpus"], number.get("dp", 1), number.get("tp", 1), pp,
-        number.get("micro_batch", 1), number["global_batch"], schedule,
-        chunks if schedule == "interleaved" else None, number.get("zero", 0),
-        bool(number.get("sequence_parallel")),
-        recompute, row["precision"] or "bf16", "pp-dp-tp",
+        gpus, dp, tp, pp, number("micro_batch", 1), batch, schedule,
+        chunks if schedule == "interleaved" else None, zero,
+        bool(number("sequence_parallel", 0)), recompute, precision, "pp-dp-tp",
     )  # fmt: skip
-    per = number.get("gpus_per_node", machine.gpus_per_node)  # a GPU keeps its part of the network
+    per = number("gpus_per_node", machine.gpus_per_node)  # a GPU keeps its part of the network
     share = machine.network_gbs * per / machine.gpus_per_node
-    return model, layout, replace(machine, gpus_per_node=per, network_gbs=share)
+    software = "flash" if zero > 1 else machine.attention  # ZeRO-2 and 3 are torch's: fused
+    nodes = replace(machine, gpus_per_node=per, network_gbs=share, attention=software)
+    return model, layout, nodes
 
 
 def _is_number(text: str | None) -> bool:

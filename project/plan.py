@@ -22,6 +22,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -34,7 +35,18 @@ from pipeline.schedules.catalogue import SCHEDULES, find
 from planning import describe, search
 from planning.cost import Prediction, PricedStep, predict
 from planning.cost import simulator as prepared
-from planning.describe import COLUMNS, MACHINES, PRESETS, Layout, Machine, Model, model_of, row_of
+from planning.describe import (
+    COLUMNS,
+    MACHINES,
+    PRESETS,
+    REQUIRED,
+    SPELLINGS,
+    Layout,
+    Machine,
+    Model,
+    model_of,
+    row_of,
+)
 from planning.simulate import Simulator, Work, with_times
 from project.command_line import Parser, count
 from training.launch.errors import refuse
@@ -120,7 +132,10 @@ def _parser() -> argparse.ArgumentParser:
             made.add_argument("--top", type=count, default=5, help="layouts to show; default: 5")
     made = command("check", "Compare a table of measured runs with their predictions.")
     made.add_argument(
-        "table", type=Path, help=f"CSV with these columns: {', '.join(COLUMNS)}; # begins a comment"
+        "table",
+        type=Path,
+        help=f"CSV with the columns {', '.join(REQUIRED)}, and any of "
+        f"{', '.join(name for name in COLUMNS if name not in REQUIRED)}; # begins a comment",
     )
     made.add_argument("--machine", required=True, help=f"a YAML file, or {', '.join(KNOWN)}")
     made.add_argument("--network", help="as of predict")
@@ -284,27 +299,34 @@ def read_table(path: Path) -> list[dict[str, str]]:
     rows = list(csv.DictReader(line for line in lines if line.strip() and not line.startswith("#")))
     if not rows:
         raise ValueError(f"{path}: it has no rows")
-    optional = ("gpus_per_node", "chunks", "memory_gb", "fits")
-    if missing := [name for name in COLUMNS if name not in rows[0] and name not in optional]:
+    given = {name: SPELLINGS.get(name, name) for name in (key.strip() for key in rows[0] if key)}
+    for name in set(given.values()) - set(COLUMNS):
+        if near := get_close_matches(name, COLUMNS, 1, 0.8):
+            raise ValueError(f"{path}: the column {name} is unknown; did you mean {near[0]}?")
+    if missing := [name for name in REQUIRED if name not in given.values()]:
         raise ValueError(
             f"{path}: the column {missing[0]} is missing; a table has {', '.join(COLUMNS)}"
         )
-    return rows
+    return [
+        {SPELLINGS.get(key.strip(), key.strip()): cell or "" for key, cell in row.items() if key}
+        for row in rows
+    ]
 
 
-def compared(path: Path, machine: Machine) -> list[dict[str, Any]]:
+def compared(table: Sequence[dict[str, str]], machine: Machine) -> list[dict[str, Any]]:
     """Each row of a table with its prediction. Raises ValueError, naming the row."""
     found = []
-    for k, row in enumerate(read_table(path), 1):
+    for k, row in enumerate(table, 1):
         try:
             model, layout, nodes = row_of(row, machine)
             step = PricedStep(model, layout, nodes, legal=False).predict(explain=False)
             measured = {
                 n: float(row[n]) if row.get(n) else None for n in ("seconds_per_step", "memory_gb")
             }
-        except (ValueError, KeyError, ZeroDivisionError) as error:
-            raise ValueError(f"{path}, row {k}: {error}") from None
-        fits = bool(float(row["fits"])) if row.get("fits") else None
+            said = SPELLINGS.get(row.get("fits", "").lower(), row.get("fits"))
+            fits = bool(float(said)) if said else None
+        except (ValueError, ZeroDivisionError) as error:
+            raise ValueError(f"row {k}: {error}") from None
         found.append(
             {name: row.get(name, "") for name in COLUMNS} | measured | {
                 "fits": fits, "predicted_seconds": step.seconds,
@@ -362,7 +384,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def run_check(args: Any) -> None:
     """`check`."""
-    rows = compared(args.table, describe.machine(args.machine, args.network, args.link))
+    machine = describe.machine(args.machine, args.network, args.link)
+    rows = compared(read_table(args.table), machine)
     if args.json:
         print(json.dumps(rows, indent=1))
         return
