@@ -206,12 +206,9 @@ class Compared:
 
     def apart(self, worker: int, action: Action) -> float:
         """How much longer an action took than predicted: 0.1 is 10 %."""
-        expected, (start, end) = (
-            self.expected[self.pipeline.place[worker]],
-            self.rows[worker][action],
-        )
-        predicted = expected[action][1] - expected[action][0] if action in expected else 0.0
-        return (end - start) / predicted - 1 if predicted else 0.0
+        start, end = self.rows[worker][action]
+        first, last = self.expected[self.pipeline.place[worker]].get(action, (0.0, 0.0))
+        return (end - start) / (last - first) - 1 if last > first else 0.0
 
     def place(self, r: int) -> str:
         """The name of a predicted row."""

@@ -30,7 +30,7 @@ function workOf(run, choice, schedule) {
   const [giver, taker] = moved(choice.move);
   for (const kind of "FIWR") {
     batch[kind] = perStage(batch[kind], run.ranks, ranks);
-    if (Math.max(giver, taker) >= ranks.length || giver < 0) continue;
+    if (giver === taker) continue;
     const part = batch[kind][giver] / Math.max(1, layers[giver]);
     batch[kind][giver] -= part;
     batch[kind][taker] += part;
@@ -48,9 +48,9 @@ function workOf(run, choice, schedule) {
   };
 }
 
-// The stage that gives a layer and the one that takes it: 1 is 0 to 1, -1 is 1 to 0.
+// The stage that gives a layer and the one that takes it: 1 is 0 to 1, -1 is 1 to 0, 0 none.
 function moved(move) {
-  return move > 0 ? [move - 1, move] : move < 0 ? [-move, -move - 1] : [-1, -1];
+  return move > 0 ? [move - 1, move] : move < 0 ? [-move, -move - 1] : [0, 0];
 }
 
 function draw(svg, step, seconds) {
@@ -69,53 +69,56 @@ function draw(svg, step, seconds) {
   }).join("");
 }
 
+// The choice of a run, from the page's URL and the controls; what differs from the run goes to the URL.
 function show(section, run, key) {
-  const [m, schedule, move] = ["m", "schedule", "move"].map((name) => section.querySelector(`[name=${name}]`));
-  const sizes = () => Object.keys(run.lists[schedule.value]).map(Number);
+  const control = (name) => section.querySelector(`[name=${name}]`);
+  const write = (name, text) => { section.querySelector(`[data-of=${name}]`).textContent = text; };
+  const ms = (seconds) => `${(1e3 * seconds).toFixed(1)} ms`;
+  const percent = (part) => `${(100 * part).toFixed(1)} %`;
   const own = { m: run.m, schedule: run.schedule, move: 0 };
-  const simulated = (choice) => {
-    const lists = decode(run.lists[choice.schedule][choice.m]);
-    return simulate(lists, workOf(run, choice, lists));
+  const given = new URLSearchParams(location.hash.slice(1));
+  const choice = {
+    m: Number(given.get(`${key}m`) ?? own.m),
+    schedule: given.get(`${key}schedule`) in run.lists ? given.get(`${key}schedule`) : own.schedule,
+    move: Number(given.get(`${key}move`)) || 0,
   };
-  const update = () => {
-    m.max = sizes().length - 1;
-    const choice = { m: sizes()[m.value], schedule: schedule.value, move: Number(move.value) };
+  const simulated = ({ m, schedule, move }) => {
+    const lists = decode(run.lists[schedule][m]);
+    return simulate(lists, workOf(run, { m, move }, lists));
+  };
+  const before = simulated(own);
+  const refresh = () => {
+    const sizes = Object.keys(run.lists[choice.schedule]).map(Number);
+    choice.m = sizes.filter((size) => size <= choice.m).pop() ?? sizes[0];
+    control("schedule").value = choice.schedule;
+    control("m").max = sizes.length - 1;
+    control("m").value = sizes.indexOf(choice.m);
+    const last = Math.max(...decode(run.lists[choice.schedule][choice.m]).flat().map(([, stage]) => stage));
+    Object.assign(control("move"), { min: -last, max: last, value: choice.move });
+    choice.move = Number(control("move").value); // within its range
     const step = simulated(choice);
     const [giver, taker] = moved(choice.move);
-    const text = (name, value) => { section.querySelector(`[data-of=${name}]`).textContent = value; };
-    const ms = (seconds) => `${(1e3 * seconds).toFixed(1)} ms`;
-    const percent = (part) => `${(100 * part).toFixed(1)} %`;
-    text("m", choice.m);
-    text("move", choice.move ? `one, from stage ${giver} to stage ${taker}` : "none");
-    text("result", `${ms(step.seconds)} a step, ${percent(step.bubble)} bubble; as it ran: predicted ` +
-      `${ms(simulated(own).seconds)}, measured ${ms(run.measured)}, ${percent(run.bubble)} bubble.`);
+    write("m", choice.m);
+    write("move", choice.move ? `one, from stage ${giver} to stage ${taker}` : "none");
+    write("result", `${ms(step.seconds)} a step, ${percent(step.bubble)} bubble; as it ran: predicted ` +
+      `${ms(before.seconds)}, measured ${ms(run.measured)}, ${percent(run.bubble)} bubble.`);
     draw(section.querySelector("svg.what-if"), step, Math.max(step.seconds, run.measured));
     const state = new URLSearchParams(location.hash.slice(1));
-    for (const [name, value] of Object.entries(choice)) {
-      if (value === own[name]) state.delete(key + name);
-      else state.set(key + name, value);
+    for (const name in own) {
+      state.delete(key + name);
+      if (choice[name] !== own[name]) state.set(key + name, choice[name]);
     }
     history.replaceState(null, "", `#${state}`);
   };
-  const restore = () => {
-    const state = new URLSearchParams(location.hash.slice(1));
-    const wanted = (name) => state.get(key + name) ?? own[name];
-    schedule.value = wanted("schedule") in run.lists ? wanted("schedule") : own.schedule;
-    m.max = sizes().length - 1;
-    m.value = Math.max(0, sizes().indexOf(Number(wanted("m"))));
-    move.value = wanted("move");
-    update();
-  };
-  schedule.addEventListener("input", () => { // as many micro-batches, or the most below
-    const before = Number(section.querySelector("[data-of=m]").textContent);
-    m.max = sizes().length - 1;
-    m.value = Math.max(0, sizes().filter((size) => size <= before).length - 1);
-    update();
+  const changed = (name, read) => control(name).addEventListener("input", (event) => {
+    choice[name] = read(event.target.value);
+    refresh();
   });
-  [m, move].forEach((control) => control.addEventListener("input", update));
-  window.addEventListener("hashchange", restore);
+  changed("schedule", String);
+  changed("move", Number);
+  changed("m", (index) => Number(Object.keys(run.lists[choice.schedule])[index]));
   section.querySelector(".simulated").hidden = false;
-  restore();
+  refresh();
 }
 
 document.querySelectorAll("section.run").forEach((section, k) => {
