@@ -43,7 +43,7 @@ from .gpt2 import (
     sizes_of_blocks,
 )
 from .pretrained import model_content, pretrained_config, pretrained_initializer
-from .task import Step, Task, Translator, measured, steps_of_epoch, to_device
+from .task import Step, Task, Translator, steps_of_epoch, to_device
 from .tokens import TOKENIZER_FILES, Encoded, collate_batch, load_tokenizer
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
@@ -203,11 +203,6 @@ class SequenceTask(Task, ABC):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The summed loss over the target tokens."""
         return loss_of_targets(output, target)
-
-    def measure(self, output: Tensor, target: Tensor) -> Tensor:
-        """[summed loss, right tokens, number of tokens]; output [N, V] at the N target tokens."""
-        right = (output.argmax(-1) == target).sum()
-        return measured(self.loss(output, target), right, len(target))
 
     def describe(self) -> str:
         """Sizes of the model and of the splits."""

@@ -97,7 +97,11 @@ class Task(Protocol):
         """Inputs and targets of held-out data."""
 
     def measure(self, output: Tensor, target: Any) -> Tensor:
-        """[summed loss, right answers, number of answers] of a validation batch, in float64."""
+        """[summed loss, right answers, number of answers] of a validation batch, in float64 on the
+        CPU. `output` is [N, V] at N target tokens, or [B, classes]."""
+        right = (output.argmax(-1) == target).sum()
+        found = torch.stack([self.loss(output, target), right]).tolist()  # one wait for a GPU
+        return torch.tensor([*found, len(target)], dtype=torch.float64)
 
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:
         """How good the model is; all ranks call it. `loss` and `accuracy`, from 0 to 1, are of the
@@ -107,10 +111,12 @@ class Task(Protocol):
         """What is trained on what, for a person: a line or two."""
 
     def tested(self) -> list[Any]:
-        """The examples whose outputs are scored, as JSON values."""
+        """The examples whose outputs are scored, as JSON values; none if nothing is generated."""
+        return []
 
-    def examples_to_show(self, generated: list[str]) -> str:
+    def examples_to_show(self, generated: list[str]) -> str:  # noqa: ARG002
         """A few outputs of the trained model, for a person; empty if there are none."""
+        return ""
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each split's examples, in their order."""
@@ -130,11 +136,6 @@ def to_device(values: T, device: torch.device | str) -> T:
     if device.type == "cpu":
         return values
     return tree_map_only(Tensor, lambda t: t.pin_memory().to(device, non_blocking=True), values)
-
-
-def measured(loss: Tensor, right: Tensor, count: int) -> Tensor:
-    """[loss, right, count] in float64 on the CPU, as `Task.measure` returns them."""
-    return torch.tensor([*torch.stack([loss, right]).tolist(), count], dtype=torch.float64)
 
 
 def whole_model(task: Task, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:

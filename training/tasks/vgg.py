@@ -41,7 +41,7 @@ from training.seeds import stream
 
 from .gpt2 import generator_for, split_by
 from .pictures import Pictures, PictureSets, to_inputs
-from .task import Score, Step, Translator, measured, steps_of_epoch, to_device
+from .task import Score, Step, Task, Translator, steps_of_epoch, to_device
 
 VGG = "vgg16"
 EVAL_BATCH = 64
@@ -104,7 +104,7 @@ def picture_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
-class PictureTask:
+class PictureTask(Task):
     """VGG16 that classifies pictures; see `training.tasks.task.Task`."""
 
     score_name = "accuracy"
@@ -117,12 +117,19 @@ class PictureTask:
         self.steps_per_epoch = steps_of_epoch(args, len(sets.train))
         config = {"model": VGG, "width": args.vgg_width, "classes": list(sets.classes)}
         self.files = {"config.json": json.dumps(config).encode()}
-        self.loss, self.layers = picture_loss, vgg_layers
 
     def skeleton(self) -> nn.Sequential:
         """The whole model on the meta device."""
         with torch.device("meta"):
             return vgg16(len(self.sets.classes), self.args.vgg_width)
+
+    def layers(self, model: Any) -> list[nn.Module]:
+        """Each a convolution or linear layer, with what follows it."""
+        return vgg_layers(model)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The summed loss over the pictures."""
+        return picture_loss(output, target)
 
     def initialize(self, name: str, p: Tensor) -> None:
         """From the seed and the parameter's name."""
@@ -162,11 +169,6 @@ class PictureTask:
         starts = range(0, len(mine), EVAL_BATCH)
         return [self._to_device(self.sets.test, list(mine[i : i + EVAL_BATCH])) for i in starts]
 
-    def measure(self, output: Tensor, target: Tensor) -> Tensor:
-        """[summed loss, right answers, number of answers]; output [B, classes], target [B]."""
-        right = (output.argmax(-1) == target).sum()
-        return measured(self.loss(output, target), right, len(target))
-
     def score(self, world: World, model: Translator, loss: float, accuracy: float) -> Score:  # noqa: ARG002
         """Accuracy in percent."""
         return Score(100 * accuracy)
@@ -181,14 +183,6 @@ class PictureTask:
             f" {len(sets.test):,} to test; batches of {args.batch_size}, {args.precision}, "
             f"{self.device.type}"
         )
-
-    def tested(self) -> list[Any]:
-        """Nothing is generated."""
-        return []
-
-    def examples_to_show(self, generated: list[str]) -> str:  # noqa: ARG002
-        """Nothing is generated."""
-        return ""
 
     def fingerprints(self) -> dict[str, str]:
         """The hashes of the pictures."""
