@@ -205,6 +205,9 @@ def machine(name: str, network: str | None = None, link: str | None = None) -> M
         raise ValueError(
             f"{name}: {', '.join(missing)} missing; `like: a100-80gb` takes them from another"
         )
+    for field in fields(Machine):
+        if field.type == "float" and not isinstance(found[field.name], int | float):
+            raise ValueError(f"{name}: {field.name} is {found[field.name]!r}, and must be a number")
     return Machine(**found)
 
 

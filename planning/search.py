@@ -53,12 +53,16 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: object) -> Iterat
                 kinds += [("zb", None), ("interleaved", 2), ("interleaved", 4)]
                 kinds += [("zbv", None)] if pp <= 16 else []  # its lists take long to make
             zeros = [0] if dp == 1 else [0, 1] if pp > 1 else [0, 1, 3] if tp > 1 else [0, 1, 2, 3]
-            for b in [b for b in (1, 2, 4, 8, 16, 32) if batch_size // dp % b == 0]:
+            if pp > 1 and (named := fixed.get("schedule")) not in (None, "interleaved"):
+                kinds = [(str(named), None)]  # also one that is not tried otherwise
+            for b in tried("micro_batch", 1, 2, 4, 8, 16, 32):
+                if batch_size // dp % b:  # type: ignore[operator]
+                    continue
                 for schedule, chunks in kinds:
                     for zero in tried("zero", *zeros):
                         for recompute in tried("recompute", "never", "always"):
                             layout = Layout(
-                                gpus, dp, tp, pp, b, batch_size, schedule, chunks,
+                                gpus, dp, tp, pp, b, batch_size, schedule, chunks,  # type: ignore[arg-type]
                                 zero, tp > 1 and model.seq % tp == 0, recompute,  # type: ignore[arg-type]
                                 str(fixed.get("precision") or "bf16"),
                             )  # fmt: skip
@@ -77,6 +81,13 @@ def search(
         PricedStep(model, layout, machine) for layout in layouts(model, gpus, batch_size, **fixed)
     ]
     if not steps:
+        for name, value in fixed.items():
+            others = {k: v for k, v in fixed.items() if k != name}
+            if value is not None and next(layouts(model, gpus, batch_size, **others), None):
+                raise ValueError(
+                    f"--{name} {value}: no layout of --gpus {gpus} --batch_size {batch_size} "
+                    "has it, with the other options; without it there are some"
+                )
         raise ValueError(
             f"--gpus {gpus} --batch_size {batch_size}: no layout divides both, with these options; "
             f"--batch_size {-(-batch_size // gpus) * gpus} has some"

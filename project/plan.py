@@ -411,9 +411,9 @@ def per_stage(text: str, name: str, n: int, parts: int = 1) -> list[float]:
         values = [float(value) for value in text.split(",")]
     except ValueError:
         raise ValueError(f"--{name} {text}: numbers, as 10 or 10,12") from None
-    if len(values) not in (1, n) or min(values) < 0:
+    if len(values) not in (1, n) or not all(0 <= value < math.inf for value in values):
         raise ValueError(
-            f"--{name} {text}: one number, 0 or more, or {n}, one for each of --stages {n}"
+            f"--{name} {text}: one finite number, 0 or more, or {n}, one for each of --stages {n}"
         )
     return [value / parts for value in (values * n if len(values) == 1 else values)]
 
@@ -518,7 +518,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     try:
         globals()[f"run_{args.command}"](args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         refuse(f"plan.py: error: {error}\n")
 
 

@@ -145,6 +145,9 @@ def test_nothing_fits_is_said() -> None:
         ("predict --model gpt2 --batch_size 8 --network fast", "GB/s, or one of ethernet-10"),
         ("simulate --stages 2 --num_microbatches 2 --forward 1,2,3", "one for each of --stages 2"),
         ("simulate --stages 2 --num_microbatches 2 --transfer -1", "finite number, 0 or more"),
+        ("simulate --stages 2 --num_microbatches 2 --forward nan", "finite number, 0 or more"),
+        ("search --model gpt2 --gpus 16 --batch_size 16 --tp 5", "--tp 5: no layout of --gpus 16"),
+        ("search --model gpt2 --gpus 8 --batch_size 8 --pp 2 --zero 2", "no layout of --gpus 8"),
         ("check no.csv --machine h100", "no.csv: No such file"),
         ("search --model gpt2 --gpus 13 --batch_size 5", "--batch_size 13 has some"),
     ],
@@ -187,6 +190,10 @@ def test_the_commands_of_the_documentation(
     own.write_text("like: a100-80gb\nmemory_gb: 10\n", "utf-8")
     again: dict[str, object] = run(f"predict {xl} --dp 16 --machine {own}", capsys)  # type: ignore[assignment]
     assert (again["memory_limit_gb"], again["fits"]) == (10, False)
+    own.write_text("like: a100-80gb\nmemory_gbs: fast\n", "utf-8")
+    with pytest.raises(SystemExit):
+        run(f"predict {xl} --dp 16 --machine {own}", capsys)
+    assert "memory_gbs is 'fast', and must be a number" in capsys.readouterr().err
     own.write_text("like: a100-80gb\nmemori_gb: 10\n", "utf-8")
     with pytest.raises(SystemExit):
         run(f"predict {xl} --dp 16 --machine {own}", capsys)
