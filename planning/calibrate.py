@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 from torch.multiprocessing.spawn import spawn
 
 SIZES = (64, 128, 256, 512, 1024)  # of square products
@@ -88,8 +87,3 @@ def calibrate() -> dict[str, Any]:
         "step_ms": 1.0, "overlap": 1, "reserve_gb": 0.3, "attention": "unfused", "balance": "auto",
         "gathered": "again",
     }  # fmt: skip
-
-
-def write(path: Path, figures: dict[str, Any]) -> None:
-    """Writes them as YAML."""
-    path.write_text(yaml.safe_dump(figures, sort_keys=False), "utf-8")

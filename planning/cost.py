@@ -257,16 +257,12 @@ def simulator(schedule: str, n: int, m: int, chunks: int | None) -> Simulator:
     return Simulator(SCHEDULES[schedule](n, m))
 
 
-@lru_cache(maxsize=512)
-def _places(schedule: str, n: int, chunks: int | None) -> list[int]:
-    return places(schedule, n, chunks)
-
-
 def rank_of_each_stage(layout: Layout) -> list[int]:
     """The rank of each stage."""
-    if layout.pp == 1:
-        return [0]
-    return _places(layout.schedule, layout.pp, layout.chunks)
+    return _places(layout.schedule, layout.pp, layout.chunks) if layout.pp > 1 else [0]
+
+
+_places = lru_cache(maxsize=512)(places)
 
 
 class PricedStage(NamedTuple):

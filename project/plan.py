@@ -28,6 +28,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import yaml
+
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -501,10 +503,10 @@ def _event(timed: Any) -> list[Any]:
 
 def run_calibrate(args: Any) -> None:
     """`calibrate`."""
-    from planning.calibrate import calibrate, write  # torch takes seconds to import
+    from planning.calibrate import calibrate  # torch takes seconds to import
 
     found = calibrate()
-    write(args.output, found)
+    args.output.write_text(yaml.safe_dump(found, sort_keys=False), "utf-8")
     print(json.dumps(found) if args.json else f"{args.output}:\n{args.output.read_text('utf-8')}")
 
 
