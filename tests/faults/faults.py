@@ -26,6 +26,7 @@ from tests.chaos.programs import TORCHRUN
 from tests.chaos.run import Run, scratch, until
 from tests.faults.hosts import Hosts, command
 from tests.project.programs import weights
+from training.files import METRICS
 from training.results import read_metrics
 
 START = 120.0  # seconds that a run may take to the step of its next fault
@@ -71,6 +72,8 @@ class Cluster:
         self.runs: dict[int, Run] = {}
         self.all: list[Run] = []
         self.clocks: dict[int, float] = {}
+        self.hosts_join = False
+        self.caught = 0  # the process id of the rank that waits in a trap
         self.port = 29400 + os.getpid() % 1000
 
     def start(self, host: int) -> None:
@@ -86,7 +89,10 @@ class Cluster:
             f"--monitor-interval 0.2 -m tests.faults.program project/train.py"
         ).split()
         options = [*self.layout.options, *OPTIONS, "--timeout", str(self.timeout)]
-        environment = ["env", f"FAULTS={self.folder}", f"FAULT_CLOCK={self.clocks.get(host, '')}"]
+        environment = [
+            "env", f"FAULTS={self.folder}", f"FAULT_CLOCK={self.clocks.get(host, '')}",
+            f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE={int(self.hosts_join)}",  # see docs/faults.md
+        ]  # fmt: skip
         line = [*self.hosts.inside(host), *environment, *program, *torchrun, *options]
         run = Run([*line, "--workdir", str(folder / "work")], folder / f"start{len(self.all)}",
                   TORCHRUN)  # fmt: skip
@@ -97,10 +103,6 @@ class Cluster:
         """Kills what is left of it."""
         for run in self.all:
             run.__exit__()
-
-    def rank_process(self, rank: int) -> psutil.Process:
-        """The process of a rank."""
-        return self.runs[rank // self.each].ranks()[rank % self.each]
 
     def said(self) -> str:
         """By all hosts."""
@@ -164,6 +166,7 @@ class Faults:
 
     faults: list[Fault] = field(default_factory=list)
     clocks: dict[int, float] = field(default_factory=dict)
+    hosts_join: bool = False
 
     def _add(
         self, words: str, step: int, strike: Callable[[Cluster], None], *, host: int | None = None,
@@ -175,16 +178,14 @@ class Faults:
     def kill(self, rank: int, step: int = STRUCK) -> Faults:
         """The system kills a rank, as when memory is short."""
         return self._add(
-            f"rank {rank} killed", step, lambda c: c.rank_process(rank).kill(), rank=rank
+            f"rank {rank} killed", step, lambda c: os.kill(c.caught, signal.SIGKILL), rank=rank
         )
 
     def stop(self, rank: int, step: int = STRUCK) -> Faults:
         """A rank does nothing any more, and does not end."""
-
-        def strike(cluster: Cluster) -> None:
-            cluster.rank_process(rank).send_signal(signal.SIGSTOP)
-
-        return self._add(f"rank {rank} stopped", step, strike, rank=rank)
+        return self._add(
+            f"rank {rank} stopped", step, lambda c: os.kill(c.caught, signal.SIGSTOP), rank=rank
+        )
 
     def kill_host(self, host: int, seconds: float, step: int = STRUCK) -> Faults:
         """A host is without power, and is back after so many seconds."""
@@ -199,6 +200,7 @@ class Faults:
             cluster.hosts.mend(host)
             cluster.start(host)
 
+        self.hosts_join = True
         words = f"host {host} killed, back after {seconds:g} s"
         return self._add(words, step, strike, host=host, seconds=seconds, undo=undo)
 
@@ -246,8 +248,14 @@ class Faults:
         return self._add(f"host {host} leaves", step, strike, host=0)
 
     def join(self, host: int, step: int) -> Faults:
-        """A host is there, for the first time or again."""
-        return self._add(f"host {host} joins", step, lambda c: c.start(host), host=0)
+        """A host is there, for the first time or again. The others have not ended before it is."""
+
+        def strike(cluster: Cluster) -> None:
+            cluster.start(host)
+            until(lambda: not psutil.pid_exists(cluster.caught), START)
+
+        self.hosts_join = True
+        return self._add(f"host {host} joins", step, strike, host=0)
 
     def __str__(self) -> str:
         return ", ".join(fault.words for fault in self.faults) or "none"
@@ -263,7 +271,7 @@ class Faults:
             cluster = Cluster(
                 layout, machines, folder, f"1:{hosts}" if elastic else str(hosts), timeout
             )
-            cluster.clocks = self.clocks
+            cluster.clocks, cluster.hosts_join = self.clocks, self.hosts_join
             for fault in self.faults:
                 first = fault.rank if fault.host is None else fault.host * cluster.each
                 (folder / f"trap-{first}-{fault.step}").touch()
@@ -285,6 +293,9 @@ class Faults:
         caught = cluster.folder / f"caught-{first}-{fault.step}"
         until(lambda: caught.exists() or _over(cluster), START)
         struck = time.monotonic()
+        if not caught.exists():  # what the run said shows why
+            return struck
+        cluster.caught = int(caught.read_text())
         fault.strike(cluster)
         caught.unlink(missing_ok=True)
         if fault.undo is not None:
@@ -316,13 +327,14 @@ def _found(cluster: Cluster, struck: float, ended: bool) -> Found:
     done = max((step for step, when in steps if when <= struck), default=0)
     new = [when for step, when in steps if when > struck and step > done]
     workdirs = [cluster.folder / f"host{host}" / "work" for host in range(cluster.hosts.number)]
+    rows = read_metrics(workdirs[0]) if (workdirs[0] / METRICS).exists() else []
     return Found(
         statuses=[run.process.poll() for run in cluster.runs.values()],
         starts=len(every) - len(steps),
         seconds=(new[0] if new else end) - struck,
         lost=len(steps) - len({step for step, _ in steps}),
         weights=hash_of(workdirs[0]) if ended else "the run has not ended",
-        losses=[row["loss"] for row in read_metrics(workdirs[0]) if "loss" in row],
+        losses=[row["loss"] for row in rows if "loss" in row],
         left=[what for run in cluster.all for what in run.leftovers()],
         said=cluster.said(),
         workdirs=[sorted(p.name for p in w.glob("checkpoints/*")) for w in workdirs],
