@@ -25,6 +25,7 @@ from benchmarks.formulas import Link, all_reduce_seconds
 from benchmarks.wire import bytes_sent
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
+from data_parallel.zero1 import ShardedOptimizer
 from pipeline.executor import Channel
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
@@ -32,6 +33,7 @@ from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import SCHEDULES
 from project.figures.recorded import read_timelines
 from project.figures.steps import bubbles, in_step, steps_of
+from runtime.ranks import Ranks
 from tests.ranks import sharing
 from training.launch.launch import Settings, launch
 from training.launch.memory import state_bytes
@@ -86,8 +88,7 @@ def _wire(world: World, out: Path) -> None:
     found = {f"{name} {w}": float(value) for name, value in sent.items()}
     if w == 2:
         found |= _data_parallel_step() | _all_reduce_time(world, flat) | _pipeline_step()
-        for stage in (1, 2, 3):
-            found |= _sharded_step(stage)
+        found |= _sharded_update_step() | _sharded_step(2) | _sharded_step(3)
     everyone: list[Any] = [None] * w
     dist.all_gather_object(everyone, found)
     if world.is_main:
@@ -111,6 +112,27 @@ def _data_parallel_step() -> dict[str, float]:
     sent = _counted(step)
     held = sum(state_bytes(model.parameters(), [optimizer]).values())
     return {"sent 0": sent, "held 0": held}
+
+
+def _sharded_update_step() -> dict[str, float]:
+    """Of ZeRO-1."""
+    model, ranks = make_layers(), Ranks(dist.group.WORLD)
+    with sharing(False):
+        ranks.all_reduce(torch.ones(1))  # finds out what the ranks share
+    optimizer = ShardedOptimizer(
+        dict(model.named_parameters()), torch.optim.AdamW, ranks, lambda _: None
+    )
+    x = torch.randn(4, WIDTH)
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.reduce()
+        optimizer.step()
+
+    sent = _counted(step)
+    model(x).sum().backward()  # before the update every rank has all gradients
+    held = sum(state_bytes(model.parameters(), [optimizer.optimizer]).values())
+    return {"sent 1": sent, "held 1": held}
 
 
 def _sharded_step(stage: int) -> dict[str, float]:

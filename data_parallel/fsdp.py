@@ -110,6 +110,8 @@ class FullyShardedDataParallel:
         recompute: bool = False,
         kind: Callable[[str], Hashable] = lambda name: None,  # noqa: ARG005
     ) -> None:
+        if zero not in (2, 3):
+            raise ValueError(f"zero must be 2 or 3, and is {zero}; ZeRO 1 is zero1.py")
         self.device = torch.device(device)
         self.compute_dtype = compute_dtype
         self.recorder = recorder

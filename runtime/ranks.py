@@ -119,6 +119,10 @@ class Ranks:
             return dist.all_reduce(total, **options).wait, lambda: total.to(x.dtype)
         if kind == "reduce_scatter":
             parts = torch.cat(x.chunk(self.size, dim)).to(wide(x))  # by rank, along dim 0
+            if dist.get_backend(self.group) == "gloo":  # its own sends as much as an all-reduce
+                got = torch.empty_like(parts)  # by rank, too
+                work = dist.all_to_all_single(got, parts, **options)
+                return work.wait, lambda: add_up(got.chunk(self.size)).to(x.dtype)
             mine = torch.empty_like(self.part_of(x, dim), dtype=parts.dtype,
                                     memory_format=torch.contiguous_format)  # fmt: skip
             return reduce_scatter(mine, parts, **options).wait, lambda: mine.to(x.dtype)

@@ -217,6 +217,8 @@ def _mistakes(_: int, _world: int) -> None:
         make(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match="the layers have no parameter that requires a gradient"):
         make(nn.Tanh())
+    with pytest.raises(ValueError, match=r"^zero must be 2 or 3, and is 1"):
+        FullyShardedDataParallel([nn.Linear(2, 2)], torch.optim.SGD, zero=1)
     emb = nn.Linear(2, 2)
     fsdp = make(nn.Linear(2, 2))
     x = torch.ones(1, 2)
