@@ -28,7 +28,7 @@ from benchmarks.text import benchmark_texts, text_name
 from data_parallel.dataset import partition_dataset
 from data_parallel.gradients import average_gradients
 from project.run_data_parallel import parse_data_parallel
-from project.utils import collate_batch, plan_of
+from project.utils import collate_batch, setup_of
 from training.launch.launch import Settings, launch
 from training.launch.world import World
 from training.layouts.replicated import Replicated
@@ -84,9 +84,9 @@ def _rank(world: World, args: Any, out: Path) -> None:
     task = TranslationTask(args, world, texts, None)  # tokenises everything
     seconds: dict[str, list[float]] = {"plain": [], "ours": []}
     before = time.perf_counter() - start
-    ours = Replicated(task, world, plan_of(args, world))
+    ours = Replicated(task, world, setup_of(args, world))
     # Only for the validation loss: the plain loop has its own model.
-    plain = Replicated(task, world, plan_of(args, world))
+    plain = Replicated(task, world, setup_of(args, world))
     contestants: dict[str, Iterator[Any]] = {
         "plain": _plain(world, texts.splits["train"], task.tokenizer),
         "ours": _ours(task, ours),

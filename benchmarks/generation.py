@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.harness import Row, alternate, ratio_of, summarize, write_rows
 from benchmarks.text import benchmark_texts, text_name
 from project.run_data_parallel import parse_data_parallel
-from project.utils import generate, plan_of
+from project.utils import generate, setup_of
 from training.launch.world import World
 from training.layouts.replicated import Replicated
 from training.tasks.tokens import eos
@@ -81,7 +81,7 @@ def run(n_texts: int = 100, n_steps: int = 70) -> list[Row]:
             f"--vocab_size 4096 --model_max_length {LENGTH} --batch_size 64".split(),
         )  # fmt: skip
         task = TranslationTask(args, World(), texts, None)
-    model = Replicated(task, World(), plan_of(args, World()))
+    model = Replicated(task, World(), setup_of(args, World()))
     _trained(task, model, n_steps)
     found = []
     for kind, pairs in (

@@ -44,7 +44,7 @@ from transformers import GPT2LMHeadModel
 
 from benchmarks.harness import RESULTS, alternate, ratio_of, summarize
 from project.train import parse_train
-from project.utils import plan_of, read_texts
+from project.utils import read_texts, setup_of
 from tests.device import NUMBER, environment
 from tests.device.guard import missing
 from tests.device.seen import watch
@@ -53,7 +53,7 @@ from tests.equivalence.run import check_all
 from tests.equivalence.table import find
 from training.launch.launch import Settings, launch, setup
 from training.launch.world import World
-from training.layouts.layout import Plan
+from training.layouts.layout import Setup
 from training.layouts.replicated import Replicated
 from training.layouts.sharded import Sharded
 from training.loop import recipe_of
@@ -284,8 +284,8 @@ class _Ours:
 
     def __init__(self, text: _Text, **options: Any) -> None:
         args = replace(text.args, **options)
-        self.text, self.number, self.plan = text, args.num_microbatches, plan_of(args, text.world)
-        self.model = Replicated(text.task, text.world, self.plan)
+        self.text, self.number, self.setup = text, args.num_microbatches, setup_of(args, text.world)
+        self.model = Replicated(text.task, text.world, self.setup)
         self.optimizer = Optimizers(self.model.optimizers, recipe_of(args, text.task), text.world)
         self.steps = self._steps()
         self.loss = math.nan
@@ -449,9 +449,9 @@ def _memory_rank(world: World, zero: int, folder: Path) -> None:
     torch.cuda.set_device(world.device)
     options = ("--model", "gpt2", "--precision", "bf16", "--dropout", "0")
     text = _Text(folder / str(world.rank), 4, 256, *options)
-    task, plan = text.task, Plan(_optimizer, "bf16", 1)
+    task, setup = text.task, Setup(_optimizer, "bf16", 1)
     task.device = world.device
-    model: Any = Sharded(task, world, plan, zero) if zero else Replicated(task, world, plan)
+    model: Any = Sharded(task, world, setup, zero) if zero else Replicated(task, world, setup)
     recipe = recipe_of(text.args, task)
     optimizer = Optimizers(model.optimizers, recipe, world, counted=model.counted)
     for step in islice(task.steps(0, world.rank, 2, 1), 3):

@@ -19,7 +19,7 @@ import torch
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from benchmarks.text import benchmark_texts
 from project.run_pipeline import choose_devices, parse_pipeline
-from project.utils import plan_of
+from project.utils import setup_of
 from training.launch.world import World
 from training.layouts.threads import StagesInThreads
 from training.tasks.translation import TranslationTask
@@ -43,7 +43,7 @@ class _Contestant:
         task = TranslationTask(args, world, texts, None)
         self.steps = task.steps(0, 0, 1, m)
         self.model = StagesInThreads(
-            task, world, plan_of(args, world), choose_devices(args), args.schedule, m, args.balance
+            task, world, setup_of(args, world), choose_devices(args), args.schedule, m, args.balance
         )
         self.loss = 0.0
 

@@ -46,8 +46,8 @@ from tensor_parallel.gpt2 import HeadAndLoss, cut_matrices
 from tensor_parallel.loss import head_loss
 from training.launch.launch import Settings, launch
 from training.launch.world import World
-from training.layouts.layout import Plan
-from training.layouts.stages import Staged
+from training.layouts.layout import Setup
+from training.layouts.stages import Staged, StageSettings
 from training.tasks.gpt2 import (
     Sequences,
     build_model,
@@ -194,7 +194,7 @@ class _Torch:
         gathered = PrepareModuleInput(
             input_layouts=(between,), desired_input_layouts=(Replicate(),)
         )
-        plan: dict[str, Any] = {
+        setup: dict[str, Any] = {
             "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
             "head": ColwiseParallel(
                 input_layouts=between, output_layouts=Shard(-1), use_local_output=False
@@ -202,14 +202,14 @@ class _Torch:
         }
         for k in range(BLOCKS):
             at = f"blocks.{k}"
-            plan |= {f"{at}.attn.{name}": column for name in ("q", "k", "v")}
-            plan |= {f"{at}.attn.o": row, f"{at}.mlp.0": column, f"{at}.mlp.2": row}
+            setup |= {f"{at}.attn.{name}": column for name in ("q", "k", "v")}
+            setup |= {f"{at}.attn.o": row, f"{at}.mlp.0": column, f"{at}.mlp.2": row}
             if sequence_parallel:
-                plan |= {f"{at}.{name}": SequenceParallel() for name in ("ln_1", "ln_2")}
-                plan |= {f"{at}.attn": gathered, f"{at}.mlp": gathered}
+                setup |= {f"{at}.{name}": SequenceParallel() for name in ("ln_1", "ln_2")}
+                setup |= {f"{at}.attn": gathered, f"{at}.mlp": gathered}
         if sequence_parallel:
-            plan["ln_f"] = SequenceParallel()
-        self.net = parallelize_module(net, mesh, plan)
+            setup["ln_f"] = SequenceParallel()
+        self.net = parallelize_module(net, mesh, setup)
         whole = torch.arange(T).expand(B, T)
         self.positions = whole.chunk(2, 1)[dist.get_rank()] if sequence_parallel else whole
         self.wpe = net.wpe.weight if sequence_parallel else None
@@ -452,14 +452,8 @@ def _mesh_steps(world: World, out: Path) -> None:
     models, replicas = {}, {}
     for dp, pp, tp in MESHES:
         mesh = make_mesh(dp, pp, tp, 300.0)
-        model = Staged(
-            task,
-            world,
-            Plan(_adamw),
-            num_microbatches=2 if pp > 1 else 1,
-            cut=CUT,
-            mesh=mesh,
-        )
+        stages = StageSettings(num_microbatches=2 if pp > 1 else 1, cut=CUT)
+        model = Staged(task, world, Setup(_adamw), stages, mesh)
         name = f"{dp} x {pp} x {tp}"
         models[name], replicas[f"arithmetic of {name}"] = model, (dp, 2 if pp > 1 else 1)
     one = _One() if world.is_main else None

@@ -42,7 +42,7 @@ ALIASES = {
 O = TypeVar("O", bound=Options)  # noqa: E741
 
 
-def parse(
+def parse_options(
     kind: type[O], description: str | None, argv: Sequence[str] | None = None
 ) -> tuple[O, set[str]]:
     """The options on the command line, as an object of the program's class, and which of them were
@@ -89,7 +89,7 @@ def begin(kind: type[Options], description: str | None) -> None:
     import; `training.launch.errors.signals_end` takes over later.)"""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parse(kind, description)
+    parse_options(kind, description)
 
 
 def as_typed(message: str, given: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.parser import begin, parse
+from project.parser import begin, parse_options
 from training.options import Architecture, Data, DataParallel, Files, Options, Processes, Training
 
 
@@ -41,10 +41,10 @@ from project import rules
 from project.utils import (
     announce,
     finish,
-    plan_of,
     read_texts,
     run_program,
     save_grad_weights,
+    setup_of,
     text_task,
 )
 from training.files import OPTIONS, show, write_json
@@ -67,7 +67,7 @@ def parse_data_parallel(
     description: str | None, argv: Sequence[str] | None = None
 ) -> DataParallelOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
-    given, typed = parse(DataParallelOptions, description, argv)
+    given, typed = parse_options(DataParallelOptions, description, argv)
     args = rules.settled_ranks(rules.resumed(given, typed))
     args = rules.settled(replace(args, strategy="ddp", dp=args.world_size, pp=1, tp=1))
     in_buckets = args.gradient_sync == "overlap"
@@ -90,9 +90,9 @@ def run_dp(
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
     resume = resume.of_main(world)  # collective
     task = text_task(args, world, texts, resume)
-    plan = plan_of(args, world)
+    wanted = setup_of(args, world)
     model = Replicated(
-        task, world, plan, args.gradient_sync,
+        task, world, wanted, args.gradient_sync,
         bucket_bytes=max(1, int(min(args.bucket_mb, 2**30) * 2**20)),
         comm_dtype=torch.bfloat16 if args.comm_dtype == "bf16" else None,
     )  # fmt: skip
@@ -100,7 +100,7 @@ def run_dp(
         write_gradients(world, args, task, model)
         return
     announce(world, args, model)
-    results = run(world, args, task, model, plan, model.average_gradients, resume)
+    results = run(world, args, task, model, wanted, model.average_gradients, resume)
     finish(world, results, args)  # collective: rank 0 draws, the others wait
     model.close()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.parser import begin, parse
+from project.parser import begin, parse_options
 from training.options import Architecture, Data, Files, Options, Stages, Threads, Training
 
 
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 import torch
 
 from project import rules, stage_rules
-from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
+from project.utils import announce, finish, read_texts, run_program, setup_of, text_task
 from training.launch.errors import UserError, torchrun_world_size
 from training.launch.world import World, choose_device, quiet_libraries
 from training.layouts.threads import BlocksInThreads, StagesInThreads
@@ -47,7 +47,7 @@ from training.workdir import alone_in_workdir, claim_folders
 
 def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> PipelineOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
-    given, typed = parse(PipelineOptions, description, argv)
+    given, typed = parse_options(PipelineOptions, description, argv)
     if (started := torchrun_world_size() or 1) > 1:
         raise UserError(
             f"torchrun started {started} ranks: run_pipeline.py is one process; start it without "
@@ -127,23 +127,23 @@ def run_pp(args: PipelineOptions, devices: list[torch.device]) -> None:
     texts = read_texts(args)
     resume = find_resume(args, texts.fingerprints()["train"])
     task = text_task(args, world, texts, resume)
-    plan = plan_of(args, world, workers="stage", schedule=args.schedule)
+    setup = setup_of(args, world, workers="stage", schedule=args.schedule)
     model: BlocksInThreads | StagesInThreads
     if args.pipeline == "blocks":
         micro_batch = -(-args.batch_size // (args.num_microbatches or 1))  # examples, rounded up
         model = BlocksInThreads(
-            task, world, plan, devices, args.balance,
+            task, world, setup, devices, args.balance,
             micro_batch if args.model_parallel_mode == "pipeline_parallel" else None,
         )  # fmt: skip
     else:
         model = StagesInThreads(
-            task, world, plan, devices, args.schedule, args.num_microbatches or 1, args.balance,
+            task, world, setup, devices, args.schedule, args.num_microbatches or 1, args.balance,
             resume.cut, args.chunks,
         )  # fmt: skip
-    plan.timeline.about["ranks"] = model.ranks
+    setup.timeline.about["ranks"] = model.ranks
     announce(world, args, model)
     try:
-        results = run(world, args, task, model, plan, resume=resume)
+        results = run(world, args, task, model, setup, resume=resume)
         finish(world, results, args)
     finally:
         model.close()

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from project.parser import begin, parse
+from project.parser import begin, parse_options
 from training.options import (
     UNSET,
     Architecture,
@@ -64,7 +64,7 @@ if __name__ == "__main__":
 # The imports below take seconds: --help and mistyped options are answered by now.
 
 from project import rules, stage_rules
-from project.utils import announce, finish, plan_of, read_texts, run_program, text_task
+from project.utils import announce, finish, read_texts, run_program, setup_of, text_task
 from tensor_parallel.gpt2 import degrees
 from training.check import check, outputs_on_main, weights_on_main
 from training.files import SUMMARY, write_json
@@ -93,7 +93,7 @@ AXES = {"pipeline": "pp", "model": "pp", "tensor": "tp"}  # all ranks are on one
 
 def parse_train(description: str | None, argv: Sequence[str] | None = None) -> TrainOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
-    given, typed = parse(TrainOptions, description, argv)
+    given, typed = parse_options(TrainOptions, description, argv)
     rules.require(given, of_given(given))
     args = settled_axes(given)
     args = rules.resumed(args, typed)
@@ -269,17 +269,17 @@ def run_rank(
         task = PictureTask(args, world, data)
     else:
         task = text_task(args, world, data, resume)
-    plan = plan_of(args, world)
-    model = lay_out(args, task, world, plan, resume.cut)  # all ranks together
-    plan.timeline.about |= {
+    setup = setup_of(args, world)
+    model = lay_out(args, task, world, setup, resume.cut)  # all ranks together
+    setup.timeline.about |= {
         "schedule": model.schedule, "num_microbatches": model.num_microbatches,
         "ranks": model.ranks,
     }  # fmt: skip
     announce(world, args, model)
     average = model.average_gradients if isinstance(model, Replicated) else None
-    profile = Profile(plan.timeline, args.profile, args.workdir)
+    profile = Profile(setup.timeline, args.profile, args.workdir)
     try:
-        results = run(world, args, task, model, plan, average, resume, trackers_of(args))
+        results = run(world, args, task, model, setup, average, resume, trackers_of(args))
         profile.close()
         close_trackers(args)
         # Both are collective, while the pipe is open; rank 0 keeps what it gets.
@@ -294,7 +294,7 @@ def run_rank(
     def conclude() -> None:
         if args.check_weights or args.check_output:
             results.say("\nThe same training on one process, in plain PyTorch, and in float64 ...")
-        verdicts = check(args, task, plan, model, weights, outputs)
+        verdicts = check(args, task, setup, model, weights, outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, results.summary | {"checks": checks})
         for verdict in verdicts:

@@ -23,7 +23,7 @@ from training.files import show, writing
 from training.launch.errors import RunError, UserError, refuse, signals_end
 from training.launch.notice import Ended
 from training.launch.world import World, on_main, quiet_libraries
-from training.layouts.layout import LaidOutModel, Plan
+from training.layouts.layout import LaidOutModel, Setup
 from training.loop import evaluate_loss, train
 from training.options import Options
 from training.results import Results
@@ -94,7 +94,7 @@ def text_task(args: Options, world: World, texts: Texts, resume: Resume) -> Sequ
     return task
 
 
-def plan_of(args: Options, world: World, workers: str = "rank", **about: Any) -> Plan:
+def setup_of(args: Options, world: World, workers: str = "rank", **about: Any) -> Setup:
     """What the options ask of a layout. Sets how this process' GPU multiplies."""
     if world.device.type == "cuda":  # torch's own default has tf32 in convolutions alone
         exact = "tf32" if args.precision == "tf32" else "ieee"
@@ -105,7 +105,7 @@ def plan_of(args: Options, world: World, workers: str = "rank", **about: Any) ->
         world.rank, world.world_size, num_steps=steps, workers=workers, device=world.device,
         about={"strategy": args.strategy, **about}, last=world.last,
     )  # fmt: skip
-    return Plan(
+    return Setup(
         # Each rank makes its optimizer, of the parameters or shards that it holds.
         partial(make_optimizer, args), args.precision, args.num_microbatches, timeline,
         args.recompute, args.compile,

@@ -40,7 +40,7 @@ WIDTH = max(len(row.name) for row in TABLE)
 HEADER = f"{'strategy':{WIDTH}}  steps     loss  gradient   weight  verdict"
 
 
-def show(result: Result) -> None:
+def print_result(result: Result) -> None:
     """Prints a result under HEADER."""
     kinds = (result.loss, result.gradient, result.weight)
     numbers = "   ".join(f"{kind.value:>7.1e}" for kind in kinds)
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
         print("\n".join(row.name for row in args.chosen))
         return
     print(f"Largest relative differences from one plain process, {args.dtype}:\n{HEADER}")
-    results = check_all(args.chosen, args.steps, DTYPES[args.dtype], args.device, show)
+    results = check_all(args.chosen, args.steps, DTYPES[args.dtype], args.device, print_result)
     failed = [result for result in results if result.failure]
     seconds = time.perf_counter() - start
     print(f"{len(results) - len(failed)} of {len(results)} strategies agree, in {seconds:.0f} s")

@@ -43,7 +43,7 @@ from training.options import Options
 from training.progress import moving
 
 from .launch.world import World, gather_over_ranks
-from .layouts.layout import LaidOutModel, Plan
+from .layouts.layout import LaidOutModel, Setup
 from .tasks.gpt2 import Sequences
 from .tasks.task import Step, Task, whole_model
 
@@ -113,7 +113,7 @@ class Verdict:
         return "\n".join(lines)
 
 
-def compare(
+def verdict_of(
     what: str,
     got: Mapping[str, Tensor],
     plain: Mapping[str, Tensor],
@@ -194,13 +194,13 @@ class Plain:
     casts as the layout does: weights to `compute_dtype`, or by autocast."""
 
     def __init__(
-        self, args: Options, task: Task, plan: Plan, layout: LaidOutModel, dtype: torch.dtype
+        self, args: Options, task: Task, setup: Setup, layout: LaidOutModel, dtype: torch.dtype
     ) -> None:
         exact = dtype == torch.float64
         self.task, self.dropout = task, args.dropout
         self.device, self.dtype = layout.devices[0], dtype
         self.compute_dtype = None if exact else layout.compute_dtype
-        self.autocast = None if exact or self.compute_dtype else plan
+        self.autocast = None if exact or self.compute_dtype else setup
         self.model = whole_model(task, self.device, dtype)
         epochs = (islice(task.steps(e, 0, 1, 1), task.steps_per_epoch) for e in count())  # uncut
         total = args.num_batches or args.n_epochs * task.steps_per_epoch
@@ -292,7 +292,7 @@ def outputs_on_main(world: World, task: Task, model: LaidOutModel) -> list[Tenso
 def check(
     args: Options,
     task: Task,
-    plan: Plan,
+    setup: Setup,
     model: LaidOutModel,
     weights: dict[str, Tensor],
     outputs: list[Tensor],
@@ -300,16 +300,16 @@ def check(
     """Trains again on one process and compares, as --check_weights and --check_output ask."""
     if not (args.check_weights or args.check_output):
         return []
-    plain, exact = (Plain(args, task, plan, model, t) for t in (torch.float32, torch.float64))
+    plain, exact = (Plain(args, task, setup, model, t) for t in (torch.float32, torch.float64))
     verdicts = []
     if args.check_weights:
         both = plain.weights(), exact.weights()
-        verdicts.append(compare("weights", weights, *both, plan.dtype))
+        verdicts.append(verdict_of("weights", weights, *both, setup.dtype))
     if args.check_output:
         n = len(outputs)
         names = [f"outputs, part {i}" if n > 1 else "outputs" for i in range(n)]
         batches = {name: task.validation_batches(i, n)[0] for i, name in enumerate(names)}
         both = plain.outputs(batches), exact.outputs(batches)
         got = dict(zip(names, outputs, strict=True))
-        verdicts.append(compare("outputs", got, *both, plan.dtype))
+        verdicts.append(verdict_of("outputs", got, *both, setup.dtype))
     return verdicts

@@ -36,7 +36,7 @@ from .launch import notice
 from .launch.compare_ranks import check_replicas, check_same, run_things
 from .launch.errors import RunError
 from .launch.world import World
-from .layouts.layout import LaidOutModel, Plan
+from .layouts.layout import LaidOutModel, Setup
 from .resume import NO_RESUME, Resume, Saving
 from .tasks.task import Score, Step, Task
 
@@ -179,7 +179,7 @@ def run(
     args: Options,
     task: Task,
     model: LaidOutModel,
-    plan: Plan,
+    setup: Setup,
     average_gradients_fn: Callable[[nn.Module], None] | None = None,
     resume: Resume = NO_RESUME,
     trackers: Sequence[Tracker] = (),
@@ -193,13 +193,13 @@ def run(
     saving = Saving(world, args, task, model, optimizer)
     before = saving.restore(resume)
     check_replicas(world, model.whole_parameters(), "at the start")  # after weights were loaded
-    notes = [*plan.notes(world.device), *resume.notes]
+    notes = [*setup.notes(world.device), *resume.notes]
     total, per_epoch = num_steps(args, task), task.steps_per_epoch
     done = optimizer.steps  # by the run that is resumed
     # An epoch's last checkpoint precedes its evaluation, so a resumed run evaluates it again.
     first = max(0, done - 1) // per_epoch
     results.begin(notes, resumed=done > 0)
-    note, plan.timeline.last.step = plan.timeline.last.note, done + 1
+    note, setup.timeline.last.step = setup.timeline.last.note, done + 1
     # After `begin`, which has moved old files away.
     metrics = Metrics(world, args, model, done, trackers)
     whole_epochs = args.num_batches is None
@@ -211,7 +211,7 @@ def run(
             length = min(per_epoch, total - epoch * per_epoch)  # steps of this epoch
             steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
             ahead = Ahead(islice(steps, length - before.steps))  # none if all are done
-            steps = plan.timeline.over(seeded(ahead, model, args.seed, optimizer.steps))
+            steps = setup.timeline.over(seeded(ahead, model, args.seed, optimizer.steps))
 
             def after_step(totals: Totals, seconds: float, epoch: int = epoch) -> None:
                 metrics.add_step(epoch, optimizer, seconds)
@@ -220,10 +220,10 @@ def run(
                 saving.after_step(epoch, totals, asked)
                 if asked:
                     raise notice.Ended
-                if plan.timeline.recording and plan.timeline.complete:
-                    plan.timeline.save(args.workdir)  # at once: the run may be interrupted later
+                if setup.timeline.recording and setup.timeline.complete:
+                    setup.timeline.save(args.workdir)  # at once: the run may be interrupted later
                 note("next batch")
-                plan.timeline.last.step = optimizer.steps + 1
+                setup.timeline.last.step = optimizer.steps + 1
 
             totals = train(
                 model, optimizer, steps, f"Epoch {epoch + 1}", world.rank, average_gradients_fn,
@@ -243,8 +243,8 @@ def run(
             metrics.add_evaluation(optimizer.steps, epoch, result)
             before = NOTHING_YET  # only the first epoch was begun by an earlier run
     saving.close()  # waits for what is written in the background
-    if not plan.timeline.complete:  # the run was shorter
-        plan.timeline.save(args.workdir)
+    if not setup.timeline.complete:  # the run was shorter
+        setup.timeline.save(args.workdir)
     results.summarize()
     return results
 

@@ -20,12 +20,12 @@ from torch.nn import functional as F
 
 from data_parallel import gradients
 from project.train import parse_train, read_data, run_rank
-from project.utils import plan_of
+from project.utils import setup_of
 from tests.device.seen import Seen, watch
 from tests.device.session import on_device, ranks
 from tests.equivalence.problems import Sentences
 from training.launch.world import World
-from training.layouts.layout import LaidOutModel, Plan
+from training.layouts.layout import LaidOutModel, Setup
 from training.layouts.replicated import Replicated
 from training.layouts.threads import StagesInThreads
 from training.loop import recipe_of, train
@@ -89,8 +89,8 @@ def plain_step(num_microbatches: int) -> Seen:
 def test_a_step_waits_once_and_launches_what_a_plain_loop_does(num_microbatches: int) -> None:
     """With dropout. Clipping by hand scales by a number of the device, without a wait; by a
     number of the host it takes a kernel less."""
-    plan = Plan(ADAMW, num_microbatches=num_microbatches)
-    seen = third_step(Replicated(PROBLEM.task(CUDA, torch.float32), CUDA, plan))
+    setup = Setup(ADAMW, num_microbatches=num_microbatches)
+    seen = third_step(Replicated(PROBLEM.task(CUDA, torch.float32), CUDA, setup))
     assert waits(seen) == ONE_WAIT
     plain = plain_step(num_microbatches)
     assert plain.operators["native_dropout"] == seen.operators["native_dropout"] > 0
@@ -100,7 +100,7 @@ def test_a_step_waits_once_and_launches_what_a_plain_loop_does(num_microbatches:
 @on_device
 def test_targets_of_outputs_on_the_cpu_are_waited_for() -> None:
     """A last stage on the CPU reads them at once: the copy must have ended."""
-    model = Replicated(PROBLEM.task(CUDA, torch.float32), CUDA, Plan(ADAMW))
+    model = Replicated(PROBLEM.task(CUDA, torch.float32), CUDA, Setup(ADAMW))
     target = torch.zeros(3, dtype=torch.long, device="cuda")
     with patch.object(model, "outputs", lambda _: torch.zeros(3, 64)), watch() as seen:
         model.measure(None, target)
@@ -110,9 +110,9 @@ def test_targets_of_outputs_on_the_cpu_are_waited_for() -> None:
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @on_device
 def test_a_step_of_stages_in_threads_waits_once(recompute: str) -> None:
-    plan = Plan(ADAMW, recompute=recompute)
+    setup = Setup(ADAMW, recompute=recompute)
     task, devices = PROBLEM.task(CUDA, torch.float32), [torch.device("cuda", k) for k in (0, 1)]
-    model = StagesInThreads(task, CUDA, plan, devices, "1f1b", 4, cut=(3, 3))
+    model = StagesInThreads(task, CUDA, setup, devices, "1f1b", 4, cut=(3, 3))
     assert waits(third_step(model)) == ONE_WAIT
     model.close()
 
@@ -120,8 +120,8 @@ def test_a_step_of_stages_in_threads_waits_once(recompute: str) -> None:
 def gradients_of(build: Any, num_microbatches: int, **options: Any) -> dict[str, Tensor]:
     """Of the first step, by name, on the CPU."""
     task = PROBLEM.task(CUDA, torch.float32)
-    plan = Plan(ADAMW, num_microbatches=num_microbatches, **options)
-    model = build(task, CUDA, plan)
+    setup = Setup(ADAMW, num_microbatches=num_microbatches, **options)
+    model = build(task, CUDA, setup)
     model.backward(next(steps(task, model)))
     found = {name: p.grad.cpu() for name, p in model.module.named_parameters()}
     model.close()
@@ -161,7 +161,7 @@ def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
         return dropout(x, 0.25, key, place(where), first).cpu()
 
     task = PROBLEM.task(CUDA, torch.float32)
-    model = Replicated(task, CUDA, Plan(ADAMW, num_microbatches=2))
+    model = Replicated(task, CUDA, Setup(ADAMW, num_microbatches=2))
     keys = [x[2] for step in islice(steps(task, model), 4) for x in step.inputs]  # of two epochs
     assert len(set(keys)) == 8 and all(type(key) is int and 0 <= key < 2**63 for key in keys)
     torch.manual_seed(0)
@@ -185,8 +185,8 @@ def test_masks_differ_by_examples_place_first_position_and_epoch() -> None:
 def ddp(rank: int, world_size: int, num_microbatches: int) -> dict[str, Any]:
     world = World(rank, world_size, rank, torch.device("cuda", rank))
     torch.cuda.set_device(rank)
-    plan = Plan(ADAMW, num_microbatches=num_microbatches)
-    model = Replicated(PROBLEM.task(world, torch.float32), world, plan, bucket_bytes=8 << 10)
+    setup = Setup(ADAMW, num_microbatches=num_microbatches)
+    model = Replicated(PROBLEM.task(world, torch.float32), world, setup, bucket_bytes=8 << 10)
     average: Any = model.average_gradients
     seen = third_step(model, world, average)
     assert model.close() is None
@@ -226,8 +226,8 @@ def test_products_are_exact_unless_tf32_is_asked_for(tmp_path: Path) -> None:
     backends: Any = torch.backends
     line = f"single --model gpt2-mini --device cuda --workdir {tmp_path} --precision"
     for precision, wanted in (("tf32", "tf32"), ("fp32", "ieee")):
-        plan = plan_of(parse_train(None, f"{line} {precision}".split()), CUDA)
-        assert plan.dtype == torch.float32
+        setup = setup_of(parse_train(None, f"{line} {precision}".split()), CUDA)
+        assert setup.dtype == torch.float32
         assert backends.cuda.matmul.fp32_precision == backends.cudnn.conv.fp32_precision == wanted
 
 

@@ -38,7 +38,7 @@ from tests.equivalence.problems import EPS, SEED
 from tests.equivalence.table import Row
 from tests.ranks import sharing
 from training.launch.world import World, gather_over_ranks
-from training.layouts.layout import LaidOutModel, Plan
+from training.layouts.layout import LaidOutModel, Setup
 from training.loop import recipe_of, seeded, train
 from training.optimization import Optimizers
 from training.resume import NO_RESUME, Saving, find_resume
@@ -132,9 +132,9 @@ def laid_out(row: Row, world: World, dtype: torch.dtype) -> Iterator[Training]:
 
     options, task = row.problem.options, row.problem.task(world, dtype)
     precision = "fp64" if dtype == torch.float64 else "fp32"
-    plan = Plan(adamw, precision, row.num_microbatches, recompute=row.recompute)
+    setup = Setup(adamw, precision, row.num_microbatches, recompute=row.recompute)
     with sharing(row.share_memory):
-        model = row.build(task, world, plan)
+        model = row.build(task, world, setup)
         optimizer = Optimizers(
             model.optimizers, recipe_of(options, task), world, counted=model.counted, run=model.run
         )

@@ -32,7 +32,7 @@ from tensor_parallel import collectives, layers, loss
 from tensor_parallel.gpt2 import Part
 from training import optimization
 from training.layouts.replicated import Replicated
-from training.layouts.tensor import Shared
+from training.layouts.tensor import CutTask
 from training.tasks import sequences
 from training.tasks.gpt2 import loss_of_targets
 from training.tasks.sequences import SequenceTask
@@ -355,13 +355,13 @@ def queries_keys_and_values_are_cut_as_one_matrix() -> Broken:
 @reds("mesh2-1x1x2-sequence")
 def norms_keep_the_gradient_of_their_positions() -> Broken:
     """With sequence parallelism, what all ranks have is not summed."""
-    return patch.object(Shared, "sum_gradients", _left_out)
+    return patch.object(CutTask, "sum_gradients", _left_out)
 
 
 @reds("mesh2-1x1x2")
 def all_ranks_count_what_all_have() -> Broken:
     """Where gradients are clipped."""
-    return patch.object(Shared, "counted", lambda *_: True)
+    return patch.object(CutTask, "counted", lambda *_: True)
 
 
 @reds("mesh2-2x1x1 mesh2-2x1x1-zero1 fsdp2-zero1-m2")

@@ -30,15 +30,15 @@ from torch.utils._pytree import tree_map
 from runtime.mesh import Mesh, make_mesh
 from tests.equivalence.problems import Noise, Problem, Sentences
 from training.launch.world import World
-from training.layouts.layout import LaidOutModel, Plan
+from training.layouts.layout import LaidOutModel, Setup
 from training.layouts.replicated import Replicated
 from training.layouts.sharded import Sharded
-from training.layouts.stages import Staged
+from training.layouts.stages import Staged, StageSettings
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.tasks.gpt2 import Sequences
 from training.tasks.task import Step, Task
 
-Build = Callable[[Task, World, Plan], LaidOutModel]
+Build = Callable[[Task, World, Setup], LaidOutModel]
 Cut = tuple[int, ...]  # layers per stage
 
 SCHEDULES = ("gpipe", "1f1b", "zb")
@@ -98,12 +98,13 @@ def sharded(zero: int) -> Build:
     """ZeRO 1, 2, 3."""
     if zero > 1:
         return partial(Sharded, zero=zero)
-    return lambda task, world, plan: mesh(world.world_size, 1, 1, zero=1)(task, world, plan)
+    return lambda task, world, setup: mesh(world.world_size, 1, 1, zero=1)(task, world, setup)
 
 
 def staged(cut: Cut, schedule: str, m: int, **how: Any) -> Build:
     """A rank per stage, or per ``chunks`` of them; m micro-batches."""
-    return partial(Staged, schedule=schedule, num_microbatches=m, cut=cut, **how)
+    stages = StageSettings(schedule, m, cut=cut, **how)
+    return lambda task, world, setup: Staged(task, world, setup, stages)
 
 
 def mesh(
@@ -118,16 +119,16 @@ def mesh(
 ) -> Build:
     """dp x pp x tp ranks, layers cut unevenly."""
 
-    def build(task: Task, world: World, plan: Plan) -> LaidOutModel:
+    def build(task: Task, world: World, setup: Setup) -> LaidOutModel:
         places = _mesh(dp, pp, tp)
         cut = UNEVEN[pp * chunks] if pp > 1 else None  # one stage: all layers, however many
         if zero == 3:
-            return Sharded(task, world, plan, 3, places, sequence_parallel, **how)
-        return Staged(
-            task, world, plan, schedule, plan.num_microbatches, cut=cut,
-            mesh=places, sequence_parallel=sequence_parallel, shard_optimizer=zero == 1,
-            chunks=chunks, **how,
+            return Sharded(task, world, setup, 3, places, sequence_parallel, **how)
+        stages = StageSettings(
+            schedule, setup.num_microbatches, cut=cut, chunks=chunks,
+            sequence_parallel=sequence_parallel, shard_optimizer=zero == 1, **how,
         )  # fmt: skip
+        return Staged(task, world, setup, stages, places)
 
     return build
 
@@ -142,17 +143,17 @@ def threads(cut: Cut | int, schedule: str, m: int, chunks: int = 1) -> Build:
     the time that layers take."""
     stages, given = (cut, None) if isinstance(cut, int) else (len(cut), cut)
     n = stages // chunks
-    return lambda task, world, plan: StagesInThreads(
-        task, world, plan, devices(world, n), schedule, m, cut=given, chunks=chunks
+    return lambda task, world, setup: StagesInThreads(
+        task, world, setup, devices(world, n), schedule, m, cut=given, chunks=chunks
     )
 
 
 def module(cut: Cut, split_size: int) -> Build:
     """A `Pipe` in a plain loop."""
 
-    def build(task: Task, world: World, plan: Plan) -> LaidOutModel:
+    def build(task: Task, world: World, setup: Setup) -> LaidOutModel:
         where = devices(world, len(cut))
-        model = PlainModule(task, world, plan, where, num_microbatches=1, cut=cut)
+        model = PlainModule(task, world, setup, where, num_microbatches=1, cut=cut)
         model.pipe.split_size = split_size
         return model
 
@@ -161,8 +162,8 @@ def module(cut: Cut, split_size: int) -> Build:
 
 def blocks(n: int, split_size: int | None) -> Build:
     """The blocks in n stages; None: one stage at a time."""
-    return lambda task, world, plan: BlocksInThreads(
-        task, world, plan, devices(world, n), "uniform", split_size
+    return lambda task, world, setup: BlocksInThreads(
+        task, world, setup, devices(world, n), "uniform", split_size
     )
 
 

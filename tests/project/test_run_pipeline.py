@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from project.figures.recorded import read_timelines
 from tests.project.programs import FLOW, TINY, names_in, read_json, run, summary
-from training.layouts.layout import Plan
+from training.layouts.layout import Setup
 
 LINE = f"run_pipeline {FLOW} {TINY} --n_epochs 1 "
 
@@ -101,7 +101,7 @@ def test_a_stage_that_raises_ends_the_run_and_all_threads(
 
 
 def test_a_cpu_without_bf16_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bf16, fp32 = (Plan(torch.optim.SGD, precision) for precision in ("bf16", "fp32"))
+    bf16, fp32 = (Setup(torch.optim.SGD, precision) for precision in ("bf16", "fp32"))
     x86 = {"architecture": "x86_64", "amx_bf16": False}
     for capabilities, notes in (
         (x86 | {"avx512_bf16": False}, 1), (x86 | {"avx512_bf16": True}, 0),

@@ -147,18 +147,18 @@ def test_a_tensor_is_compared_with_its_own_rounding() -> None:
     for factor, agrees in ((0.9, True), (1.1, False)):
         off = factor * check.FACTOR * rounding
         got = {"a": plain["a"].double() + torch.tensor([0, off]), "b": torch.zeros(1)}
-        verdict = check.compare("weights", got, plain, exact, torch.float32)
+        verdict = check.verdict_of("weights", got, plain, exact, torch.float32)
         assert verdict.agrees is agrees
         assert verdict.worst.name == "a"
         assert verdict.worst.times_rounding == pytest.approx(factor * check.FACTOR, rel=1e-3)
     for value in (1e-12, math.nan):  # what must not move at all, and what is no number
         got = {"a": plain["a"], "b": torch.tensor([value])}
-        verdict = check.compare("weights", got, plain, exact, torch.float32)
+        verdict = check.verdict_of("weights", got, plain, exact, torch.float32)
         assert not verdict.agrees
         assert verdict.worst.name == "b"
-    missing = check.compare("weights", {"a": plain["a"]}, plain, exact, torch.float32)
+    missing = check.verdict_of("weights", {"a": plain["a"]}, plain, exact, torch.float32)
     assert missing.missing == ["b"] and not missing.agrees
-    assert not check.compare("weights", {}, {}, {}, torch.float32).agrees  # of nothing
+    assert not check.verdict_of("weights", {}, {}, {}, torch.float32).agrees  # of nothing
 
 
 def test_a_profile_has_the_actions_around_their_operators(ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from project.run_pipeline import choose_devices
-from project.utils import plan_of, read_texts
+from project.utils import read_texts, setup_of
 from tests.project.programs import FLOW, TINY, parse, recomputed, run
 from tests.ranks import Ranks
 from training.launch.errors import RunError
@@ -103,13 +103,13 @@ def translations(rank: int, world_size: int, line: str) -> tuple[int, list[str]]
     """The parts of the data, and the translations of this rank's, by the layout."""
     task, world = made(line, rank, world_size), World(rank, world_size, rank)
     args: Any = task.args
-    plan = plan_of(args, world)
+    setup = setup_of(args, world)
     if line.startswith("train"):
-        model = lay_out(args, task, world, plan)
+        model = lay_out(args, task, world, setup)
     elif args.pipeline == "blocks":
-        model = BlocksInThreads(task, world, plan, choose_devices(args), split_size=2)
+        model = BlocksInThreads(task, world, setup, choose_devices(args), split_size=2)
     else:
-        model = StagesInThreads(task, world, plan, choose_devices(args))
+        model = StagesInThreads(task, world, setup, choose_devices(args))
     mine = [pair["de"] for pair in task.texts.splits["test"]][model.part :: model.parts]
     with model.evaluating():
         found = [

@@ -19,14 +19,14 @@ from training.launch.world import World
 from training.options import Options
 from training.tasks.task import Task
 
-from .layout import LaidOutModel, Plan
+from .layout import LaidOutModel, Setup
 from .replicated import Replicated
 from .sharded import Sharded
-from .stages import Staged
+from .stages import Staged, StageSettings
 
 
 def lay_out(
-    args: Options, task: Task, world: World, plan: Plan, cut: Sequence[int] | None = None
+    args: Options, task: Task, world: World, setup: Setup, cut: Sequence[int] | None = None
 ) -> LaidOutModel:
     """The task's model under `args.strategy`. All ranks call it together.
 
@@ -34,17 +34,18 @@ def lay_out(
         cut: the layers per stage of a checkpoint, which then need not be measured.
     """
     if args.strategy in ("single", "ddp"):
-        return Replicated(task, world, plan)
+        return Replicated(task, world, setup)
     mesh = make_mesh(args.dp, args.pp, args.tp, args.timeout)  # all ranks make all groups
     if args.zero in (2, 3):
-        return Sharded(task, world, plan, args.zero, mesh, args.sequence_parallel)
+        return Sharded(task, world, setup, args.zero, mesh, args.sequence_parallel)
     schedule = None if args.strategy == "fsdp" else args.schedule  # fsdp: whole models
-    num_microbatches = {"model": 1}.get(args.strategy, plan.num_microbatches)
+    num_microbatches = {"model": 1}.get(args.strategy, setup.num_microbatches)
     if args.pp > 1:
         num_microbatches = num_microbatches or 4
     elif args.tp > 1:  # each micro-batch costs the latency of its collectives
         num_microbatches = num_microbatches or 1
-    return Staged(
-        task, world, plan, schedule, num_microbatches, args.balance, args.timeout,
-        cut, mesh, args.sequence_parallel, bool(args.zero), chunks=args.chunks,  # --zero 1 or none
+    stages = StageSettings(
+        schedule, num_microbatches, args.balance, cut, args.chunks, args.timeout,
+        args.sequence_parallel, shard_optimizer=args.zero == 1,
     )  # fmt: skip
+    return Staged(task, world, setup, stages, mesh)

@@ -37,7 +37,7 @@ from training.timeline import OFF, Timeline
 
 
 @dataclass(frozen=True)
-class Plan:
+class Setup:
     """What the options ask of a layout."""
 
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -15,19 +15,19 @@ from runtime.meta import materialize, names_of
 from training.launch.world import World
 from training.tasks.task import Task
 
-from .layout import Plan
+from .layout import Setup
 
 
-def measured_sizes(task: Task, world: World, plan: Plan, num_stages: int) -> list[int]:
+def measured_sizes(task: Task, world: World, setup: Setup, num_stages: int) -> list[int]:
     """Layers per stage. Rank 0 times the layers one by one on a micro-batch, and tells all."""
     if num_stages == 1:
         return [len(task.layers(task.skeleton()))]
     sizes: list[Any] = [None]
     if world.is_main:  # the others wait in the broadcast
-        step = next(task.steps(0, 0, 1, plan.num_microbatches or 4))
+        step = next(task.steps(0, 0, 1, setup.num_microbatches or 4))
         x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
-        filled = cast(Sequence[nn.Module], _OneAtATime(task, world.device, plan.dtype))
-        with plan.autocast(world.device):
+        filled = cast(Sequence[nn.Module], _OneAtATime(task, world.device, setup.dtype))
+        with setup.autocast(world.device):
             costs = measure_costs(filled, x, lambda output: task.loss(output, target))
         sizes = [balance(costs, num_stages)]
     if world.world_size > 1:

@@ -22,7 +22,7 @@ from training.launch.memory import state_bytes
 from training.launch.world import World
 from training.tasks.task import Step, Task, whole_model
 
-from .layout import LaidOutModel, Plan
+from .layout import LaidOutModel, Setup
 
 
 class Recomputed(nn.Sequential):
@@ -56,28 +56,28 @@ class Replicated(LaidOutModel):
         self,
         task: Task,
         world: World,
-        plan: Plan,
+        setup: Setup,
         gradient_sync: str = "overlap",
         bucket_bytes: int | None = None,
         comm_dtype: torch.dtype | None = None,
     ) -> None:
-        self.task, self.plan, self.devices = task, plan, [world.device]
+        self.task, self.setup, self.devices = task, setup, [world.device]
         self.part, self.parts = world.rank, world.world_size
-        self.num_microbatches = plan.num_microbatches
-        self.module = whole_model(task, world.device, plan.dtype)  # the same on all ranks
+        self.num_microbatches = setup.num_microbatches
+        self.module = whole_model(task, world.device, setup.dtype)  # the same on all ranks
         self.modules = layers = task.layers(self.module)  # they share the module's parameters
         self._loss = task.loss
-        if plan.compile:  # layer by layer: equal layers are compiled once, hooks run as ever
+        if setup.compile:  # layer by layer: equal layers are compiled once, hooks run as ever
             self._loss = torch.compile(task.loss)
             for layer in layers:
                 layer.compile()
         self.net: nn.Module = nn.Sequential(*layers)
-        if plan.recompute != "never":
+        if setup.recompute != "never":
             number = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}  # of segments
-            self.net = Recomputed(layers, number[plan.recompute])
+            self.net = Recomputed(layers, number[setup.recompute])
         parameters = list(self.module.parameters())
-        self.optimizers = [plan.make_optimizer(parameters)]
-        plan.timeline.watch(self.optimizers[0])
+        self.optimizers = [setup.make_optimizer(parameters)]
+        setup.timeline.watch(self.optimizers[0])
         # Every rank has the whole gradient when it steps: each counts a part of its norm.
         self.counted = parameters[world.rank :: world.world_size]
         self.average_gradients: Callable[[nn.Module], None] | None = None
@@ -88,25 +88,25 @@ class Replicated(LaidOutModel):
         if gradient_sync == "overlap":
             ddp = DistributedDataParallel(  # sends rank 0's weights to all, hooks each parameter
                 self.net, bucket_bytes=bucket_bytes, comm_dtype=comm_dtype,
-                recorder=plan.timeline,
+                recorder=setup.timeline,
             )  # fmt: skip
             self.net, self._no_sync, self.close = ddp, ddp.no_sync, ddp.close
             self.average_gradients = lambda _: ddp.average_gradients()  # sends the rest, then waits
         else:  # an exchange only after backward
             by_hand = {"per_parameter": average_gradients, "flat": average_gradients_flat}
-            self.average_gradients = plan.timeline.span("all_reduce")(by_hand[gradient_sync])
+            self.average_gradients = setup.timeline.span("all_reduce")(by_hand[gradient_sync])
 
     def backward(self, step: Step) -> Tensor:
         """Gradients are averaged over the ranks, so each rank divides its summed loss by the mean
         number of targets *per rank*, not by its own number. The average is then the gradient of the
         mean loss over all targets of the global batch."""
         scale = self.parts / max(1, step.count)
-        last, timeline = len(step.inputs) - 1, self.plan.timeline
-        total = torch.zeros((), dtype=self.plan.dtype, device=self.devices[0])  # without the scale
+        last, timeline = len(step.inputs) - 1, self.setup.timeline
+        total = torch.zeros((), dtype=self.setup.dtype, device=self.devices[0])  # without the scale
         for i, (x, target) in enumerate(zip(step.inputs, step.targets, strict=True)):
             # Only the backward of the last micro-batch starts the exchange.
             with nullcontext() if i == last else self._no_sync():
-                with self.plan.autocast(self.devices[0]), timeline.span("F", microbatch=i):
+                with self.setup.autocast(self.devices[0]), timeline.span("F", microbatch=i):
                     loss = self._loss(self.net(x), target)  # summed over its targets
                 with timeline.span("B", microbatch=i):
                     (loss * scale).backward()  # adds to the gradients so far
@@ -118,8 +118,8 @@ class Replicated(LaidOutModel):
         if x is None:  # no batch left; a forward needs no other rank
             return None
         # Evaluation has other shapes, of which each would be compiled.
-        eager = torch.compiler.set_stance("force_eager") if self.plan.compile else nullcontext()
-        with self.plan.autocast(self.devices[0]), eager:
+        eager = torch.compiler.set_stance("force_eager") if self.setup.compile else nullcontext()
+        with self.setup.autocast(self.devices[0]), eager:
             found: Tensor = self.net(x)  # [N, V] at N targets, or [B, classes]
         return found
 

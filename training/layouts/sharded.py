@@ -20,8 +20,8 @@ from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, Task
 
-from .layout import LaidOutModel, Plan
-from .tensor import Shared
+from .layout import LaidOutModel, Setup
+from .tensor import CutTask
 
 
 def flat_pieces(name: str, shape: Sequence[int], start: int, values: Tensor) -> list[Piece]:
@@ -49,7 +49,7 @@ class Sharded(LaidOutModel):
         self,
         task: Task,
         world: World,
-        plan: Plan,
+        setup: Setup,
         zero: int = 3,
         mesh: Mesh | None = None,
         sequence_parallel: bool = False,
@@ -57,47 +57,47 @@ class Sharded(LaidOutModel):
         mesh = mesh or Mesh(data=everyone(world))
         self.task, self.world, self.devices, self.mesh = task, world, [world.device], mesh
         self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
-        self.num_microbatches = plan.num_microbatches
+        self.num_microbatches = setup.num_microbatches
         # Autocast would keep a whole copy of every matrix until its backward.
-        self.compute_dtype = torch.bfloat16 if plan.precision == "bf16" else None
-        self.shared = shared = Shared(  # on the meta device: no memory yet
-            task, mesh.tensor, plan.dtype, sequence_parallel, plan.timeline
+        self.compute_dtype = torch.bfloat16 if setup.precision == "bf16" else None
+        self.cut_task = cut_task = CutTask(  # on the meta device: no memory yet
+            task, mesh.tensor, setup.dtype, sequence_parallel, setup.timeline
         )
-        model = shared.model
-        self.modules = shared.layers
+        model = cut_task.model
+        self.modules = cut_task.layers
         self.fsdp = FullyShardedDataParallel(  # allocates and fills this rank's shards
-            shared.layers, plan.make_optimizer,
+            cut_task.layers, setup.make_optimizer,
             names={t: name for name, t in [*model.named_parameters(), *model.named_buffers()]},
-            init=shared.initialize, zero=zero, compute_dtype=self.compute_dtype,
+            init=cut_task.initialize, zero=zero, compute_dtype=self.compute_dtype,
             device=world.device, group=mesh.data.group,
-            recorder=plan.timeline, recompute=plan.recompute != NEVER,
-            kind=lambda name: name in shared.parts,  # cut parameters and whole ones apart
+            recorder=setup.timeline, recompute=setup.recompute != NEVER,
+            kind=lambda name: name in cut_task.parts,  # cut parameters and whole ones apart
         )  # fmt: skip
         self.optimizers = [cast(torch.optim.Optimizer, FsdpOptimizer(self.fsdp))]
         # A unit has either cut parameters or whole ones.
         first_names = [(unit.unit.entries[0].name, unit.shard) for unit in self.fsdp.units]
-        self.counted = [p for name, p in first_names if shared.counted(name)]
-        self.on_all = [p for name, p in first_names if name not in shared.parts]  # flat shards
+        self.counted = [p for name, p in first_names if cut_task.counted(name)]
+        self.on_all = [p for name, p in first_names if name not in cut_task.parts]  # flat shards
 
     def backward(self, step: Step) -> Tensor:
         """Gradients are summed over the ranks, so the loss is divided by the global count."""
         count = max(1, step.count)
-        inputs = [*map(self.shared.input, step.inputs, step.targets)]  # none: it still gathers
-        loss = self.fsdp.train_step(inputs, step.targets, self.shared.loss, 1 / count)
+        inputs = [*map(self.cut_task.input, step.inputs, step.targets)]  # none: it still gathers
+        loss = self.fsdp.train_step(inputs, step.targets, self.cut_task.loss, 1 / count)
         self.fsdp.finish_gradients()  # waits for the last layers' sums over the data axis
-        self.shared.sum_gradients(self.on_all)  # then over the tensor axis
+        self.cut_task.sum_gradients(self.on_all)  # then over the tensor axis
         return loss * (count if self.mesh.tensor.rank == 0 else 0)  # tensor ranks have the same
 
     def outputs(self, x: Any) -> Tensor | None:
         """The outputs for this rank's batch."""
         output = self._forward(x)
-        return None if output is None else self.shared.logits(output)
+        return None if output is None else self.cut_task.logits(output)
 
     def measure(self, x: Any, target: Any) -> Tensor | None:
         """The measure of this rank's batch."""
-        x = None if x is None else self.shared.input(x, target, training=False)
+        x = None if x is None else self.cut_task.input(x, target, training=False)
         output = self._forward(x)
-        return None if output is None else self.shared.measure(output, target)
+        return None if output is None else self.cut_task.measure(output, target)
 
     def _forward(self, x: Any) -> Tensor | None:
         """Gathers layers, so all ranks must call it."""
@@ -108,7 +108,7 @@ class Sharded(LaidOutModel):
         self._some_rank_goes_on(True)  # meets the call in `end` of ranks that have finished
         output = self._forward(newest_tokens(ids, cache))  # [B, rows], of this rank's tokens
         assert output is not None
-        return self.shared.argmax(output, num_tokens)
+        return self.cut_task.argmax(output, num_tokens)
 
     def end(self) -> None:
         """Takes part in gathering until no rank has sentences left."""
@@ -131,7 +131,7 @@ class Sharded(LaidOutModel):
         """A flat shard holds ranges of flattened parameters."""
         (unit,) = (u.unit for u in self.fsdp.units if u.shard is p)
         found = unit.pieces(self.mesh.data.rank, t)  # ranges of parameters, views of t
-        return self.shared.pieces(
+        return self.cut_task.pieces(
             x for f in found for x in flat_pieces(f.name, f.shape, f.offset, f.tensor)
         )
 

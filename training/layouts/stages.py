@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,10 +24,31 @@ from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, Task
 
-from .layout import LaidOutModel, Plan
+from .layout import LaidOutModel, Setup
 from .measure import measured_sizes
 from .sharded import everyone, flat_pieces
-from .tensor import Shared
+from .tensor import CutTask
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """How the stages are made and run."""
+
+    schedule: str | None = "1f1b"  # None: whole models, one stage; each replica writes results
+    num_microbatches: int | None = 4
+    balance: str = "auto"  # of the layers over the stages; auto: `cut`, or measured
+    cut: Sequence[int] | None = None  # the layers per stage of a checkpoint
+    chunks: int | None = None  # stages per rank; None: the schedule's own number
+    timeout: float = 300.0  # seconds that a stage waits for its neighbour
+    sequence_parallel: bool = False
+    shard_optimizer: bool = False  # ZeRO 1 over the replicas
+
+    def sizes(self, task: Task, world: World, setup: Setup, num_stages: int) -> Sequence[int]:
+        """The layers per stage. All ranks call it together."""
+        if self.balance == "auto" and self.cut is not None and len(self.cut) == num_stages:
+            return self.cut
+        wanted = task.sizes(self.balance, num_stages)  # None: to be measured
+        return wanted or measured_sizes(task, world, setup, num_stages)  # all wait for rank 0
 
 
 class Staged(LaidOutModel):
@@ -36,69 +58,62 @@ class Staged(LaidOutModel):
 
     Args:
         mesh: by default a stage on every rank.
-        shard_optimizer: ZeRO 1 over the replicas.
-        schedule: None: whole models, in one stage; every replica writes results of its own.
-        chunks: stages per rank; None: the schedule's own number.
     """
 
     def __init__(
         self,
         task: Task,
         world: World,
-        plan: Plan,
-        schedule: str | None = "1f1b",
-        num_microbatches: int | None = 4,
-        balance: str = "auto",
-        timeout: float = 300.0,
-        cut: Sequence[int] | None = None,
+        setup: Setup,
+        stages: StageSettings = StageSettings(),
         mesh: Mesh | None = None,
-        sequence_parallel: bool = False,
-        shard_optimizer: bool = False,
-        chunks: int | None = None,
     ) -> None:
         mesh = mesh or Mesh(pipeline=everyone(world))
-        self.task, self.world, self.plan, self.mesh = task, world, plan, mesh
+        self.task, self.world, self.setup, self.mesh = task, world, setup, mesh
         self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
-        self.devices, self.num_microbatches = [world.device], num_microbatches
-        self.schedule = schedule
-        ranks = places(schedule or "1f1b", mesh.pipeline.size, chunks)  # each stage's pipeline rank
-        stages = len(ranks)
-        self.ranks = ranks if stages > mesh.pipeline.size else None  # only with chunks
-        if balance != "auto" or cut is None or len(cut) != stages:
-            cut = task.sizes(balance, stages)  # None: to be measured
-        self.cut = cut or measured_sizes(task, world, plan, stages)  # all ranks wait for rank 0
-        self.shared = Shared(task, mesh.tensor, plan.dtype, sequence_parallel, plan.timeline)
+        self.devices, self.num_microbatches = [world.device], stages.num_microbatches
+        self.schedule = stages.schedule
+        ranks = places(self.schedule or "1f1b", mesh.pipeline.size, stages.chunks)  # by stage
+        self.ranks = ranks if len(ranks) > mesh.pipeline.size else None  # only with chunks
+        self.cut = stages.sizes(task, world, setup, len(ranks))
+        self.cut_task = CutTask(
+            task, mesh.tensor, setup.dtype, stages.sequence_parallel, setup.timeline
+        )
+        one_at_a_time = len(ranks) == 1 or self.num_microbatches == 1
         self.pipe = ProcessPipe(  # allocates and fills this rank's stages alone
-            nn.Sequential(*self.shared.layers), self.cut, world.device, mesh.pipeline.group,
-            messages=mesh.messages, ranks=ranks, model=self.shared.model,
-            initialize=self.shared.initialize, recorder=plan.timeline, timeout=timeout,
-            recompute=mode_of(plan.recompute, stages == 1 or num_microbatches == 1),
+            nn.Sequential(*self.cut_task.layers), self.cut, world.device, mesh.pipeline.group,
+            messages=mesh.messages, ranks=ranks, model=self.cut_task.model,
+            initialize=self.cut_task.initialize, recorder=setup.timeline, timeout=stages.timeout,
+            recompute=mode_of(setup.recompute, one_at_a_time),
         )  # fmt: skip
         self.modules = [self.pipe.module]
-        if stages > 1:
+        if len(ranks) > 1:
             self.description = f"layers per stage: {' | '.join(map(str, self.cut))}"
         if self.ranks:
             self.description += f", on the ranks {', '.join(map(str, ranks))}"
         mine = self.pipe.named_parameters()  # of this rank's stages; the parts of cut ones
-        self.on_all = [p for name, p in mine.items() if name not in self.shared.parts]
+        self.on_all = [p for name, p in mine.items() if name not in self.cut_task.parts]
         self.sharded: ShardedOptimizer | None = None
         self.buckets: GradientBuckets | None = None
-        if shard_optimizer and self.parts > 1:
-            self._shard_optimizer(mine, Ranks(mesh.data.group, recorder=plan.timeline))
+        if stages.shard_optimizer and self.parts > 1:
+            self._shard_optimizer(mine, Ranks(mesh.data.group, recorder=setup.timeline))
         else:
-            if self.parts > 1:
-                # In buckets of their own, since the rank of the other stage must get the same bits.
-                tied = [p for name, p in mine.items() if len(self.pipe.users(name)) > 1]
-                self.buckets = GradientBuckets(
-                    mine.values(), mesh.data.group,
-                    recorder=plan.timeline, apart=tied,
-                )  # fmt: skip
-            self.optimizers = [plan.make_optimizer(mine.values())]
-            owned = self.pipe.owned_parameters().keys()
-            counts = [p for name, p in mine.items() if name in owned and self.shared.counted(name)]
-            # Every replica has the whole gradient: each counts a part of it in the norm.
-            self.counted = counts[self.part :: self.parts]
-            plan.timeline.watch(self.optimizers[0])
+            self._whole_optimizer(mine)
+
+    def _whole_optimizer(self, mine: dict[str, nn.Parameter]) -> None:
+        """Each replica updates all of this rank's parameters."""
+        if self.parts > 1:
+            # In buckets of their own, since the rank of the other stage must get the same bits.
+            tied = [p for name, p in mine.items() if len(self.pipe.users(name)) > 1]
+            self.buckets = GradientBuckets(
+                mine.values(), self.mesh.data.group, recorder=self.setup.timeline, apart=tied
+            )
+        self.optimizers = [self.setup.make_optimizer(mine.values())]
+        owned = self.pipe.owned_parameters().keys()
+        counts = [p for name, p in mine.items() if name in owned and self.cut_task.counted(name)]
+        # Every replica has the whole gradient: each counts a part of it in the norm.
+        self.counted = counts[self.part :: self.parts]
+        self.setup.timeline.watch(self.optimizers[0])
 
     def _shard_optimizer(self, mine: dict[str, nn.Parameter], replicas: Ranks) -> None:
         """ZeRO 1: each replica updates its part of this rank's parameters."""
@@ -107,17 +122,17 @@ class Staged(LaidOutModel):
             # All ranks that hold a parameter must shard it alike: tensor ranks their whole
             # parameters, stages their tied ones.
             tied = name if len(self.pipe.users(name)) > 1 else None
-            return name in self.shared.parts, tied
+            return name in self.cut_task.parts, tied
 
         owned = self.pipe.owned_parameters().keys()
-        self.sharded = ShardedOptimizer(mine, self.plan.make_optimizer, replicas, kind)
+        self.sharded = ShardedOptimizer(mine, self.setup.make_optimizer, replicas, kind)
         self.optimizers = [cast(torch.optim.Optimizer, self.sharded)]
         self.counted = [  # shards; of tied and of whole parameters on one rank only
             p
             for (cut, tied), p in self.sharded.shards.items()
             if (tied is None or tied in owned) and (cut or self.shard == 0)
         ]
-        self.plan.timeline.watch(self.sharded.optimizer)
+        self.setup.timeline.watch(self.sharded.optimizer)
 
     def backward(self, step: Step) -> Tensor:
         """All ranks of a replica get its loss; the first counts it."""
@@ -125,15 +140,15 @@ class Staged(LaidOutModel):
         count = max(1, step.count) / (self.parts if self.buckets else 1)
         loss = torch.zeros((), dtype=torch.float64)  # of a replica without examples
         if step.inputs:  # the same on all ranks of a replica: all run the pipe, or none
-            inputs = map(self.shared.input, step.inputs, step.targets)
-            with self.plan.autocast(self.devices[0]):
+            inputs = map(self.cut_task.input, step.inputs, step.targets)
+            with self.setup.autocast(self.devices[0]):
                 loss = self.pipe.train_step(
-                    MicroBatches(inputs), MicroBatches(step.targets), self.shared.loss,
+                    MicroBatches(inputs), MicroBatches(step.targets), self.cut_task.loss,
                     self.schedule or "1f1b", scale=1 / count,
                 )  # fmt: skip
         if self.buckets is not None:
             self.buckets.finish()  # every replica, with or without examples
-        self.shared.sum_gradients(self.on_all)  # before `reduce`, which takes p.grad away
+        self.cut_task.sum_gradients(self.on_all)  # before `reduce`, which takes p.grad away
         if self.sharded is not None:
             self.sharded.reduce()  # sums over the replicas, into the shards' gradients
         first = self.mesh.pipeline.rank == self.mesh.tensor.rank == 0  # one rank counts per replica
@@ -143,24 +158,24 @@ class Staged(LaidOutModel):
     def outputs(self, x: Any) -> Tensor | None:
         """The last stage sees them."""
         output = None if x is None else self._eval(x)  # last stage: [N, rows]
-        return None if output is None else self.shared.logits(output)
+        return None if output is None else self.cut_task.logits(output)
 
     def measure(self, x: Any, target: Any) -> Tensor | None:
         """On the last stage."""
         if x is None:  # this replica has no batch left
             return None
-        output = self._eval(self.shared.input(x, target, training=False))
-        return None if output is None else self.shared.measure(output, target)
+        output = self._eval(self.cut_task.input(x, target, training=False))
+        return None if output is None else self.cut_task.measure(output, target)
 
     def _eval(self, x: Any, beside: Mapping[str, Any] | None = None) -> Tensor | None:
-        with self.plan.autocast(self.devices[0]):
+        with self.setup.autocast(self.devices[0]):
             output = self.pipe.forward(x, beside)
         return cast(Tensor | None, output)
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """The last stage has the logits; each rank keeps the cache of its own layers and heads."""
         logits = self._eval(newest_tokens(ids), beside={"cache": cache})  # last stage: [B, rows]
-        tokens = None if logits is None else self.shared.argmax(logits, num_tokens)
+        tokens = None if logits is None else self.cut_task.argmax(logits, num_tokens)
         return self.pipe.from_last(tokens)  # [B], on every stage
 
     def held(self) -> Iterable[Tensor]:
@@ -172,8 +187,8 @@ class Staged(LaidOutModel):
     def pieces(self, p: Tensor, t: Tensor) -> list[Piece]:
         """The slices of whole parameters that `t` has."""
         if self.sharded is None:
-            return self.shared.pieces([whole(self._names[p], t)])
-        return self.shared.pieces(
+            return self.cut_task.pieces([whole(self._names[p], t)])
+        return self.cut_task.pieces(
             x
             for f in self.sharded.pieces(p, t)
             for x in flat_pieces(f.name, f.shape, f.offset, f.tensor)
@@ -190,7 +205,7 @@ class Staged(LaidOutModel):
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Those of this rank's stages; a tied one has a copy on every rank that uses it."""
-        return self.shared.names(self.pipe.named_parameters())
+        return self.cut_task.names(self.pipe.named_parameters())
 
     def state_bytes(self) -> dict[str, int]:
         """The bytes that this rank holds."""

@@ -28,7 +28,7 @@ from training.tasks.generation import greedy
 from training.tasks.task import Task
 
 
-class Shared:
+class CutTask:
     """The layers of a task that the ranks of `axis` share.
 
     Args:

@@ -30,7 +30,7 @@ from training.tasks.generation import greedy
 from training.tasks.gpt2 import Sequences, at_targets, newest_tokens, split_by
 from training.tasks.task import Step, Task, whole_model
 
-from .layout import LaidOutModel, Plan
+from .layout import LaidOutModel, Setup
 
 
 class _InOneProcess(LaidOutModel):
@@ -38,12 +38,12 @@ class _InOneProcess(LaidOutModel):
 
     module: nn.Module
     layers: Sequence[nn.Module]
-    plan: Plan
+    setup: Setup
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """Layer by layer, each on its own device: one position is too little to pipeline."""
         value: Any = newest_tokens(ids, cache)
-        with self.plan.autocast(self.devices[0]):
+        with self.setup.autocast(self.devices[0]):
             for layer in self.layers:
                 device = next(layer.parameters()).device  # cpu, whichever slice of the cores
                 value = layer(tree_map_only(Tensor, partial(Tensor.to, device=device), value))
@@ -74,7 +74,7 @@ class StagesInThreads(_InOneProcess):
         self,
         task: Task,
         world: World,
-        plan: Plan,
+        setup: Setup,
         devices: Sequence[torch.device],
         schedule: str = "1f1b",
         num_microbatches: int = 4,
@@ -82,17 +82,17 @@ class StagesInThreads(_InOneProcess):
         cut: Sequence[int] | None = None,
         chunks: int | None = None,
     ) -> None:
-        self.task, self.plan, self.devices = task, plan, devices
+        self.task, self.setup, self.devices = task, setup, devices
         ranks = places(schedule, len(devices), chunks)  # each stage's device, as a number
         self.schedule, self.num_microbatches = schedule, num_microbatches
-        self.module = whole_model(task, world.device, plan.dtype)  # still on one device
+        self.module = whole_model(task, world.device, setup.dtype)  # still on one device
         self.modules = self.layers = layers = task.layers(self.module)
         if balance != "auto" or cut is None or len(cut) != len(ranks):
             cut = task.sizes(balance, len(ranks))  # None: to be measured
         if cut is None:  # layers are timed one by one
             step = next(task.steps(0, 0, 1, num_microbatches))  # all of the first batch
             x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
-            with plan.autocast(world.device):
+            with setup.autocast(world.device):
                 costs = measure_costs(layers, x, lambda output: task.loss(output, target))
             cut = balanced(costs, len(ranks))
         self.cut = list(cut)
@@ -100,22 +100,22 @@ class StagesInThreads(_InOneProcess):
         module, replicas = place_layers(layers, self.cut, [devices[r] for r in ranks])
         one_at_a_time = schedule == "sequential" or len(ranks) == 1
         self.pipe = Pipe(
-            module, recorder=plan.timeline, replicas=replicas, sizes=self.cut,
-            recompute=mode_of(plan.recompute, one_at_a_time),
+            module, recorder=setup.timeline, replicas=replicas, sizes=self.cut,
+            recompute=mode_of(setup.recompute, one_at_a_time),
         )  # fmt: skip
         self.ranks = ranks if len(ranks) > len(devices) else None  # only with chunks
         where = ", ".join(str(devices[r]) for r in ranks)
         self.description = f"layers per stage: {' | '.join(map(str, self.cut))} on {where}"
         # An optimizer per stage, on the stage's worker; a tied weight is in the first one's.
-        self.optimizers = [plan.make_optimizer(ps) for ps in self.pipe.stage_parameters()]
+        self.optimizers = [setup.make_optimizer(ps) for ps in self.pipe.stage_parameters()]
         for stage, optimizer in enumerate(self.optimizers):
-            plan.timeline.watch(optimizer, stage)
+            setup.timeline.watch(optimizer, stage)
         self.run = self.pipe.run_on_stages  # all stages update at the same time
 
     def backward(self, step: Step) -> Tensor:
         """All micro-batches flow through the stages and back, as the schedule says."""
         count = max(1, step.count)
-        with self.plan.autocast(self.devices[0]):
+        with self.setup.autocast(self.devices[0]):
             loss = self.pipe.train_step(  # adds to .grad when all stages are done
                 MicroBatches(step.inputs), MicroBatches(step.targets), self.task.loss,
                 self.schedule, scale=1 / count,
@@ -125,7 +125,7 @@ class StagesInThreads(_InOneProcess):
     def outputs(self, x: Any) -> Tensor | None:
         """The outputs for the whole batch, cut into as many micro-batches as in training."""
         self.pipe.split_size = max(1, -(-batch_size(x) // self.num_microbatches))
-        with self.plan.autocast(self.devices[0]):
+        with self.setup.autocast(self.devices[0]):
             found: Tensor = self.pipe(x)  # [N, V], of all micro-batches
         return found
 
@@ -147,16 +147,16 @@ class BlocksInThreads(_InOneProcess):
         self,
         task: Task,
         world: World,
-        plan: Plan,
+        setup: Setup,
         devices: Sequence[torch.device],
         balance: str = "auto",
         split_size: int | None = None,
     ) -> None:
         from pipeline.model_parallel import GPT2LMHeadModelParallel  # with transformers' models
 
-        self.task, self.plan, self.devices = task, plan, devices
-        plain: Any = whole_model(task, world.device, plan.dtype)
-        self.module: Any = GPT2LMHeadModelParallel(plain.config).to(plan.dtype)
+        self.task, self.setup, self.devices = task, setup, devices
+        plain: Any = whole_model(task, world.device, setup.dtype)
+        self.module: Any = GPT2LMHeadModelParallel(plain.config).to(setup.dtype)
         self.module.load_state_dict(plain.state_dict())  # initial weights of every layout
         self.layers = task.layers(self.module)  # only for next_tokens
         self.modules = [self.module, *self.layers]
@@ -170,12 +170,12 @@ class BlocksInThreads(_InOneProcess):
         )
         if split_size is not None:  # else the batch is one micro-batch
             self.module._prepare_pipeline_parallel(split_size)
-        self.module.transformer.h_pp.recorder = plan.timeline
-        self.module.transformer.h_pp.recompute = mode_of(plan.recompute, split_size is None)
+        self.module.transformer.h_pp.recorder = setup.timeline
+        self.module.transformer.h_pp.recompute = mode_of(setup.recompute, split_size is None)
         where = ", ".join(map(str, devices))
         self.description = f"blocks per stage: {' | '.join(map(str, sizes))} on {where}"
-        self.optimizers = [plan.make_optimizer(self.module.parameters())]
-        plan.timeline.watch(self.optimizers[0], 0)
+        self.optimizers = [setup.make_optimizer(self.module.parameters())]
+        setup.timeline.watch(self.optimizers[0], 0)
 
     def _logits(self, x: Sequences) -> Tensor:
         hidden = self.module.transformer(input_ids=x.hidden, use_cache=False)[0]  # B T C
@@ -185,14 +185,14 @@ class BlocksInThreads(_InOneProcess):
     def backward(self, step: Step) -> Tensor:
         """The batch is one piece to the embedding and the head; `h_pp` cuts it for the blocks."""
         (x,), (target,) = step.inputs, step.targets  # `num_microbatches` is 1
-        with self.plan.autocast(self.devices[0]):
+        with self.setup.autocast(self.devices[0]):
             loss = self.task.loss(self._logits(x), target)
         (loss / max(1, step.count)).backward()  # of the blocks: on the workers
         return loss.detach()
 
     def outputs(self, x: Any) -> Tensor | None:
         """The outputs for the whole batch."""
-        with self.plan.autocast(self.devices[0]):
+        with self.setup.autocast(self.devices[0]):
             return self._logits(x)
 
     def close(self) -> None:
