@@ -1,12 +1,8 @@
-"""run_data_parallel.py, as a person runs it: what it prints, what it leaves, and that it repeats
-itself, also where a rank is killed on the way."""
+"""run_data_parallel.py, as a person runs it: what it prints and what it leaves."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -25,7 +21,7 @@ TINY = [
     "--model", "gpt2-mini", "--n_layer", "1", "--n_embd", "32", "--n_head", "2",
     "--vocab_size", "320", "--model_max_length", "32", "--batch_size", "8", "--n_epochs", "2",
     "--learning_rate", "1e-2", "--seed", "11", "--device", "cpu", "--timeout", "60",
-    "--dataset", "../pairs", "--workdir", "work",
+    "--dataset", "pairs", "--workdir", "work",
 ]  # fmt: skip
 TEST_PAIRS = [
     {"de": f"Wir sehen {i} Häuser und test.", "en": f"We see {i} houses and test."}
@@ -33,51 +29,19 @@ TEST_PAIRS = [
 ]
 HEADER = "epoch   train loss   valid. loss      BLEU    time   positions/s   real tokens/s"
 
-# The program, but rank 1 kills itself after step 7: once, which a file remembers.
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-
-sys.path.insert(0, {root!r})
-from project.run_data_parallel import main
-from project.utils import run_program
-from training.resume import Saving
-
-after_step = Saving.after_step
-
-def kill(self, *args):
-    after_step(self, *args)
-    mark = Path("mark")
-    if self.world.rank == 1 and self.optimizer.steps == 7 and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-Saving.after_step = kill
-run_program(main)
-"""
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With pairs/, and the folders whole/ and killed/, where the program runs."""
-    folder = tmp_path_factory.mktemp("program")
-    write_pairs(folder / "pairs")
-    for name in ("whole", "killed"):
-        (folder / name).mkdir()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def trained(folder: Path) -> tuple[Path, CompletedProcess[str]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompletedProcess[str]]:
     """Two epochs on two ranks, with a timeline, where an earlier, larger run has left results: the
     workdir, and the finished program."""
-    work = folder / "whole" / "work"
+    folder = tmp_path_factory.mktemp("program")
+    write_pairs(folder / "pairs")
+    work = folder / "work"
     work.mkdir()
     for stale in ("rank2_results_epoch0.json", "timeline_rank5.json", "metrics.jsonl"):
         (work / stale).write_text("{}")
     (work / "notes.txt").write_text("mine")
-    command = [PROGRAM, "--num_workers", "2", "--timeline", "2", *TINY]
-    return work, run_warm(command, folder / "whole")
+    return work, run_warm([PROGRAM, "--num_workers", "2", "--timeline", "2", *TINY], folder)
 
 
 def results(workdir: Path, key: str) -> list[list[float]]:
@@ -156,36 +120,3 @@ def test_it_leaves_exactly_the_files_of_this_run(
         (first, other), (second, another) = results(work, key)
         assert first == other and second == another
         assert key == "bleu" or max(first, second) < math.log(320)
-
-
-def test_torchrun_starts_it_and_a_killed_rank_costs_a_restart_and_nothing_else(
-    trained: tuple[Path, CompletedProcess[str]], folder: Path
-) -> None:
-    """Bit for bit the run that nobody killed, dropout on: same layout, same order of every sum. And
-    this one records no timeline."""
-    (folder / "killed" / "killed.py").write_text(KILLED.format(root=str(ROOT)))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": ""}
-    environment.pop("TOKENIZERS_PARALLELISM", None)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "--max-restarts", "3", "killed.py", *TINY, "--resume", "--save_every", "3",
-        "--timeline", "0",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=folder / "killed", env=environment, capture_output=True, text=True,
-        timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (work, _), again = trained, folder / "killed" / "work"
-    for key in ("training_loss", "validation_loss", "bleu"):
-        assert results(work, key) == results(again, key)
-    losses = [read_json(path / "summary.json")["loss"] for path in (work, again)]
-    assert len(losses[0]) == 10 and losses[0] == losses[1]
-    notes = [line for line in done.stdout.split("\n") if "checkpoints" in line]
-    assert notes == [
-        "--resume: work/checkpoints has no checkpoint; starting from scratch.",
-        "Resumed from work/checkpoints/000003-epoch1-step1: 6 steps done.",
-    ]
-    assert names_in(again / "checkpoints") == ["000004-epoch1-step4", "000005-epoch1-step5"]
-    of_the_other = {"timeline_rank0.json", "timeline_rank1.json", "notes.txt", "earlier_1"}
-    assert set(names_in(again)) == set(names_in(work)) - of_the_other

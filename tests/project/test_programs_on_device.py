@@ -21,10 +21,8 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 
 LAYOUTS = [
     (1, "train single"),
-    (1, "run_pipeline --model_parallel_mode model_parallel --num_devices 2"),
     (1, f"run_pipeline {FLOW} --schedule zbv"),
     (1, f"run_pipeline {FLOW} --n_chunk 3 --pipeline blocks"),
-    (2, "run_data_parallel"),
     (2, "train fsdp"),
     (4, "train 3d --pp 2 --tp 2"),  # each axis alone: tests/device/test_processes.py
 ]

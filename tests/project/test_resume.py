@@ -38,9 +38,10 @@ LINE = TINY + (
     "--n_epochs 2 --max_grad_norm 0.5 --lr_scheduler cosine --warmup_steps 2 --n_test 2 "
     "--dropout 0.1 "
 )
-# Data parallelism by buckets: tests/project/test_program.py, with a rank that is killed. How many
-# ranks; the step after which they are interrupted; all steps.
+# How many ranks; the step after which they are interrupted; all steps. (Where a rank is killed, and
+# torchrun starts all again: tests/test_faults.py.)
 SAME_LAYOUT = [
+    (f"run_data_parallel {LINE} --bucket_mb 0.002", 2, 7, 8),
     ("train fsdp {text} --dropout 0.1", 2, 3, 8),
     (f"train ddp {VGG} --num_batches 7 --momentum 0.5", 2, 6, 7),
     (f"run_pipeline {FLOW} {LINE} --schedule 1f1b --n_chunk 3 --balance 1,1 --async_save", 1, 3, 8),
@@ -82,6 +83,8 @@ def test_with_the_same_layout_bit_for_bit(
         where = f"--workdir {workdir} --save_every 2 --resume"
         printed, error = run(f"{line} {where}", world_of(n), stop_at=last)
         assert error is None, printed
+        begins = workdir == whole or last is not None
+        assert ("has no checkpoint; starting from scratch." in printed) == begins
     # One that is written in the background may not be there yet.
     assert "--async_save" in line or f": {stop_at // 2 * 2} steps done." in printed
     assert len(summary(parts)["loss"]) == len(summary(parts)["step_seconds"]) == steps
