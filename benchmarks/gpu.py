@@ -305,7 +305,7 @@ class _Ours:
 def full_steps(text: _Text, epoch: int, num_microbatches: int | None) -> Iterator[Any]:
     """The steps of an epoch but the last, whose batch is smaller."""
     steps = text.task.steps(epoch, 0, 1, num_microbatches)
-    return islice(steps, len(text.task.num_targets) // text.args.batch_size)
+    return islice(steps, len(text.task.examples["train"]) // text.args.batch_size)
 
 
 class _Plain:

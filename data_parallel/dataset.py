@@ -13,23 +13,34 @@ Idea: shuffle the indices once, with a seed that all ranks share, then
 
 A rank's part of a batch is cut into micro-batches later (training/tasks/sequences.py).
 
-Cost: one list of indices per rank; the examples are not copied.
+Cost: 40 bytes per example and rank for the order, and 8 of more than a million. A batch is picked,
+sorted and dealt when its turn comes; the examples are not copied.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+FEW = 1_000_000  # examples that Python may shuffle: a microsecond and 40 bytes each
 
-def shuffled_indices(n: int, seed: int) -> list[int]:
+
+@lru_cache(maxsize=1)
+def shuffled_indices(n: int, seed: int) -> Sequence[int]:
     """The order in which n examples are dealt: a permutation of range(n), the same everywhere."""
+    if n > FEW:  # RandomState: numpy promises never to change what it draws
+        bits = np.random.MT19937(np.random.SeedSequence(seed))
+        order: Any = np.random.RandomState(bits).permutation(n)
+        return memoryview(order)  # of Python's integers
     indices = list(range(n))
     random.Random(seed).shuffle(indices)
     return indices
@@ -66,8 +77,6 @@ class DataPartitioner:
             most 1. If they sum to 1, every example is in exactly one partition, for any length
             of the data.
         seed: of the shuffle; the same on all ranks.
-        stretch, key: before dealing, sort each run of `stretch` shuffled examples by
-            `key(example)`.
 
     Raises:
         ValueError: sizes that are not positive, or sum to more than 1.
@@ -78,9 +87,6 @@ class DataPartitioner:
         data: Sequence[Any],
         sizes: Sequence[float],
         seed: int = 1234,
-        *,
-        stretch: int = 1,
-        key: Callable[[Any], Any] | None = None,
     ) -> None:
         if not sizes or any(not size > 0 for size in sizes) or math.fsum(sizes) > 1 + 1e-9:
             raise ValueError(
@@ -89,13 +95,7 @@ class DataPartitioner:
             )
         self.data = data
         indices = shuffled_indices(len(data), seed)
-        if key is not None:
-            indices = [  # partition_dataset: a stretch is a global batch
-                i
-                for a in range(0, len(indices), stretch)
-                for i in sorted(indices[a : a + stretch], key=lambda i: key(data[i]))
-            ]
-        self.partitions: list[list[int]]
+        self.partitions: list[Sequence[int]]
         if math.isclose(math.fsum(sizes), 1, abs_tol=1e-9) and max(sizes) - min(sizes) < 1e-12:
             self.partitions = [indices[r :: len(sizes)] for r in range(len(sizes))]  # like cards
         else:
@@ -109,6 +109,35 @@ class DataPartitioner:
         if not 0 <= partition < len(self.partitions):
             raise IndexError(f"partition {partition} of {len(self.partitions)}, counted from 0")
         return Partition(self.data, self.partitions[partition])
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of one rank in an epoch, as indices; see `partition_dataset`."""
+
+    rank: int
+    world_size: int
+    dataset: Sequence[Any]
+    batch_size: int
+    seed: int
+    key: Callable[[Any], Any] | None
+    start: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        n, size, key = len(self.dataset), self.batch_size, self.key
+        order = shuffled_indices(n, self.seed)
+        for first in range(self.start * size, n, size):
+            batch = list(order[first : first + size])
+            if key is not None:
+                batch.sort(key=lambda i: key(self.dataset[i]))
+            # Rank r has the places r, r + W, r + 2 W, ... of the epoch.
+            if mine := batch[(self.rank - first) % self.world_size :: self.world_size]:
+                yield mine
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.dataset), self.batch_size)
+        has_rest = rest > (self.rank - whole * self.batch_size) % self.world_size
+        return max(0, whole + has_rest - self.start)
 
 
 def partition_dataset(
@@ -143,18 +172,10 @@ def partition_dataset(
             f"batch size {batch_size} on {world_size} ranks: each rank needs an example of every "
             f"batch; a batch size of {max(world_size, 1)} or more works"
         )
-    n = len(dataset)
-    partitioner = DataPartitioner(
-        dataset, [1 / world_size] * world_size, seed, stretch=batch_size, key=key
-    )
-    # Rank r holds the places r, r + W, r + 2 W, ...: count those below k * B.
-    edges = [
-        len(range(rank, min(k * batch_size, n), world_size)) for k in range(-(-n // batch_size) + 1)
-    ]
-    batches = [list(range(a, b)) for a, b in pairwise(edges[start:]) if a < b]  # in its partition
+    data: Any = dataset
+    batches: Any = Batches(rank, world_size, dataset, batch_size, seed, key, start)
     # Its own generator: a DataLoader draws a seed even without workers, and dropout must not
     # depend on how often the run was resumed.
     return DataLoader(
-        partitioner.use(rank), batch_sampler=batches, collate_fn=collate_fn,
-        generator=torch.Generator(),
-    )  # fmt: skip
+        data, batch_sampler=batches, collate_fn=collate_fn, generator=torch.Generator()
+    )

@@ -90,7 +90,7 @@ def text_task(args: Options, world: World, texts: Texts, resume: Resume) -> Sequ
     """The task of a text: translation, or language modelling."""
     kind = LanguageTask if texts.plain else TranslationTask
     task = kind(args, world, texts, resume.files(FILES) if world.is_main else None)
-    rules.require(args, [rules.warmup(args, len(task.num_targets))])
+    rules.require(args, [rules.warmup(args, len(task.examples["train"]))])
     return task
 
 

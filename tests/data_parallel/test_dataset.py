@@ -28,6 +28,15 @@ def test_equal_sizes_are_dealt_in_turn() -> None:
         assert [part[i] for i in range(len(part))] == ["abcdefg"[i] for i in part.index]
 
 
+def test_many_examples_are_shuffled_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight bytes each; the draw is pinned, since runs resume in it."""
+    monkeypatch.setattr("data_parallel.dataset.FEW", 7)
+    order = shuffled_indices(8, seed=77)
+    assert isinstance(order, memoryview)
+    assert order.nbytes == 8 * 8
+    assert list(order) == [5, 2, 4, 7, 1, 6, 3, 0]
+
+
 @pytest.mark.parametrize(
     ("n", "parts", "sizes"),
     [(9, 4, [3, 2, 2, 2]), (8, 5, [2, 2, 2, 1, 1]), (3, 8, [1, 1, 1]), (5, 1, [5]), (0, 4, [])],
@@ -61,7 +70,8 @@ def test_a_rank_loads_batches_of_its_share() -> None:
     batches = [order[0:4], order[4:8], order[8:10]]
     for start in (0, 2, 3):
         loader = partition_dataset(1, 2, list(range(21)), 8, list, start=start)
-        assert list(loader) == batches[start:]
+        assert list(loader) == list(loader) == batches[start:]
+        assert len(loader) == 3 - start
     (stacked,) = partition_dataset(0, 1, [torch.tensor(i) for i in range(4)], batch_size=4)
     assert stacked.tolist() == shuffled_indices(4, seed=1234)
 

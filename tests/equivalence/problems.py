@@ -63,7 +63,7 @@ class Problem:
     def batches(self, epoch: int) -> list[list[int]]:
         """Which examples form each global batch of an epoch."""
         order = shuffled_indices(self.num_examples, stream(SEED, "data order", epoch))
-        return [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+        return [list(order[i : i + self.batch_size]) for i in range(0, len(order), self.batch_size)]
 
     def task(self, world: World, dtype: torch.dtype) -> Any:
         raise NotImplementedError
@@ -134,7 +134,6 @@ class SentenceTask(TranslationTask):
         tokenizer: Any = SimpleNamespace(pad_token=PAD, convert_tokens_to_ids=lambda _: 0)
         self.tokenizer = tokenizer
         self.examples = {"train": problem.examples()}
-        self.num_targets = [example.num_targets for example in self.examples["train"]]
         self.steps_per_epoch = problem.steps_per_epoch
         self.cpu_positions = problem.positions
         self.config = problem.config()

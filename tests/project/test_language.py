@@ -38,7 +38,7 @@ def test_every_token_is_predicted_once_in_an_epoch(one: Learned) -> None:
     end = tokenizer.convert_tokens_to_ids(END)
     every = [t for text in split for t in (*tokenizer(text)["input_ids"], end)]
     assert end not in tokenizer("".join(split))["input_ids"]
-    examples = task.examples["train"]
+    examples = list(task.examples["train"])
     assert [t for example in examples for t in example.ids[1:]] == every
     assert {len(example.ids) for example in examples[:-1]} == {17}
     assert examples[0].ids[0] == end

@@ -61,13 +61,25 @@ def on_main(world: World, work: Callable[[], None]) -> None:
     """Runs work() on rank 0 while the others wait, however long it takes: rank 0 keeps sending
     signs of life, so no time-out ends them. `work` must not communicate. If it raises, rank 0
     raises; the others continue."""
+    _while_others_wait(world, work if world.is_main else None)
+
+
+def on_hosts(world: World, work: Callable[[], None]) -> None:
+    """Like `on_main`; then it runs work() on the first rank of every other host."""
+    on_main(world, work)
+    _while_others_wait(world, work if world.local_rank == 0 and not world.is_main else None)
+
+
+def _while_others_wait(world: World, work: Callable[[], None] | None) -> None:
+    """Runs work() where there is some, until it has ended on all ranks."""
     if world.world_size == 1:
-        work()
+        if work is not None:
+            work()
         return
-    done = torch.zeros(())  # broadcast again and again, until it is 1
-    if not world.is_main:
+    done = torch.zeros(())  # reduced again and again, until it is 1
+    if work is None:
         while not done.item():
-            dist.broadcast(done, 0)  # meets one of `tell`
+            dist.all_reduce(done.fill_(1), dist.ReduceOp.MIN)  # meets one of `tell`
         return
     finished = threading.Event()
 
@@ -75,7 +87,7 @@ def on_main(world: World, work: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # another rank is gone: the launcher notices
             while not done.item():
                 done.fill_(finished.wait(_BEAT))  # 1 when the work has ended
-                dist.broadcast(done, 0)
+                dist.all_reduce(done, dist.ReduceOp.MIN)
 
     teller = threading.Thread(target=tell, name="tell the others", daemon=True)
     teller.start()

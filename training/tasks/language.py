@@ -16,10 +16,10 @@ Paper: Radford et al., "Language Models are Unsupervised Multitask Learners", 20
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
+import re
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
 
 from training.launch.errors import UserError
 from training.launch.world import World
@@ -28,13 +28,26 @@ from .generation import continue_all
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .texts import END
-from .tokens import Encoded, train_bpe
+from .tokens import AT_ONCE, Encoded, Tokens, groups, ids_of, train_bpe
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
 
 PROMPT = 8  # tokens of a sample prompt at the end of an epoch
 CONTINUED = 24  # new tokens of a sample
+PIECE = 4096  # letters
+LINE = re.compile(r"(?<=\S\n)(?=\S)")  # where byte-level BPE has no token on both sides
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A long text in pieces of some thousand letters, with the same tokens: so all cores work on
+    one document."""
+    first = 0
+    while first < len(text):
+        found = LINE.search(text, first + PIECE)
+        end = found.start() if found else len(text)
+        yield text[first:end]
+        first = end
 
 
 class LanguageTask(SequenceTask):
@@ -51,31 +64,29 @@ class LanguageTask(SequenceTask):
         """The end of a text, which also pads."""
         return {"eos_token": END, "pad_token": END}
 
-    def encoded(self) -> dict[str, list[Encoded]]:
+    def encoded(self, split: str) -> Iterator[list[Encoded]]:
+        """Stretches of the stream: an end token at the beginning and after every document."""
+        parts = (part for text in self.texts.splits[split] for part in pieces(text + END))
+        for some in groups(chain([END], parts), AT_ONCE):
+            yield [Encoded(ids, 0) for ids in ids_of(some, self.tokenizer)]
+
+    def load(self, world: World) -> dict[str, Tokens]:
         """Sequences of --model_max_length inputs; the last is shorter."""
         args, examples = self.args, {}
-        end = self.tokenizer.convert_tokens_to_ids(END)
         length = args.model_max_length
-        for split, documents in self.texts.splits.items():
-            texts = self.tokenizer(documents, verbose=False)["input_ids"]
-            # [tokens of the split], with an end token at the beginning and after every document.
-            stream = np.array([end, *(t for text in texts for t in (*text, end))], np.int32)
-            starts = range(0, len(stream) - 1, length)  # the last token is only predicted
+        for split in self.texts.splits:
             most = getattr(args, f"n_{split}")
-            # A sequence ends with the token that the next one begins with.
-            examples[split] = [
-                Encoded(cast(Sequence[int], stream[at : at + length + 1]), 1, number)
-                for number, at in enumerate(starts[:most])
-            ]
-            if split == "train" and len(stream) <= length:
+            found = examples[split] = self.stored(world, split, length, most)
+            n = len(found.ids) - 1  # the first token is not predicted
+            if split == "train" and n < length:
                 raise UserError(
-                    f"--dataset {args.dataset} --model_max_length {length}: the text has "
-                    f"{len(stream) - 1} tokens, fewer than one sequence; --model_max_length "
-                    f"{max(2, (len(stream) - 1) // 4)} works, or more text"
+                    f"--dataset {args.dataset} --model_max_length {length}: the text has {n} "
+                    f"tokens, fewer than one sequence; --model_max_length {max(2, n // 4)} works, "
+                    "or more text"
                 )
-            if most is not None and most < len(starts):
+            if len(found) < found.there:
                 self.texts.notes.append(
-                    f"{split}: the first {most:,} of {len(starts):,} sequences; --n_{split} all "
+                    f"{split}: the first {most:,} of {found.there:,} sequences; --n_{split} all "
                     "takes all."
                 )
         return examples
@@ -97,7 +108,8 @@ class LanguageTask(SequenceTask):
     def _prompts(self) -> list[list[int]]:
         """Sample prompts: beginnings of sequences of the validation split."""
         room = min(PROMPT, self.args.model_max_length // 2)
-        return [[int(t) for t in e.ids[:room]] for e in self.examples["validation"][:SHOWN] if room]
+        shown = islice(self.examples["validation"], SHOWN) if room else ()
+        return [[int(t) for t in example.ids[:room]] for example in shown]
 
     def about_data(self) -> str:
         """Sequences of each split."""

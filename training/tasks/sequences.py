@@ -3,8 +3,8 @@
     tasks/translation.py     a sequence is a pair of sentences; only the second one is learnt
     tasks/language.py        a sequence is a stretch of text
 
-Before training, the tokenizer is trained and all texts become token ids. A step only picks examples
-and pads them.
+Before training, the tokenizer is trained and all texts become token ids, in files that ranks map. A
+step only picks examples and pads them.
 
 Rank 0 makes the tokenizer, or takes it from a checkpoint, and sends its files to the others: hosts
 need no shared folder.
@@ -12,12 +12,14 @@ need no shared folder.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +28,9 @@ from data_parallel.dataset import even_slices, partition_dataset, shuffled_indic
 from runtime.dropout import Keys
 from training.files import writing
 from training.launch.compare_ranks import check_same
-from training.launch.world import World, gather_over_ranks, on_main
+from training.launch.world import World, gather_over_ranks, on_hosts, on_main
 from training.options import Options
+from training.progress import moving
 from training.seeds import stream
 
 from .gpt2 import (
@@ -44,7 +47,15 @@ from .gpt2 import (
 )
 from .pretrained import model_content, pretrained_config, pretrained_initializer
 from .task import Step, Task, Translator, steps_of_epoch, to_device
-from .tokens import TOKENIZER_FILES, Encoded, collate_batch, load_tokenizer
+from .tokens import (
+    AT_ONCE,
+    TOKENIZER_FILES,
+    Encoded,
+    Tokens,
+    collate_batch,
+    load_tokenizer,
+    write_tokens,
+)
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -75,13 +86,13 @@ class SequenceTask(Task, ABC):
         self.args, self.texts, self.device = args, texts, world.device
         self.files = self._shared_files(world, files)  # rank 0 makes them, the others wait
         self.tokenizer = load_tokenizer(self.files)
-        self.examples: dict[str, list[Encoded]] = self.encoded()  # all, on every rank
-        self.num_targets = [example.num_targets for example in self.examples["train"]]
+        self._fingerprints = texts.fingerprints()
+        self.examples: Mapping[str, Sequence[Encoded]] = self.load(world)
         self.config, self._initialize = _config_and_weights(args, len(self.tokenizer))
         if world.world_size > 1:
             check_same(world, {"the model": model_content(args.model, self.config)})
         self.files["config.json"] = self.config.to_json_string().encode()
-        self.steps_per_epoch = steps_of_epoch(args, len(self.num_targets))
+        self.steps_per_epoch = steps_of_epoch(args, len(self.examples["train"]))
         # Pad all to this; None: each micro-batch to its longest sentence.
         self.length = args.model_max_length if args.padding == "max_length" else None
 
@@ -94,12 +105,37 @@ class SequenceTask(Task, ABC):
         """What a tokenizer that comes with pretrained weights is given."""
 
     @abstractmethod
-    def encoded(self) -> dict[str, list[Encoded]]:
+    def encoded(self, split: str) -> Iterator[list[Encoded]]:
+        """The examples of a split, some at a time, tokenized when asked for."""
+
+    @abstractmethod
+    def load(self, world: World) -> dict[str, Tokens]:
         """The examples of every split. Raises UserError if there is nothing to learn."""
 
     @abstractmethod
     def about_data(self) -> str:
         """What the model is trained on, for a person."""
+
+    def stored(
+        self, world: World, split: str, length: int | None = None, most: int | None = None
+    ) -> Tokens:
+        """The examples of a split from a file of this host, where its first rank writes them if
+        they are not there. See `Tokens`."""
+        args, total = self.args, -(-len(self.texts.splits[split]) // AT_ONCE)
+        dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
+        of = [type(self).__name__, args.src, args.tgt, args.model_max_length, split]
+        made_from = repr([*of, self._fingerprints[split], *self.files.values()])
+        folder = args.workdir / "tokens" / hashlib.sha256(made_from.encode()).hexdigest()[:16]
+
+        def write() -> None:
+            if not folder.exists():
+                what, shown = f"Tokenizing {split}", world.is_main
+                write_tokens(
+                    folder, moving(self.encoded(split), what, total, "", shown=shown), dtype
+                )
+
+        on_hosts(world, write)
+        return Tokens(folder, dtype, length, most)
 
     def skeleton(self) -> GPT2LMHeadModel:
         """The whole model on the meta device."""
@@ -125,16 +161,17 @@ class SequenceTask(Task, ABC):
     ) -> Iterator[Step]:
         """The steps of an epoch. Which examples form a global batch depends on the seed and the
         epoch alone; each batch is dealt out by length, so that all parts have equal work."""
-        n, size = len(self.num_targets), self.args.batch_size
+        examples, size = self.examples["train"], self.args.batch_size
+        n = len(examples)
         seed = stream(self.args.seed, "data order", epoch)
         order = shuffled_indices(n, seed)  # as in partition_dataset below: the same seed
-        counts = [  # target tokens of each global batch
-            sum(self.num_targets[i] for i in order[k : k + size])
+        counts = (  # target tokens of each global batch
+            sum(examples[i].num_targets for i in order[k : k + size])
             for k in range(start * size, n, size)
-        ]
+        )
         drop = stream(self.args.seed, "dropout", epoch)
         loader = partition_dataset(
-            part, parts, self.examples["train"], size,
+            part, parts, examples, size,
             partial(self._collate, num_microbatches, drop), seed=seed,
             key=None if self.length else _length, start=start,  # sort if lengths differ
         )  # fmt: skip
@@ -225,7 +262,7 @@ class SequenceTask(Task, ABC):
 
     def fingerprints(self) -> dict[str, str]:
         """The hashes of the texts."""
-        return self.texts.fingerprints()
+        return self._fingerprints
 
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         if self.args.model in PRESETS:

@@ -5,20 +5,29 @@ A pair is one sequence, and the loss counts only its second half:
     ids      w1 w2 w3 <eos_de> v1 v2 <eos_en>         labels are the ids, shifted by one
     weights         0  0     0  1  1        1         of the labels: 1 on target tokens
 
-Cost: padding. A rectangle is as long as its longest sentence. Micro-batches of similar lengths
-compute about 1.2 positions per real token on real text; padding everything to 128 computes about 4.
+All texts become ids once, before training, on all cores: in a file, one after another, beside an
+index of where each begins. A rank maps both and reads the examples of its batches, so that text may
+be larger than memory. The folder is named by a hash of text and tokenizer, where a later run finds
+it, and it gets its name when it is whole.
+
+Cost: 2 bytes a token on disk (4 of more than 65,536 tokens), 12 an example. Padding: a rectangle is
+as long as its longest sentence. Micro-batches of similar lengths compute about 1.2 positions per
+real token on real text; padding everything to 128 computes about 4.
 Whole batches of similar lengths compute 1.02, but then each step sees sentences of one length: an
 epoch of Multi30k ended at a validation loss of 5.2 instead of 4.5 (docs/log.md).
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from tokenizers.implementations import ByteLevelBPETokenizer
 from torch import Tensor
@@ -30,8 +39,11 @@ from .task import to_device
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
 
+T = TypeVar("T")
 Batch = dict[str, Tensor]
 PAD = "<pad>"
+INDEX = np.dtype([("end", np.int64), ("num_source", np.int32)])  # of an example in a file of tokens
+AT_ONCE = 4096  # texts that are tokenized together, on all cores
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -120,12 +132,83 @@ def encode(
     max_length: int,
 ) -> list[Encoded]:
     """Token ids of all pairs, each cut to max_length + 1: max_length inputs and their labels."""
-    sources = tokenizer([pair[src] + eos(src) for pair in pairs])["input_ids"]  # ids of each pair
-    targets = tokenizer([pair[tgt] + eos(tgt) for pair in pairs])["input_ids"]
+    sources = ids_of([pair[src] + eos(src) for pair in pairs], tokenizer)
+    targets = ids_of([pair[tgt] + eos(tgt) for pair in pairs], tokenizer)
     return [
         Encoded((s + t)[: max_length + 1], min(len(s), max_length + 1), number)
         for number, (s, t) in enumerate(zip(sources, targets, strict=True))
     ]
+
+
+def ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """The token ids of each text, as of tokenizer(texts), without what else that makes."""
+    return [found.ids for found in tokenizer.backend_tokenizer.encode_batch_fast(texts)]
+
+
+def groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """The items, `size` at a time."""
+    rest = iter(items)
+    return iter(lambda: list(islice(rest, size)), [])
+
+
+def write_tokens(folder: Path, examples: Iterable[Sequence[Encoded]], dtype: Any) -> None:
+    """Writes the examples, of which some come at a time, for `Tokens` to read. Nothing is in
+    `folder` until all are written. Raises RunError."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
+    end = 0
+    with writing(folder):
+        part.mkdir(parents=True)
+        with (part / "ids").open("wb") as ids, (part / "index").open("wb") as index:
+            for some in examples:
+                np.concatenate([np.asarray(e.ids, dtype) for e in some]).tofile(ids)
+                ends = accumulate((len(e.ids) for e in some), initial=end)
+                _, *rows = zip(ends, [0, *(e.num_source for e in some)], strict=True)
+                np.array(rows, INDEX).tofile(index)
+                end = rows[-1][0]
+        part.replace(folder)
+
+
+class Tokens(Sequence[Encoded]):
+    """Examples that `write_tokens` has written, read when they are asked for.
+
+    Args:
+        length: cut what was written anew: all of it, in one row, into examples of so many inputs,
+            of which the last may be shorter. An example ends with the token that the next one
+            begins with, and the first token of all is only an input.
+        most: examples, at most.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: Any, length: int | None = None, most: int | None = None
+    ) -> None:
+        self.file, self.dtype, self.length = folder / "ids", dtype, length
+        self.where = np.memmap(folder / "index", INDEX, "r")
+        self._map()
+        self.there = -(-(len(self.ids) - 1) // length) if length else len(self.where)
+        self.n = min(self.there, most or self.there)
+
+    def _map(self) -> None:
+        self.ids: Any = np.asarray(np.memmap(self.file, self.dtype, "r"))
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < self.n:
+            raise IndexError(number)
+        if self.length:
+            first = number * self.length
+            return Encoded(self.ids[first : first + self.length + 1], 1, number)
+        end, num_source = self.where[number].item()
+        first = self.where[number - 1].item()[0] if number else 0
+        return Encoded(self.ids[first:end], num_source, number)
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Encoded]:
+        """The examples of a batch, from a new mapping: what earlier ones have read leaves the
+        process' memory."""
+        self._map()
+        return [self[number] for number in numbers]
 
 
 def collate_batch(
@@ -159,7 +242,8 @@ def collate_batch(
     ids = torch.full((len(encoded), T + 1), pad_id)
     weights = torch.zeros(len(encoded), T + 1, dtype=torch.long)
     for row, example in enumerate(encoded):
-        ids[row, : len(example.ids)] = torch.tensor(example.ids)  # padding is on the right
+        found = torch.from_numpy(np.asarray(example.ids, np.int64))
+        ids[row, : len(found)] = found  # padding is on the right
         weights[row, example.num_source : len(example.ids)] = 1  # target tokens, with their end
     batch = {  # each [B, T]
         "input_ids": ids[:, :-1].contiguous(),

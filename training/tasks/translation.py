@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from training.launch.errors import UserError
@@ -11,7 +12,7 @@ from .generation import evaluate_bleu, translate
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .texts import SPLITS
-from .tokens import Encoded, encode, ends_of, train_tokenizer
+from .tokens import AT_ONCE, Encoded, Tokens, encode, ends_of, groups, train_tokenizer
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
@@ -31,13 +32,15 @@ class TranslationTask(SequenceTask):
         """Padding, and the end of each language."""
         return ends_of(self.args.src, self.args.tgt)
 
-    def encoded(self) -> dict[str, list[Encoded]]:
+    def encoded(self, split: str) -> Iterator[list[Encoded]]:
         """A sequence per pair."""
         args = self.args
-        examples = {
-            split: encode(pairs, self.tokenizer, args.src, args.tgt, args.model_max_length)
-            for split, pairs in self.texts.splits.items()
-        }
+        for pairs in groups(self.texts.splits[split], AT_ONCE):
+            yield encode(pairs, self.tokenizer, args.src, args.tgt, args.model_max_length)
+
+    def load(self, world: World) -> dict[str, Tokens]:
+        """The pairs."""
+        args, examples = self.args, {split: self.stored(world, split) for split in SPLITS}
         if not any(example.num_targets for example in examples["train"]):
             raise UserError(
                 f"--model_max_length {args.model_max_length}: every source sentence fills it, and "

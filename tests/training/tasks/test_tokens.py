@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.project.programs import TINY, parse
-from training.launch.errors import UserError
+from training.launch.errors import RunError, UserError
 from training.launch.world import World
 from training.options import Options
+from training.tasks.language import pieces
 from training.tasks.task import Step
 from training.tasks.texts import SPLITS, Texts
-from training.tasks.tokens import Encoded, collate_batch, encode, load_tokenizer, train_tokenizer
+from training.tasks.tokens import (
+    Encoded,
+    Tokens,
+    collate_batch,
+    encode,
+    ids_of,
+    load_tokenizer,
+    train_tokenizer,
+    write_tokens,
+)
 from training.tasks.translation import TranslationTask
 
 PAIRS = [
@@ -73,6 +85,78 @@ def test_collate_batch_makes_a_rectangle_with_weights_on_targets(tokenizer: Any)
             assert batch["label_token_weights"][i].tolist() == weights[:T]
 
 
+# Files of tokens
+
+
+def rows(examples: Sequence[Encoded]) -> list[tuple[list[int], int, int]]:
+    return [([int(t) for t in e.ids], e.num_source, e.number) for e in examples]
+
+
+def test_tokens_are_whole_or_not_there(tmp_path: Path) -> None:
+    """What a killed run has left is no obstacle. One file gives rows, or stretches that overlap by
+    a token. A batch comes from a new mapping."""
+    written = [([5, 6, 7], 2, 0), ([8], 1, 1), ([9, 60000, 11, 12], 1, 2)]
+    folder = tmp_path / "tokens" / "name"
+
+    def examples(last: int) -> Iterator[list[Encoded]]:
+        yield [Encoded(*row) for row in written[:2]]
+        assert not folder.exists()
+        yield [Encoded(*row) for row in written[2:last]]
+
+    with pytest.raises(ValueError, match="at least one array"):
+        write_tokens(folder, examples(last=2), np.uint16)
+    assert not folder.exists()
+    write_tokens(folder, examples(last=3), np.uint16)
+    assert [path.name for path in folder.parent.iterdir()] == ["name"]
+    found = Tokens(folder, np.uint16)
+    assert rows(found) == written
+    mapped = found.ids
+    assert rows(found.__getitems__([2, 0])) == [written[2], written[0]]
+    assert found.ids is not mapped
+    stretches = Tokens(folder, np.uint16, length=3)
+    assert rows(stretches) == [([5, 6, 7, 8], 1, 0), ([8, 9, 60000, 11], 1, 1), ([11, 12], 1, 2)]
+    assert rows(Tokens(folder, np.uint16, length=3, most=1)) == rows(stretches)[:1]
+    with pytest.raises(RunError, match=r"/file/name: cannot be written .*Not a directory"):
+        (tmp_path / "file").touch()
+        write_tokens(tmp_path / "file" / "name", [], np.uint16)
+
+
+def test_a_second_start_takes_the_tokens_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the text is another, or the length."""
+    line = f"train single {TINY} --workdir {tmp_path} --model_max_length "
+    made = []
+
+    def encoded(task: TranslationTask, split: str) -> Iterator[list[Encoded]]:
+        made.append(split)
+        return real(task, split)
+
+    real = TranslationTask.encoded
+    monkeypatch.setattr(TranslationTask, "encoded", encoded)
+    for length, validation, expected in (
+        (60, PAIRS, [*SPLITS]), (60, PAIRS, []), (60, PAIRS[1:], ["validation"]),
+        (61, PAIRS, [*SPLITS]),
+    ):  # fmt: skip
+        texts = Texts({"train": PAIRS, "validation": validation, "test": PAIRS})
+        made.clear()
+        task = TranslationTask(parse(f"{line}{length}"), World(), texts)
+        assert made == expected
+        found = rows(task.examples["validation"])
+        assert found == rows(encode(validation, task.tokenizer, "de", "en", length))
+
+
+def test_a_long_text_has_the_same_tokens_in_pieces(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.tasks.language.PIECE", 5)
+    text = "Der Hund.\n\nDie Katze \n im\r\nGarten.\n   Ja,\n\n\n\tsie\nsieht ihn.\nUnd\ndann.\n"
+    found = list(pieces(text))
+    assert [text.index(piece) for piece in found[1:]] == [49, 60]
+    assert "".join(found) == text
+    assert [t for ids in ids_of(found, tokenizer) for t in ids] == tokenizer(text)["input_ids"]
+
+
 # Steps
 
 
@@ -86,7 +170,6 @@ class Numbered(TranslationTask):
         )
         self.device = torch.device("cpu")
         self.examples = {"train": [Encoded([i, 100] + [101] * (1 + i % 5), 2) for i in range(n)]}
-        self.num_targets = [example.num_targets for example in self.examples["train"]]
         self.length = 10 if padding == "max_length" else None
 
 
