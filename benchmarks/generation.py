@@ -85,8 +85,8 @@ def run(n_texts: int = 100, n_steps: int = 70) -> list[Row]:
     _trained(task, model, n_steps)
     found = []
     for kind, pairs in (
-        ("sentences", texts.splits["test"][:n_texts]),
-        ("one to four sentences", _in_a_row(texts.splits["validation"], n_texts)),
+        ("sentences", list(texts.splits["test"][:n_texts])),
+        ("one to four sentences", _in_a_row(list(texts.splits["validation"]), n_texts)),
     ):
         found += _compare(model, pairs, task.tokenizer, kind)
     title = f"Translating {n_texts} texts of {text_name()}, gpt2-mini"

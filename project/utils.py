@@ -32,7 +32,7 @@ from training.tasks.generation import evaluate_bleu, translate
 from training.tasks.language import LanguageTask
 from training.tasks.sequences import FILES, SequenceTask
 from training.tasks.texts import SPLITS, Texts, load_texts
-from training.tasks.tokens import collate_batch, get_tokenizer
+from training.tasks.tokens import TOKENS, collate_batch, get_tokenizer
 from training.tasks.translation import TranslationTask
 from training.timeline import Timeline
 
@@ -78,7 +78,7 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
 def read_texts(args: Options) -> Texts:
     """The pairs or documents of a run. Raises UserError if they cannot be read or are too few."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    texts = load_texts(args.dataset, args.src, args.tgt, sizes, args.dp)
+    texts = load_texts(args.dataset, args.src, args.tgt, sizes, args.dp, args.workdir / TOKENS)
     if texts.plain:
         rules.require(args, rules.of_plain_text(args))  # its steps are known after tokenization
     else:

@@ -57,7 +57,8 @@ class LanguageTask(SequenceTask):
 
     def train_tokenizer(self) -> PreTrainedTokenizerFast:
         """Learns merges within lines."""
-        lines = (line for t in self.texts.splits["train"] for line in t.splitlines(True))
+        texts = (text.removesuffix(END) for text in self.texts.splits["train"])
+        lines = (line for text in texts for line in text.splitlines(True))
         return train_bpe(lines, self.args.vocab_size or MAX_VOCAB, [END], self.special_tokens())
 
     def special_tokens(self) -> dict[str, Any]:
@@ -66,7 +67,7 @@ class LanguageTask(SequenceTask):
 
     def encoded(self, split: str) -> Iterator[list[Encoded]]:
         """Stretches of the stream: an end token at the beginning and after every document."""
-        parts = (part for text in self.texts.splits[split] for part in pieces(text + END))
+        parts = (part for text in self.texts.documents(split) for part in pieces(text))
         for some in groups(chain([END], parts), AT_ONCE):
             yield [Encoded(ids, 0) for ids in ids_of(some, self.tokenizer)]
 

@@ -13,10 +13,12 @@ need no shared folder.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +52,7 @@ from .task import Step, Task, Translator, steps_of_epoch, to_device
 from .tokens import (
     AT_ONCE,
     TOKENIZER_FILES,
+    TOKENS,
     Encoded,
     Tokens,
     collate_batch,
@@ -84,9 +87,9 @@ class SequenceTask(Task, ABC):
     ) -> None:
         import_transformers()
         self.args, self.texts, self.device = args, texts, world.device
+        self._fingerprints = texts.fingerprints()
         self.files = self._shared_files(world, files)  # rank 0 makes them, the others wait
         self.tokenizer = load_tokenizer(self.files)
-        self._fingerprints = texts.fingerprints()
         self.examples: Mapping[str, Sequence[Encoded]] = self.load(world)
         self.config, self._initialize = _config_and_weights(args, len(self.tokenizer))
         if world.world_size > 1:
@@ -123,9 +126,8 @@ class SequenceTask(Task, ABC):
         they are not there. See `Tokens`."""
         args, total = self.args, -(-len(self.texts.splits[split]) // AT_ONCE)
         dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
-        of = [type(self).__name__, args.src, args.tgt, args.model_max_length, split]
-        made_from = repr([*of, self._fingerprints[split], *self.files.values()])
-        folder = args.workdir / "tokens" / hashlib.sha256(made_from.encode()).hexdigest()[:16]
+        text, files = self._fingerprints[split], self.files.values()
+        folder = self._made_from(args.model_max_length, split, text, *files)
 
         def write() -> None:
             if not folder.exists():
@@ -264,14 +266,26 @@ class SequenceTask(Task, ABC):
         """The hashes of the texts."""
         return self._fingerprints
 
-    def _tokenizer(self) -> PreTrainedTokenizerFast:
-        if self.args.model in PRESETS:
-            return self.train_tokenizer()
+    def _made_from(self, *of: Any) -> Path:
+        """The folder of what is made of these things."""
+        every = [type(self).__name__, self.args.src, self.args.tgt, *of]
+        return self.args.workdir / TOKENS / hashlib.sha256(repr(every).encode()).hexdigest()[:16]
+
+    def _write_tokenizer(self) -> None:
+        args = self.args
+        if args.model in PRESETS:
+            folder = self._made_from("tokenizer", args.vocab_size, self._fingerprints["train"])
+            if not folder.exists():
+                part = folder.with_name(f"{folder.name}.part")
+                self.train_tokenizer().save_pretrained(part)
+                part.replace(folder)
+            shutil.copytree(folder, args.workdir, dirs_exist_ok=True)
+            return
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(self.args.model)  # check_pretrained has seen it
+        tokenizer = AutoTokenizer.from_pretrained(args.model)  # check_pretrained has seen it
         tokenizer.add_special_tokens(self.special_tokens())
-        return tokenizer
+        tokenizer.save_pretrained(args.workdir)
 
     def _shared_files(self, world: World, saved: Mapping[str, bytes] | None) -> dict[str, bytes]:
         """The tokenizer's files, on every rank. Rank 0 also writes them to the workdir."""
@@ -281,7 +295,7 @@ class SequenceTask(Task, ABC):
             workdir = self.args.workdir
             if saved is None:
                 with writing(workdir / "tokenizer.json"):
-                    self._tokenizer().save_pretrained(workdir)
+                    self._write_tokenizer()
             else:
                 for file in FILES:
                     with writing(workdir / file):

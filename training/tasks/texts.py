@@ -9,7 +9,8 @@ says what is wrong with it.
                      both, or a `text`; or .txt, with <|endoftext|> between documents
     anything else    the name of a dataset on the hub, with such columns
 
-`datasets` reads all but the first two, and says what it cannot read. A file that is named after a
+`datasets` reads all but the first two, and says what it cannot read. Of many files or large ones a
+copy is made for the ranks to map (stored.py). A file that is named after a
 split is that split; a missing split is cut off the end of train. Rows with an empty text are
 skipped and counted.
 """
@@ -27,6 +28,8 @@ from typing import Any
 
 from training.launch.errors import UserError
 
+from .stored import StoredRows, store
+
 Pair = dict[str, str]  # {"de": ..., "en": ...}
 Sizes = Mapping[str, int | None]
 
@@ -42,6 +45,7 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {  # of `datasets`, by a file's
 }  # fmt: skip
 END = "<|endoftext|>"  # GPT-2's own: after every document
 TAKEN = {"validation": 1000, "test": 100}  # pairs at most, out of train if there is no such split
+BIG = 1 << 26  # bytes of files of which a copy is made
 HELD_OUT = 20  # of plain text, one part in so many is held out for validation
 
 
@@ -53,17 +57,31 @@ class Texts:
         plain: they are documents to continue, not pairs; there is no test split.
     """
 
-    splits: dict[str, list[Any]]
+    splits: dict[str, Sequence[Any]]
     notes: list[str] = field(default_factory=list)
     plain: bool = False
+    hashes: dict[str, str] = field(default_factory=dict, repr=False)
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of each split's examples, in order."""
-        texts = {split: json.dumps(examples) for split, examples in self.splits.items()}
-        return {split: hashlib.sha256(text.encode()).hexdigest() for split, text in texts.items()}
+        """A hash of each split's examples, in order; made once, before ranks start."""
+        self.hashes = self.hashes or {split: _hash(rows) for split, rows in self.splits.items()}
+        return self.hashes
+
+    def documents(self, split: str) -> Iterator[str]:
+        """What a language model learns, with an end token after every document."""
+        rows = self.splits[split]
+        return (row if isinstance(rows, StoredRows) else row + END for row in rows)
 
 
-def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) -> Texts:
+def _hash(rows: Sequence[Any]) -> str:
+    if isinstance(rows, StoredRows):
+        return rows.fingerprint()
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def load_texts(
+    dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int, folder: Path | None = None
+) -> Texts:
     """The texts of a run.
 
     Args:
@@ -71,6 +89,7 @@ def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
         src, tgt: the keys of the languages: file endings, columns.
         sizes: the maximum number of pairs per split; None takes all there are.
         world_size: every split must hold at least a pair for each rank.
+        folder: for a copy of large files; by default they are read into memory.
 
     Raises:
         UserError: there is no usable text; the message says why, and what works.
@@ -78,10 +97,11 @@ def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
     if src == tgt:
         raise UserError(f"--src {src} --tgt {tgt}: two languages are needed, as --src de --tgt en")
     with refused_if_unreadable(dataset):
-        found = _read(dataset, src, tgt)
-    if not any(map(len, found.values())):
+        found, copy, whole = _read(dataset, src, tgt, folder)
+        first = next((row for rows in found.values() for row in rows), None)
+    if first is None:
         raise UserError(f"--dataset {dataset}: it is empty; {NO_NETWORK}")
-    columns = _columns(next((row for rows in found.values() for row in rows), {}))
+    columns = _columns(first)
     plain = "text" in columns and not columns.keys() & {src, tgt}
     keys = ("text",) if plain else (src, tgt)
     if not columns.keys() >= set(keys):
@@ -89,14 +109,16 @@ def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
             f"--dataset {dataset}: its columns are {', '.join(columns)}, and not {src} "
             f"and {tgt}; --src and --tgt name them, or a column named text holds plain text"
         )
-    rows = {
-        split: [
-            _texts_of(row, keys, f"--dataset {dataset}: row {i} of {split}")
-            for i, row in enumerate(found[split], 1)
-        ]
-        for split in SPLITS
-        if split in found
-    }
+    end = END if plain and whole and copy is not None else ""
+    rows: dict[str, Sequence[Any]] = {}
+    with refused_if_unreadable(dataset):
+        for split in SPLITS:
+            if split in found:
+                every = (
+                    _texts_of(row, keys, f"--dataset {dataset}: row {i} of {split}", end)
+                    for i, row in enumerate(found[split], 1)
+                )
+                rows[split] = list(every) if copy is None else store(copy / split, every, keys)
     if plain:
         return _documents(dataset, rows)
     texts = _pairs(rows, sizes)
@@ -109,16 +131,20 @@ def load_texts(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) 
     return texts
 
 
-def _read(dataset: str, src: str, tgt: str) -> Mapping[str, Any]:
-    """The rows of each split."""
+def _read(
+    dataset: str, src: str, tgt: str, copies: Path | None
+) -> tuple[Mapping[str, Any], Path | None, bool]:
+    """The rows of each split; where to copy them to if they are many; whether a row of text is a
+    document, and not some of its lines."""
     folder = BUILTIN_FOLDER if dataset == BUILTIN else Path(dataset)
     if dataset == BUILTIN or any((folder / f"train.{key}").exists() for key in (src, tgt)):
-        return {split: _parallel_lines(dataset, folder, split, src, tgt) for split in SPLITS}
+        lines = {split: _parallel_lines(dataset, folder, split, src, tgt) for split in SPLITS}
+        return lines, None, True
     if folder.exists():
-        return _rows_of_files(folder, src, tgt)
+        return _rows_of_files(folder, src, tgt, copies)
     if folder.suffix in READERS or dataset.startswith((".", "/", "~")):  # no name on the hub
         raise UserError(f"--dataset {dataset}: there is no such file or folder; {NO_NETWORK}")
-    return load_splits(dataset)
+    return load_splits(dataset), None, True
 
 
 @contextmanager
@@ -148,8 +174,10 @@ def _parallel_lines(dataset: str, folder: Path, split: str, src: str, tgt: str) 
     return [{src: s, tgt: t} for s, t in zip(source, target, strict=True)]
 
 
-def _rows_of_files(path: Path, src: str, tgt: str) -> Mapping[str, Any]:
-    """The rows of a file, or of a folder's files of one kind, by split."""
+def _rows_of_files(
+    path: Path, src: str, tgt: str, copies: Path | None
+) -> tuple[Mapping[str, Any], Path | None, bool]:
+    """The rows of a file, or of a folder's files of one kind, by split; see `_read`."""
     every = [path] if path.is_file() else sorted([*path.iterdir(), *path.glob("*/*")])
     ending = next((file.suffix for file in every if file.suffix in READERS), None)
     if ending is None:
@@ -166,17 +194,34 @@ def _rows_of_files(path: Path, src: str, tgt: str) -> Mapping[str, Any]:
         for part in file.relative_to(path).parts:
             split = next((s for b, s in BEGINNINGS.items() if part.startswith(b)), split)
         files.setdefault(split, []).append(glob.escape(str(file)))
-    return load_splits(str(path), reader, data_files=files, **options) if files else {}
+    if not files:
+        return {}, None, True
+    stats = [(str(file), file.stat()) for file in every if file.suffix == ending]
+    if copies is None or sum(found.st_size for _, found in stats) < BIG:
+        return load_splits(str(path), reader, data_files=files, **options), None, True
+    of = [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
+    copy = copies / hashlib.sha256(repr([of, src, tgt]).encode()).hexdigest()[:16]
+    if reader != "text":
+        return load_splits(str(path), reader, True, data_files=files, **options), copy, True
+    rows = load_splits(str(path), reader, True, data_files=files, keep_linebreaks=True)
+    return {split: lines.map(_joined, batched=True) for split, lines in rows.items()}, copy, False
 
 
-def load_splits(dataset: str, reader: str | None = None, **options: Any) -> Mapping[str, Any]:
-    """The splits of a dataset on the hub, or of files through a reader of `datasets`."""
+def _joined(lines: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {"text": ["".join(lines["text"])]}
+
+
+def load_splits(
+    dataset: str, reader: str | None = None, streaming: bool = False, **options: Any
+) -> Mapping[str, Any]:
+    """The splits of a dataset on the hub, or of files through a reader of `datasets`: lists, or
+    what reads them anew each time."""
     import datasets  # here: it takes seconds to import
 
     if reader is None:
         return datasets.load_dataset(dataset)
     found = datasets.load_dataset(reader, streaming=True, **options)  # no copy in a cache
-    return {split: list(rows) for split, rows in found.items()}
+    return found if streaming else {split: list(rows) for split, rows in found.items()}
 
 
 def _columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,24 +230,32 @@ def _columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return translation if isinstance(translation, Mapping) else row
 
 
-def _texts_of(row: Mapping[str, Any], keys: Sequence[str], where: str) -> dict[str, str]:
-    """The texts of a row; a missing one is empty. Raises UserError, which says `where` the row is,
-    if they are not text."""
+def _texts_of(row: Mapping[str, Any], keys: Sequence[str], where: str, end: str) -> dict[str, str]:
+    """The texts of a row, a pair's without blanks around them, others with `end`; a missing one is
+    empty. Raises UserError, which says `where` the row is, if they are not text."""
     texts = {key: _columns(row).get(key) or "" for key in keys}
     for key, text in texts.items():
         if not isinstance(text, str):
             raise UserError(f"{where}: {key} is {text!r:.40}, and not text in quotes")
+        if keys[1:] or not text.strip():
+            texts[key] = text.strip()
+        else:
+            texts[key] = text + end
     return texts
 
 
-def _without_empty(rows: list[Pair], split: str, notes: list[str]) -> list[Pair]:
-    usable = [row for row in rows if all(text.strip() for text in row.values())]
+def _without_empty(rows: Sequence[Pair], split: str, notes: list[str]) -> Sequence[Pair]:
+    usable: Sequence[Pair]
+    if isinstance(rows, StoredRows):
+        usable = rows.without_empty()
+    else:
+        usable = [row for row in rows if all(row.values())]
     if len(usable) < len(rows):
         notes.append(f"{split}: skipped {len(rows) - len(usable)} rows with an empty text.")
     return usable
 
 
-def _pairs(rows: dict[str, list[Pair]], sizes: Sizes) -> Texts:
+def _pairs(rows: dict[str, Sequence[Pair]], sizes: Sizes) -> Texts:
     """The pairs of each split; a missing split is cut off the end of train."""
     texts = Texts({})
     for split in ("test", "validation"):  # test is cut off first: it has the last pairs
@@ -214,19 +267,23 @@ def _pairs(rows: dict[str, list[Pair]], sizes: Sizes) -> Texts:
             rows["train"], rows[split] = train[:at], train[at:]
             texts.notes.append(f"no {split} split: the last {count} pairs are taken out of train.")
     for split in SPLITS:
-        usable = _without_empty(rows.get(split, []), split, texts.notes)[: sizes[split]]
-        texts.splits[split] = [{key: text.strip() for key, text in p.items()} for p in usable]
+        usable = _without_empty(rows.get(split, []), split, texts.notes)
+        texts.splits[split] = usable[: sizes[split]]
     return texts
 
 
-def _documents(dataset: str, rows: dict[str, list[dict[str, str]]]) -> Texts:
+def _documents(dataset: str, rows: dict[str, Sequence[Any]]) -> Texts:
     """The documents that are not blank; if there is no validation split, one is held out."""
     texts = Texts({}, plain=True)
     for split in ("train", "validation"):
         documents = _without_empty(rows.get(split, []), split, texts.notes)
-        texts.splits[split] = [document["text"] for document in documents]
+        stored = isinstance(documents, StoredRows)
+        texts.splits[split] = documents if stored else [row["text"] for row in documents]
+    train = texts.splits["train"]
     if not texts.splits["validation"]:
-        texts.splits["train"], texts.splits["validation"] = held_out(texts.splits["train"])
+        at = len(train) * (HELD_OUT - 1) // HELD_OUT
+        parts = (train[:at], train[at:]) if isinstance(train, StoredRows) else held_out(train)
+        texts.splits["train"], texts.splits["validation"] = parts
         texts.notes.append(
             f"no validation split: {100 // HELD_OUT} % of the text is taken from its end."
         )

@@ -43,6 +43,7 @@ T = TypeVar("T")
 Batch = dict[str, Tensor]
 PAD = "<pad>"
 INDEX = np.dtype([("end", np.int64), ("num_source", np.int32)])  # of an example in a file of tokens
+TOKENS = "tokens"  # a folder of the workdir
 AT_ONCE = 4096  # texts that are tokenized together, on all cores
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -182,7 +183,8 @@ class Tokens(Sequence[Encoded]):
     def __init__(
         self, folder: Path, dtype: Any, length: int | None = None, most: int | None = None
     ) -> None:
-        self.file, self.dtype, self.length = folder / "ids", dtype, length
+        self.file = (folder / "ids").open("rb")  # here: the folder may be gone later
+        self.dtype, self.length = dtype, length
         self.where = np.memmap(folder / "index", INDEX, "r")
         self._map()
         self.there = -(-(len(self.ids) - 1) // length) if length else len(self.where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import re
 import sys
 from collections.abc import Callable
@@ -182,6 +183,59 @@ def test_a_folder_or_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock])
     assert load(tmp_path / "a.jsonl").splits == {"train": ["one", "t"], "validation": ["wo"]}
     hub({"train": [{"text": "one"}, {"text": ""}], "validation": [{"text": "three"}]})
     assert load("some/texts").splits == {"train": ["one"], "validation": ["three"]}
+
+
+# Text larger than memory
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_a_copy_holds_what_is_otherwise_in_memory(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut alike, without rows that have an empty text; ranks get where it is. A second start reads
+    no more than a row of the file, until that is another."""
+    path, folder = tmp_path / f"text.{ending}", tmp_path / "copies"
+    rows = [(" \n", "NA"), ("für", "  for you "), ("x", ""), *numbered(2, 40)]
+    path.write_bytes(WRITERS[ending](rows))
+    sizes = {**ALL, "train": 30}
+    small = load_texts(str(path), "de", "en", sizes, 1, folder)
+    assert not folder.exists()  # less than BIG
+    monkeypatch.setattr("training.tasks.texts.BIG", 0)
+    texts = load_texts(str(path), "de", "en", sizes, 1, folder)
+    stored = pickle.loads(pickle.dumps(texts))
+    for found in (texts, stored):
+        assert {split: list(pairs) for split, pairs in found.splits.items()} == small.splits
+        assert found.notes == small.notes
+    assert texts.splits["train"][1:3][1] == small.splits["train"][2]
+    assert len(pickle.dumps(load_texts(str(path), "de", "en", ALL, 1, folder).splits["test"])) < 999
+    read = Mock(side_effect=AssertionError)
+    monkeypatch.setattr("training.tasks.stored._encoded", read)
+    again = load_texts(str(path), "de", "en", sizes, 1, folder)
+    assert again.fingerprints() == texts.fingerprints() == stored.fingerprints()
+    assert len(set(again.fingerprints().values())) == 3
+    path.write_bytes(WRITERS[ending](rows[1:]))
+    with pytest.raises(UserError, match="AssertionError"):
+        load_texts(str(path), "de", "en", sizes, 1, folder)
+
+
+def test_a_copy_of_documents_has_an_end_after_each_and_lines_of_a_file_stay_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.tasks.texts.BIG", 0)
+    texts = [f"text {i}\nof two lines" for i in range(40)]
+    rows = [json.dumps({"text": text}) + "\n" for text in [*texts, " "]]
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    found = load_texts(str(tmp_path / "a.jsonl"), "de", "en", ALL, 1, tmp_path / "copies")
+    ended = [text + END for text in texts]
+    assert [*found.documents("train")] == ended[:38]
+    assert [*found.documents("validation")] == ended[38:]
+    assert found.notes[0] == "train: skipped 1 rows with an empty text."
+    whole = "".join(f"line {i}\n{END * (i % 1500 == 7)}\n" for i in range(30000))
+    (tmp_path / "a.txt").write_text(whole)
+    found = load_texts(str(tmp_path / "a.txt"), "de", "en", ALL, 1, tmp_path / "copies")
+    train, validation = ("".join(found.documents(split)) for split in ("train", "validation"))
+    assert train + validation == whole
+    assert len(validation) == pytest.approx(len(whole) / 20, rel=0.1)
 
 
 # What cannot be used

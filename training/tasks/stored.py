@@ -1,0 +1,87 @@
+"""Text larger than memory: copied once into a file that ranks map.
+
+Problem: 2 GB of pairs are 8 GB as Python strings, on every rank, and minutes to read.
+
+Idea: the files of `training.tasks.tokens`, with the bytes of UTF-8 in the place of token ids. A row
+is a pair, of which `num_source` bytes are the first text, or a document. The copy is named by what
+the files are called, their sizes and times, and found by later runs. What is made of it by cutting
+and leaving out rows is a range, or 8 bytes a row.
+
+Cost: the text once more on disk, and 12 bytes a row. Less than 64 MB of text stay in memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from training.progress import moving
+
+from .tokens import AT_ONCE, Encoded, Tokens, groups, write_tokens
+
+
+class StoredRows(Sequence[Any]):
+    """Rows of a copy: of `numbers` as a dict with `keys`, or as a text if there is one key."""
+
+    def __init__(self, folder: Path, keys: Sequence[str], numbers: Any = None) -> None:
+        self.folder, self.keys, self.rows = folder, keys, Tokens(folder, np.uint8)
+        self.numbers = range(len(self.rows)) if numbers is None else numbers
+
+    def __reduce__(self) -> Any:
+        return StoredRows, (self.folder, self.keys, self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return StoredRows(self.folder, self.keys, self.numbers[at])
+        row = self.rows[int(self.numbers[at])]
+        text, n = bytes(row.ids), row.num_source
+        if len(self.keys) == 1:
+            return text.decode()
+        return {self.keys[0]: text[:n].decode(), self.keys[1]: text[n:].decode()}
+
+    def without_empty(self) -> StoredRows:
+        """Those with text on all sides."""
+        sizes, sources = np.diff(self.rows.where["end"], prepend=0), self.rows.where["num_source"]
+        full = (sizes > sources) & ((sources > 0) | (len(self.keys) == 1))
+        usable = np.asarray(self.numbers)[full[self.numbers]]
+        same = len(usable) == len(self.numbers)
+        return self if same else StoredRows(self.folder, self.keys, usable)
+
+    def fingerprint(self) -> str:
+        """A hash of the rows, in order: of the copy and of their numbers."""
+        numbers = self.numbers
+        which = repr(numbers) if isinstance(numbers, range) else numbers.tobytes().hex()
+        return hashlib.sha256((_content(self.folder) + which).encode()).hexdigest()
+
+
+@lru_cache
+def _content(folder: Path) -> str:
+    """A hash of a copy."""
+    with (folder / "ids").open("rb") as ids, (folder / "index").open("rb") as index:
+        return "".join(hashlib.file_digest(file, "sha256").hexdigest() for file in (ids, index))
+
+
+def store(folder: Path, rows: Iterable[dict[str, str]], keys: Sequence[str]) -> StoredRows:
+    """The rows, from their copy. One process of the host makes it if it is not there."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            bar = moving(rows, f"Copying {folder.name}", None, "row")
+            encoded = ([_encoded(row, keys) for row in some] for some in groups(bar, AT_ONCE))
+            write_tokens(folder, encoded, np.uint8)
+    return StoredRows(folder, keys)
+
+
+def _encoded(row: dict[str, str], keys: Sequence[str]) -> Encoded:
+    texts = [row[key].encode() for key in keys]
+    return Encoded(np.frombuffer(b"".join(texts), np.uint8), len(texts[0]) if texts[1:] else 0)  # type: ignore[arg-type]
