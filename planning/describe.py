@@ -217,7 +217,8 @@ def _gbs(option: str, given: str, known: Mapping[str, Any]) -> float:
     return 0.0 if given in known else float(given)
 
 
-def _read(name: str) -> dict[str, Any]:
+def _read(name: str, *before: str) -> dict[str, Any]:
+    """The figures of a machine; `before`: the one that is `like` it, and so on."""
     path = Path(name) if Path(name).suffix in (".yaml", ".yml") else MACHINES / f"{name}.yaml"
     if not path.is_file():
         known = sorted(file.stem for file in MACHINES.glob("*.yaml"))
@@ -230,7 +231,12 @@ def _read(name: str) -> dict[str, Any]:
         raise ValueError(f"--machine {name}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise ValueError(f"--machine {name}: a machine is a list of `figure: value`")
-    base = _read(found.pop("like")) if "like" in found else {}
+    like = found.pop("like", None)
+    if like in (name, *before):
+        raise ValueError(
+            f"--machine {name}: `like: {like}` leads back to it; `like: a100-80gb` works"
+        )
+    base = {} if like is None else _read(like, name, *before)
     return base | {"name": path.stem} | found
 
 

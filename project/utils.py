@@ -20,7 +20,7 @@ from torch import nn
 from project import rules
 from project.parser import as_typed
 from training.files import show, writing
-from training.launch.errors import RunError, UserError, refuse, signals_end
+from training.launch.errors import RunError, UserError, leave, refuse, signals_end, torchrun
 from training.launch.notice import Ended
 from training.launch.world import World, on_main, quiet_libraries
 from training.layouts.layout import LaidOutModel, Setup
@@ -174,6 +174,8 @@ def run_program(main: Callable[[], None]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
             raise SystemExit(1) from None
         except Ended as notice:
+            if torchrun("LOCAL_RANK", 0):  # all ranks are here; the first of each host says it
+                leave("", notice.status)
             refuse(f"{notice}\n", notice.status)
         except (UserError, RunError) as error:
             text = as_typed(str(error), sys.argv)

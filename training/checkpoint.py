@@ -49,6 +49,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.mesh import CHECKPOINTS
 from training.files import json_text
 
 from .launch.errors import RunError, UserError
@@ -193,7 +194,9 @@ class Saver:
         self._group: Any = None  # on the CPU, and its own: it may communicate while the run does
         self._all_ranks: dict[str, Any] = {"no_dist": True}  # tells the library who takes part
         if world.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            self._group = dist.new_group(
+                backend="gloo", timeout=timedelta(seconds=timeout), group_desc=CHECKPOINTS
+            )
             self._all_ranks = {"process_group": self._group}
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None  # in the background

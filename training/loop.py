@@ -143,11 +143,13 @@ def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float,
     if world.world_size > 1:  # a rank that has no batch left still takes part in collectives
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
     batches += [(None, None)] * (int(most) - len(batches))
+    agreement = notice.Agreement(world)
     for x, target in moving(batches, "Validating", len(batches), "batch", shown=world.is_main):
+        agreement.turn()
         found = model.measure(x, target)
         if found is not None:  # None: no batch left, or another rank sees the outputs
             totals += found
-        notice.look()
+    agreement.end()
     if world.world_size > 1:
         total = totals.to(world.device, torch.float32 if world.device.type == "mps" else None)
         dist.all_reduce(total)  # each batch was measured on one rank
@@ -159,6 +161,15 @@ def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float,
 def num_steps(args: Options, task: Task) -> int:
     """Steps of the whole run."""
     return args.num_batches or args.n_epochs * task.steps_per_epoch
+
+
+def step_timeout(args: Options, world: World, seconds: float) -> float:
+    """Seconds that a rank waits for another in a step that follows one of so many seconds."""
+    if args.step_timeout is not None:
+        return args.step_timeout
+    if args.compile or world.device.type != "cpu":  # which may compile again
+        return args.timeout
+    return min(args.timeout, max(60.0, 10 * seconds))
 
 
 def recipe_of(args: Options, task: Task) -> Recipe:
@@ -214,6 +225,7 @@ def run(
             steps = setup.timeline.over(seeded(ahead, model, args.seed, optimizer.steps))
 
             def after_step(totals: Totals, seconds: float, epoch: int = epoch) -> None:
+                model.limit_waits(step_timeout(args, world, seconds))
                 metrics.add_step(epoch, optimizer, seconds)
                 asked = optimizer.counts[2] > 0  # on some rank
                 # Last: metrics.jsonl has what a checkpoint has done.
@@ -229,6 +241,7 @@ def run(
                 model, optimizer, steps, f"Epoch {epoch + 1}", world.rank, average_gradients_fn,
                 length, before, after_step, ahead.prepare,
             )  # fmt: skip
+            model.limit_waits(args.timeout)
             note("checkpoint")
             saving.save(epoch, totals)  # before the evaluation, which can be repeated
             note("comparison of replicas")

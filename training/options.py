@@ -159,6 +159,9 @@ class Processes:
     half a minute"""
     timeout: Seconds = 300.0
     """seconds after which a process that does not answer ends the run"""
+    step_timeout: Seconds | None = None
+    """the same within steps, after the first of an epoch; default: on a CPU 60, or ten times the
+    step before if that is longer; on a GPU, and with --compile, --timeout"""
 
 
 @dataclass

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_pieces
-from training.files import CHECKPOINTS, ENDED
+from training.files import CHECKPOINTS, ENDED, writing
 from training.optimization import Optimizers
 from training.options import Options
 from training.results import NOTHING_YET, Totals, options_of
@@ -174,15 +174,15 @@ class Saving:
 
     @contextmanager
     def before_the_end(self) -> Iterator[None]:
-        """Where the run ends on notice, waits for the checkpoint, and says how to go on."""
+        """Where all ranks end on notice, waits for the checkpoint, and says how to go on."""
         try:
             yield
-        except (notice.Ended, RuntimeError) as error:  # the latter: another rank has ended first
-            if not notice.given() and not isinstance(error, notice.Ended):
-                raise
+        except notice.Ended:
             self.saver.wait()
-            if self.world.is_main:
-                (self.args.workdir / ENDED).touch()
+            if self.world.is_main and self.saved:
+                with writing(self.args.workdir / ENDED):
+                    (self.args.workdir / ENDED).touch()
+            gather_over_ranks(None, self.world)  # a rank that ends, ends the others
             saved = f"step {self.saved} is saved, and --resume goes on from there"
             raise notice.Ended(
                 f"The run was asked to end: {saved if self.saved else 'no step is saved'}."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ class Whole:
             return greedy(logits, num_tokens)
         return sample(logits, num_tokens, cache.chances, self.temperature, self.top_k)
 
-    def end(self) -> None:
+    def end(self, turn: Callable[[], None]) -> None:
         """Waits for nobody."""
 
 

@@ -106,8 +106,11 @@ def _is_of_values(kind: Any) -> bool:
 class Link:
     """Both directions between two ranks. Messages arrive in the order in which they were sent.
 
-    `put`, `get` and `flush` raise `PeerError` if the other end is lost.
+    `put`, `get` and `flush` raise `PeerError` if the other end is lost, or silent for `timeout`
+    seconds; where messages go through a process group, for those of the group.
     """
+
+    timeout = 300.0
 
     def __init__(self) -> None:
         self._early: dict[Any, Any] = {}  # by key: arrived before it was asked for

@@ -156,6 +156,11 @@ class Neighbours:
             with _told(f"handing messages from rank {self.rank} to rank {peer}"):
                 link.flush()
 
+    def limit_waits(self, seconds: float) -> None:
+        """See `Link.timeout`."""
+        for link in self._links.values():
+            link.timeout = seconds
+
     def fail(self, reason: str) -> None:
         """Tell all neighbours why nothing more will come, and hang up."""
         for link in self._links.values():  # all are told before any link closes

@@ -129,6 +129,10 @@ class ProcessPipe:
         )  # fmt: skip
         self._broken: str | None = None
 
+    def limit_waits(self, seconds: float) -> None:
+        """From now on a neighbour may be silent for so long. (Groups have limits of their own.)"""
+        self._neighbours.limit_waits(seconds)
+
     def close(self) -> None:
         """Hang up. Call it after the last step of all ranks, when every message was received."""
         self._broken = self._broken or "it is closed"

@@ -55,7 +55,7 @@ class SharedLink(Link):
         super().__init__()
         self._inbox, self._outbox = inbox, outbox
         self._own, self._other = own, other
-        self._timeout = timeout
+        self.timeout = timeout
         self._buffers: list[tuple[int, mmap.mmap]] = []  # in `own`, from a byte on
         self._end = 0  # bytes of `own`
 
@@ -65,8 +65,8 @@ class SharedLink(Link):
         message.write(torch.frombuffer(buffer, dtype=torch.uint8, offset=ALIGNMENT))
         buffer[ALIGNMENT + nbytes : ALIGNMENT + nbytes + length] = message.head  # after the body
         buffer[0] = _UNREAD
-        if not self._has_room(self._timeout):  # the other end has left 1,000 messages unread
-            raise PeerError(f"it has been silent for {self._timeout:g} s")
+        if not self._has_room(self.timeout):  # the other end has left 1,000 messages unread
+            raise PeerError(f"it has been silent for {self.timeout:g} s")
         try:
             self._outbox.send((begin, nbytes, length))
         except BrokenPipeError:
@@ -119,8 +119,8 @@ class SharedLink(Link):
 
     def _next(self) -> tuple[int, int, int]:
         """Wait for the place of the next message, and the lengths of its body and head."""
-        if not self._inbox.poll(self._timeout):
-            raise PeerError(f"it has been silent for {self._timeout:g} s")
+        if not self._inbox.poll(self.timeout):
+            raise PeerError(f"it has been silent for {self.timeout:g} s")
         try:
             note = self._inbox.recv()
         except EOFError:

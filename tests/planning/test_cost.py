@@ -194,6 +194,10 @@ def test_the_commands_of_the_documentation(
     with pytest.raises(SystemExit):
         run(f"predict {xl} --dp 16 --machine {own}", capsys)
     assert "memory_gbs is 'fast', and must be a number" in capsys.readouterr().err
+    own.write_text(f"like: {own}\nmemory_gb: 10\n", "utf-8")
+    with pytest.raises(SystemExit):
+        run(f"predict {xl} --dp 16 --machine {own}", capsys)
+    assert f"`like: {own}` leads back to it; `like: a100-80gb` works" in capsys.readouterr().err
     own.write_text("like: a100-80gb\nmemori_gb: 10\n", "utf-8")
     with pytest.raises(SystemExit):
         run(f"predict {xl} --dp 16 --machine {own}", capsys)

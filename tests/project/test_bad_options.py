@@ -187,8 +187,8 @@ MAY_CHANGE = """
     async_save balance benchmark_only bucket_mb check_output check_weights chunks compile
     cores_per_rank device dp gradient_sync keep master_port model_parallel_mode n_epochs
     num_batches num_devices num_microbatches on_nan on_signal pipeline pp profile pytest recompute
-    resume save_every schedule sequence_parallel strategy tensorboard timeline timeout tp wandb
-    workdir world_size zero
+    resume save_every schedule sequence_parallel step_timeout strategy tensorboard timeline
+    timeout tp wandb workdir world_size zero
 """
 
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 T = TypeVar("T")
 GRACE = 5.0  # seconds for the rank with the original error to report, or for a process to end
 OF_TERMINAL: list[int] = [signal.SIGINT, signal.SIGHUP]
-ASKED = [*OF_TERMINAL, signal.SIGTERM]
+ASKED = [*OF_TERMINAL, signal.SIGTERM, signal.SIGUSR1]
 
 
 class UserError(Exception):
@@ -101,9 +101,9 @@ def _ignore_signals() -> None:
 
 @contextmanager
 def signals_end() -> Iterator[None]:
-    """Within it Ctrl-C, SIGTERM and SIGHUP raise Interrupted, so that half-written files are
-    removed and no traceback is printed. A signal that is ignored, as under nohup, stays ignored.
-    Ranks of torchrun are left alone: they end at once."""
+    """Within it Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP raise Interrupted, so that half-written files
+    are removed and no traceback is printed. A signal that is ignored, as under nohup, stays
+    ignored. Ranks of torchrun are left alone: they end at once."""
     before: dict[int, Any] = {}
     late: list[threading.Timer] = []
 

@@ -63,22 +63,24 @@ def in_file(path: Path, size: int) -> Any:
 
 
 def verdict(actions: Sequence[LastAction], first_rank: int = 0) -> str:
-    """Where to look: what most ranks wait in, and who is elsewhere. Empty if none waits, or all
-    wait in the same."""
+    """Where to look: what ranks wait in, and who does not wait; or, if all wait, who does not wait
+    in the same as most. Empty if none waits, or all wait in the same."""
     names = [action.name.decode() for action in actions]
     waits = Counter(name for name in names if name in WAITS)
     if not waits or not all(action.begun for action in actions):  # all are on their way
         return ""
-    [(most, count)] = waits.most_common(1)
-    elsewhere = [rank for rank, name in enumerate(names, first_rank) if name != most]
+    if waits.total() == len(names):
+        waits = Counter(dict(waits.most_common(1)))
+    elsewhere = [rank for rank, name in enumerate(names, first_rank) if name not in waits]
     if not elsewhere:
         return ""
-    step = next(action.step for action, name in zip(actions, names, strict=True) if name == most)
+    count, most = waits.total(), [name for name, _ in waits.most_common()]
+    step = next(a.step for a, name in zip(actions, names, strict=True) if name == most[0])
     who = f"rank {elsewhere[0]} is" if len(elsewhere) == 1 else f"ranks {elsewhere} are"
     wait = "waits" if count == 1 else "wait"
     return (
-        f"{count} of {len(names)} ranks {wait} in {most} of step {step}; {who} elsewhere: look "
-        "there\n"
+        f"{count} of {len(names)} ranks {wait} in {' and '.join(most)} of step {step}; {who} "
+        "elsewhere: look there\n"
     )
 
 

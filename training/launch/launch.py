@@ -188,7 +188,7 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
         theirs.close()  # only the children hold it: it ends when they have ended
         with suppress(OSError):  # the starter has died: `_received` reports it
             ours.send((main, args))
-        with notice.passed_on([starter]) as came:
+        with notice.heeded(processes=[starter]) as came:
             failure = _received(ours, starter, None)  # waits for the end of the run
     finally:
         if starter.pid is not None:  # it was started
@@ -230,7 +230,7 @@ def _start_ranks(settings: Settings, listener: socket.socket, report: Any) -> No
             pipes.append(ours)
         # Here, where it answers although a rank is stopped; its thread is not there to be forked.
         _store = host_store(listener, timedelta(seconds=settings.timeout))
-        with notice.passed_on(processes):
+        with notice.heeded(processes=processes):
             failure = watch(processes, pipes, settings.timeout, last)
         if failure is None:
             for process in processes:

@@ -5,76 +5,67 @@ unless all ranks save it now, after the same step; and the signal may reach only
 
 Idea: a signal only sets a flag. At the end of a step the ranks sum their flags, in the all-reduce
 that they make anyway (training/optimization.py); so all see it after the same step, save and end.
-Evaluation, which no checkpoint holds, looks at the flag itself. Whoever starts ranks passes the
+In evaluation and translation, which no checkpoint holds, they sum them in all-reduces that nobody
+waits for (`Agreement`), and end at the same turn of the loop. Whoever starts ranks passes the
 signal on to them as SIGUSR1, which may come several times. A second SIGTERM ends at once.
 
-Cost: one number in an all-reduce; a step's time until the save.
+Cost: one number in an all-reduce, or two in one of their own; a step's time until the save.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .errors import RunError
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import RunError, torchrun
+from .world import World
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+TOGETHER = 1.0  # seconds in which two SIGTERMs are one: `timeout` sends two
+BEHIND = 2  # rounds that a rank may be ahead of another
 
 _given: list[int] = []  # the signals of this process
 
 
 class Ended(RunError):  # noqa: N818 (nothing failed)
-    """The run has ended early because it was asked to. Its status says: try again later."""
+    """The run has ended early because it was asked to. Its status, 75, says: try again later. On
+    one host torchrun gets 0, since it restarts ranks that end with another one. On several that is
+    right: hosts that got no notice go on without the one that is taken away, if they may."""
 
-    status = os.EX_TEMPFAIL  # 75
+    @property
+    def status(self) -> int:  # type: ignore[override]
+        """The exit status of the process."""
+        return 0 if torchrun("GROUP_WORLD_SIZE", None) == 1 else os.EX_TEMPFAIL
 
 
 @contextmanager
-def heeded(on_signal: str) -> Iterator[None]:
-    """Within it a notice sets the flag, unless `on_signal` is "end"."""
+def heeded(on_signal: str = "save", processes: Sequence[Any] = ()) -> Iterator[list[int]]:
+    """Within it a notice sets the flag, and the first one is passed on to the processes, unless
+    `on_signal` is "end". A second SIGTERM meets what was there before. Yields the signals so far.
+    """
     if on_signal == "end":
-        yield
+        yield _given
         return
+    ends_from = [0.0]  # when a SIGTERM is a second one
 
     def heed(number: int, _: Any) -> None:
-        if number == signal.SIGTERM and number in _given:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        if number == signal.SIGTERM:
+            if signal.SIGTERM in _given and time.monotonic() > ends_from[0]:
+                restore()
+                os.kill(os.getpid(), number)
+            elif signal.SIGTERM not in _given:
+                ends_from[0] = time.monotonic() + TOGETHER
         _given.append(number)
-
-    _given.clear()
-    before = {number: signal.signal(number, heed) for number in NOTICES}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def given() -> bool:
-    """Whether this process was given notice."""
-    return bool(_given)
-
-
-def look() -> None:
-    """Raises Ended if this process was given notice. For work that need not be finished."""
-    if _given:
-        raise Ended
-
-
-@contextmanager
-def passed_on(processes: Sequence[Any]) -> Iterator[list[int]]:
-    """Within it the first notice is passed on to these processes, and the second one meets what was
-    there before. Yields the signals so far."""
-    came: list[int] = []
-
-    def pass_on(number: int, _: Any) -> None:
-        came.append(number)
-        restore()
-        for process in processes:
+        for process in processes if len(_given) == 1 else ():
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
 
@@ -82,8 +73,57 @@ def passed_on(processes: Sequence[Any]) -> Iterator[list[int]]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    before = {number: signal.signal(number, pass_on) for number in NOTICES}
+    _given.clear()
+    before = {number: signal.signal(number, heed) for number in NOTICES}
     try:
-        yield came
+        yield _given
     finally:
         restore()
+
+
+def given() -> bool:
+    """Whether this process was given notice."""
+    return bool(_given)
+
+
+class Agreement:
+    """Ends a loop on all ranks at the same turn if one was given notice. In every round each rank
+    begins to sum the flags, and reads the sum of the round `BEHIND` before, so nobody waits:
+
+        rank 0   begin 0   begin 1   begin 2, read 0   begin 3, read 1   ...
+
+    All ranks make it together, and call `turn` as often as they like, then `end`.
+
+    Args:
+        every: turns of a round.
+    """
+
+    def __init__(self, world: World = World(), every: int = 1) -> None:  # noqa: B008 (immutable)
+        self._alone, self._every, self._turns = world.world_size == 1, every, 0
+        self._begun: deque[tuple[Any, Tensor]] = deque()
+
+    def turn(self) -> None:
+        """A turn begins. Raises Ended."""
+        self._turns += 1
+        if self._turns % self._every == 0:
+            self._round(going=True)
+
+    def end(self) -> None:
+        """This rank has no turns left; returns when no rank has. Raises Ended."""
+        while self._round(going=False):
+            pass
+        for work, _ in self._begun:
+            work.wait()
+
+    def _round(self, going: bool) -> bool:
+        """Returns whether a rank goes on, as far as is known."""
+        said = torch.tensor([given(), going], dtype=torch.int32)  # after the sum: how many ranks
+        if not self._alone:
+            self._begun.append((dist.all_reduce(said, async_op=True), said))
+            if len(self._begun) <= BEHIND:
+                return True
+            work, said = self._begun.popleft()
+            work.wait()
+        if said[0]:
+            raise Ended
+        return bool(said[1])

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from runtime.mesh import limit_waits
 from training.optimization import Run
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
@@ -170,8 +171,8 @@ class LaidOutModel(ABC):
         assert logits is not None
         return greedy(logits, num_tokens)
 
-    def end(self) -> None:  # noqa: B027 (most layouts wait for nobody)
-        """This rank has no sentences left to translate; returns when no rank has."""
+    def end(self, turn: Callable[[], None]) -> None:  # noqa: B027 (most layouts wait for nobody)
+        """This rank has no sentences left to translate; see `training.tasks.task.Decoder`."""
 
     def held(self) -> Iterable[Tensor]:
         """The tensors in which this rank keeps parameters, or slices of them."""
@@ -198,6 +199,10 @@ class LaidOutModel(ABC):
     @abstractmethod
     def state_bytes(self) -> dict[str, int]:
         """Bytes of `parameters`, `gradients` and `optimizer` state that this rank holds."""
+
+    def limit_waits(self, seconds: float) -> None:
+        """From now on a rank waits so long for another."""
+        limit_waits(seconds)
 
     def close(self) -> None:  # noqa: B027 (most layouts have nothing to end)
         """Ends threads, removes hooks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -110,9 +110,10 @@ class Sharded(LaidOutModel):
         assert output is not None
         return self.cut_task.argmax(output, num_tokens)
 
-    def end(self) -> None:
+    def end(self, turn: Callable[[], None]) -> None:
         """Takes part in gathering until no rank has sentences left."""
         while self._some_rank_goes_on(False):
+            turn()
             self._forward(None)  # helps to gather every layer for the others
 
     def _some_rank_goes_on(self, this_one: bool) -> bool:

@@ -215,6 +215,11 @@ class Staged(LaidOutModel):
             held["gradients"] += sum(g.nbytes for g in gradients if g is not None)
         return held
 
+    def limit_waits(self, seconds: float) -> None:
+        """From now on a rank waits so long for another, also for a message."""
+        super().limit_waits(seconds)
+        self.pipe.limit_waits(seconds)
+
     def close(self) -> None:
         """Closes the buckets and the pipe."""
         if self.buckets is not None:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from training.launch.notice import look
+from training.launch.notice import Agreement
+from training.launch.world import World
 from training.progress import moving
 
 from .cache import Cache
@@ -68,6 +69,7 @@ def translate(
     device: torch.device | str,
     batch_size: int = 128,
     bar: str | None = None,
+    world: World = World(),  # noqa: B008 (it is immutable)
 ) -> list[str]:
     """Translates this rank's sentences, greedily. All ranks that share the model must call it.
 
@@ -77,7 +79,8 @@ def translate(
     prompts = [tokenizer(source + eos(src_key))["input_ids"] for source in sources]
     stop = tokenizer.convert_tokens_to_ids(eos(tgt_key))
     most = [max_length - len(prompt) for prompt in prompts]  # new tokens; a long source leaves none
-    rows = continue_all(decoder, prompts, most, stop, len(tokenizer), device, batch_size, bar)
+    n = len(tokenizer)
+    rows = continue_all(decoder, prompts, most, stop, n, device, batch_size, bar, world=world)
     return [tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows]
 
 
@@ -91,6 +94,7 @@ def continue_all(
     batch_size: int = 128,
     bar: str | None = None,
     seeds: Sequence[int] | None = None,
+    world: World = World(),  # noqa: B008 (it is immutable)
 ) -> list[list[int]]:
     """The continuations of this rank's prompts, in their order. All ranks that share the model must
     call it.
@@ -102,6 +106,7 @@ def continue_all(
         batch_size: prompts of similar lengths that are continued together.
         bar: the text of a line that moves on a terminal; None shows none.
         seeds: one per prompt, for a decoder that samples; draws do not depend on the batches.
+        world: its ranks all call this, and end together if one is given notice.
     """
     rows: list[list[int]] = [[] for _ in prompts]
     order = [i for i in range(len(prompts)) if most[i] > 0]
@@ -109,6 +114,7 @@ def continue_all(
     chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     # At most so many tokens: a sentence that ends early takes what it had left off the rest.
     total = sum(most[i] for i in order)
+    agreement = Agreement(world, every=8)
     line = moving(None, bar or "", total, "token", shown=bar is not None)
     for chunk in chunks:
         chances = None
@@ -119,12 +125,13 @@ def continue_all(
             chances = torch.stack(uniform).to(device)  # [B, n], used from left to right
         found = continue_together(
             decoder, [prompts[i] for i in chunk], [most[i] for i in chunk], stop, num_tokens,
-            device, chances, line.update,
+            device, chances, agreement, line.update,
         )  # fmt: skip
         for i, row in zip(chunk, found, strict=True):
             rows[i] = row
     line.close()
-    decoder.end()  # other ranks may have sentences left
+    decoder.end(agreement.turn)  # other ranks may have sentences left
+    agreement.end()
     return rows
 
 
@@ -137,6 +144,7 @@ def continue_together(
     num_tokens: int,
     device: torch.device | str,
     chances: Tensor | None,
+    agreement: Agreement,
     advance: Callable[[int], object] = lambda _: None,
 ) -> list[list[int]]:
     """One batch of `continue_all`. Finished sentences leave the batch. `advance` is called with how
@@ -146,7 +154,7 @@ def continue_together(
     newest = _padded(prompts, device)  # [B, T]
     live, left = list(range(len(prompts))), sum(most)  # the sentence of each row
     while True:
-        look()
+        agreement.turn()
         tokens = decoder.next_tokens(newest, cache, num_tokens)  # [B]
         going = []  # rows that continue
         for row, (i, token) in enumerate(zip(live, tokens.tolist(), strict=True)):

@@ -100,7 +100,7 @@ class LanguageTask(SequenceTask):
         stop, num_tokens = self.tokenizer.eos_token_id, len(self.tokenizer)
         rows = continue_all(
             model, mine, most, stop, num_tokens, self.device,
-            bar="Continuing" if world.is_main else None,
+            bar="Continuing" if world.is_main else None, world=world,
         )  # fmt: skip
         texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
         generated = self.of_all_parts(world, model, texts, len(prompts))

@@ -7,7 +7,7 @@ outputs. Layouts see layers, inputs and targets, never what they mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -53,8 +53,9 @@ class Decoder(Protocol):
         the first `num_tokens` of the vocabulary. `ids`, B T, are the newest tokens; the `cache` has
         what the layers made of earlier ones."""
 
-    def end(self) -> None:
-        """This rank has no sentences left. Returns when no rank has."""
+    def end(self, turn: Callable[[], None]) -> None:
+        """This rank has no sentences left. Returns when no rank has. Calls `turn` whenever it helps
+        others with their next token."""
 
 
 class Translator(Decoder, Protocol):

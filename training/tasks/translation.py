@@ -54,7 +54,7 @@ class TranslationTask(SequenceTask):
         mine = [pair[args.src] for pair in test[model.part :: model.parts]]
         sentences = translate(
             model, mine, args.src, args.tgt, self.tokenizer, args.model_max_length, self.device,
-            bar="Translating" if world.is_main else None,
+            bar="Translating" if world.is_main else None, world=world,
         )  # fmt: skip
         generated = self.of_all_parts(world, model, sentences, len(test))
         return Score(evaluate_bleu(test, generated, args.tgt)["bleu"], generated)

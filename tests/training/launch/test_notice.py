@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from project.train import parse_train
 from tests.warm import Terminal, run_warm
+from training.checkpoint import Saver
 from training.files import ENDED
+from training.launch.notice import Ended, given, heeded
+from training.launch.world import World
+from training.resume import Saving
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = (
@@ -41,11 +48,17 @@ def losses(workdir: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+def rank_1(run: Terminal) -> int:
+    """Its process."""
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    return max(child.pid for child in children if not child.children())
+
+
 @pytest.mark.parametrize(
     ("program", "number", "who"),
     [
-        ("run_data_parallel", signal.SIGTERM, "program"),
-        ("train pipeline --world_size 2 --async_save true", signal.SIGUSR1, "a rank"),
+        ("run_data_parallel", signal.SIGTERM, "all, the program twice"),  # as `timeout` does
+        ("train pipeline --world_size 2 --async_save true", signal.SIGUSR1, "rank 1"),
     ],
 )
 def test_notice_costs_no_step(program: str, number: int, who: str, tmp_path: Path) -> None:
@@ -56,9 +69,11 @@ def test_notice_costs_no_step(program: str, number: int, who: str, tmp_path: Pat
     while len(losses(work)) < 3:
         assert run.process.exitcode is None, run.text
         time.sleep(0.01)
-    main = psutil.Process(run.process.pid)
-    ranks = [child for child in main.children(recursive=True) if not child.children()]
-    os.kill(main.pid if who == "program" else ranks[-1].pid, number)
+    if who == "rank 1":
+        os.kill(rank_1(run), number)
+    else:
+        os.kill(run.process.pid, number)
+        os.killpg(run.process.pid, number)
     run.until(None)
     assert run.process.exitcode == os.EX_TEMPFAIL, run.text
     done = len(losses(work))
@@ -66,4 +81,67 @@ def test_notice_costs_no_step(program: str, number: int, who: str, tmp_path: Pat
     assert said in run.text and "Traceback" not in run.text
     assert done < 40 and (work / ENDED).is_file()
     assert run_warm([*command(program, work), "--resume"], tmp_path).returncode == 0
+    assert losses(work) == losses(alone) and not (work / ENDED).exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "number", "doing"),
+    [
+        ("run_data_parallel", signal.SIGTERM, "Validating"),
+        ("train 3d --dp 2 --pp 1 --tp 1", signal.SIGUSR1, "Translating"),
+        ("train fsdp", signal.SIGTERM, "Translating"),
+    ],
+)
+def test_notice_to_one_rank_ends_an_evaluation(
+    program: str, number: int, doing: str, tmp_path: Path
+) -> None:
+    """All ranks end at the same batch or token. What was trained had been saved before."""
+    more = "--n_train 12 --n_validation 6000"
+    if doing == "Translating":
+        more = "--n_train 12 --n_layer 4 --n_embd 128 --n_test 40 --model_max_length 300"
+    run = Terminal([*command(program, tmp_path / "work"), *more.split()], tmp_path)
+    run.until(rf"Epoch 1[^V]*Validating(?s:.)*{doing}")
+    os.kill(rank_1(run), number)
+    run.until(None)
+    assert run.process.exitcode == os.EX_TEMPFAIL, run.text
+    assert "step 2 is saved, and --resume goes on from there" in run.text
+    assert "Traceback" not in run.text and (tmp_path / "work" / ENDED).is_file()
+
+
+def test_notice_hides_no_error(tmp_path: Path) -> None:
+    """Nor does a run that has saved nothing say that it has."""
+    args = parse_train(None, ["single", "--model", "gpt2-mini", "--workdir", str(tmp_path)])
+    saving = object.__new__(Saving)
+    saving.world, saving.args, saving.saver, saving.saved = World(), args, Saver(tmp_path), 0
+    with heeded(), pytest.raises(RuntimeError, match="a bug"), saving.before_the_end():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert given()
+        raise RuntimeError("a bug")
+    with pytest.raises(Ended, match="no step is saved"), saving.before_the_end():
+        raise Ended
+    assert not (tmp_path / ENDED).exists()
+
+
+@pytest.mark.timeout(300)
+def test_notice_under_torchrun_costs_no_step(tmp_path: Path) -> None:
+    """SIGUSR1 to a rank, which torchrun does not restart; SIGTERM to torchrun; and the rest."""
+    alone, work = tmp_path / "alone", tmp_path / "work"
+    line, more = "run_data_parallel", ["--n_train", "600"]
+    assert run_warm([*command(line, alone), *more], tmp_path).returncode == 0
+    torchrun = "torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 2"
+    again = [sys.executable, "-m", *torchrun.split(), *command(line, work), *more, "--resume"]
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        before = len(losses(work))
+        with subprocess.Popen(again, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:
+            while len(losses(work)) < before + 2:
+                assert run.poll() is None
+                time.sleep(0.01)
+            _, rank = psutil.Process(run.pid).children()
+            os.kill(run.pid if number == signal.SIGTERM else rank.pid, number)
+            said = run.communicate()[1]
+        done = len(losses(work))
+        assert run.returncode == (number == signal.SIGTERM) and done < 100, said
+        assert said.count(f"asked to end: step {done} is saved") == 1
+        assert (work / ENDED).is_file()
+    assert subprocess.run(again, cwd=tmp_path, capture_output=True).returncode == 0
     assert losses(work) == losses(alone) and not (work / ENDED).exists()
