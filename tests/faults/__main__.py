@@ -6,7 +6,8 @@
 
 A run is struck after its fifth step of twelve; the last checkpoint is that of the fourth. Seconds
 are from the fault to the next step that had not been done, with a time-out of 20. The weights after
-the last step are compared with those of a run that was left alone.
+the last step are compared with those of a run that was left alone. Where hosts leave and join, the
+losses are compared with those of one host.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FAULTS: dict[str, tuple[int, Callable[[int, int], Faults]]] = {
     "clock wrong": (2, lambda host, _: Faults().shift_clock(host, hours=1)),
 }  # fmt: skip
 LEAVES = "host leaves, and is back"  # and the run goes on with the others, under layouts whose dp
-FOLLOW = ("ddp", "fsdp", "3d")  # follows the number of hosts
+FOLLOW = ("evaluated", "ddp", "fsdp", "3d")  # follows the number of hosts
 HEAD = "| fault | layout | hosts | what happened | seconds | steps lost | weights equal |"
 
 
@@ -63,7 +64,8 @@ class Case:
         it said."""
         where = f"| {self.fault} | {self.layout} | {self.hosts} |"
         try:
-            found, alone = self.strike(step), left_alone(self.layout, self.hosts)
+            hosts = 1 if self.fault == LEAVES else self.hosts
+            found, alone = self.strike(step), left_alone(self.layout, hosts)
         except MissingError as why:
             return f"{where} {why} | | | |", True, ""
         # With another number of ranks sums are taken in another order.

@@ -37,26 +37,29 @@ TMPFS = "16m"  # the disk of a host whose disk becomes full
 OPTIONS = (
     "--model", "gpt2-mini", "--n_layer", "2", "--n_embd", "48", "--n_head", "6",
     "--vocab_size", "384", "--model_max_length", "32", "--batch_size", "12", "--n_train", "96",
-    "--n_validation", "12", "--n_test", "6", "--device", "cpu", "--benchmark_only",
+    "--n_validation", "12", "--n_test", "6", "--device", "cpu",
     "--num_batches", str(STEPS), "--save_every", str(SAVE_EVERY), "--resume",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Options of train.py, and how many ranks they take on one host, and on each of several."""
+    """A program of project/, its options, and how many ranks it takes on one host, and on each of
+    several."""
 
-    options: tuple[str, ...]
+    words: tuple[str, ...]
     alone: int = 2
     each: int = 1
 
 
+TRAINED = ("--benchmark_only",)  # and not evaluated
 LAYOUTS = {
-    "ddp": Layout(("ddp",)),
-    "fsdp": Layout(("fsdp",)),
-    "pipeline": Layout(("pipeline",)),
-    "tensor": Layout(("tensor",)),
-    "3d": Layout(("3d", "--tp", "2"), alone=4, each=2),  # dp follows
+    "evaluated": Layout(("run_data_parallel",)),
+    "ddp": Layout(("train", "ddp", *TRAINED)),
+    "fsdp": Layout(("train", "fsdp", *TRAINED)),
+    "pipeline": Layout(("train", "pipeline", *TRAINED)),
+    "tensor": Layout(("train", "tensor", *TRAINED)),
+    "3d": Layout(("train", "3d", "--tp", "2", *TRAINED), alone=4, each=2),  # dp follows
 }
 
 
@@ -80,20 +83,21 @@ class Cluster:
         """Starts torchrun there, for the first time or again."""
         folder = self.folder / f"host{host}"
         (folder / f"start{len(self.all)}").mkdir(parents=True)
-        program = [sys.executable, "-m", "tests.faults.program"]
+        trapped = [sys.executable, "-m", "tests.faults.program"]
+        program, *options = self.layout.words
         torchrun = (
             f"torchrun --nnodes {self.nodes} --nproc-per-node {self.each} --max-restarts 5 "
             f"--rdzv-backend c10d --rdzv-endpoint {self.hosts.address(0)}:{self.port} "
             f"--rdzv-conf join_timeout=120,last_call_timeout=5,is_host={int(host == 0)} "
             f"--rdzv-id faults --local-addr {self.hosts.address(host)} --shutdown-timeout 5 "
-            f"--monitor-interval 0.2 -m tests.faults.program project/train.py"
+            f"--monitor-interval 0.2 -m tests.faults.program project/{program}.py"
         ).split()
-        options = [*self.layout.options, *OPTIONS, "--timeout", str(self.timeout)]
+        options += [*OPTIONS, "--timeout", str(self.timeout)]
         environment = [
             "env", f"FAULTS={self.folder}", f"FAULT_CLOCK={self.clocks.get(host, '')}",
             f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE={int(self.hosts_join)}",  # see docs/faults.md
         ]  # fmt: skip
-        line = [*self.hosts.inside(host), *environment, *program, *torchrun, *options]
+        line = [*self.hosts.inside(host), *environment, *trapped, *torchrun, *options]
         run = Run([*line, "--workdir", str(folder / "work")], folder / f"start{len(self.all)}",
                   TORCHRUN)  # fmt: skip
         self.runs[host] = run
@@ -139,6 +143,7 @@ class Found:
         lost: steps that were done twice.
         weights: a hash of all weights in the last checkpoint.
         losses: of all steps.
+        scores: validation loss and BLEU after each epoch, where the run is evaluated.
         left: processes, files and shared memory that are still there.
     """
 
@@ -148,6 +153,7 @@ class Found:
     lost: int
     weights: str
     losses: list[float]
+    scores: list[tuple[float, float]]
     left: list[str]
     said: str
     workdirs: list[list[str]]
@@ -335,6 +341,7 @@ def _found(cluster: Cluster, struck: float, ended: bool) -> Found:
         lost=len(steps) - len({step for step, _ in steps}),
         weights=hash_of(workdirs[0]) if ended else "the run has not ended",
         losses=[row["loss"] for row in rows if "loss" in row],
+        scores=[(row["validation_loss"], row["bleu"]) for row in rows if "bleu" in row],
         left=[what for run in cluster.all for what in run.leftovers()],
         said=cluster.said(),
         workdirs=[sorted(p.name for p in w.glob("checkpoints/*")) for w in workdirs],

@@ -18,10 +18,14 @@ from contextlib import ExitStack, closing
 from itertools import zip_longest
 from math import isclose
 from pathlib import Path
+from unittest.mock import patch
+
+import torch
 
 from tests.chaos.run import scratch
 from tests.project.programs import FLOW, PAIRS, SAME, on_rank
 from tests.ranks import Ranks, sharing
+from training.launch.world import World
 from training.results import read_metrics
 
 LINE = f"{PAIRS} --dropout 0.1 --benchmark_only --save_every 1 --resume"
@@ -44,8 +48,12 @@ def train(
     rank: int, world_size: int, line: str, folder: Path, hosts: int, stop_at: int | None
 ) -> str | None:
     """On a rank of one of the hosts: the error with which the run ends, or None."""
-    workdir = folder / f"host{rank * hosts // world_size}"
-    with sharing(allowed=hosts == 1):
+    workdir, each = folder / f"host{rank * hosts // world_size}", max(world_size // hosts, 1)
+
+    def world(rank: int, world_size: int, _: int, device: torch.device) -> World:
+        return World(rank, world_size, rank % each, device)
+
+    with sharing(allowed=hosts == 1), patch("tests.project.programs.World", world):
         return on_rank(rank, world_size, f"{line} --workdir {workdir}", stop_at=stop_at)[1]
 
 
