@@ -23,8 +23,10 @@ def shift_clock(seconds: float) -> None:
     class Shifted(true_date):  # type: ignore[misc, valid-type]
         @classmethod
         def now(cls, tz: Any = None) -> datetime.datetime:
-            return true_date.now(tz) + datetime.timedelta(seconds=seconds)
+            return super().now(tz) + datetime.timedelta(seconds=seconds)
 
+    # torchrun pickles times by the name of their class.
+    Shifted.__name__, Shifted.__qualname__, Shifted.__module__ = "datetime", "datetime", "datetime"
     time.time = lambda: true_time() + seconds
     datetime.datetime = Shifted  # type: ignore[misc]
 
