@@ -1,7 +1,7 @@
 """A process that has the device, started once per test session, and given functions to run.
 
 The device must be there before torch is imported, which takes seconds: so the tests share one
-process. It can start ranks (`ranks`) and programs (tests/warm.py), which have the device, too.
+process. It can start ranks (`ranks`), which have the device, too.
 """
 
 from __future__ import annotations

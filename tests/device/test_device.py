@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from tests.device.seen import phase, watch
-from tests.device.session import Device, on_device, ranks
-from tests.warm import run_warm
+from tests.device.session import on_device
 
 
 @on_device
@@ -90,25 +86,6 @@ def test_backward_runs_on_a_thread_of_the_device_and_on_the_forwards_stream() ->
 
 
 @on_device
-def test_a_model_trains_to_the_cpus_bits() -> None:
-    def trained(device: str) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(7, 8), nn.LayerNorm(8), nn.Linear(8, 7)).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        tokens = torch.arange(12).to(device)
-        for _ in range(3):
-            loss = F.cross_entropy(model(tokens % 7), (tokens + 1) % 7)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return [p.detach().cpu() for p in copy.deepcopy(model).parameters()]
-
-    for of_cpu, of_device in zip(trained("cpu"), trained("cuda:1"), strict=True):
-        assert torch.equal(of_cpu, of_device)
-        assert type(of_device) is torch.Tensor
-
-
-@on_device
 def test_each_device_draws_from_its_own_generator() -> None:
     torch.manual_seed(3)
     x = torch.ones(1000, device="cuda:1")
@@ -149,23 +126,3 @@ def test_a_tensor_is_pickled_with_its_device_and_saved_by_torch() -> None:
     file = io.BytesIO()
     torch.save({"x": x.detach().cpu()}, file)
     assert torch.load(io.BytesIO(file.getvalue()))["x"].tolist() == [0.0, 1.0, 2.0]
-
-
-def test_a_function_that_fails_there_is_told_here(device: Device) -> None:
-    with pytest.raises(AssertionError, match="ZeroDivisionError"):
-        device.run(divmod, 1, 0)
-    assert device.run(divmod, 7, 2) == (3, 1)
-
-
-def summed(rank: int, _: int) -> list[float]:
-    x = torch.full((2,), 1.0 + rank, device=f"cuda:{rank}")
-    dist.all_reduce(x)
-    return [x.device.index, *x.tolist()]
-
-
-@on_device
-def test_ranks_and_programs_that_start_there_have_the_device(tmp_path: Path) -> None:
-    assert ranks(2).run(summed) == [[0, 3.0, 3.0], [1, 3.0, 3.0]]
-    program = tmp_path / "program.py"
-    program.write_text("import torch; print(torch.ones(2, device='cuda:1').device)")
-    assert run_warm([str(program)], tmp_path).stdout == "cuda:1\n"

@@ -40,10 +40,6 @@ PLACES = (
 )  # fmt: skip
 
 
-def on_cpu(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.cpu() for name, value in found.items()}
-
-
 def split(model: nn.Sequential, devices: tuple[str, ...]) -> tuple[nn.Sequential, Any]:
     """As many layers on each device; a tied parameter has a copy on each other device."""
     return place_layers([*model], [len(model) // len(devices)] * len(devices), devices)
@@ -148,7 +144,7 @@ def test_every_schedule_and_recomputation(devices: tuple[str, ...]) -> None:
     for name in SCHEDULES:
         ranks = places(name, 2)
         sizes = [6 // len(ranks) + (s < 6 % len(ranks)) for s in range(len(ranks))]
-        for recompute in MODES:
+        for recompute in MODES if name in ("gpipe", "zb") else ("always",):
             model = tower()
             layers = cut(model, sizes, [devices[rank] for rank in ranks])
             with Pipe(layers, sizes=sizes, recompute=recompute) as pipe:

@@ -4,6 +4,7 @@ process does without one. No rank needs the whole model for it."""
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,14 +59,28 @@ def test_a_layout_translates_as_one_process(
     ranks: Ranks, three_ranks: Ranks, n: int, line: str, num_sentences: int
 ) -> None:
     """Each part of the data has its own sentences."""
-    # In fp64: a cache sums in another order, and the largest logit should not depend on it.
-    sizes = f"--n_test {num_sentences} --precision fp64 --workdir {Path('work').resolve()}"
-    line = f"{line} {TINY} {sizes}"
+    line = f"{line} {sizes(num_sentences)} --workdir {Path('work').resolve()}"
     if n == 1:
         found = [translations(0, 1, line)]
     else:
         found = (ranks if n == 2 else three_ranks).run(translations, f"{line} --world_size {n}")
-    task = made(line, 0, 1)
+    expected, lengths = of_one_process(num_sentences)
+    for rank, (parts, got) in enumerate(found):
+        assert got == (expected[rank::parts] if parts > 1 else expected)
+    if num_sentences > 2:  # the examples are to show what can happen
+        assert len(set(lengths)) > 2, lengths
+        assert min(lengths) < LENGTH == max(lengths), lengths
+
+
+def sizes(num_sentences: int) -> str:
+    """In fp64: a cache sums in another order, and the largest logit should not depend on it."""
+    return f"{TINY} --n_test {num_sentences} --precision fp64"
+
+
+@cache
+def of_one_process(num_sentences: int) -> tuple[list[str], list[int]]:
+    """The translations, computed without a cache; and their lengths in tokens, with the source."""
+    task = made(f"train single {sizes(num_sentences)}", 0, 1)
     tokenizer = task.tokenizer
     one = whole_model(task, torch.device("cpu"), torch.float64).eval()
     expected, lengths = [], []
@@ -74,11 +89,7 @@ def test_a_layout_translates_as_one_process(
         ids = recomputed(one, prompt, len(tokenizer), 2, LENGTH)
         expected.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
         lengths.append(len(prompt) + len(ids))
-    for rank, (parts, got) in enumerate(found):
-        assert got == (expected[rank::parts] if parts > 1 else expected)
-    if num_sentences > 2:  # the examples are to show what can happen
-        assert len(set(lengths)) > 2, lengths
-        assert min(lengths) < LENGTH == max(lengths), lengths
+    return expected, lengths
 
 
 def made(line: str, rank: int, world_size: int) -> TranslationTask:
