@@ -28,7 +28,7 @@ LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 4, 256, 4, 128, 32, 10
 COMMON = (
     f"--model gpt2-mini --n_layer {LAYERS} --n_embd {WIDTH} --n_head {HEADS} --batch_size {BATCH} "
     f"--model_max_length {LENGTH} --padding max_length --num_batches {STEPS} --dropout 0 --keep 0 "
-    "--n_validation 8 --n_test 1"
+    "--n_validation 8 --n_test 8"
 )
 PIPELINES = ("gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin")
 

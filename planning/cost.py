@@ -35,6 +35,7 @@ UPDATE_BYTES = (
 GIB = 2**30
 LOGITS_HELD, LOGITS_WORKING = 6, 6  # bytes per logit: in 16 bits and in fp32; their gradients
 FRAGMENTS = 0.05  # of a GPU's memory that no tensor can use
+WHOLE = ("gpipe", "1f1b", "interleaved")  # schedules whose backwards are in one piece
 SHARP = 4  # a pass is longer than the longer of the two: now and then each waits for the other
 
 
@@ -130,7 +131,8 @@ def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
     heads = -(-model.heads // tp)  # of the rank with the most
     wide, narrow = h // model.heads * heads, -(-f // tp)
     up = (1 + model.gated_mlp) * narrow
-    shapes = [(h, 3 * wide), (wide, h), (h, up), (narrow, h)]  # features in, out
+    queries_keys_values = wide + 2 * round(wide * model.kv_share)
+    shapes = [(h, queries_keys_values), (wide, h), (h, up), (narrow, h)]  # features in, out
     forward = sum(product(t, n, k) for k, n in shapes)
     weights = sum(product(n, k, t) for k, n in shapes)
     inputs = sum(product(t, k, n) for k, n in shapes)
@@ -166,6 +168,8 @@ def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
         back = back.plus(there)
     elif layout.recompute == "selective" and machine.attention != "flash":
         back = back.plus(Pass(attention=attention[0]))
+    elif layout.recompute == "selective" and layout.zero > 1:  # torch's: every other product
+        back = back.plus(Pass(forward / 2, 0, passed, 0, launches * host / 2))
     v = -(-model.vocab // tp)
     logits = t * v / memory  # seconds per byte of a logit
     head = (
@@ -183,10 +187,14 @@ def gradient_bytes(layout: Layout) -> int:
 
 
 def blocks_of_stages(model: Model, layout: Layout, machine: Machine) -> list[int]:
-    """The blocks of each stage: as many each, or cut where the work of blocks and head is even."""
-    n = layout.stages
-    if machine.balance == "uniform" or n == 1:
-        return [model.layers // n + (s < model.layers % n) for s in range(n)]
+    """The blocks of each stage: as many each, embedding and head counted as a block if that divides
+    them, or else cut where the work of blocks and head is even."""
+    n, layers = layout.stages, model.layers
+    if n == 1 or (machine.balance == "uniform" and layers % n == 0):
+        return [layers // n] * n
+    if machine.balance == "uniform" and (layers + 2) % n == 0:
+        each = (layers + 2) // n
+        return [each - 1] + [each] * (n - 2) + [each - 1]
     total = model.layers + model.table / model.block  # in blocks
     edges = [min(model.layers, round(total * s / n)) for s in range(n)] + [model.layers]
     return [b - a for a, b in pairwise(edges)]
@@ -345,7 +353,8 @@ class PricedStep:
         if layout.zero in (1, 2):
             update += scatter  # the parameters that others have updated
         held = blocks * (self.entry if layout.recompute == "always" else self.whole)
-        held += LOGITS_HELD * self.logits * last
+        if last:  # halves of backward: what waits for W is the gradient of the logits alone
+            held += self.logits * (LOGITS_HELD if layout.schedule in WHOLE else self.size)
         return PricedStage(forward, backward, late, exchange, update, held)
 
     def _parameters(self, blocks: int, first: bool, last: bool) -> float:
@@ -404,7 +413,8 @@ class PricedStep:
             table = any(first or last for _, first, last in mine)  # its gradient, twice
             working = self.whole if layout.recompute == "always" else 0.0
             if any(last for _, _, last in mine):
-                working = max(working, LOGITS_WORKING * self.logits)
+                loss = LOGITS_WORKING + (layout.schedule not in WHOLE) * LOGITS_HELD
+                working = max(working, loss * self.logits)
             working += table * 2 * self.size * self.model.table / layout.tp
             if layout.zero == 3:  # the block that computes, and the next
                 working += 3 * self.size * self.model.block / layout.tp
@@ -469,7 +479,11 @@ def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, 
     outside += 2 * size * model.hidden / (shared if machine.gathered == "again" else 1)
     # q k v and the heads' output, q and k once more if rotated; the MLP's.
     gated = model.gated_mlp
-    inside = size * ((6 if gated else 4) * model.hidden + (5 if gated else 2) * model.ffn) / tp
+    heads = (3 if gated else 2) * (1 + model.kv_share) * model.hidden
+    inside = size * (heads + (5 if gated else 2) * model.ffn) / tp
+    if layout.recompute == "selective" and layout.zero > 1:  # torch's keeps every other product
+        inside = size * (2 * model.hidden + (1 if gated else 0.5) * model.ffn) / tp
+        outside = size * model.hidden / shared
     scores = 0.0
     if unfused and layout.recompute != "selective":
         scores = (2 * size + 1) * model.heads * model.seq / tp

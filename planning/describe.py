@@ -6,8 +6,9 @@ Every mistake is a ValueError of one sentence with the value, the rule, and what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +19,6 @@ import yaml
 from pipeline.schedules.catalogue import SCHEDULES, chunks_of
 
 MACHINES = Path(__file__).parent / "machines"
-PRESETS = {  # layers, hidden, heads, vocabulary, positions
-    "gpt2-mini": (4, 256, 4, 4096, 128),
-    "gpt2": (12, 768, 12, 50257, 1024),
-    "gpt2-medium": (24, 1024, 16, 50257, 1024),
-    "gpt2-large": (36, 1280, 20, 50257, 1024),
-    "gpt2-xl": (48, 1600, 25, 50257, 1024),
-}
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 NETWORKS = {  # GB/s of a node, seconds of a message in us: line rates
     "ethernet-10": (1.25, 30), "ethernet-25": (3.1, 30), "ethernet-100": (12.5, 20),
@@ -35,7 +29,8 @@ LINKS = {"pcie3": 16.0, "pcie4": 32.0, "pcie5": 64.0}  # GB/s of a GPU, one way:
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer. ``ffn``: width of the MLP; ``gated_mlp``: it has two matrices up, not one."""
+    """A transformer. ``ffn``: width of the MLP; ``gated_mlp``: it has two matrices up, not one;
+    ``kv_heads``: of keys and values, if queries share them (None: as many as ``heads``)."""
 
     layers: int
     hidden: int
@@ -45,11 +40,18 @@ class Model:
     seq: int
     gated_mlp: bool = False
     tied: bool = True
+    kv_heads: int | None = None
+
+    @property
+    def kv_share(self) -> float:
+        """The width of keys, or of values, as a share of that of queries."""
+        return (self.kv_heads or self.heads) / self.heads
 
     @cached_property
     def block(self) -> int:
         """Parameters of a block, without biases and norms."""
-        return (4 * self.hidden + (2 + self.gated_mlp) * self.ffn) * self.hidden
+        attention = round((2 + 2 * self.kv_share) * self.hidden)
+        return (attention + (2 + self.gated_mlp) * self.ffn) * self.hidden
 
     @property
     def table(self) -> int:
@@ -66,6 +68,20 @@ class Model:
         only, so that half of its products count."""
         block = 2 * self.block + 2 * self.seq * self.hidden
         return 3.0 * sequences * self.seq * (self.layers * block + 2 * self.table)
+
+
+PRESETS = {
+    "gpt2-mini": Model(4, 256, 4, 1024, 4096, 128),
+    "gpt2": Model(12, 768, 12, 3072, 50257, 1024),
+    "gpt2-medium": Model(24, 1024, 16, 4096, 50257, 1024),
+    "gpt2-large": Model(36, 1280, 20, 5120, 50257, 1024),
+    "gpt2-xl": Model(48, 1600, 25, 6400, 50257, 1024),
+    "gpt3-175b": Model(96, 12288, 96, 49152, 51200, 2048),
+    "llama-2-7b": Model(32, 4096, 32, 11008, 32000, 4096, gated_mlp=True, tied=False),
+    "llama-3-8b": Model(32, 4096, 32, 14336, 128256, 8192, True, False, kv_heads=8),
+    "llama-3-70b": Model(80, 8192, 64, 28672, 128256, 8192, True, False, kv_heads=8),
+    "llama-3-405b": Model(126, 16384, 128, 53248, 128256, 8192, True, False, kv_heads=8),
+}
 
 
 @dataclass(frozen=True)
@@ -241,14 +257,15 @@ def _read(name: str, *before: str) -> dict[str, Any]:
 
 
 def model_of(preset: str | None, **sizes: Any) -> Model:
-    """A preset, with the sizes that are given in place of its own, or a model of sizes alone."""
+    """A preset, with the sizes that are given in place of its own, or a model of sizes alone. The
+    MLP is 4 times as wide as the model, unless the preset or the sizes say otherwise."""
     given = {name: size for name, size in sizes.items() if size is not None}
-    if preset is not None:
-        if preset not in PRESETS:
-            raise ValueError(f"--model {preset}: one of {', '.join(PRESETS)}, or sizes instead")
-        layers, hidden, heads, vocab, seq = PRESETS[preset]
-        known = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "seq": seq}
-        given = known | given
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"--model {preset}: one of {', '.join(PRESETS)}, or sizes instead")
+    known = asdict(PRESETS[preset]) if preset is not None else {}
+    if "hidden" in given:
+        known["ffn"] = 4 * given["hidden"]
+    given = known | given
     if missing := [
         name for name in ("layers", "hidden", "heads", "vocab", "seq") if name not in given
     ]:
@@ -256,78 +273,110 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
             f"{', '.join(missing)} missing: a model is a --model, or all of --n_layer --n_embd "
             "--n_head --vocab_size --seq"
         )
-    model = Model(**{"ffn": 4 * given["hidden"]} | given)
+    model = Model(**given)
     if model.hidden % model.heads:
         raise ValueError(f"--n_embd {model.hidden} --n_head {model.heads}: heads are equally wide")
+    if model.kv_heads and model.heads % model.kv_heads:
+        raise ValueError(
+            f"--kv_heads {model.kv_heads} --n_head {model.heads}: as many queries share each; "
+            f"--kv_heads {math.gcd(model.kv_heads, model.heads)} works"
+        )
     return model
 
 
+REQUIRED = ("layers", "hidden", "heads", "seq", "global_batch")  # or a model, and global_batch
 COLUMNS = (
-    "layers", "hidden", "heads", "ffn", "gated_mlp", "vocab", "tied", "seq", "gpus",
-    "gpus_per_node", "dp", "tp", "pp", "chunks", "micro_batch", "global_batch", "schedule", "zero",
-    "sequence_parallel", "recompute", "precision", "seconds_per_step", "memory_gb", "fits",
+    "model", "layers", "hidden", "heads", "kv_heads", "ffn", "gated_mlp", "vocab", "tied", "seq",
+    "gpus", "gpus_per_node", "dp", "tp", "pp", "chunks", "micro_batch", "global_batch", "schedule",
+    "zero", "sequence_parallel", "recompute", "precision", "seconds_per_step", "memory_gb", "fits",
 )  # fmt: skip
-REQUIRED = ("layers", "hidden", "heads", "vocab", "seq", "gpus", "global_batch")
 SPELLINGS = {  # of columns, and of words in them
-    "n_layer": "layers", "n_embd": "hidden", "n_head": "heads", "vocab_size": "vocab",
-    "batch_size": "global_batch", "none": "never", "full": "always", "afab": "gpipe",
+    "n_layer": "layers", "n_embd": "hidden", "n_head": "heads", "n_kv_head": "kv_heads",
+    "vocab_size": "vocab", "model_max_length": "seq", "batch_size": "global_batch",
+    "none": "never", "full": "always", "afab": "gpipe",
     "zb-h1": "zb", "zb-1p": "zb", "zb-v": "zbv", "1f1b-i": "interleaved",
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32",
     "true": "1", "yes": "1", "false": "0", "no": "0",
 }  # fmt: skip
+SILENT = ("", "-", "?", "na", "n/a", "nan", "null", "unknown")  # a cell that says nothing
+
+
+def word_in(row: Mapping[str, str], name: str) -> str:
+    """What a cell says, in this project's words; nothing if it is silent."""
+    text = (row.get(name) or "").strip().lower()
+    return "" if text in SILENT else SPELLINGS.get(text, text)
+
+
+def measured_in(row: Mapping[str, str], name: str) -> float | None:
+    """The number of a cell; None if it is silent, or out of memory. Raises ValueError."""
+    text = word_in(row, name)
+    if text in ("", "oom", "0"):
+        return None
+    if not _is_number(text) or not 0 < float(text) < math.inf:
+        raise ValueError(f"{name} is {text!r}, and must be a number above 0, empty, or oom")
+    return float(text)
 
 
 def row_of(row: Mapping[str, str], machine: Machine) -> tuple[Model, Layout, Machine]:
-    """The model, layout and nodes of a row of a table. Where a table is silent: one sequence per
-    micro-batch, as many replicas as there are GPUs for, the fewest chunks, 2 or more, that cut a
-    stage's blocks evenly, no recomputation, bf16.
+    """The model, layout and nodes of a row of a table. Where a table is silent: a vocabulary of
+    51,200, one sequence per micro-batch, as many replicas as there are GPUs for, the fewest chunks,
+    2 or more, that cut a stage's blocks evenly, no recomputation, 16 bits.
 
     Raises ValueError for a cell that has no meaning."""
 
-    def number(name: str, default: int | None = None) -> int:
-        text = SPELLINGS.get(said(name, ""), said(name, ""))
-        if not text and default is not None:
+    def number(name: str, default: int | None = None, least: int = 1) -> int:
+        text = word_in(row, name)
+        if text in ("", "never") and default is not None:
             return default
-        if not _is_number(text) or float(text) < 0:
+        if not _is_number(text) or not float(text).is_integer():
             raise ValueError(
-                f"{name} is {text!r}, and must be a number" if text else f"{name} is empty"
+                f"{name} is {text!r}, and must be a whole number" if text else f"{name} is empty"
             )
-        return int(float(text))
+        if (found := int(float(text))) < least:
+            raise ValueError(f"{name} is {found}, and must be {least} or more")
+        return found
 
-    def said(name: str, default: str) -> str:
-        text = (row.get(name) or "").strip().lower() or default
-        return SPELLINGS.get(text, text)
-
-    layers, hidden, heads, vocab, seq, gpus, batch = map(number, REQUIRED)
+    preset = PRESETS.get(word_in(row, "model"))
+    layers, hidden, heads, seq = (
+        number(name, getattr(preset, name) if preset else None) for name in REQUIRED[:4]
+    )
+    plain = preset or Model(layers, hidden, heads, 4 * hidden, 51200, seq)
     model = Model(
-        layers, hidden, heads, number("ffn", 4 * hidden), vocab, seq,
-        gated_mlp=bool(number("gated_mlp", 0)), tied=bool(number("tied", 1)),
+        layers, hidden, heads, number("ffn", plain.ffn), number("vocab", plain.vocab), seq,
+        gated_mlp=bool(number("gated_mlp", plain.gated_mlp, 0)),
+        tied=bool(number("tied", plain.tied, 0)),
+        kv_heads=number("kv_heads", plain.kv_heads or heads),
     )  # fmt: skip
-    tp, pp, schedule = number("tp", 1), number("pp", 1), said("schedule", "1f1b")
-    chunks = number("chunks", 0)
+    tp, pp, schedule = number("tp", 1), number("pp", 1), word_in(row, "schedule") or "1f1b"
+    chunks = number("chunks", 0, 0)
     if schedule == "interleaved" and not chunks:
-        blocks = layers // pp
-        chunks = next((c for c in range(2, blocks + 1) if blocks % c == 0), 1)
+        units = layers if layers % pp == 0 else layers + 2  # embedding and head as a block each
+        chunks = next((c for c in range(2, units // pp + 1) if units % (pp * c) == 0), 1)
     if schedule in ("interleaved", "1f1b"):  # more than one chunk is interleaved, whatever it says
         schedule = "interleaved" if chunks > 1 and pp > 1 else "1f1b"
-    recompute, precision = said("recompute", "never"), said("precision", "bf16")
+    recompute, zero = word_in(row, "recompute") or "never", number("zero", 0, 0)
+    precision = word_in(row, "precision") or ("bf16" if "bf16" in machine.tflops else "fp16")
     for name, word, known in (
         ("schedule", schedule, tuple(SCHEDULES)),
         ("recompute", recompute, ("never", "selective", "always")),
         ("precision", precision, tuple(machine.tflops)),
+        ("zero", str(zero), ("0", "1", "2", "3")),
     ):
         if word not in known:
             raise ValueError(f"{name} is {word!r}, and must be one of {', '.join(known)}")
-    dp, zero = number("dp", gpus // (tp * pp)), number("zero", 0)
+    dp = number("dp", number("gpus", 1) // (tp * pp) or 1)
+    gpus = number("gpus", dp * tp * pp)
     if dp * tp * pp != gpus:
         raise ValueError(f"dp {dp} x tp {tp} x pp {pp} is {dp * tp * pp}, and gpus is {gpus}")
     layout = Layout(
-        gpus, dp, tp, pp, number("micro_batch", 1), batch, schedule,
+        gpus, dp, tp, pp, number("micro_batch", 1), number("global_batch"), schedule,
         chunks if schedule == "interleaved" else None, zero,
-        bool(number("sequence_parallel", 0)), recompute, precision, "pp-dp-tp",
+        bool(number("sequence_parallel", 0, 0)), recompute, precision, "pp-dp-tp",
     )  # fmt: skip
     per = number("gpus_per_node", machine.gpus_per_node)  # a GPU keeps its part of the network
     share = machine.network_gbs * per / machine.gpus_per_node
-    software = "flash" if zero > 1 else machine.attention  # ZeRO-2 and 3 are torch's: fused
+    # ZeRO-2 and 3 are torch's, and gated MLPs came with fused attention.
+    software = "flash" if zero > 1 or model.gated_mlp else machine.attention
     nodes = replace(machine, gpus_per_node=per, network_gbs=share, attention=software)
     return model, layout, nodes
 

@@ -18,6 +18,7 @@ import argparse
 import csv
 import json
 import math
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -46,8 +47,10 @@ from planning.describe import (
     Layout,
     Machine,
     Model,
+    measured_in,
     model_of,
     row_of,
+    word_in,
 )
 from planning.simulate import Simulator, Work, with_times
 from project.command_line import Parser, count
@@ -80,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
             (("--n_layer", "--layers"), "blocks"),
             (("--n_embd", "--hidden"), "width"),
             (("--n_head", "--heads"), "attention heads"),
+            (("--kv_heads",), "heads of keys and values; default: as many as heads"),
             (("--ffn",), "width of the MLP; default: 4 times the model's"),
             (("--vocab_size", "--vocab"), "tokens of the vocabulary"),
             (("--seq", "--model_max_length"), "tokens per sequence"),
@@ -136,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "table",
         type=Path,
-        help=f"CSV with the columns {', '.join(REQUIRED)}, and any of "
+        help=f"CSV with the columns {', '.join(REQUIRED)} (or model and global_batch), and any of "
         f"{', '.join(name for name in COLUMNS if name not in REQUIRED)}; # begins a comment",
     )
     made.add_argument("--machine", required=True, help=f"a YAML file, or {', '.join(KNOWN)}")
@@ -193,8 +197,9 @@ def _parser() -> argparse.ArgumentParser:
 def model_and_machine(args: Any) -> tuple[Model, Machine]:
     """Raises ValueError."""
     model = model_of(
-        args.model, layers=args.n_layer, hidden=args.n_embd, heads=args.n_head, ffn=args.ffn,
-        vocab=args.vocab_size, seq=args.seq, gated_mlp=args.gated_mlp, tied=not args.untied,
+        args.model, layers=args.n_layer, hidden=args.n_embd, heads=args.n_head,
+        kv_heads=args.kv_heads, ffn=args.ffn, vocab=args.vocab_size, seq=args.seq,
+        gated_mlp=args.gated_mlp or None, tied=False if args.untied else None,
     )  # fmt: skip
     return model, describe.machine(args.machine, args.network, args.link)
 
@@ -305,7 +310,8 @@ def read_table(path: Path) -> list[dict[str, str]]:
     for name in set(given.values()) - set(COLUMNS):
         if near := get_close_matches(name, COLUMNS, 1, 0.8):
             raise ValueError(f"{path}: the column {name} is unknown; did you mean {near[0]}?")
-    if missing := [name for name in REQUIRED if name not in given.values()]:
+    needed = REQUIRED[4:] if "model" in given.values() else REQUIRED
+    if missing := [name for name in needed if name not in given.values()]:
         raise ValueError(
             f"{path}: the column {missing[0]} is missing; a table has {', '.join(COLUMNS)}"
         )
@@ -322,12 +328,14 @@ def compared(table: Sequence[dict[str, str]], machine: Machine) -> list[dict[str
         try:
             model, layout, nodes = row_of(row, machine)
             step = PricedStep(model, layout, nodes, legal=False).predict(explain=False)
-            measured = {
-                n: float(row[n]) if row.get(n) else None for n in ("seconds_per_step", "memory_gb")
-            }
-            said = SPELLINGS.get(row.get("fits", "").lower(), row.get("fits"))
-            fits = bool(float(said)) if said else None
-        except (ValueError, ZeroDivisionError) as error:
+            measured = {n: measured_in(row, n) for n in ("seconds_per_step", "memory_gb")}
+            said = word_in(row, "fits")
+            if "oom" in (said, word_in(row, "seconds_per_step"), word_in(row, "memory_gb")):
+                said = "0"
+            if said not in ("", "0", "1"):
+                raise ValueError(f"fits is {said!r}, and must be 1, 0, or empty")
+            fits = said == "1" if said else None
+        except ValueError as error:
             raise ValueError(f"row {k}: {error}") from None
         found.append(
             {name: row.get(name, "") for name in COLUMNS} | measured | {
@@ -525,4 +533,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a message
     main()

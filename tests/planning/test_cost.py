@@ -225,7 +225,7 @@ def test_a_table_is_compared_row_by_row(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text(head.replace("heads,", ""), "utf-8")
     for text, message in (
         (head.replace("heads,", "") + "1\n", "the column heads is missing"),
-        (head + one.format(8, 1, "fast", 1), "row 1: could not convert string to float: 'fast'"),
+        (head + one.format(8, 1, "fast", 1), "row 1: seconds_per_step is 'fast', and must be"),
     ):
         path.write_text(text, "utf-8")
         with pytest.raises(SystemExit):
@@ -260,7 +260,10 @@ def test_a_table_may_be_short_and_speak_the_words_of_train() -> None:
         ({"schedule": "dualpipe"}, "schedule is 'dualpipe', and must be one of"),
         ({"precision": "fp8"}, "precision is 'fp8', and must be one of fp32, fp16, bf16"),
         ({"layers": ""}, "layers is empty"),
-        ({"tp": "two"}, "tp is 'two', and must be a number"),
+        ({"tp": "two"}, "tp is 'two', and must be a whole number"),
+        ({"tp": "inf"}, "tp is 'inf', and must be a whole number"),
+        ({"micro_batch": "0"}, "micro_batch is 0, and must be 1 or more"),
+        ({"zero": "4"}, "zero is '4', and must be one of 0, 1, 2, 3"),
     ):
         with pytest.raises(ValueError, match=message):
             row_of(row | change, A100)
@@ -276,6 +279,72 @@ def test_the_columns_of_a_table_have_other_names(tmp_path: Path) -> None:
     path.write_text(path.read_text("utf-8") + "2,8,2,9,4,1,3,2\n", "utf-8")
     with pytest.raises(ValueError, match="micro_batc is unknown; did you mean micro_batch"):
         read_table(path)
+
+
+def test_a_table_may_be_silent(tmp_path: Path) -> None:
+    """A preset in the place of sizes; what is not known; a run that ended out of memory."""
+    path = tmp_path / "runs.csv"
+    path.write_text(
+        "model,pp,tp,batch_size,gpus,chunks,precision,seconds_per_step,memory_gb,fits\n"
+        "llama-3-8b,2,,8,,none,BFloat16,1.5,n/a,\nllama-3-8b,,2,8,8,-,,OOM,,\n",
+        "utf-8",
+    )
+    table = read_table(path)
+    (model, layout, _), (_, other, _) = (row_of(row, A100) for row in table)
+    assert (model, layout.gpus, layout.pp) == (model_of("llama-3-8b"), 2, 2)
+    assert (other.dp, other.tp, other.precision) == (4, 2, "bf16")
+    assert row_of(table[1], machine("t4"))[1].precision == "fp16"
+    found = compared(table, A100)
+    assert [(row["seconds_per_step"], row["memory_gb"], row["fits"]) for row in found] == [
+        (1.5, None, None),
+        (None, None, False),
+    ]
+
+
+@pytest.mark.parametrize(("layers", "chunks"), [(22, 3), (30, 2), (62, 2)])
+def test_embedding_and_head_may_count_as_a_block_each(layers: int, chunks: int) -> None:
+    """24, 32 and 64 equal parts, of which the first and the last have a block less: the sizes of
+    the Zero Bubble paper."""
+    ranks = 32 if layers == 62 else 8
+    row = {
+        "layers": str(layers), "hidden": "2304", "heads": "24", "seq": "1024", "pp": str(ranks),
+        "global_batch": "64", "schedule": "1F1B-I",
+    }  # fmt: skip
+    model, layout, nodes = row_of(row, A100)
+    assert (layout.schedule, layout.chunks) == ("interleaved", chunks)
+    blocks, each = blocks_of_stages(model, layout, nodes), (layers + 2) // (ranks * chunks)
+    assert blocks == [each - 1, *[each] * (ranks * chunks - 2), each - 1]
+    assert PricedStep(model, layout, nodes, legal=False).predict().seconds > 0
+
+
+def test_queries_that_share_keys_and_values_cost_less() -> None:
+    shared = model_of("llama-3-8b")
+    own = replace(shared, kv_heads=None)
+    assert own.block - shared.block == 2 * 3 / 4 * 4096 * 4096
+    assert 8.0e9 < shared.parameters < 8.1e9
+    layout = Layout(8, dp=8, batch_size=8, zero=3)
+    less, more = (predict(model, layout, machine("h100")) for model in (shared, own))
+    assert less.seconds < more.seconds
+    assert less.memory_gb < more.memory_gb
+
+
+def test_torch_computes_every_other_product_again() -> None:
+    """Of FSDP, `selective` holds less than never, and takes less time than always."""
+    model, layout = model_of("llama-3-8b"), Layout(8, dp=8, batch_size=16, micro_batch=2, zero=3)
+    never, some, always = (
+        predict(model, replace(layout, recompute=word), machine("h100"))
+        for word in ("never", "selective", "always")
+    )
+    assert never.seconds < some.seconds < always.seconds
+    assert never.memory_gb > some.memory_gb > always.memory_gb
+
+
+def test_what_waits_for_the_weights_is_the_gradient_of_the_logits() -> None:
+    """1F1B's last stage holds one micro-batch; ZB-H1's up to four, of 2 bytes a logit, not 6."""
+    layouts = (Layout(4, pp=4, batch_size=64, schedule=name) for name in ("1f1b", "zb"))
+    whole, halves = (PricedStep(MODEL, layout, A100) for layout in layouts)
+    logits = 1024 * 50257
+    assert whole.stages[-1].held - halves.stages[-1].held == pytest.approx(4 * logits)
 
 
 def test_attention_is_that_of_the_software() -> None:
