@@ -96,7 +96,7 @@ def tokenizing(path: Path, workdir: Path, folder: Path) -> Row:
     backend = task.tokenizer.backend_tokenizer
 
     def ours() -> None:
-        write_tokens(folder, task.encoded("train"), "uint16")
+        write_tokens(folder, lambda: task.encoded("train"), "uint16")
         shutil.rmtree(folder)
 
     def theirs() -> None:

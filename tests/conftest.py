@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,16 @@ import torch
 from tests.device import guard
 from tests.device.session import Device
 from tests.ranks import Ranks
+
+# Their tests wait for programs that start from nothing, as users start them.
+WAITING = ("test_faults.py", "test_notice.py", "test_failures.py", "test_tutorial.py")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first: workers take a file at a time, and would wait for the last."""
+    numbers = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in WAITING, -numbers[item.path], item.path))
 
 
 def pytest_collection_finish() -> None:

@@ -149,5 +149,5 @@ def test_every_name_picture_and_command(page: Path, monkeypatch: pytest.MonkeyPa
     words = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     assert len(QUOTED.findall(words)) >= 20
     assert missing(words, monkeypatch) == []
-    linked = re.findall(r"\]\((?!http)(.*?)\)", words)
+    linked = re.findall(r"\]\((?!http)(.*?)(?:#.*?)?\)", words)
     assert linked and [path for path in linked if not (page.parent / path).is_file()] == []

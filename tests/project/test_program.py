@@ -91,7 +91,7 @@ def test_it_leaves_exactly_the_files_of_this_run(
     others = [
         "checkpoints", "config.json", "earlier_1", "metrics.jsonl", "notes.txt", "options.json",
         "summary.json", "tokenizer.json", "tokenizer_config.json", "training.png",
-        "timeline_rank0.json", "timeline_rank1.json",
+        "timeline_rank0.json", "timeline_rank1.json", "tokens",
     ]  # fmt: skip
     assert names_in(work) == sorted(of_epochs + others)
     assert names_in(work / "checkpoints") == ["000001-epoch0-step5", "000002-epoch1-step5"]

@@ -37,7 +37,7 @@ def test_it_leaves_exactly_the_files_of_this_run() -> None:
     assert names_in("work") == [  # programs.py leaves out the picture
         "checkpoints", "config.json", "eval_results_epoch0.json", "eval_results_epoch1.json",
         "gen_epoch0.json", "gen_epoch1.json", "metrics.jsonl", "options.json", "summary.json",
-        "timeline_rank0.json", "tokenizer.json", "tokenizer_config.json",
+        "timeline_rank0.json", "tokenizer.json", "tokenizer_config.json", "tokens",
     ]  # fmt: skip
     for epoch in range(2):
         result = read_json(f"work/eval_results_epoch{epoch}.json")

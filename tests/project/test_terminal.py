@@ -13,7 +13,7 @@ LEFT = r"(\d\d:\d\d|\?) left"
 LINES = (
     r"Epoch 1 \|.*\| step [1-9]\d* of 100, loss \d\.\d\d\d, [\d,]+ tokens/s, " + LEFT,
     r"Validating \|.*\| batch \d of 1, " + LEFT,
-    r"Translating \|.*\| token [1-9]\d* of \d+, " + LEFT,
+    r"Translating \|.*\| token \d+ of \d+, " + LEFT,
 )
 
 

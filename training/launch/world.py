@@ -64,10 +64,10 @@ def on_main(world: World, work: Callable[[], None]) -> None:
     _while_others_wait(world, work if world.is_main else None)
 
 
-def on_hosts(world: World, work: Callable[[], None]) -> None:
-    """Like `on_main`; then it runs work() on the first rank of every other host."""
+def on_all(world: World, work: Callable[[], None]) -> None:
+    """Like `on_main`; then it runs work() on every other rank, which may find it done."""
     on_main(world, work)
-    _while_others_wait(world, work if world.local_rank == 0 and not world.is_main else None)
+    _while_others_wait(world, None if world.is_main else work)
 
 
 def _while_others_wait(world: World, work: Callable[[], None] | None) -> None:

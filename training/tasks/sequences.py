@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -30,7 +30,7 @@ from data_parallel.dataset import even_slices, partition_dataset, shuffled_indic
 from runtime.dropout import Keys
 from training.files import writing
 from training.launch.compare_ranks import check_same
-from training.launch.world import World, gather_over_ranks, on_hosts, on_main
+from training.launch.world import World, gather_over_ranks, on_all, on_main
 from training.options import Options
 from training.progress import moving
 from training.seeds import stream
@@ -122,21 +122,18 @@ class SequenceTask(Task, ABC):
     def stored(
         self, world: World, split: str, length: int | None = None, most: int | None = None
     ) -> Tokens:
-        """The examples of a split from a file of this host, where its first rank writes them if
-        they are not there. See `Tokens`."""
+        """The examples of a split, from a file. Rank 0 writes it; of ranks that do not see that one,
+        as on a host with a folder of its own, one writes another. See `Tokens`."""
         args, total = self.args, -(-len(self.texts.splits[split]) // AT_ONCE)
         dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
         text, files = self._fingerprints[split], self.files.values()
         folder = self._made_from(args.model_max_length, split, text, *files)
 
-        def write() -> None:
-            if not folder.exists():
-                what, shown = f"Tokenizing {split}", world.is_main
-                write_tokens(
-                    folder, moving(self.encoded(split), what, total, "", shown=shown), dtype
-                )
+        def encoded() -> Iterable[list[Encoded]]:
+            what = f"Tokenizing {split}"
+            return moving(self.encoded(split), what, total, "", shown=world.is_main)
 
-        on_hosts(world, write)
+        on_all(world, lambda: write_tokens(folder, encoded, dtype))
         return Tokens(folder, dtype, length, most)
 
     def skeleton(self) -> GPT2LMHeadModel:

@@ -12,9 +12,8 @@ Cost: the text once more on disk, and 12 bytes a row. Less than 64 MB of text st
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -71,14 +70,13 @@ def _content(folder: Path) -> str:
 
 
 def store(folder: Path, rows: Iterable[dict[str, str]], keys: Sequence[str]) -> StoredRows:
-    """The rows, from their copy. One process of the host makes it if it is not there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            bar = moving(rows, f"Copying {folder.name}", None, "row")
-            encoded = ([_encoded(row, keys) for row in some] for some in groups(bar, AT_ONCE))
-            write_tokens(folder, encoded, np.uint8)
+    """The rows, from their copy, which is made if it is not there."""
+
+    def encoded() -> Iterator[list[Encoded]]:
+        for some in groups(moving(rows, f"Copying {folder.name}", None, "row"), AT_ONCE):
+            yield [_encoded(row, keys) for row in some]
+
+    write_tokens(folder, encoded, np.uint8)
     return StoredRows(folder, keys)
 
 

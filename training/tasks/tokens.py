@@ -19,9 +19,10 @@ epoch of Multi30k ended at a validation loss of 5.2 instead of 4.5 (docs/log.md)
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -152,22 +153,27 @@ def groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
     return iter(lambda: list(islice(rest, size)), [])
 
 
-def write_tokens(folder: Path, examples: Iterable[Sequence[Encoded]], dtype: Any) -> None:
-    """Writes the examples, of which some come at a time, for `Tokens` to read. Nothing is in
-    `folder` until all are written. Raises RunError."""
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
-    end = 0
+def write_tokens(folder: Path, make: Callable[[], Iterable[Sequence[Encoded]]], dtype: Any) -> None:
+    """Writes the examples that make() gives, some at a time, for `Tokens` to read, if they are not
+    there: of several processes one does. Nothing is in `folder` until all are written. Raises
+    RunError."""
+    part, end = folder.with_name(f"{folder.name}.part"), 0
     with writing(folder):
-        part.mkdir(parents=True)
-        with (part / "ids").open("wb") as ids, (part / "index").open("wb") as index:
-            for some in examples:
-                np.concatenate([np.asarray(e.ids, dtype) for e in some]).tofile(ids)
-                ends = accumulate((len(e.ids) for e in some), initial=end)
-                _, *rows = zip(ends, [0, *(e.num_source for e in some)], strict=True)
-                np.array(rows, INDEX).tofile(index)
-                end = rows[-1][0]
-        part.replace(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (folder.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return
+            shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
+            part.mkdir()
+            with (part / "ids").open("wb") as ids, (part / "index").open("wb") as index:
+                for some in make():
+                    np.concatenate([np.asarray(e.ids, dtype) for e in some]).tofile(ids)
+                    ends = accumulate((len(e.ids) for e in some), initial=end)
+                    _, *rows = zip(ends, [0, *(e.num_source for e in some)], strict=True)
+                    np.array(rows, INDEX).tofile(index)
+                    end = rows[-1][0]
+            part.replace(folder)
 
 
 class Tokens(Sequence[Encoded]):
