@@ -1,12 +1,23 @@
 """Measures this computer as a machine whose GPUs are its cores: a rank for each.
 
-Matrix products of several shapes give FLOP/s and what a call costs; adding vectors gives bytes per
-second; an all-reduce between two processes over shared memory gives the links. Under a minute.
+All cores measure the same at once, since ranks share their memory and their clock:
+
+    matrix products     of a block, forward and backward: FLOP/s
+    other kernels       norms, GELU and residuals of a block: the bytes that `planning.cost` counts
+                        for them, by their seconds. They are far from the memory's bandwidth: GELU
+                        computes for longer than it reads
+    all-reduces         of `runtime.ranks`, over shared memory: bytes and latency of the links
+    memory              of a process that has imported what a rank imports
+
+Under a minute. The figures mean nothing on a busy machine.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,73 +28,105 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
+from torch.nn import functional as F
 
-SIZES = (64, 128, 256, 512, 1024)  # of square products
-MESSAGES = (1, 64, 4096)  # KiB that two ranks add up
+from runtime.cores import core_slice
+from runtime.ranks import Ranks
+
+BLOCKS = ((1024, 256), (512, 512), (512, 1024))  # positions and width
+MESSAGES = (1, 64, 1024, 4096)  # KiB that all ranks add up
+MOST = 8  # processes
 
 
 def seconds(work: Callable[[], object], at_least: float = 0.2) -> float:
-    """Of one call, the fastest of three rounds."""
+    """Of one call, the median of five rounds, after a barrier: all ranks begin together."""
     work()
     rounds, found = 1, list[float]()
-    while len(found) < 3:
+    dist.barrier()
+    while len(found) < 5:
         begin = time.perf_counter()
         for _ in range(rounds):
             work()
         spent = time.perf_counter() - begin
-        if spent < at_least / 3:
+        if spent < at_least / 5:
             rounds *= 2
         else:
             found.append(spent / rounds)
-    return min(found)
+    return sorted(found)[2]
 
 
-def _exchange(rank: int, store: str, path: str) -> None:
-    """One of two ranks: rank 0 writes the seconds of each message."""
+def _block(positions: int, width: int) -> tuple[float, float, float, float]:
+    """FLOPs and seconds of the products of an MLP, forward and backward; bytes, as `planning.cost`
+    counts them, and seconds of what lies between the products of a block."""
+    x, y = torch.randn(positions, width), torch.randn(positions, 4 * width)
+    up, wide = torch.randn(width, 4 * width), torch.randn(positions, 4 * width).requires_grad_()
+    there = x.clone().requires_grad_()
+
+    def norm() -> None:
+        F.layer_norm(there, (width,)).backward(x)
+
+    def gelu() -> None:
+        F.gelu(wide, approximate="tanh").backward(y)
+
+    products = seconds(lambda: x @ up) + seconds(lambda: y @ up.t()) + seconds(lambda: x.t() @ y)
+    others = 2 * seconds(norm) + seconds(gelu) + 4 * seconds(lambda: x + x)
+    flops, moved = 3 * 2.0 * positions * width * 4 * width, 3 * 4.0 * positions * 25 * width
+    return flops, products, moved, others
+
+
+def _measure(rank: int, store: str, path: str, ranks: int) -> None:
+    """One of the ranks: rank 0 writes the figures."""
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401 (what a rank imports)
+
+    if cores := core_slice(rank, ranks):
+        os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    found = []
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, on macOS bytes
+    blocks = [_block(*block) for block in BLOCKS]
+    vector, few = torch.randn(1 << 24), torch.randn(8)
+    added, call = seconds(lambda: vector.add_(1.0)), seconds(lambda: few + 1.0)
+    group, sums = Ranks(dist.group.WORLD), list[float]()
     for size in MESSAGES:
-        values = torch.zeros(size * 256)
-        begin = time.perf_counter()
-        for _ in range(20):
-            dist.all_reduce(values)
-        found.append((time.perf_counter() - begin) / 20)
+        values, begin = torch.zeros(size * 256), 0.0
+        for k in range(25):
+            begin = time.perf_counter() if k == 5 else begin
+            group.all_reduce(values)
+        sums.append((time.perf_counter() - begin) / 20)
+    flops, products, moved, others = map(sum, zip(*blocks, strict=True))
     if rank == 0:
-        Path(path).write_text(repr(found), "utf-8")
+        found = {
+            "best": max(block[0] / block[1] for block in blocks), "flops": flops / products,
+            "added": 2 * vector.nbytes / added, "moved": moved / others, "call": call,
+            "sums": sums, "peak": peak / (2**30 if sys.platform == "darwin" else 2**20),
+        }  # fmt: skip
+        Path(path).write_text(json.dumps(found), "utf-8")
     dist.destroy_process_group()
 
 
 def calibrate() -> dict[str, Any]:
     """The figures of a machine file."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        squares = [torch.randn(n, n) for n in SIZES]
-        taken = [seconds(lambda a=a: a @ a) for a in squares]  # type: ignore[misc]
-        vector = torch.randn(1 << 24)
-        added = seconds(lambda: vector.add_(1.0))
-        call = seconds(lambda: squares[0][0, :8] + 1.0)
-    finally:
-        torch.set_num_threads(threads)
-    flops = max(2.0 * n**3 / t for n, t in zip(SIZES, taken, strict=True))
-    with tempfile.TemporaryDirectory() as folder:
-        result = f"{folder}/seconds"
-        spawn(_exchange, (f"{folder}/store", result), nprocs=2)
-        sums = [float(text) for text in Path(result).read_text("utf-8")[1:-1].split(",")]
-    sizes = 1024.0 * np.array(MESSAGES)  # a ring of two sends as many bytes as there are
-    slope, latency = np.polyfit(sizes, sums, 1)
     cores = os.cpu_count() or 1
+    ranks = min(max(2, cores), MOST)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "figures"
+        spawn(_measure, (f"{folder}/store", str(result), ranks), nprocs=ranks)
+        found = json.loads(result.read_text("utf-8"))
+    # A ring sends 2 (n-1) / n bytes for each that is summed, over 2 (n-1) hops.
+    sizes = 1024.0 * np.array(MESSAGES) * 2 * (ranks - 1) / ranks
+    slope, latency = np.polyfit(sizes, found["sums"], 1)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    per_second = float(1 / slope / 1e9) if slope > 0 else 10.0
+    hop = max(float(latency), 1e-6) / (2 * (ranks - 1))
     return {
         "source": "measured by plan.py calibrate", "gpus_per_node": cores,
-        "memory_gb": round(memory / cores, 2), "tflops": {"fp32": round(flops / 1e12, 4)},
-        "memory_gbs": round(2 * vector.nbytes / added / 1e9, 2), "link_gbs": round(per_second, 2),
-        "network_gbs": 1.25, "matmul_efficiency": 1.0, "memory_efficiency": 1.0,
-        "kernel_us": round(max(0.0, call) * 1e6, 2), "host_us": 0.0, "link_efficiency": 1.0,
-        "link_us": round(max(float(latency) / 2, 1e-6) * 1e6, 1), "network_efficiency": 0.8,
-        "network_us": 50.0, "collective_us": 0.0, "message_us": round(float(sums[0]) * 1e6, 1),
-        "step_ms": 1.0, "overlap": 1, "reserve_gb": 0.3, "attention": "unfused", "balance": "auto",
+        "memory_gb": round(memory / cores, 2), "tflops": {"fp32": round(found["best"] / 1e12, 4)},
+        "memory_gbs": round(found["added"] / 1e9, 2),
+        "link_gbs": round(float(1 / slope / 1e9), 2) if slope > 0 else 10.0,
+        "network_gbs": 1.25, "matmul_efficiency": round(found["flops"] / found["best"], 3),
+        "memory_efficiency": round(found["moved"] / found["added"], 3),
+        "kernel_us": round(found["call"] * 1e6, 2), "host_us": 0.0, "link_efficiency": 1.0,
+        "link_us": round(hop * 1e6, 1), "network_efficiency": 0.8, "network_us": 50.0,
+        "collective_us": 0.0, "message_us": round(hop * 1e6, 1), "step_ms": 1.0, "overlap": 1,
+        "reserve_gb": round(found["peak"], 3), "attention": "flash", "balance": "auto",
         "gathered": "again",
     }  # fmt: skip

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "pipeline": {"runtime"},
     "tensor_parallel": {"runtime"},
     "training": {"runtime", *STRATEGIES},
-    "planning": {"pipeline"},
+    "planning": {"runtime", "pipeline"},
     "project": {"runtime", *STRATEGIES, "training", "planning", "tests"},  # verify.py
 }
 ROOMS_MAY_IMPORT = {  # of other rooms of the same package

@@ -122,8 +122,8 @@ class SequenceTask(Task, ABC):
     def stored(
         self, world: World, split: str, length: int | None = None, most: int | None = None
     ) -> Tokens:
-        """The examples of a split, from a file. Rank 0 writes it; of ranks that do not see that one,
-        as on a host with a folder of its own, one writes another. See `Tokens`."""
+        """The examples of a split, from a file. Rank 0 writes it; of ranks that do not see it, as
+        on a host with a folder of its own, one writes another. See `Tokens`."""
         args, total = self.args, -(-len(self.texts.splits[split]) // AT_ONCE)
         dtype = np.uint16 if len(self.tokenizer) <= 1 << 16 else np.int32
         text, files = self._fingerprints[split], self.files.values()

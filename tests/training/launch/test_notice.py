@@ -89,7 +89,6 @@ def test_notice_costs_no_step(program: str, number: int, who: str, tmp_path: Pat
     [
         ("run_data_parallel", signal.SIGTERM, "Validating"),
         ("train 3d --dp 2 --pp 1 --tp 1", signal.SIGUSR1, "Translating"),
-        ("train fsdp", signal.SIGTERM, "Translating"),
     ],
 )
 def test_notice_to_one_rank_ends_an_evaluation(
