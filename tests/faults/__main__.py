@@ -38,7 +38,7 @@ FAULTS: dict[str, tuple[int, Callable[[int, int], Faults]]] = {
     "clock wrong": (2, lambda host, _: Faults().shift_clock(host, hours=1)),
 }  # fmt: skip
 LEAVES = "host leaves, and is back"  # and the run goes on with the others, under layouts whose dp
-FOLLOW = ("evaluated", "ddp", "fsdp", "3d")  # follows the number of hosts
+FOLLOW = ("evaluated", "pictures", "ddp", "fsdp", "3d")  # follows the number of hosts
 HEAD = "| fault | layout | hosts | what happened | seconds | steps lost | weights equal |"
 
 

@@ -15,10 +15,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -35,11 +36,14 @@ LIMIT = 240.0  # seconds that a run may take after its last fault
 STEPS, SAVE_EVERY, STRUCK = 12, 2, 5  # a checkpoint every other step; faults strike after the fifth
 TMPFS = "16m"  # the disk of a host whose disk becomes full
 OPTIONS = (
-    "--model", "gpt2-mini", "--n_layer", "2", "--n_embd", "48", "--n_head", "6",
-    "--vocab_size", "384", "--model_max_length", "32", "--batch_size", "12", "--n_train", "96",
-    "--n_validation", "12", "--n_test", "6", "--device", "cpu",
+    "--batch_size", "12", "--n_train", "96", "--n_validation", "12", "--device", "cpu",
     "--num_batches", str(STEPS), "--save_every", str(SAVE_EVERY), "--resume",
 )  # fmt: skip
+GPT2 = (
+    "--model", "gpt2-mini", "--n_layer", "2", "--n_embd", "48", "--n_head", "6",
+    "--vocab_size", "384", "--model_max_length", "32", "--n_test", "6",
+)  # fmt: skip
+VGG16 = ("--model", "vgg16", "--vgg_width", "4", "--optimizer", "sgd", "--learning_rate", "0.02")
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,10 @@ class Layout:
     each: int = 1
 
 
-TRAINED = ("--benchmark_only",)  # and not evaluated
+TRAINED = (*GPT2, "--benchmark_only")  # and not evaluated
 LAYOUTS = {
-    "evaluated": Layout(("run_data_parallel",)),
+    "evaluated": Layout(("run_data_parallel", *GPT2)),
+    "pictures": Layout(("train", "ddp", *VGG16)),  # whose ranks import little
     "ddp": Layout(("train", "ddp", *TRAINED)),
     "fsdp": Layout(("train", "fsdp", *TRAINED)),
     "pipeline": Layout(("train", "pipeline", *TRAINED)),
@@ -143,7 +148,7 @@ class Found:
         lost: steps that were done twice.
         weights: a hash of all weights in the last checkpoint.
         losses: of all steps.
-        scores: validation loss and BLEU after each epoch, where the run is evaluated.
+        scores: validation loss and BLEU or accuracy after each epoch, where the run is evaluated.
         left: processes, files and shared memory that are still there.
     """
 
@@ -319,6 +324,16 @@ def hash_of(workdir: Path) -> str:
     return digest.hexdigest()
 
 
+def scores_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Validation loss and score of each epoch, of the lines of metrics.jsonl."""
+    return [
+        (row["validation_loss"], row[name])
+        for row in rows
+        for name in ("bleu", "accuracy")
+        if name in row
+    ]
+
+
 def _over(cluster: Cluster) -> bool:
     return all(run.process.poll() is not None for run in cluster.runs.values())
 
@@ -341,7 +356,7 @@ def _found(cluster: Cluster, struck: float, ended: bool) -> Found:
         lost=len(steps) - len({step for step, _ in steps}),
         weights=hash_of(workdirs[0]) if ended else "the run has not ended",
         losses=[row["loss"] for row in rows if "loss" in row],
-        scores=[(row["validation_loss"], row["bleu"]) for row in rows if "bleu" in row],
+        scores=scores_of(rows),
         left=[what for run in cluster.all for what in run.leftovers()],
         said=cluster.said(),
         workdirs=[sorted(p.name for p in w.glob("checkpoints/*")) for w in workdirs],

@@ -28,16 +28,16 @@ SMALL = (
 )
 
 
-def command(program: str, workdir: Path) -> list[str]:
+PICTURES = (  # whose ranks import little
+    "--device cpu --model vgg16 --vgg_width 4 --optimizer sgd --learning_rate 0.02 --n_epochs 1 "
+    "--n_train 600 --n_validation 8 --batch_size 6"
+)
+
+
+def command(program: str, workdir: Path, options: str = SMALL) -> list[str]:
     """The command line of a program of this project."""
-    name, *options = program.split()
-    return [
-        str(ROOT / "project" / f"{name}.py"),
-        *options,
-        *SMALL.split(),
-        "--workdir",
-        str(workdir),
-    ]
+    name, *words = f"{program} {options}".split()
+    return [str(ROOT / "project" / f"{name}.py"), *words, "--workdir", str(workdir)]
 
 
 def losses(workdir: Path) -> list[float]:
@@ -124,10 +124,10 @@ def test_notice_hides_no_error(tmp_path: Path) -> None:
 def test_notice_under_torchrun_costs_no_step(tmp_path: Path) -> None:
     """SIGUSR1 to a rank, which torchrun does not restart; SIGTERM to torchrun; and the rest."""
     alone, work = tmp_path / "alone", tmp_path / "work"
-    line, more = "run_data_parallel", ["--n_train", "600"]
-    assert run_warm([*command(line, alone), *more], tmp_path).returncode == 0
+    assert run_warm(command("train ddp", alone, PICTURES), tmp_path).returncode == 0
+    rest = [*command("train ddp", work, PICTURES), "--resume"]
     torchrun = "torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 2"
-    again = [sys.executable, "-m", *torchrun.split(), *command(line, work), *more, "--resume"]
+    again = [sys.executable, "-m", *torchrun.split(), *rest]
     for number in (signal.SIGUSR1, signal.SIGTERM):
         before = len(losses(work))
         with subprocess.Popen(again, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:
@@ -141,5 +141,5 @@ def test_notice_under_torchrun_costs_no_step(tmp_path: Path) -> None:
         assert run.returncode == (number == signal.SIGTERM) and done < 100, said
         assert said.count(f"asked to end: step {done} is saved") == 1
         assert (work / ENDED).is_file()
-    assert run_warm([*command(line, work), *more, "--resume"], tmp_path).returncode == 0
+    assert run_warm(rest, tmp_path).returncode == 0
     assert losses(work) == losses(alone) and not (work / ENDED).exists()
