@@ -22,7 +22,7 @@ def test_a_machine_has_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     def spawn(_: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
         assert nprocs == args[2] == 2
         figures = {
-            "best": 80e9, "flops": 60e9, "added": 40e9, "moved": 10e9, "call": 2e-6,
+            "best": 80e9, "flops": 60e9, "added": 40e9, "moved": 10e9, "kernel": 2e-6,
             "sums": measured, "peak": 0.3,
         }  # fmt: skip
         Path(args[1]).write_text(json.dumps(figures))
