@@ -32,7 +32,7 @@ TRAINING = (
     f"--model_max_length {LENGTH} --num_batches {STEPS} --dropout 0 --keep 0 --benchmark_only "
     "--dataset training/tasks/corpus/english.txt --device cpu"
 )
-MBITS = (10_000, 1_000, 200)  # of the link, both ways
+MBITS = (10_000, 200)  # of the link, both ways
 EACH = BATCH // 2
 LAYOUTS = {
     "ddp": Layout(2, dp=2, micro_batch=EACH, batch_size=BATCH),
@@ -50,7 +50,8 @@ def train(hosts: Hosts, strategy: str, folder: Path) -> None:
         torchrun = (
             f"-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d "
             f"--rdzv-endpoint {hosts.address(0)}:29400 --rdzv-conf is_host={int(host == 0)} "
-            f"--local-addr {hosts.address(host)} project/train.py {strategy} {TRAINING}"
+            f"--local-addr {hosts.address(host)} -m tests.faults.program project/train.py "
+            f"{strategy} {TRAINING}"
         ).split()
         words = [*hosts.inside(host), "taskset", "-c", str(host), sys.executable, *torchrun]
         started.append(subprocess.Popen(
