@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
 
 from tests.device import guard
 from tests.device.session import Device
@@ -21,7 +24,25 @@ WAITING = ("test_faults.py", "test_notice.py", "test_failures.py", "test_tutoria
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files come first: workers take a file at a time, and would wait for the last."""
     numbers = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path.name not in WAITING, -numbers[item.path], item.path))
+
+    def place(item: pytest.Item) -> tuple[bool, bool, int, Path]:
+        on_device = "device" in str(item.path.relative_to(item.config.rootpath))
+        return item.path.name not in WAITING, not on_device, -numbers[item.path], item.path
+
+    items.sort(key=place)
+
+
+class OneOnDevices(LoadFileScheduling):
+    """One worker takes all files of tests on devices, which share processes that have them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "devices" if "device" in file else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneOnDevices:
+    return OneOnDevices(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -24,7 +24,10 @@ from runtime.shared_memory import SharedBuffers
 from training.launch.launch import host_store, listen, setup
 
 LIMIT = 60.0  # seconds that a function may take
-LIBRARIES = ["torch._dynamo", "transformers.models.gpt2.modeling_gpt2"]
+LIBRARIES = [
+    "torch._dynamo", "transformers.models.gpt2.modeling_gpt2", "matplotlib.pyplot", "sacrebleu",
+    "tests.project.programs",
+]  # fmt: skip
 
 
 def server() -> Any:

@@ -33,7 +33,7 @@ NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 TOGETHER = 1.0  # seconds in which two SIGTERMs are one: `timeout` sends two
 BEHIND = 2  # rounds that a rank may be ahead of another
 
-_given: list[int] = []  # the signals of this process
+_given: list[int] = []  # the signals of this process, inside `heeded`
 
 
 class Ended(RunError):  # noqa: N818 (nothing failed)
@@ -52,8 +52,9 @@ def heeded(on_signal: str = "save", processes: Sequence[Any] = ()) -> Iterator[l
     """Within it a notice sets the flag, and the first one is passed on to the processes, unless
     `on_signal` is "end". A second SIGTERM meets what was there before. Yields the signals so far.
     """
+    global _given
     if on_signal == "end":
-        yield _given
+        yield []
         return
     ends_from = [0.0]  # when a SIGTERM is a second one
 
@@ -73,12 +74,13 @@ def heeded(on_signal: str = "save", processes: Sequence[Any] = ()) -> Iterator[l
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    _given.clear()
+    _given = []
     before = {number: signal.signal(number, heed) for number in NOTICES}
     try:
         yield _given
     finally:
         restore()
+        _given = []
 
 
 def given() -> bool:

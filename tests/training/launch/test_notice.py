@@ -115,6 +115,7 @@ def test_notice_hides_no_error(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert given()
         raise RuntimeError("a bug")
+    assert not given()  # what comes after the run, in the same process, is not asked to end
     with pytest.raises(Ended, match="no step is saved"), saving.before_the_end():
         raise Ended
     assert not (tmp_path / ENDED).exists()
