@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-class OneOnDevices(LoadFileScheduling):  # type: ignore[misc]
+class OneOnDevices(LoadFileScheduling):
     """One worker takes all files of tests on devices, which share processes that have them."""
 
     def _split_scope(self, nodeid: str) -> str:
