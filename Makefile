@@ -7,7 +7,7 @@
 # make bench   every benchmark: a table each, and JSON files
 # make gpu     what only a GPU can show, in under eight minutes: checks, races, memory, speed
 # make chaos   kills, stops and interrupts real runs, and checks what is left (45 minutes)
-# make faults kills, stops and cuts off ranks and hosts, and compares the weights (an hour, root)
+# make faults  kills, stops and cuts off ranks and hosts, and compares the weights (an hour, root)
 # make fuzz    compares random models under random layouts with one plain process (five minutes)
 # make mutants breaks one line at a time, some 300, and checks that a test sees each (six minutes)
 # make clean   removes what the targets above made, by name, except .venv; your own workdirs stay
@@ -15,6 +15,9 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Python keeps what it compiles, whatever the environment says: see --no-compile below. Without it each
+# process would compile torch again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test verify lint report figures bench gpu chaos faults fuzz mutants clean
 .DELETE_ON_ERROR:

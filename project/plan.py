@@ -35,6 +35,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.schedules.catalogue import SCHEDULES, find
+from pipeline.schedules.schedule import Action
 from planning import describe, search
 from planning.cost import Prediction, PricedStep, predict
 from planning.cost import simulator as prepared
@@ -52,7 +53,7 @@ from planning.describe import (
     row_of,
     word_in,
 )
-from planning.simulate import Simulator, Work, with_times
+from planning.simulate import Simulator, Timed, Work, with_times
 from project.command_line import Parser, count
 from training.launch.errors import refuse
 
@@ -194,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def model_and_machine(args: Any) -> tuple[Model, Machine]:
+def model_and_machine(args: argparse.Namespace) -> tuple[Model, Machine]:
     """Raises ValueError."""
     model = model_of(
         args.model, layers=args.n_layer, hidden=args.n_embd, heads=args.n_head,
@@ -252,7 +253,7 @@ def say_prediction(found: Prediction) -> None:
         )
 
 
-def run_predict(args: Any) -> None:
+def run_predict(args: argparse.Namespace) -> None:
     """`predict`."""
     model, machine = model_and_machine(args)
     pp, tp = args.pp or 1, args.tp or 1
@@ -266,7 +267,7 @@ def run_predict(args: Any) -> None:
     print(json.dumps(as_json(found), indent=1)) if args.json else say_prediction(found)
 
 
-def run_search(args: Any) -> None:
+def run_search(args: argparse.Namespace) -> None:
     """`search`."""
     model, machine = model_and_machine(args)
     gpus = args.gpus or machine.gpus_per_node
@@ -392,7 +393,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def run_check(args: Any) -> None:
+def run_check(args: argparse.Namespace) -> None:
     """`check`."""
     machine = describe.machine(args.machine, args.network, args.link)
     rows = compared(read_table(args.table), machine)
@@ -428,7 +429,7 @@ def per_stage(text: str, name: str, n: int, parts: int = 1) -> list[float]:
     return [value / parts for value in (values * n if len(values) == 1 else values)]
 
 
-def run_simulate(args: Any) -> None:
+def run_simulate(args: argparse.Namespace) -> None:
     """`simulate`."""
     n = args.stages
     size = n, args.num_microbatches
@@ -501,15 +502,15 @@ def run_simulate(args: Any) -> None:
         )
 
 
-def _named(action: Any) -> str | None:
+def _named(action: Action | None) -> str | None:
     return f"{action} of stage {action.stage}" if action else None
 
 
-def _event(timed: Any) -> list[Any]:
+def _event(timed: Timed) -> list[Any]:
     return [timed.action.kind.value, *timed.action[1:], timed.start, timed.end]
 
 
-def run_calibrate(args: Any) -> None:
+def run_calibrate(args: argparse.Namespace) -> None:
     """`calibrate`."""
     from planning.calibrate import calibrate  # torch takes seconds to import
 
@@ -518,7 +519,7 @@ def run_calibrate(args: Any) -> None:
     print(json.dumps(found) if args.json else f"{args.output}:\n{args.output.read_text('utf-8')}")
 
 
-def parse(argv: Sequence[str] | None = None) -> Any:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command and its options; ends the program on a mistake."""
     return _parser().parse_args(argv)
 

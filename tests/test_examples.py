@@ -111,7 +111,10 @@ def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("k", range(2), ids=["gpt2", "llama"])
-def test_any_model_learns_in_two_stages_what_it_learns_in_one_process(k: int) -> None:
+def test_any_model_learns_in_two_stages_what_it_learns_in_one_process(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(any_model, "STEPS", 15)
     model, second_stage = any_model.models()[k]
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -1,4 +1,4 @@
-"""A run under torchrun that a fault strikes comes to the weights of the run that was left alone.
+"""A run under torchrun that faults strike comes to the weights of the run that was left alone.
 
 Two rows of the table of `python -m tests.faults`, of which docs/faults.md shows the rest.
 """
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.faults import LAYOUTS, OPTIONS, Faults, Found, hash_of, scores_of
+from runtime.shared_memory import SharedBuffers
+from tests.faults.faults import LAYOUTS, OPTIONS, Faults, hash_of, scores_of
 from tests.faults.hosts import MissingError
 from tests.project.programs import run
 from tests.ranks import Ranks
@@ -18,31 +19,24 @@ from training.results import read_metrics
 PICTURES = LAYOUTS["pictures"]
 
 
-def after(faults: Faults, hosts: int) -> Found:
-    """What has come of the run, which has ended well."""
+def apart(_: int, patch: pytest.MonkeyPatch) -> None:
+    """Ranks share no memory, as those of two hosts."""
+    patch.setattr(SharedBuffers, "open", lambda *_, **__: None)
+
+
+def test_a_killed_rank_costs_a_step_and_a_short_cut_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    """On two hosts, as far as this computer may have them; then they are two ranks of one."""
+    line = " ".join([*PICTURES.words, *OPTIONS, "--workdir", str(tmp_path)])
+    assert run(line, ranks, apart)[1] is None  # left alone
     try:
-        found = faults.strike(PICTURES, hosts)
+        found = (
+            Faults().kill(rank=1, step=5).cut_link(host=1, seconds=2, step=9).strike(PICTURES, 2)
+        )
     except MissingError as why:
         pytest.skip(str(why))
-    assert (found.statuses, found.left) == ([0] * hosts, []), found.said
-    return found
-
-
-def test_a_killed_rank_costs_a_step_and_two_hosts_train_as_two_ranks_of_one(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    line = " ".join([*PICTURES.words, *OPTIONS, "--workdir", str(tmp_path)])
-    assert run(line, ranks)[1] is None  # left alone
-    rows = read_metrics(tmp_path)
-    *_, score = scores_of(rows)
-    killed = after(Faults().kill(rank=1, step=5), hosts=1)
-    assert (killed.starts, killed.lost) == (2, 1)
-    assert "rank 1 is elsewhere: look there" in killed.blamed
-    assert (killed.weights, killed.scores[-1]) == (hash_of(tmp_path), score)
-    cut = after(Faults().cut_link(host=1, seconds=2), hosts=2)
-    assert (cut.starts, cut.lost) == (1, 0)
-    # Sums over a network are taken in another order than those in shared memory.
-    assert cut.losses == pytest.approx([row["loss"] for row in rows if "loss" in row], rel=1e-6)
-    assert cut.scores[-1] == pytest.approx(score, rel=1e-6)
+    assert (found.statuses, found.left) == ([0, 0], []), found.said
+    assert (found.starts, found.lost) == (2, 1)
+    assert "rank 1 is elsewhere: look there" in found.blamed
+    assert (found.weights, found.scores) == (hash_of(tmp_path), scores_of(read_metrics(tmp_path)))
     # They share no folder: what all have saved is on the first.
-    assert cut.workdirs == [["000005-epoch1-step2", "000006-epoch1-step4"], []]
+    assert found.workdirs == [["000005-epoch1-step2", "000006-epoch1-step4"], []]

@@ -97,8 +97,6 @@ STEPS = [
     (2, "run_data_parallel"),
     (1, f"run_pipeline {FLOW} --n_chunk 3 --schedule zbv"),
     (4, "train 3d --pp 2 --tp 2"),
-    (2, "train fsdp --zero 3"),
-    (2, "train pipeline --schedule interleaved --chunks 3"),
     (4, "train 3d --dp 2 --pp 2 --zero 1 --schedule zbv"),
     (4, "train 3d --dp 2 --tp 2 --zero 3"),
 ]
@@ -107,7 +105,7 @@ STEPS = [
 def test_any_program_resumes_what_any_other_has_saved(
     learned: Callable[[str], Learned], ranks: Ranks, four_ranks: Ranks
 ) -> None:
-    """Seven layouts in turn, dropout on, are one process; so is what they translate."""
+    """Five layouts in turn, dropout on, are one process; so is what they translate."""
     one = learned("dropout")
     for stop_at, (n, layout) in enumerate(STEPS, 1):
         on = {1: None, 2: ranks, 4: four_ranks}[n]
