@@ -5,7 +5,8 @@ The culprit, which is slow, hung or stopped, says nothing.
 
 Idea: a rank notes each action as it begins, in memory that all ranks of its machine share. The
 first failure prints every rank's last action. The launcher makes this memory; under torchrun it is
-a file in the folder that torchrun makes on each machine.
+a file in the folder that torchrun makes on each machine. Of several machines those that a failure
+reaches tell it in torchrun's store; the ranks of one that says nothing are elsewhere.
 
     2 of 3 ranks wait in receive of step 41; rank 2 is elsewhere: look there
     rank  last action     stage, layer or bucket  micro-batch  peer  begun
@@ -15,7 +16,7 @@ a file in the folder that torchrun makes on each machine.
 
 `after forward` means that the forward has ended and nothing has begun since.
 
-Cost: about 3 microseconds per action.
+Cost: about 3 microseconds per action; after a failure on several machines at most `SAID` seconds.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ WAITS = {  # actions that end when other ranks act
     "send", "receive", "all-reduce", "all-gather", "reduce-scatter", "wait for all ranks",
     "comparison of replicas",
 }  # fmt: skip
+
+
+SAID = 2.0  # seconds in which a failure has reached all ranks that wait
 
 
 class LastAction(ctypes.Structure):
@@ -62,6 +66,24 @@ def in_file(path: Path, size: int) -> Any:
         return (LastAction * size).from_buffer(mmap.mmap(file.fileno(), nbytes))
 
 
+def of_all_machines(
+    store: Any, actions: Sequence[LastAction], first_rank: int, world_size: int
+) -> list[LastAction]:
+    """The last actions of all ranks: of this machine's, and of those whose machines say theirs in
+    the store of this attempt before the time is over. Others have an action that is no wait."""
+    keys = [f"last action of {rank}" for rank in range(world_size)]
+    for rank, action in enumerate(actions, first_rank):
+        store.set(keys[rank], bytes(action))
+    end = time.monotonic() + SAID
+    while time.monotonic() < end and not store.check(keys):
+        time.sleep(SAID / 100)
+    silent = bytes(LastAction(b"silent", begun=end))
+    return [
+        LastAction.from_buffer_copy(store.get(key) if store.check([key]) else silent)
+        for key in keys
+    ]
+
+
 def verdict(actions: Sequence[LastAction], first_rank: int = 0) -> str:
     """Where to look: what ranks wait in, and who does not wait; or, if all wait, who does not wait
     in the same as most. Empty if none waits, or all wait in the same."""
@@ -84,8 +106,11 @@ def verdict(actions: Sequence[LastAction], first_rank: int = 0) -> str:
     )
 
 
-def table(actions: Sequence[LastAction], first_rank: int = 0) -> str:
-    """A line per rank, numbered from the first one of this machine, under where to look."""
+def table(
+    actions: Sequence[LastAction], first_rank: int = 0, everyone: Sequence[LastAction] = ()
+) -> str:
+    """A line per rank of this machine, numbered from its first one, under where to look: among them
+    or, if there are other machines, among `everyone`."""
     now = time.monotonic()
     lines = ["rank  last action               stage, layer or bucket  micro-batch  peer  begun"]
     for rank, action in enumerate(actions, first_rank):
@@ -95,4 +120,5 @@ def table(actions: Sequence[LastAction], first_rank: int = 0) -> str:
         lines.append(
             f"{rank:4}  {action.name.decode():24}{place:>24}{microbatch:>13}{peer:>6}  {begun}"
         )
-    return verdict(actions, first_rank) + "".join(f"{line}\n" for line in lines)
+    where = verdict(everyone) if everyone else verdict(actions, first_rank)
+    return where + "".join(f"{line}\n" for line in lines)

@@ -64,7 +64,7 @@ from .errors import (
     say,
     torchrun_world_size,
 )
-from .last_actions import LastAction, in_file, table
+from .last_actions import LastAction, in_file, of_all_machines, table
 from .meeting import fresh_part
 from .memory import keep_freed_memory
 from .world import World, choose_backend, choose_device, quiet_libraries
@@ -328,10 +328,12 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
     last: Any = (LastAction * local_size)()  # of this rank alone
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../ATTEMPT/RANK/error.json
         last = in_file(Path(error_file).parents[1] / "last_actions", local_size)  # of its machine
+    store: Any = None  # torchrun's, if it is kept
 
     def join(backend: str) -> None:
+        nonlocal store
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        limit, store = timedelta(seconds=settings.timeout), None
+        limit = timedelta(seconds=settings.timeout)
         stay_on_interface_to(LOOPBACK if local_size == world_size else host)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # one for all attempts
             kept = dist.TCPStore(host, port, None, False, limit)  # type: ignore[attr-defined]
@@ -347,7 +349,12 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
         raise
     except BaseException as error:
         text = f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}"
-        leave(text + table(last, rank - local_rank), 1)
+        everyone: list[LastAction] = []
+        if store is not None and world_size > local_size:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends this rank, too
+            with suppress(RuntimeError):  # the store's host is gone
+                everyone = of_all_machines(store, last, rank - local_rank, world_size)
+        leave(text + table(last, rank - local_rank, everyone), 1)
 
 
 def _run_rank(

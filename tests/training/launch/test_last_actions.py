@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from pipeline.processes.process import ProcessPipe
 from runtime.ranks import Ranks as Group
 from tests.pipeline.pipeline_models import batch, square_error, tower
 from tests.ranks import Ranks
-from training.launch.last_actions import LastAction, in_file, table, verdict
+from training.launch.last_actions import (
+    LastAction,
+    in_file,
+    of_all_machines,
+    table,
+    verdict,
+)
 from training.timeline import Timeline
 
 TIMEOUT = 1.5  # seconds: a busy machine may need one for what takes milliseconds
@@ -119,3 +126,20 @@ def test_the_columns_of_the_table() -> None:
         "   8                                                                       not yet",
         "   9  reduce-scatter                                12            3     0  61.0 s ago",
     ]
+
+
+def test_a_machine_that_says_nothing_is_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three machines with two ranks each; of the last, which is gone, nobody hears."""
+    monkeypatch.setattr("training.launch.last_actions.SAID", 0.2)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    last = (LastAction * 6)()
+    for action in last:
+        action.step = 7
+        action.note("all-reduce")
+    with ThreadPoolExecutor(2) as threads:
+        found = list(
+            threads.map(lambda k: of_all_machines(store, last[k : k + 2], k, world_size=6), (0, 2))
+        )
+    assert [table(last[:2], 0, everyone).splitlines()[0] for everyone in found] == [
+        "4 of 6 ranks wait in all-reduce of step 7; ranks [4, 5] are elsewhere: look there"
+    ] * 2
