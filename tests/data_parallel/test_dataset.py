@@ -92,6 +92,8 @@ def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
         assert sorted(i for part in together for i in part) == sorted(order[8 * k : 8 * k + 8])
         if key is not None:
             assert all(part == sorted(part, reverse=True) for part in together)
+    had = [sum(map(len, batches)) for batches in loaders]  # in the epoch
+    assert max(had) - min(had) <= 1
 
 
 def test_mistakes() -> None:
