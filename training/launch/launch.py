@@ -348,13 +348,13 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
     except (UserError, RunError):  # the program reports it, in one line
         raise
     except BaseException as error:
-        text = f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}"
+        say(f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}")
         everyone: list[LastAction] = []
         if store is not None and world_size > local_size:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends this rank, too
             with suppress(RuntimeError):  # the store's host is gone
                 everyone = of_all_machines(store, last, rank - local_rank, world_size)
-        leave(text + table(last, rank - local_rank, everyone), 1)
+        leave(table(last, rank - local_rank, everyone), 1)
 
 
 def _run_rank(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.training.launch.test_notice import ROOT, SMALL
 from tests.warm import run_warm
 
@@ -25,8 +27,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_a_hang_costs_the_time_out_of_a_step(tmp_path: Path) -> None:
-    """3d has process groups of all kinds."""
+@pytest.mark.parametrize("strategy", ["fsdp", "3d --dp 2 --pp 2 --tp 1 --zero 1"])
+def test_a_hang_costs_the_time_out_of_a_step(strategy: str, tmp_path: Path) -> None:
+    """In a collective, and in a message of a pipeline."""
     (tmp_path / "hang.py").write_text(HANG)
     line = (
         f"3d --dp 2 --pp 2 --tp 1 --zero 1 {SMALL} --benchmark_only --timeout 600 --step_timeout 4"
@@ -35,6 +38,7 @@ def test_a_hang_costs_the_time_out_of_a_step(tmp_path: Path) -> None:
     start = time.monotonic()
     ended = run_warm([str(tmp_path / "hang.py"), *words], tmp_path)
     assert ended.returncode == 1 and time.monotonic() - start < 50
+    n = 4 if "3d" in strategy else 2
     told = [line for line in ended.stderr.splitlines() if "elsewhere: look there" in line]
     assert len(told) == 1, ended.stderr
-    assert told[0].startswith("3 of 4 ranks wait") and "of step 4; rank 1 is" in told[0]
+    assert told[0].startswith(f"{n - 1} of {n} ranks wait") and "of step 4; rank 1 is" in told[0]
