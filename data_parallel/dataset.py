@@ -120,18 +120,18 @@ class Batches:
     dataset: Sequence[Any]
     batch_size: int
     seed: int
-    key: Callable[[Any], Any] | None
+    key: Callable[[Sequence[int]], Any] | None
     start: int
 
     def __iter__(self) -> Iterator[list[int]]:
         n, size, key = len(self.dataset), self.batch_size, self.key
         order = shuffled_indices(n, self.seed)
         for first in range(self.start * size, n, size):
-            batch = list(order[first : first + size])
+            batch = order[first : first + size]
             if key is not None:
-                batch.sort(key=lambda i: key(self.dataset[i]))
+                batch = [batch[i] for i in np.argsort(key(batch), kind="stable")]
             # Rank r has the places r, r + W, r + 2 W, ... of the epoch.
-            if mine := batch[(self.rank - first) % self.world_size :: self.world_size]:
+            if mine := list(batch[(self.rank - first) % self.world_size :: self.world_size]):
                 yield mine
 
     def __len__(self) -> int:
@@ -148,7 +148,7 @@ def partition_dataset(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     *,
     seed: int = 1234,
-    key: Callable[[Any], Any] | None = None,
+    key: Callable[[Sequence[int]], Any] | None = None,
     start: int = 0,
 ) -> DataLoader[Any]:
     """The batches of one rank in an epoch.
@@ -158,8 +158,8 @@ def partition_dataset(
             if the world size does not divide it, some hold one more.
         collate_fn: makes a batch from a list of examples.
         seed: of the shuffle.
-        key: sort each global batch by key(example), e.g. its length, before dealing, so that all
-            ranks get equal shares of it. By default the batch stays shuffled.
+        key: sort each global batch by key(its indices), e.g. the examples' lengths, before dealing,
+            so that all ranks get equal shares of it. By default the batch stays shuffled.
         start: the number of the first batch, for a resumed run.
 
     A rank without an example in the last, smaller batch has one batch less.

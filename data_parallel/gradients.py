@@ -153,9 +153,9 @@ class GradientBuckets:
 
     Args:
         parameters: of a model, each once, already on their device; frozen ones are skipped.
-        apart: parameters with a bucket of their own, because other ranks' buckets hold them among
-            different neighbours and all must get the same bits. (With three or more ranks a
-            number's place in its bucket may decide the order in which a ring adds.)
+        apart: parameters that get a bucket each, such as tied ones: their bucket neighbours differ
+            between ranks, yet all must get the same bits. (With three or more ranks a number's
+            place in its bucket may decide the order in which a ring adds.)
         group: the ranks to average over; by default all of them.
         bucket_bytes: the largest bucket, unless a single parameter is larger; by default
             `default_bucket_bytes`.
@@ -185,9 +185,9 @@ class GradientBuckets:
         self.world_size = dist.get_world_size(group)
         self.comm_dtype = comm_dtype
         self.recorder = recorder
-        lonely = set(apart)  # only looked up in: its order may differ between ranks
-        groups = in_groups([p for p in trained if p not in lonely], most)
-        groups += [[p] for p in trained if p in lonely]
+        separate = set(apart)  # only looked up in: its order may differ between ranks
+        groups = in_groups([p for p in trained if p not in separate], most)
+        groups += [[p] for p in trained if p in separate]
         numels = [sum(p.numel() for p in ps) + len(ps) for ps in groups]  # gradients, then flags
         nbytes = [aligned(n * ps[0].itemsize) for n, ps in zip(numels, groups, strict=True)]
         self.shared: SharedBuffers | None = None

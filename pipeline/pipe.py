@@ -1,4 +1,4 @@
-"""A pipeline in one process: one worker thread per stage.
+"""A pipeline in one process: a worker thread per device.
 
     pipe = Pipe(nn.Sequential(WithDevice(a, "cpu:0"), WithDevice(b, "cpu:1")), split_size=8)
     pipe(x).sum().backward()                                          # like the Sequential itself

@@ -14,7 +14,7 @@ too, with their traceback, and the worker continues.
 
 A `Crew` is the workers of one Pipe. An error in one task must end a call at once, whatever the
 other workers do; so must Ctrl-C in the waiting thread; and no stale answer may stay in a queue. So
-a task that fails wakes those that wait for it (dataflow.py), and a call collects the answer of
+a task that fails wakes those that wait for it (executor.py), and a call collects the answer of
 every task. If it is interrupted, or a worker is gone, it calls ``stop``, and the next call starts
 new workers.
 """

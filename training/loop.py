@@ -5,7 +5,7 @@
             backward            forward and backward of the micro-batches    layout.py
             average_gradients   over the ranks that hold the same weights    replicated.py
             optimizer.step      check, clip, schedule, update                optimization.py
-            save, now and then                                               saving.py
+            save, now and then                                               resume.py
         compare the replicas; validate, score, write the results             results.py
 
 The loss of a step is the mean over all target tokens of the global batch. The loop knows no layout:

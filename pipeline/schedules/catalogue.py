@@ -4,10 +4,10 @@
     interleaved                v stages per rank, in loops: --chunks v   chunks.py
     zbv vhalf vmin             two stages per rank, in a V
 
-Callers refer to a schedule by its name, and get it with `early` gradients: what is planned is what
-threads and processes run, what is simulated, and what is drawn. `sequential` has whole backwards: a
-baseline in which no two stages ever work at once. A schedule that is given as a function runs as
-it is.
+A schedule that is found by its name sends each gradient before it computes those of the weights
+(`early`). Threads and processes run this list, and the same list is validated and drawn beside what
+was measured. `sequential` has whole backwards: a baseline in which no two stages ever work at once.
+A schedule that is given as a function runs as it is.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,9 +79,9 @@ def test_a_rank_loads_batches_of_its_share() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("key", [None, lambda i: -i])
+@pytest.mark.parametrize("key", [None, lambda batch: -np.array(batch)])
 def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
-    world_size: int, key: Callable[[int], int] | None
+    world_size: int, key: Callable[[Sequence[int]], Any] | None
 ) -> None:
     """Though 3 ranks do not divide it. A key sorts it before it is dealt out."""
     order = shuffled_indices(43, seed=5)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GPT2Config
@@ -123,6 +125,14 @@ class Sentences(Problem):
         return SentenceTask(self, world)
 
 
+class Held(list[Encoded]):
+    """Examples in memory; see `training.tasks.tokens.Tokens`."""
+
+    def sizes(self, numbers: Sequence[int]) -> Any:
+        """Their tokens, and their targets."""
+        return np.array([[len(self[i].ids), self[i].num_targets] for i in numbers]).T
+
+
 class SentenceTask(TranslationTask):
     """Steps, micro-batches, layers and loss are `TranslationTask`'s own; no text is read."""
 
@@ -133,7 +143,8 @@ class SentenceTask(TranslationTask):
         self.problem, self.device, self.files, self.length = problem, world.device, {}, None
         tokenizer: Any = SimpleNamespace(pad_token=PAD, convert_tokens_to_ids=lambda _: 0)
         self.tokenizer = tokenizer
-        self.examples = {"train": problem.examples()}
+        examples: Any = Held(problem.examples())
+        self.examples = {"train": examples}
         self.steps_per_epoch = problem.steps_per_epoch
         self.cpu_positions = problem.positions
         self.config = problem.config()

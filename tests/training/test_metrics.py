@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
 import pytest
+import wandb
 
 from tests.project.programs import TINY, run, summary
 from tests.ranks import Ranks
@@ -39,8 +41,9 @@ def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_afte
 
     logged: list[tuple[int, dict[str, Any]]] = []  # by W&B, whose own files take it seconds
     of_wandb = SimpleNamespace(id="1", log=lambda numbers, step: logged.append((step, numbers)))
-    monkeypatch.setattr("wandb.init", lambda **_: of_wandb)
-    monkeypatch.setattr("wandb.finish", lambda: None)
+    begin, end = Mock(return_value=of_wandb), Mock()
+    monkeypatch.setattr("wandb.init", create_autospec(wandb.init, side_effect=begin))
+    monkeypatch.setattr("wandb.finish", end)
     norms: list[float] = []
 
     def note_norms(_: int, patches: pytest.MonkeyPatch) -> None:
@@ -66,6 +69,9 @@ def test_every_step_has_a_line_with_the_same_numbers_under_every_layout_and_afte
     assert evaluations[1]["validation_loss"] == summary("one")["validation_loss"]
     shown = EventAccumulator("one/tensorboard").Reload().Scalars("loss")
     assert [e.value for e in shown] == pytest.approx([x["loss"] for x in steps])
+    settings = begin.call_args.kwargs
+    assert (settings["id"], settings["resume"], settings["config"]["n_layer"]) == (None, "allow", 2)
+    assert end.call_count == 1
     of_steps = [(step, numbers["loss"]) for step, numbers in logged if "loss" in numbers]
     assert of_steps == [(x["step"], x["loss"]) for x in steps]
 

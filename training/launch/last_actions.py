@@ -5,8 +5,8 @@ The culprit, which is slow, hung or stopped, says nothing.
 
 Idea: a rank notes each action as it begins, in memory that all ranks of its machine share. The
 first failure prints every rank's last action. The launcher makes this memory; under torchrun it is
-a file in the folder that torchrun makes on each machine. Of several machines those that a failure
-reaches tell it in torchrun's store; the ranks of one that says nothing are elsewhere.
+a file in the folder that torchrun makes on each machine. Of several machines each that a failure
+reaches puts its ranks' actions into torchrun's store; the ranks of one that does not are elsewhere.
 
     2 of 3 ranks wait in receive of step 41; rank 2 is elsewhere: look there
     rank  last action     stage, layer or bucket  micro-batch  peer  begun
@@ -16,16 +16,19 @@ reaches tell it in torchrun's store; the ranks of one that says nothing are else
 
 `after forward` means that the forward has ended and nothing has begun since.
 
-Cost: about 3 microseconds per action; after a failure on several machines at most `SAID` seconds.
+Cost: about 3 microseconds per action; after a failure on several machines at most `SAID` seconds
+for a rank that waits, and one more if the store does not answer.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +37,7 @@ WAITS = {  # actions that end when other ranks act
     "comparison of replicas",
 }  # fmt: skip
 
-
-SAID = 2.0  # seconds in which a failure has reached all ranks that wait
+SAID = 2.0  # seconds in which a failure of the exchange has reached all ranks that wait
 
 
 class LastAction(ctypes.Structure):
@@ -67,21 +69,32 @@ def in_file(path: Path, size: int) -> Any:
 
 
 def of_all_machines(
-    store: Any, actions: Sequence[LastAction], first_rank: int, world_size: int
+    store: Any, actions: Sequence[LastAction], first_rank: int, world_size: int, waits: bool
 ) -> list[LastAction]:
-    """The last actions of all ranks: of this machine's, and of those whose machines say theirs in
-    the store of this attempt before the time is over. Others have an action that is no wait."""
+    """Puts this machine's last actions into the store of this attempt. If this rank `waits`, also
+    returns those of all ranks: of a machine that has put none there in time, actions that are no
+    waits. Otherwise, or if the store's host does not answer, returns none.
+
+    A rank that fails while it computes does not ask: the others hear of it when it has ended.
+    """
     keys = [f"last action of {rank}" for rank in range(world_size)]
-    for rank, action in enumerate(actions, first_rank):
-        store.set(keys[rank], bytes(action))
-    end = time.monotonic() + SAID
-    while time.monotonic() < end and not store.check(keys):
-        time.sleep(SAID / 100)
-    silent = bytes(LastAction(b"silent", begun=end))
-    return [
-        LastAction.from_buffer_copy(store.get(key) if store.check([key]) else silent)
-        for key in keys
-    ]
+    found: list[LastAction] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # the store's host is gone
+            for rank, action in enumerate(actions, first_rank):
+                store.set(keys[rank], bytes(action))
+            end = time.monotonic() + SAID
+            while waits and time.monotonic() < end and not store.check(keys):
+                time.sleep(SAID / 100)
+            silent = bytes(LastAction(b"silent", begun=end))
+            said = [store.get(key) if store.check([key]) else silent for key in keys]
+            found.extend(LastAction.from_buffer_copy(action) for action in said if waits)
+
+    thread = threading.Thread(target=ask, daemon=True)  # a store may keep one waiting for ever
+    thread.start()
+    thread.join(SAID + 1)
+    return list(found)
 
 
 def verdict(actions: Sequence[LastAction], first_rank: int = 0) -> str:

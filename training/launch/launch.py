@@ -64,7 +64,7 @@ from .errors import (
     say,
     torchrun_world_size,
 )
-from .last_actions import LastAction, in_file, of_all_machines, table
+from .last_actions import WAITS, LastAction, in_file, of_all_machines, table
 from .meeting import fresh_part
 from .memory import keep_freed_memory
 from .world import World, choose_backend, choose_device, quiet_libraries
@@ -197,10 +197,10 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
         ours.poll(GRACE)  # waits for the ranks, which share the pipe's other end
     if failure is None:
         return
-    if came and not isinstance(failure.explained, notice.Ended):
-        raise Interrupted(128 + came[0])  # before the ranks could save
     if failure.explained is not None:  # the program reports it, in one line
         raise failure.explained
+    if came:  # before the ranks could save
+        raise Interrupted(128 + came[0])
     who = "the process that starts the ranks" if failure.rank is None else f"rank {failure.rank}"
     say(f"\n{who} failed; the run has been ended.\n{failure.text}")
     raise SystemExit(1)
@@ -352,8 +352,8 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
         everyone: list[LastAction] = []
         if store is not None and world_size > local_size:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends this rank, too
-            with suppress(RuntimeError):  # the store's host is gone
-                everyone = of_all_machines(store, last, rank - local_rank, world_size)
+            waits = last[local_rank].name.decode() in WAITS
+            everyone = of_all_machines(store, last, rank - local_rank, world_size, waits)
         leave(table(last, rank - local_rank, everyone), 1)
 
 

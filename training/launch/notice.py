@@ -72,7 +72,8 @@ def heeded(on_signal: str = "save", processes: Sequence[Any] = ()) -> Iterator[l
 
     def restore() -> None:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is heed:  # else the run's end has set another
+                signal.signal(number, handler)
 
     _given = []
     before = {number: signal.signal(number, heed) for number in NOTICES}

@@ -1,4 +1,4 @@
-"""Lays a model out on the ranks under any strategy, for train.py and verify.py.
+"""Lays a model out on the ranks under any strategy, for train.py.
 
 single     1 process                          Replicated     layouts/replicated.py
 ddp        a whole model per rank             Replicated

@@ -10,7 +10,7 @@ Everything after that (clip, step, save, compare) is the same for all layouts.
     replicated.py   one process, or the whole model on every rank    Replicated
     sharded.py      shards of every layer (ZeRO 2 and 3)             Sharded
     stages.py       stages in processes                              Staged
-    threads.py      stages in threads                                StagesInThreads
+    threads.py      stages in threads                StagesInThreads, BlocksInThreads
 
 `part` of `parts` is the rank's place on the data-parallel axis: its part of each global batch.
 """
@@ -166,7 +166,7 @@ class LaidOutModel(ABC):
         return self.task.measure(output, target)
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
-        """The next token of each sentence; see `training.tasks.generation.Decoder`."""
+        """The next token of each sentence; see `training.tasks.task.Decoder`."""
         logits = self.outputs(newest_tokens(ids, cache))  # [B, V], of the newest position
         assert logits is not None
         return greedy(logits, num_tokens)

@@ -28,7 +28,7 @@ from .generation import continue_all
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .texts import END
-from .tokens import AT_ONCE, Encoded, Tokens, groups, ids_of, train_bpe
+from .tokens import AT_ONCE, Rows, Tokens, groups, tokens_of, train_bpe
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
@@ -65,11 +65,11 @@ class LanguageTask(SequenceTask):
         """The end of a text, which also pads."""
         return {"eos_token": END, "pad_token": END}
 
-    def encoded(self, split: str) -> Iterator[list[Encoded]]:
+    def encoded(self, split: str) -> Iterator[Rows]:
         """Stretches of the stream: an end token at the beginning and after every document."""
         parts = (part for text in self.texts.documents(split) for part in pieces(text))
-        for some in groups(chain([END], parts), AT_ONCE):
-            yield [Encoded(ids, 0) for ids in ids_of(some, self.tokenizer)]
+        for ids, sizes in tokens_of(groups(chain([END], parts), AT_ONCE), self.tokenizer):
+            yield Rows(ids, sizes, 0)
 
     def load(self, world: World) -> dict[str, Tokens]:
         """Sequences of --model_max_length inputs; the last is shorter."""

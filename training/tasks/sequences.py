@@ -54,6 +54,7 @@ from .tokens import (
     TOKENIZER_FILES,
     TOKENS,
     Encoded,
+    Rows,
     Tokens,
     collate_batch,
     load_tokenizer,
@@ -90,7 +91,7 @@ class SequenceTask(Task, ABC):
         self._fingerprints = texts.fingerprints()
         self.files = self._shared_files(world, files)  # rank 0 makes them, the others wait
         self.tokenizer = load_tokenizer(self.files)
-        self.examples: Mapping[str, Sequence[Encoded]] = self.load(world)
+        self.examples: Mapping[str, Tokens] = self.load(world)
         self.config, self._initialize = _config_and_weights(args, len(self.tokenizer))
         if world.world_size > 1:
             check_same(world, {"the model": model_content(args.model, self.config)})
@@ -108,7 +109,7 @@ class SequenceTask(Task, ABC):
         """What a tokenizer that comes with pretrained weights is given."""
 
     @abstractmethod
-    def encoded(self, split: str) -> Iterator[list[Encoded]]:
+    def encoded(self, split: str) -> Iterator[Rows]:
         """The examples of a split, some at a time, tokenized when asked for."""
 
     @abstractmethod
@@ -129,7 +130,7 @@ class SequenceTask(Task, ABC):
         text, files = self._fingerprints[split], self.files.values()
         folder = self._made_from(args.model_max_length, split, text, *files)
 
-        def encoded() -> Iterable[list[Encoded]]:
+        def encoded() -> Iterable[Rows]:
             what = f"Tokenizing {split}"
             return moving(self.encoded(split), what, total, "", shown=world.is_main)
 
@@ -165,14 +166,13 @@ class SequenceTask(Task, ABC):
         seed = stream(self.args.seed, "data order", epoch)
         order = shuffled_indices(n, seed)  # as in partition_dataset below: the same seed
         counts = (  # target tokens of each global batch
-            sum(examples[i].num_targets for i in order[k : k + size])
-            for k in range(start * size, n, size)
+            int(examples.sizes(order[k : k + size])[1].sum()) for k in range(start * size, n, size)
         )
         drop = stream(self.args.seed, "dropout", epoch)
         loader = partition_dataset(
             part, parts, examples, size,
             partial(self._collate, num_microbatches, drop), seed=seed,
-            key=None if self.length else _length, start=start,  # sort if lengths differ
+            key=None if self.length else lambda batch: examples.sizes(batch)[0], start=start,
         )  # fmt: skip
         nothing: Any = ([], [])  # for a rank that gets none of the last, smaller batch
         for count, (mine, batches) in zip_longest(counts, loader, fillvalue=nothing):
@@ -229,7 +229,9 @@ class SequenceTask(Task, ABC):
     def validation_batches(self, part: int, parts: int) -> list[tuple[Any, Any]]:
         """Batches of similar lengths, and the labels of their targets. They have weights [B, T]
         and not the targets' numbers, since stages in threads cut them."""
-        mine = sorted(self.examples["validation"], key=_length)[part::parts]  # lengths dealt out
+        examples = self.examples["validation"]
+        by_length = np.argsort(examples.sizes(range(len(examples)))[0], kind="stable")
+        mine = [examples[i] for i in by_length[part::parts].tolist()]  # lengths dealt out
         found = []
         for i in range(0, len(mine), EVAL_BATCH):
             ids, labels, weights = self._batch(mine[i : i + EVAL_BATCH])
@@ -303,10 +305,6 @@ class SequenceTask(Task, ABC):
         if world.world_size > 1:
             dist.broadcast_object_list(found, 0)  # contents: hosts share no folder
         return found[0]
-
-
-def _length(example: Encoded) -> int:
-    return len(example.ids)
 
 
 def _config_and_weights(args: Options, num_tokens: int) -> tuple[GPT2Config, Any]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from training.progress import moving
 
-from .tokens import AT_ONCE, Encoded, Tokens, groups, write_tokens
+from .tokens import AT_ONCE, Rows, Tokens, groups, write_tokens
 
 
 class StoredRows(Sequence[Any]):
@@ -41,11 +41,26 @@ class StoredRows(Sequence[Any]):
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return StoredRows(self.folder, self.keys, self.numbers[at])
-        row = self.rows[int(self.numbers[at])]
-        text, n = bytes(row.ids), row.num_source
-        if len(self.keys) == 1:
-            return text.decode()
-        return {self.keys[0]: text[:n].decode(), self.keys[1]: text[n:].decode()}
+        return next(self._read(self.numbers[at : at + 1]))
+
+    def __iter__(self) -> Iterator[Any]:
+        for at in range(0, len(self), AT_ONCE):
+            yield from self._read(self.numbers[at : at + AT_ONCE])
+
+    def _read(self, numbers: Any) -> Iterator[Any]:
+        """The rows with these numbers, which rise: from one stretch of the copy."""
+        where = self.rows.where[numbers[0] : numbers[-1] + 1]
+        begin = int(self.rows.where["end"][numbers[0] - 1]) if numbers[0] else 0
+        text = self.rows.ids[begin : where["end"][-1]].tobytes()
+        ends = (where["end"] - begin).tolist()
+        for i in np.asarray(numbers) - numbers[0]:
+            first = ends[i - 1] if i else 0
+            middle = first + int(where["num_source"][i])
+            if len(self.keys) == 1:
+                yield text[first : ends[i]].decode()
+            else:
+                of = text[first:middle].decode(), text[middle : ends[i]].decode()
+                yield dict(zip(self.keys, of, strict=True))
 
     def without_empty(self) -> StoredRows:
         """Those with text on all sides."""
@@ -72,14 +87,12 @@ def _content(folder: Path) -> str:
 def store(folder: Path, rows: Iterable[dict[str, str]], keys: Sequence[str]) -> StoredRows:
     """The rows, from their copy, which is made if it is not there."""
 
-    def encoded() -> Iterator[list[Encoded]]:
+    def encoded() -> Iterator[Rows]:
         for some in groups(moving(rows, f"Copying {folder.name}", None, "row"), AT_ONCE):
-            yield [_encoded(row, keys) for row in some]
+            texts = [row[key].encode() for row in some for key in keys]
+            sizes = np.array([len(text) for text in texts]).reshape(-1, len(keys))
+            ids = np.frombuffer(b"".join(texts), np.uint8)
+            yield Rows(ids, sizes.sum(1), sizes[:, 0] if keys[1:] else 0)
 
     write_tokens(folder, encoded, np.uint8)
     return StoredRows(folder, keys)
-
-
-def _encoded(row: dict[str, str], keys: Sequence[str]) -> Encoded:
-    texts = [row[key].encode() for key in keys]
-    return Encoded(np.frombuffer(b"".join(texts), np.uint8), len(texts[0]) if texts[1:] else 0)  # type: ignore[arg-type]

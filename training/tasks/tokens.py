@@ -23,10 +23,11 @@ import fcntl
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -126,25 +127,56 @@ class Encoded:
         return max(0, len(self.ids) - self.num_source)
 
 
+class Rows(NamedTuple):
+    """Examples one after another: the tokens of all in one row, [sum of sizes]; of each example its
+    size, and how many of its first tokens have no loss, both [N]."""
+
+    ids: Any
+    sizes: Any
+    num_source: Any
+
+    def examples(self) -> list[Encoded]:
+        """One by one."""
+        every: Any = np.split(self.ids, np.cumsum(self.sizes)[:-1])
+        return [
+            Encoded(ids, int(n), number)
+            for number, (ids, n) in enumerate(zip(every, self.num_source, strict=True))
+        ]
+
+
 def encode(
-    pairs: Sequence[dict[str, str]],
+    pairs: Iterable[dict[str, str]],
     tokenizer: PreTrainedTokenizerFast,
     src: str,
     tgt: str,
     max_length: int,
-) -> list[Encoded]:
-    """Token ids of all pairs, each cut to max_length + 1: max_length inputs and their labels."""
-    sources = ids_of([pair[src] + eos(src) for pair in pairs], tokenizer)
-    targets = ids_of([pair[tgt] + eos(tgt) for pair in pairs], tokenizer)
-    return [
-        Encoded((s + t)[: max_length + 1], min(len(s), max_length + 1), number)
-        for number, (s, t) in enumerate(zip(sources, targets, strict=True))
-    ]
+) -> Iterator[Rows]:
+    """The tokens of pairs, some pairs at a time, when asked for. Each is cut to max_length + 1:
+    max_length inputs and their labels."""
+    texts = ([p[key] for p in some for key in (src, tgt)] for some in groups(pairs, AT_ONCE))
+    eos_ids = tokenizer.convert_tokens_to_ids([eos(src), eos(tgt)])
+    for ids, lengths in tokens_of(texts, tokenizer):
+        ids = np.insert(ids, np.cumsum(lengths), np.resize(eos_ids, len(lengths)))
+        sizes = lengths.reshape(-1, 2) + 1  # of source and target, with their ends
+        whole, most = sizes.sum(1), max_length + 1
+        if whole.max() > most:
+            place = np.arange(len(ids)) - np.repeat(np.cumsum(whole) - whole, whole)
+            ids = ids[place < most]
+        yield Rows(ids, np.minimum(whole, most), np.minimum(sizes[:, 0], most))
 
 
-def ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """The token ids of each text, as of tokenizer(texts), without what else that makes."""
-    return [found.ids for found in tokenizer.backend_tokenizer.encode_batch_fast(texts)]
+def tokens_of(
+    texts: Iterable[list[str]], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[tuple[Any, Any]]:
+    """The token ids of some texts after another, in one row, and how many each text has. All cores
+    tokenize the next texts meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        every = (pool.submit(tokenizer.backend_tokenizer.encode_batch_fast, t) for t in texts)
+        for now, _ in pairwise(chain(every, [None])):
+            assert now is not None
+            ids = [found.ids for found in now.result()]
+            lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+            yield np.fromiter(chain.from_iterable(ids), np.int32, lengths.sum()), lengths
 
 
 def groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -153,7 +185,7 @@ def groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
     return iter(lambda: list(islice(rest, size)), [])
 
 
-def write_tokens(folder: Path, make: Callable[[], Iterable[Sequence[Encoded]]], dtype: Any) -> None:
+def write_tokens(folder: Path, make: Callable[[], Iterable[Rows]], dtype: Any) -> None:
     """Writes the examples that make() gives, some at a time, for `Tokens` to read, if they are not
     there: of several processes one does. Nothing is in `folder` until all are written. Raises
     RunError."""
@@ -168,11 +200,12 @@ def write_tokens(folder: Path, make: Callable[[], Iterable[Sequence[Encoded]]], 
             part.mkdir()
             with (part / "ids").open("wb") as ids, (part / "index").open("wb") as index:
                 for some in make():
-                    np.concatenate([np.asarray(e.ids, dtype) for e in some]).tofile(ids)
-                    ends = accumulate((len(e.ids) for e in some), initial=end)
-                    _, *rows = zip(ends, [0, *(e.num_source for e in some)], strict=True)
-                    np.array(rows, INDEX).tofile(index)
-                    end = rows[-1][0]
+                    some.ids.astype(dtype).tofile(ids)
+                    rows = np.empty(len(some.sizes), INDEX)
+                    rows["end"] = end + np.cumsum(some.sizes)
+                    rows["num_source"] = some.num_source
+                    rows.tofile(index)
+                    end = rows["end"][-1]
             part.replace(folder)
 
 
@@ -191,7 +224,7 @@ class Tokens(Sequence[Encoded]):
     ) -> None:
         self.file = (folder / "ids").open("rb")  # here: the folder may be gone later
         self.dtype, self.length = dtype, length
-        self.where = np.memmap(folder / "index", INDEX, "r")
+        self.where = np.asarray(np.memmap(folder / "index", INDEX, "r"))
         self._map()
         self.there = -(-(len(self.ids) - 1) // length) if length else len(self.where)
         self.n = min(self.there, most or self.there)
@@ -205,22 +238,35 @@ class Tokens(Sequence[Encoded]):
     def __getitem__(self, number: Any) -> Any:
         if not 0 <= number < self.n:
             raise IndexError(number)
-        if self.length:
-            first = number * self.length
-            return Encoded(self.ids[first : first + self.length + 1], 1, number)
-        end, num_source = self.where[number].item()
-        first = self.where[number - 1].item()[0] if number else 0
-        return Encoded(self.ids[first:end], num_source, number)
+        return self._read([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Encoded]:
         """The examples of a batch, from a new mapping: what earlier ones have read leaves the
         process' memory."""
         self._map()
-        return [self[number] for number in numbers]
+        return self._read(numbers)
+
+    def sizes(self, numbers: Sequence[int]) -> tuple[Any, Any]:
+        """The tokens of these examples, and their `num_targets`, both [N]."""
+        first, end, num_source = self._places(numbers)
+        return end - first, np.maximum(end - first - num_source, 0)
+
+    def _read(self, numbers: Sequence[int]) -> list[Encoded]:
+        places = zip(*(of.tolist() for of in self._places(numbers)), numbers, strict=True)
+        return [Encoded(self.ids[a:b], num_source, number) for a, b, num_source, number in places]
+
+    def _places(self, numbers: Sequence[int]) -> tuple[Any, Any, Any]:
+        """Of these examples the first token, the end, and `num_source`, each [N]."""
+        at = np.asarray(numbers)
+        if self.length:
+            end = np.minimum((at + 1) * self.length + 1, len(self.ids))
+            return at * self.length, end, np.ones_like(at)
+        where = self.where[at]
+        return np.where(at > 0, self.where["end"][at - 1], 0), where["end"], where["num_source"]
 
 
 def collate_batch(
-    examples: Sequence[Encoded | dict[str, str]],
+    examples: Sequence[Encoded] | Sequence[dict[str, str]],
     src_key: str,
     tgt_key: str,
     tokenizer: PreTrainedTokenizerFast,
@@ -237,12 +283,10 @@ def collate_batch(
     Returns:
         input_ids, labels, label_token_weights, each [B, T]; weight 1 only on target tokens.
     """
-    encoded = [
-        example
-        if isinstance(example, Encoded)
-        else encode([example], tokenizer, src_key, tgt_key, model_max_length)[0]
-        for example in examples
-    ]
+    encoded: Any = examples
+    if isinstance(examples[0], dict):
+        (rows,) = encode(encoded, tokenizer, src_key, tgt_key, model_max_length)
+        encoded = rows.examples()
     pad_id = tokenizer.convert_tokens_to_ids(tokenizer.pad_token)
     longest = max((len(e.ids) - 1 for e in encoded), default=0)  # inputs; ids have one more
     T = model_max_length if padding == "max_length" else longest

@@ -12,7 +12,7 @@ from .generation import evaluate_bleu, translate
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .texts import SPLITS
-from .tokens import AT_ONCE, Encoded, Tokens, encode, ends_of, groups, train_tokenizer
+from .tokens import Rows, Tokens, encode, ends_of, train_tokenizer
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
@@ -32,11 +32,10 @@ class TranslationTask(SequenceTask):
         """Padding, and the end of each language."""
         return ends_of(self.args.src, self.args.tgt)
 
-    def encoded(self, split: str) -> Iterator[list[Encoded]]:
+    def encoded(self, split: str) -> Iterator[Rows]:
         """A sequence per pair."""
-        args = self.args
-        for pairs in groups(self.texts.splits[split], AT_ONCE):
-            yield encode(pairs, self.tokenizer, args.src, args.tgt, args.model_max_length)
+        args, pairs = self.args, self.texts.splits[split]
+        return encode(pairs, self.tokenizer, args.src, args.tgt, args.model_max_length)
 
     def load(self, world: World) -> dict[str, Tokens]:
         """The pairs."""

@@ -209,7 +209,7 @@ def test_a_copy_holds_what_is_otherwise_in_memory(
     assert texts.splits["train"][1:3][1] == small.splits["train"][2]
     assert len(pickle.dumps(load_texts(str(path), "de", "en", ALL, 1, folder).splits["test"])) < 999
     read = Mock(side_effect=AssertionError)
-    monkeypatch.setattr("training.tasks.stored._encoded", read)
+    monkeypatch.setattr("training.tasks.stored.Rows", read)
     again = load_texts(str(path), "de", "en", sizes, 1, folder)
     assert again.fingerprints() == texts.fingerprints() == stored.fingerprints()
     assert len(set(again.fingerprints().values())) == 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.equivalence.problems import Held
 from tests.project.programs import TINY, parse
 from training.launch.errors import RunError, UserError
 from training.launch.world import World
@@ -20,11 +21,12 @@ from training.tasks.task import Step
 from training.tasks.texts import SPLITS, Texts
 from training.tasks.tokens import (
     Encoded,
+    Rows,
     Tokens,
     collate_batch,
     encode,
-    ids_of,
     load_tokenizer,
+    tokens_of,
     train_tokenizer,
     write_tokens,
 )
@@ -40,6 +42,11 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return train_tokenizer(PAIRS, 300, "de", "en")
+
+
+def encoded(*args: Any) -> list[Encoded]:
+    (found,) = encode(*args)
+    return found.examples()
 
 
 def test_the_tokenizer_has_its_special_tokens_first_and_all_bytes(
@@ -64,20 +71,21 @@ def test_a_pair_is_source_end_target_end_and_is_cut(tokenizer: Any) -> None:
     target = [*tokenizer("The dog sleeps.")["input_ids"], 2]
     whole, n = source + target, len(source)
     for length in (128, n + 1, n, n - 1, n - 2):
-        (found,) = encode(PAIRS[:1], tokenizer, "de", "en", length)
-        assert found == Encoded(whole[: length + 1], min(n, length + 1), found.number)
+        (found,) = encoded(PAIRS[:1], tokenizer, "de", "en", length)
+        assert rows([found]) == [(whole[: length + 1], min(n, length + 1), 0)]
         assert found.num_targets == max(0, min(len(whole), length + 1) - n)
-    (other,) = encode(PAIRS[:1], tokenizer, "en", "de", 128)
-    assert other == Encoded([*target[:-1], 2, *source[:-1], 1], len(target))
+    assert rows(encoded(PAIRS, tokenizer, "de", "en", n))[0] == (whole[: n + 1], n, 0)
+    other = encoded(PAIRS[:1], tokenizer, "en", "de", 128)
+    assert rows(other) == [([*target[:-1], 2, *source[:-1], 1], len(target), 0)]
 
 
 def test_collate_batch_makes_a_rectangle_with_weights_on_targets(tokenizer: Any) -> None:
     """Of pairs as of what is encoded."""
-    encoded = encode(PAIRS, tokenizer, "de", "en", 40)
-    longest = max(len(e.ids) for e in encoded) - 1
-    for padding, T, examples in (("max_length", 40, PAIRS), ("longest", longest, encoded)):
+    every = encoded(PAIRS, tokenizer, "de", "en", 40)
+    longest = max(len(e.ids) for e in every) - 1
+    for padding, T, examples in (("max_length", 40, PAIRS), ("longest", longest, every)):
         batch = collate_batch(examples, "de", "en", tokenizer, 40, "cpu", padding=padding)
-        for i, e in enumerate(encoded):
+        for i, e in enumerate(every):
             ids = (list(e.ids) + [0] * 41)[: T + 1]
             assert batch["input_ids"][i].tolist() == ids[:-1]
             assert batch["labels"][i].tolist() == ids[1:]
@@ -88,7 +96,7 @@ def test_collate_batch_makes_a_rectangle_with_weights_on_targets(tokenizer: Any)
 # Files of tokens
 
 
-def rows(examples: Sequence[Encoded]) -> list[tuple[list[int], int, int]]:
+def rows(examples: Iterable[Encoded]) -> list[tuple[list[int], int, int]]:
     return [([int(t) for t in e.ids], e.num_source, e.number) for e in examples]
 
 
@@ -98,22 +106,26 @@ def test_tokens_are_whole_or_not_there(tmp_path: Path) -> None:
     written = [([5, 6, 7], 2, 0), ([8], 1, 1), ([9, 60000, 11, 12], 1, 2)]
     folder = tmp_path / "tokens" / "name"
 
-    def examples(last: int) -> Iterator[list[Encoded]]:
-        yield [Encoded(*row) for row in written[:2]]
+    def examples(killed: bool) -> Iterator[Rows]:
+        yield Rows(np.array([5, 6, 7, 8]), np.array([3, 1]), np.array([2, 1]))
         assert not folder.exists()
-        yield [Encoded(*row) for row in written[2:last]]
+        if killed:
+            raise KeyboardInterrupt
+        yield Rows(np.array([9, 60000, 11, 12]), np.array([4]), np.array([1]))
 
-    with pytest.raises(ValueError, match="at least one array"):
-        write_tokens(folder, lambda: examples(last=2), np.uint16)
+    with pytest.raises(KeyboardInterrupt):
+        write_tokens(folder, lambda: examples(killed=True), np.uint16)
     assert not folder.exists()
-    write_tokens(folder, lambda: examples(last=3), np.uint16)
+    write_tokens(folder, lambda: examples(killed=False), np.uint16)
     assert {path.name for path in folder.parent.iterdir()} == {"lock", "name"}
     found = Tokens(folder, np.uint16)
     assert rows(found) == written
     mapped = found.ids
     assert rows(found.__getitems__([2, 0])) == [written[2], written[0]]
     assert found.ids is not mapped
+    assert [list(of) for of in found.sizes([2, 0, 1])] == [[4, 3, 1], [3, 1, 0]]
     stretches = Tokens(folder, np.uint16, length=3)
+    assert [list(of) for of in stretches.sizes([2, 0])] == [[2, 4], [1, 3]]
     assert rows(stretches) == [([5, 6, 7, 8], 1, 0), ([8, 9, 60000, 11], 1, 1), ([11, 12], 1, 2)]
     assert rows(Tokens(folder, np.uint16, length=3, most=1)) == rows(stretches)[:1]
     with pytest.raises(RunError, match=r"/file/name: cannot be written .*File exists"):
@@ -128,12 +140,12 @@ def test_a_second_start_takes_the_tokens_of_the_first(
     line = f"train single {TINY} --workdir {tmp_path} --model_max_length "
     made = []
 
-    def encoded(task: TranslationTask, split: str) -> Iterator[list[Encoded]]:
+    def noted(task: TranslationTask, split: str) -> Iterator[Rows]:
         made.append(split)
         return real(task, split)
 
     real = TranslationTask.encoded
-    monkeypatch.setattr(TranslationTask, "encoded", encoded)
+    monkeypatch.setattr(TranslationTask, "encoded", noted)
     for length, validation, expected in (
         (60, PAIRS, [*SPLITS]), (60, PAIRS, []), (60, PAIRS[1:], ["validation"]),
         (61, PAIRS, [*SPLITS]),
@@ -143,7 +155,7 @@ def test_a_second_start_takes_the_tokens_of_the_first(
         task = TranslationTask(parse(f"{line}{length}"), World(), texts)
         assert made == expected
         found = rows(task.examples["validation"])
-        assert found == rows(encode(validation, task.tokenizer, "de", "en", length))
+        assert found == rows(encoded(validation, task.tokenizer, "de", "en", length))
 
 
 def test_a_long_text_has_the_same_tokens_in_pieces(
@@ -154,7 +166,8 @@ def test_a_long_text_has_the_same_tokens_in_pieces(
     found = list(pieces(text))
     assert [text.index(piece) for piece in found[1:]] == [49, 60]
     assert "".join(found) == text
-    assert [t for ids in ids_of(found, tokenizer) for t in ids] == tokenizer(text)["input_ids"]
+    every = tokens_of([found[:2], found[2:]], tokenizer)
+    assert [t for ids, _ in every for t in ids.tolist()] == tokenizer(text)["input_ids"]
 
 
 # Steps
@@ -169,7 +182,8 @@ class Numbered(TranslationTask):
             batch_size=batch_size, seed=5, src="", tgt="", model_max_length=10, padding=padding
         )
         self.device = torch.device("cpu")
-        self.examples = {"train": [Encoded([i, 100] + [101] * (1 + i % 5), 2) for i in range(n)]}
+        examples = Held(Encoded([i, 100] + [101] * (1 + i % 5), 2) for i in range(n))
+        self.examples: Any = {"train": examples}
         self.length = 10 if padding == "max_length" else None
 
 
