@@ -9,10 +9,9 @@ says what is wrong with it.
                      both, or a `text`; or .txt, with <|endoftext|> between documents
     anything else    the name of a dataset on the hub, with such columns
 
-`datasets` reads all but the first two, and says what it cannot read. Of many files or large ones a
-copy is made for the ranks to map (stored.py). A file that is named after a
-split is that split; a missing split is cut off the end of train. Rows with an empty text are
-skipped and counted.
+`datasets` reads all but the first two, and says what it cannot read. Text of more than `BIG` bytes is
+copied for the ranks to map (stored.py). A file that is named after a split is that split; a missing
+split is cut off the end of train. Rows with an empty text are skipped and counted.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +138,19 @@ def _read(
     document, and not some of its lines."""
     folder = BUILTIN_FOLDER if dataset == BUILTIN else Path(dataset)
     if dataset == BUILTIN or any((folder / f"train.{key}").exists() for key in (src, tgt)):
-        lines = {split: _parallel_lines(dataset, folder, split, src, tgt) for split in SPLITS}
-        return lines, None, True
+        lines = {split: _ParallelLines(dataset, folder, split, src, tgt) for split in SPLITS}
+        files = [folder / f"{split}.{key}" for split in SPLITS for key in (src, tgt)]
+        return lines, _copy_of_files(copies, files), True
     if folder.exists():
         return _rows_of_files(folder, src, tgt, copies)
     if folder.suffix in READERS or dataset.startswith((".", "/", "~")):  # no name on the hub
         raise UserError(f"--dataset {dataset}: there is no such file or folder; {NO_NETWORK}")
-    return load_splits(dataset), None, True
+    found = load_splits(dataset)
+    if copies is None:
+        return found, None, True
+    size = sum(rows.data.nbytes for rows in found.values())
+    of = [rows._fingerprint for rows in found.values()]
+    return found, _copy(copies, size, of, src, tgt), True
 
 
 @contextmanager
@@ -159,19 +165,48 @@ def refused_if_unreadable(where: object) -> Iterator[None]:
         raise UserError(f"--dataset {where}: it cannot be read ({reason}); {NO_NETWORK}") from error
 
 
-def _parallel_lines(dataset: str, folder: Path, split: str, src: str, tgt: str) -> list[Pair]:
-    lines = []
-    for path in (folder / f"{split}.{key}" for key in (src, tgt)):
-        with refused_if_unreadable(path):
-            text = path.read_text("utf-8-sig")
-        lines.append(text.removesuffix("\n").split("\n") if text else [])
-    source, target = lines
-    if len(source) != len(target):
-        raise UserError(
-            f"--dataset {dataset}: {split}.{src} has {len(source)} lines and {split}.{tgt} has "
-            f"{len(target)}: line i of one must translate line i of the other; {NO_NETWORK}"
-        )
-    return [{src: s, tgt: t} for s, t in zip(source, target, strict=True)]
+@dataclass(frozen=True)
+class _ParallelLines:
+    """The pairs of a split whose files are train.de and train.en, or alike."""
+
+    dataset: str
+    folder: Path
+    split: str
+    src: str
+    tgt: str
+
+    def __iter__(self) -> Iterator[Pair]:
+        sides = [self._lines(key) for key in (self.src, self.tgt)]
+        for number, pair in enumerate(zip_longest(*sides)):
+            if None in pair:
+                longer = number + 1 + sum(1 for side in sides for _ in side)
+                source, target = (number if text is None else longer for text in pair)
+                raise UserError(
+                    f"--dataset {self.dataset}: {self.split}.{self.src} has {source} lines and "
+                    f"{self.split}.{self.tgt} has {target}: line i of one must translate line i of "
+                    f"the other; {NO_NETWORK}"
+                )
+            yield dict(zip((self.src, self.tgt), pair, strict=True))
+
+    def _lines(self, key: str) -> Iterator[str]:
+        path = self.folder / f"{self.split}.{key}"
+        with refused_if_unreadable(path), path.open(encoding="utf-8-sig") as file:
+            for line in file:
+                yield line.removesuffix("\n")
+
+
+def _copy(copies: Path | None, size: int, *content: Any) -> Path | None:
+    """Where to copy text of so many bytes to; None: it is to stay in memory."""
+    if copies is None or size < BIG:
+        return None
+    return copies / hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def _copy_of_files(copies: Path | None, files: Iterable[Path], *content: Any) -> Path | None:
+    """The same for files, which their names, sizes and times tell apart."""
+    stats = [(str(file), file.stat()) for file in files if file.exists()]
+    of = [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
+    return _copy(copies, sum(found.st_size for _, found in stats), of, *content)
 
 
 def _rows_of_files(
@@ -196,11 +231,9 @@ def _rows_of_files(
         files.setdefault(split, []).append(glob.escape(str(file)))
     if not files:
         return {}, None, True
-    stats = [(str(file), file.stat()) for file in every if file.suffix == ending]
-    if copies is None or sum(found.st_size for _, found in stats) < BIG:
+    copy = _copy_of_files(copies, [file for file in every if file.suffix == ending], src, tgt)
+    if copy is None:
         return load_splits(str(path), reader, data_files=files, **options), None, True
-    of = [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
-    copy = copies / hashlib.sha256(repr([of, src, tgt]).encode()).hexdigest()[:16]
     if reader != "text":
         return load_splits(str(path), reader, True, data_files=files, **options), copy, True
     rows = load_splits(str(path), reader, True, data_files=files, keep_linebreaks=True)

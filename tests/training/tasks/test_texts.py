@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from datasets import Dataset
 
 from training.launch.errors import UserError
 from training.tasks.pictures import load_pictures
@@ -216,6 +217,24 @@ def test_a_copy_holds_what_is_otherwise_in_memory(
     path.write_bytes(WRITERS[ending](rows[1:]))
     with pytest.raises(UserError, match="AssertionError"):
         load_texts(str(path), "de", "en", sizes, 1, folder)
+
+
+def test_a_folder_of_lines_and_a_dataset_of_the_hub_are_copied_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Callable[..., Mock]
+) -> None:
+    """A second time they are not read; what does not fit is refused as otherwise."""
+    small, copies = load(folder).splits, tmp_path / "copies"
+    rows = {split: Dataset.from_list(list(pairs)) for split, pairs in small.items()}
+    monkeypatch.setattr("training.tasks.texts.BIG", 0)
+    hub(rows, rows)
+    for dataset, files in ((folder, 1), (folder, 1), ("somebody/iwslt", 2), ("somebody/iwslt", 2)):
+        found = load_texts(str(dataset), "de", "en", ALL, 1, copies).splits
+        assert {split: list(rows) for split, rows in found.items()} == small
+        assert len(list(copies.iterdir())) == files
+    with (folder / "train.en").open("a") as file:
+        file.write("one more\n\n")
+    with pytest.raises(UserError, match=r"train.de has 3 lines and train.en has 5: line i of one "):
+        load_texts(str(folder), "de", "en", ALL, 1, copies)
 
 
 def test_a_copy_of_documents_has_an_end_after_each_and_lines_of_a_file_stay_in_order(
