@@ -27,6 +27,7 @@ NARROW = "tbf rate 20mbit burst 32kb latency 1s"
 # By name: the least number of hosts, and what happens to the last host and the last rank.
 FAULTS: dict[str, tuple[int, Callable[[int, int], Faults]]] = {
     "rank killed": (1, lambda _, rank: Faults().kill(rank)),
+    "notice": (1, lambda *_: Faults().notice()),
     "rank stopped": (1, lambda _, rank: Faults().stop(rank)),
     "disk full": (1, lambda host, _: Faults().fill_disk(host, seconds=8)),
     "host killed": (2, lambda host, _: Faults().kill_host(host, seconds=5)),

@@ -250,6 +250,19 @@ class Faults:
         self.clocks[host] = hours * 3600
         return self._add(f"clock of host {host} {hours:+g} h", STRUCK, lambda _: None, host=host)
 
+    def notice(self, step: int = STRUCK) -> Faults:
+        """All hosts get notice, and are back when the run has ended."""
+
+        def strike(cluster: Cluster) -> None:
+            for run in cluster.runs.values():
+                run.process.send_signal(signal.SIGTERM)
+
+        def undo(cluster: Cluster) -> None:
+            for host in list(cluster.runs):
+                cluster.start(host)
+
+        return self._add("notice", step, strike, seconds=LIMIT, undo=undo)
+
     def leave(self, host: int, step: int) -> Faults:
         """A host is taken away, with notice."""
 

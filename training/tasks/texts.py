@@ -9,9 +9,9 @@ says what is wrong with it.
                      both, or a `text`; or .txt, with <|endoftext|> between documents
     anything else    the name of a dataset on the hub, with such columns
 
-`datasets` reads all but the first two, and says what it cannot read. Text of more than `BIG` bytes is
-copied for the ranks to map (stored.py). A file that is named after a split is that split; a missing
-split is cut off the end of train. Rows with an empty text are skipped and counted.
+`datasets` reads all but the first two, and says what it cannot read. Text of more than `BIG` bytes
+is copied for the ranks to map (stored.py). A file that is named after a split is that split; a
+missing split is cut off the end of train. Rows with an empty text are skipped and counted.
 """
 
 from __future__ import annotations

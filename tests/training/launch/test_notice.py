@@ -121,23 +121,47 @@ def test_notice_hides_no_error(tmp_path: Path) -> None:
     assert not (tmp_path / ENDED).exists()
 
 
-def test_notice_under_torchrun_costs_no_step(tmp_path: Path) -> None:
-    """torchrun passes it on; the rest without torchrun."""
-    alone, work = tmp_path / "alone", tmp_path / "work"
+SRUN = f"""#!{sys.executable}
+import subprocess, sys, time
+from pathlib import Path
+of_torchrun = sys.argv[2 : sys.argv.index("project/train.py")]
+of_torchrun[of_torchrun.index("--nproc-per-node") + 1] = "2"
+program = {[*command("train ddp", Path("workdir_job"), PICTURES), "--resume"]}
+run = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *of_torchrun, *program])
+metrics = Path("workdir_job/metrics.jsonl")
+while run.poll() is None and not (metrics.exists() and metrics.read_text().count("loss") > 1):
+    time.sleep(0.01)
+run.terminate()
+sys.exit(run.wait())
+"""
+SCONTROL = """#!/bin/bash
+echo "$@" > asked
+"""
+
+
+def test_notice_to_a_job_of_slurm_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun gives torchrun notice after two steps. The script asks for the job to be requeued."""
+    alone, work = tmp_path / "alone", tmp_path / "workdir_job"
     assert run_warm(command("train ddp", alone, PICTURES), tmp_path).returncode == 0
-    rest = [*command("train ddp", work, PICTURES), "--resume"]
-    torchrun = "torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 2"
-    again = [sys.executable, "-m", *torchrun.split(), *rest]
-    with subprocess.Popen(again, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as run:
-        while len(losses(work)) < 2:
-            assert run.poll() is None
-            time.sleep(0.01)
-        run.terminate()
-        said = run.communicate()[1]
-    done = len(losses(work))
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    for name, body in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(body)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("SLURM_JOB_NAME", "job")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    job = ["bash", str(ROOT / "examples" / "slurm" / "one_node.sbatch")]
+    run = subprocess.run(job, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    said, done = run.stderr, len(losses(work))
     assert run.returncode == 1 and done < 50, said
     assert said.count(f"asked to end: step {done} is saved") == 1 and (work / ENDED).is_file()
-    assert run_warm(rest, tmp_path).returncode == 0
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    again = run_warm([*command("train ddp", work, PICTURES), "--resume"], tmp_path)
+    assert again.returncode == 0
     assert losses(work) == losses(alone) and not (work / ENDED).exists()
 
 
