@@ -28,7 +28,7 @@ from .generation import continue_all
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
 from .texts import END
-from .tokens import AT_ONCE, Rows, Tokens, groups, tokens_of, train_bpe
+from .tokens import AT_ONCE, Rows, Tokens, evenly, groups, tokens_of, train_bpe
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import PreTrainedTokenizerFast
@@ -57,7 +57,7 @@ class LanguageTask(SequenceTask):
 
     def train_tokenizer(self) -> PreTrainedTokenizerFast:
         """Learns merges within lines."""
-        texts = (text.removesuffix(END) for text in self.texts.splits["train"])
+        texts = (text.removesuffix(END) for text in evenly(self.texts.splits["train"]))
         lines = (line for text in texts for line in text.splitlines(True))
         return train_bpe(lines, self.args.vocab_size or MAX_VOCAB, [END], self.special_tokens())
 

@@ -25,6 +25,7 @@ from training.tasks.tokens import (
     Tokens,
     collate_batch,
     encode,
+    evenly,
     load_tokenizer,
     tokens_of,
     train_tokenizer,
@@ -91,6 +92,11 @@ def test_collate_batch_makes_a_rectangle_with_weights_on_targets(tokenizer: Any)
             assert batch["labels"][i].tolist() == ids[1:]
             weights = [0] * (e.num_source - 1) + [1] * e.num_targets + [0] * 40
             assert batch["label_token_weights"][i].tolist() == weights[:T]
+
+
+def test_a_tokenizer_learns_from_some_of_a_large_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.tasks.tokens.FOR_BPE", 4)
+    assert [list(evenly(range(n))) for n in (0, 4, 9)] == [[], [0, 1, 2, 3], [0, 3, 6]]
 
 
 # Files of tokens
