@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_parallel.dataset import (
-    DataPartitioner,
-    even_slices,
-    partition_dataset,
-    shuffled_indices,
-)
+from data_parallel.dataset import DataPartitioner, even_slices, partition_dataset, shuffled_indices
 
 pytestmark = [pytest.mark.a4_1_1, pytest.mark.a5_1_1]
 

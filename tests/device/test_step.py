@@ -216,11 +216,6 @@ def sizes(_rank: int, _world_size: int) -> list[int]:
 
 
 @on_device
-def test_buckets_are_larger_over_nccl() -> None:
-    assert ranks(2).run(sizes) == [[4 << 20, 25 << 20]] * 2
-
-
-@on_device
 def test_products_are_exact_unless_tf32_is_asked_for(tmp_path: Path) -> None:
     """Torch's own default is tf32 in convolutions."""
     backends: Any = torch.backends

@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
-from pipeline.schedules.catalogue import SCHEDULES, places
-from runtime.recompute import MODES
 from tests.device.seen import watch
 from tests.device.session import on_device
 from tests.pipeline.pipeline_models import (
@@ -29,7 +27,6 @@ from tests.pipeline.pipeline_models import (
     in_one_process,
     one_f_one_b,
     square_error,
-    take_gradients,
     tower,
     zb,
 )
@@ -134,25 +131,6 @@ def test_autograd_grad_through_two_forwards_in_the_middle_of_a_graph() -> None:
             assert [g.device for g in found] == [p.device for p in every]
             for one, other in zip(found, expected, strict=True):
                 torch.testing.assert_close(one.cpu(), other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("cpu:0", "cuda:0")], ids="-".join)
-@on_device
-def test_every_schedule_and_recomputation(devices: tuple[str, ...]) -> None:
-    x, y = batch(8)
-    expected = in_one_process(tower(), x, y)
-    for name in SCHEDULES:
-        ranks = places(name, 2)
-        sizes = [6 // len(ranks) + (s < 6 % len(ranks)) for s in range(len(ranks))]
-        for recompute in MODES if name in ("gpipe", "zb") else ("always",):
-            model = tower()
-            layers = cut(model, sizes, [devices[rank] for rank in ranks])
-            with Pipe(layers, sizes=sizes, recompute=recompute) as pipe:
-                loss = pipe.train_step(x, y, square_error, name, num_microbatches=4)
-                assert_close(take_gradients(model) | {"loss": loss}, expected)
-                if name == "gpipe":
-                    forward_backward(pipe, x, y)
-                    assert_close(take_gradients(model), {k: expected[k] for k in gradients(model)})
 
 
 @pytest.mark.parametrize("step", [forward_backward, one_f_one_b, zb])

@@ -20,14 +20,10 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 LAYOUTS = [
-    ("pairs", 1, "run_pipeline --model_parallel_mode model_parallel"),
     ("dropout", 1, f"run_pipeline {FLOW} --schedule zb --num_devices 3 --n_chunk 6"),
     ("pairs", 1, f"run_pipeline {FLOW} --n_chunk 4 --pipeline blocks"),
-    ("pairs", 1, "run_data_parallel --world_size 1"),  # which chooses micro-batches of like lengths
     ("pairs", 2, "run_data_parallel --gradient_sync per_parameter --num_microbatches 2"),
     ("dropout", 2, "run_data_parallel --bucket_mb 0.002"),
-    ("text", 2, "run_data_parallel --num_microbatches 2"),
-    ("dropout", 2, "train fsdp --zero 1 --num_microbatches 2"),
     ("text", 2, "train tensor --sequence_parallel"),
     # Of the last batch the third rank has no part.
     ("pairs", 3, "run_data_parallel"),

@@ -41,7 +41,6 @@ LINE = TINY + (
 # How many ranks; the step after which they are interrupted; all steps. (Where a rank is killed, and
 # torchrun starts all again: tests/test_faults.py.)
 SAME_LAYOUT = [
-    (f"run_data_parallel {LINE} --bucket_mb 0.002", 2, 7, 8),
     ("train fsdp {text} --dropout 0.1", 2, 3, 8),
     (f"train ddp {VGG} --num_batches 7 --momentum 0.5", 2, 6, 7),
     (f"run_pipeline {FLOW} {LINE} --schedule 1f1b --n_chunk 3 --balance 1,1 --async_save", 1, 3, 8),

@@ -22,12 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.processes.messages import Message, PeerError, _Received
 from pipeline.processes.process import ProcessPipe
-from tests.pipeline.pipeline_models import (
-    Fuse,
-    batch,
-    one_f_one_b,
-    tower,
-)
+from tests.pipeline.pipeline_models import Fuse, batch, one_f_one_b, tower
 from tests.ranks import Ranks, sharing
 from tests.training.test_checkpoint import Touch
 
