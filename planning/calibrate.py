@@ -6,7 +6,8 @@ All cores measure the same at once, since ranks share their memory and their clo
     other kernels       norms, GELU and residuals of a block: the bytes that `planning.cost` counts
                         for them, by their seconds. They are far from the memory's bandwidth: GELU
                         computes for longer than it reads
-    all-reduces         of `runtime.ranks`, over shared memory: bytes and latency of the links
+    all-reduces         of `runtime.ranks`, over shared memory, each after a product: bytes and
+                        latency of the links, with the wait for the last rank
     memory              of a process that has imported what a rank imports
 
 Under a minute. The figures mean nothing on a busy machine.
@@ -76,15 +77,16 @@ def _block(positions: int, width: int) -> tuple[float, float, float, float]:
 
 
 def _kernel() -> float:
-    """Seconds of a kernel that has nothing to do, with what modules and autograd take: an MLP with
-    a norm has 9 forward, half of what `planning.cost` counts in a block, and 18 backward."""
+    """Seconds of a kernel that has nothing to do, with what modules and autograd take. For the MLP
+    of a block with its norm `planning.cost` counts 6 forward (2 products, and half of the 8 others
+    of a block), and 12 backward."""
     norm, up, down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
     few = torch.randn(2, 8, requires_grad=True)
 
     def mlp() -> None:
         (few + down(F.gelu(up(norm(few)), approximate="tanh"))).sum().backward()
 
-    return seconds(mlp) / 27
+    return seconds(mlp) / 18
 
 
 def _measure(rank: int, store: str, path: str, ranks: int) -> None:
@@ -100,12 +102,15 @@ def _measure(rank: int, store: str, path: str, ranks: int) -> None:
     vector = torch.randn(1 << 24)
     added, kernel = seconds(lambda: vector.add_(1.0)), _kernel()
     group, sums = Ranks(dist.group.WORLD), list[float]()
+    x, y = torch.randn(256, 512), torch.randn(512, 512)  # a product of a millisecond or two
+    alone = seconds(lambda: x @ y)
     for size in MESSAGES:
         values, begin = torch.zeros(size * 256), 0.0
-        for k in range(25):
+        for k in range(105):
             begin = time.perf_counter() if k == 5 else begin
+            x @ y
             group.all_reduce(values)
-        sums.append((time.perf_counter() - begin) / 20)
+        sums.append((time.perf_counter() - begin) / 100 - alone)
     flops, products, moved, others = map(sum, zip(*blocks, strict=True))
     if rank == 0:
         found = {
