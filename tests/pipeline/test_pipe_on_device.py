@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
-from pipeline.schedules.catalogue import SCHEDULES, places
-from runtime.recompute import MODES
+from tests.data_parallel.sharded_models import tied
 from tests.device.seen import watch
 from tests.device.session import on_device
 from tests.pipeline.pipeline_models import (
@@ -29,7 +28,6 @@ from tests.pipeline.pipeline_models import (
     in_one_process,
     one_f_one_b,
     square_error,
-    take_gradients,
     tower,
     zb,
 )
@@ -66,23 +64,6 @@ def test_loss_and_gradients_are_those_of_the_sequential(devices: tuple[str, ...]
             assert_close(found, expected)
 
 
-class Head(nn.Module):
-    """The embedding's weight, used again."""
-
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.weight = embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T
-
-
-def tied() -> nn.Sequential:
-    torch.manual_seed(0)
-    embedding = nn.Embedding(9, 6).double()
-    return nn.Sequential(embedding, nn.Linear(6, 6).double(), nn.Tanh(), Head(embedding))
-
-
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target.to(logits.device), reduction="sum")
 
@@ -110,49 +91,6 @@ def test_a_tied_weight_gets_the_sum_of_both_stages(devices: tuple[str, ...]) -> 
                         if p.grad is not None:
                             p.sub_(0.1 * p.grad)
                             p.grad = None
-
-
-@on_device
-def test_autograd_grad_through_two_forwards_in_the_middle_of_a_graph() -> None:
-    """Layers of the caller before and behind, both on devices; `retain_graph`; two backwards."""
-    x, _ = batch(4)
-    model, before, after = tower(), nn.Linear(4, 4).double(), nn.Linear(3, 3).double()
-    every = [*before.parameters(), *model.parameters(), *after.parameters()]
-
-    def loss_of(function: Any, value: Tensor) -> Tensor:
-        return (after(function(before(value)).square()) * function(before(value * 2))).sum()
-
-    expected = torch.autograd.grad(loss_of(model, x), every)
-    before.to("cuda:0")
-    after.to("cuda:1")
-    layers, _ = split(model, ("cuda:0", "cuda:1"))
-    every = [*before.parameters(), *model.parameters(), *after.parameters()]
-    with Pipe(layers, split_size=2) as pipe:
-        loss = loss_of(pipe, x.to("cuda:0"))
-        for _ in range(2):
-            found = torch.autograd.grad(loss, every, retain_graph=True)
-            assert [g.device for g in found] == [p.device for p in every]
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one.cpu(), other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("cpu:0", "cuda:0")], ids="-".join)
-@on_device
-def test_every_schedule_and_recomputation(devices: tuple[str, ...]) -> None:
-    x, y = batch(8)
-    expected = in_one_process(tower(), x, y)
-    for name in SCHEDULES:
-        ranks = places(name, 2)
-        sizes = [6 // len(ranks) + (s < 6 % len(ranks)) for s in range(len(ranks))]
-        for recompute in MODES if name in ("gpipe", "zb") else ("always",):
-            model = tower()
-            layers = cut(model, sizes, [devices[rank] for rank in ranks])
-            with Pipe(layers, sizes=sizes, recompute=recompute) as pipe:
-                loss = pipe.train_step(x, y, square_error, name, num_microbatches=4)
-                assert_close(take_gradients(model) | {"loss": loss}, expected)
-                if name == "gpipe":
-                    forward_backward(pipe, x, y)
-                    assert_close(take_gradients(model), {k: expected[k] for k in gradients(model)})
 
 
 @pytest.mark.parametrize("step", [forward_backward, one_f_one_b, zb])
