@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -207,17 +206,6 @@ def test_a_step_of_two_replicas_waits_once_and_copies_bucket_by_bucket(
         assert of_rank["kernels"] <= 1.2 * len(plain.kernels)
         n = of_rank["of buckets"]["_foreach_copy_"]
         assert n > 2 and of_rank["of buckets"] == {"_foreach_copy_": n, "fill_": n, "div_": n}
-
-
-def sizes(_rank: int, _world_size: int) -> list[int]:
-    group = dist.new_group(backend="nccl")
-    backends = map(dist.get_backend, (None, group))
-    return [gradients.default_bucket_bytes(backend) for backend in backends]
-
-
-@on_device
-def test_buckets_are_larger_over_nccl() -> None:
-    assert ranks(2).run(sizes) == [[4 << 20, 25 << 20]] * 2
 
 
 @on_device

@@ -48,10 +48,10 @@ SHORT = """
     ddp2-per_parameter-one_more ddp2-flat-no_target ddp2-overlap-m2 ddp2-gloo-none_left
     ddp2-overlap-vgg16 ddp2-overlap-dropout ddp3-overlap-none_left fsdp2-zero1-no_target
     fsdp2-zero2-one_more fsdp2-zero3-m2 fsdp2-zero3-gloo fsdp2-zero2-vgg16 fsdp2-zero3-dropout
-    fsdp2-zero3-recompute_always fsdp3-zero3-none_left pipeline2-gpipe-m3 pipeline2-1f1b-m8
+    fsdp2-zero3-recompute_always fsdp3-zero3-none_left mesh4-2x1x2-none_left pipeline2-1f1b-m8
     pipeline2-zb-untied pipeline2-zb-dropout pipeline2-1f1b-recompute_except_last
-    pipeline2-interleaved-resumed pipeline2-zbv-vgg16 pipeline3-zb-gloo pipeline3-vhalf-v2_m3
-    pipeline3-vmin-v2_m8 mesh2-1x1x2 mesh2-1x1x2-sequence mesh2-1x1x2-odd mesh2-1x1x2-untied
+    pipeline2-interleaved-resumed pipeline2-zbv-vgg16
+    mesh2-1x1x2 mesh2-1x1x2-sequence mesh2-1x1x2-odd mesh2-1x1x2-untied
     mesh2-2x1x1 mesh2-2x1x1-zero1 mesh3-1x1x3 mesh4-1x2x2 mesh4-2x1x2-sequence-zero3
     mesh4-2x2x1-zero1-resumed mesh4-1x2x2-recompute_always mesh4-2x2x1-zbv-zero1
     mesh4-2x2x1-zero1

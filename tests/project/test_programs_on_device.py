@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from project import generate
-from tests.device.session import Device, ranks
+from tests.device.session import NCCL, Device, ranks
 from tests.project.conftest import Learned
 from tests.project.programs import FLOW, SAME, VGG, losses, run, summary, weights, written
 
@@ -22,16 +22,14 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 LAYOUTS = [
     (1, "train single"),
     (1, f"run_pipeline {FLOW} --schedule zbv"),
-    (1, f"run_pipeline {FLOW} --n_chunk 3 --pipeline blocks"),
     (2, "train fsdp"),
-    (4, "train 3d --pp 2 --tp 2"),  # each axis alone: tests/device/test_processes.py
 ]
 LINES = ["Der Mann", "Wir sehen zwei Häuser"]
 
 
 def on_device(line: str, n: int, workdir: Path) -> tuple[str | None, str]:
     """Interrupted after step 5 of 8, one after a checkpoint. Its error, and what the rest says."""
-    world = ranks(n, "nccl") if n > 1 else None
+    world = ranks(n, NCCL) if n > 1 else None
     line += f" --device cuda --save_every 2 --resume --workdir {workdir}"
     printed, error = run(line, world, stop_at=5)
     if error is None:
@@ -85,4 +83,4 @@ def test_vgg_on_two_devices_is_one_process(device: Device, tmp_path: Path) -> No
 
 
 def on_ranks(line: str) -> tuple[str, str | None]:
-    return run(line, ranks(2, "nccl"))
+    return run(line, ranks(2, NCCL))

@@ -41,7 +41,6 @@ LINE = TINY + (
 # How many ranks; the step after which they are interrupted; all steps. (Where a rank is killed, and
 # torchrun starts all again: tests/test_faults.py.)
 SAME_LAYOUT = [
-    (f"run_data_parallel {LINE} --bucket_mb 0.002", 2, 7, 8),
     ("train fsdp {text} --dropout 0.1", 2, 3, 8),
     (f"train ddp {VGG} --num_batches 7 --momentum 0.5", 2, 6, 7),
     (f"run_pipeline {FLOW} {LINE} --schedule 1f1b --n_chunk 3 --balance 1,1 --async_save", 1, 3, 8),
@@ -173,9 +172,6 @@ def test_every_part_shard_and_step_draws_masks_of_its_own() -> None:
 
     assert drawn(0, 0, done=1)[0] == drawn(0, 0, done=0)[1]
     assert len({*drawn(0, 0, 0), *drawn(1, 0, 0), *drawn(0, 1, 0)}) == 6
-
-
-# ------------------------------------------------------------------------- what is not a number
 
 
 def test_steps_that_are_left_out_are_null_and_counted_through_a_resume(ranks: Ranks) -> None:
