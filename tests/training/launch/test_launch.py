@@ -32,8 +32,6 @@ from training.launch.launch import (
 )
 from training.launch.world import World, choose_backend, choose_device, on_main
 
-# A run
-
 
 def test_ranks_know_their_place_and_listen_on_loopback_alone(tmp_path: Path) -> None:
     """With more work than a pipe holds."""
@@ -66,13 +64,6 @@ def test_a_rank_that_fails_ends_the_run_with_the_one_traceback_that_matters(
     assert printed.startswith("\nrank 1 failed; the run has been ended.\nTraceback ")
     assert "\nValueError: the bug of rank 1\n" in printed
     assert [printed.count(word) for word in ("Traceback", "failed", "programs.py")] == [1, 1, 1]
-
-    with pytest.raises(UserError, match=r"^--model x: no such model; --model gpt2 works$"):
-        launch(programs.user_error, Settings(1, device="cpu"))
-    assert capfd.readouterr().err == ""  # the program prints it
-
-
-# Which failure is printed
 
 
 LOST = Failure(0, "lost")
@@ -107,9 +98,6 @@ def test_the_first_failure_is_told_above_what_all_did_last(
     assert failure.text.startswith(f"{said}rank  last action  ")
 
 
-# Rank 0 works alone
-
-
 def _alone(rank: int, world_size: int, mark: Path, fails: bool) -> str:
     """How it ends, and whether rank 0's work was done then."""
 
@@ -129,9 +117,6 @@ def _alone(rank: int, world_size: int, mark: Path, fails: bool) -> str:
 def test_others_wait_for_rank_0(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(_alone, tmp_path / "a", False) == ["done", "done"]
     assert ranks.run(_alone, tmp_path / "b", True) == ["the disk is full", "done"]
-
-
-# Interfaces, ports, cores, devices
 
 
 def test_ranks_of_one_machine_stay_on_loopback_and_those_of_several_where_they_are_told(

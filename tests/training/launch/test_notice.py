@@ -54,26 +54,16 @@ def rank_1(run: Terminal) -> int:
     return max(child.pid for child in children if not child.children())
 
 
-@pytest.mark.parametrize(
-    ("program", "number", "who"),
-    [
-        ("run_data_parallel", signal.SIGTERM, "all, the program twice"),  # as `timeout` does
-        ("train pipeline --world_size 2 --async_save true", signal.SIGUSR1, "rank 1"),
-    ],
-)
-def test_notice_costs_no_step(program: str, number: int, who: str, tmp_path: Path) -> None:
-    """The losses are those of a run that was left alone, bit for bit."""
+def test_notice_costs_no_step(tmp_path: Path) -> None:
+    """To one rank. The losses are those of a run that was left alone, bit for bit."""
+    program = "train pipeline --world_size 2 --async_save true"
     alone, work = tmp_path / "alone", tmp_path / "work"
     assert run_warm(command(program, alone), tmp_path).returncode == 0
     run = Terminal(command(program, work), tmp_path)
     while len(losses(work)) < 3:
         assert run.process.exitcode is None, run.text
         time.sleep(0.01)
-    if who == "rank 1":
-        os.kill(rank_1(run), number)
-    else:
-        os.kill(run.process.pid, number)
-        os.killpg(run.process.pid, number)
+    os.kill(rank_1(run), signal.SIGUSR1)
     run.until(None)
     assert run.process.exitcode == os.EX_TEMPFAIL, run.text
     done = len(losses(work))
@@ -84,22 +74,13 @@ def test_notice_costs_no_step(program: str, number: int, who: str, tmp_path: Pat
     assert losses(work) == losses(alone) and not (work / ENDED).exists()
 
 
-@pytest.mark.parametrize(
-    ("program", "number", "doing"),
-    [
-        ("run_data_parallel", signal.SIGTERM, "Validating"),
-        ("train 3d --dp 2 --pp 1 --tp 1", signal.SIGUSR1, "Translating"),
-    ],
-)
-def test_notice_to_one_rank_ends_an_evaluation(
-    program: str, number: int, doing: str, tmp_path: Path
-) -> None:
-    """All ranks end at the same batch or token. What was trained had been saved before."""
-    more = "--n_train 12 --n_layer 4 --n_embd 128 "
-    more += "--n_validation 500" if doing == "Validating" else "--n_test 40 --model_max_length 300"
-    run = Terminal([*command(program, tmp_path / "work"), *more.split()], tmp_path)
-    run.until(rf"Epoch 1(?s:.)*{doing}")
-    os.kill(rank_1(run), number)
+def test_notice_to_one_rank_ends_an_evaluation(tmp_path: Path) -> None:
+    """All ranks end at the same batch. What was trained had been saved before."""
+    more = "--n_train 12 --n_layer 4 --n_embd 128 --n_validation 500"
+    line = command("run_data_parallel", tmp_path / "work")
+    run = Terminal([*line, *more.split()], tmp_path)
+    run.until(r"Epoch 1(?s:.)*Validating")
+    os.kill(rank_1(run), signal.SIGTERM)
     run.until(None)
     assert run.process.exitcode == os.EX_TEMPFAIL, run.text
     assert "step 2 is saved, and --resume goes on from there" in run.text
