@@ -56,10 +56,7 @@ TORCH = {
     "torch interleaved zb": ("interleaved", ScheduleInterleavedZeroBubble),
     "torch zbv": ("zbv", ScheduleZBVZeroBubble),
 }
-AGAINST = {
-    "interleaved": ("torch interleaved",),
-    "zbv": ("torch zbv", "torch interleaved zb"),
-}
+AGAINST = {"interleaved": ("torch interleaved",), "zbv": ("torch zbv", "torch interleaved zb")}
 Recorded = list[tuple[str, int, int, float, float]]
 
 

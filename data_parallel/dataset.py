@@ -82,12 +82,7 @@ class DataPartitioner:
         ValueError: sizes that are not positive, or sum to more than 1.
     """
 
-    def __init__(
-        self,
-        data: Sequence[Any],
-        sizes: Sequence[float],
-        seed: int = 1234,
-    ) -> None:
+    def __init__(self, data: Sequence[Any], sizes: Sequence[float], seed: int = 1234) -> None:
         if not sizes or any(not size > 0 for size in sizes) or math.fsum(sizes) > 1 + 1e-9:
             raise ValueError(
                 f"sizes {list(sizes)} sum to {math.fsum(sizes):g}: the fractions must be positive "

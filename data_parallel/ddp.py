@@ -27,12 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data_parallel.gradients import (
-    GradientBuckets,
-    copy_back,
-    default_bucket_bytes,
-    in_groups,
-)
+from data_parallel.gradients import GradientBuckets, copy_back, default_bucket_bytes, in_groups
 from runtime.recorder import Recorder
 
 

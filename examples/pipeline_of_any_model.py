@@ -33,10 +33,7 @@ def models() -> list[tuple[nn.Module, str]]:
     llama = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, **letters
     )
-    return [
-        (GPT2LMHeadModel(gpt2), "transformer.h.1"),
-        (LlamaForCausalLM(llama), "model.layers.1"),
-    ]
+    return [(GPT2LMHeadModel(gpt2), "transformer.h.1"), (LlamaForCausalLM(llama), "model.layers.1")]
 
 
 def batch() -> tuple[dict[str, Any], Tensor]:

@@ -41,13 +41,7 @@ from runtime.recorder import Recorder
 
 from . import microbatch
 from .autograd import pipelined
-from .delivery import (
-    Replicas,
-    deliver,
-    gradients_by_stage,
-    hooks_held,
-    trained_parameters,
-)
+from .delivery import Replicas, deliver, gradients_by_stage, hooks_held, trained_parameters
 from .executor import Channel, Dataflow, Losses, LossFunction, channels
 from .partition import _split_module, containers, split_by_sizes
 from .schedules.catalogue import plan

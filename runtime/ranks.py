@@ -54,9 +54,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        recorder: Recorder | None = None,
+        self, group: dist.ProcessGroup | None = None, recorder: Recorder | None = None
     ) -> None:
         self.group, self.recorder = group, recorder
         self.size = 1 if group is None else dist.get_world_size(group)

@@ -38,13 +38,7 @@ class PeerChannel:
     """
 
     def __init__(
-        self,
-        link: Link,
-        peer: int,
-        acting: Acting,
-        what: str,
-        ends: tuple[int, int],
-        places: str,
+        self, link: Link, peer: int, acting: Acting, what: str, ends: tuple[int, int], places: str
     ) -> None:
         self._link, self._peer, self._acting = link, peer, acting
         self._what, self._ends, self._places = what, ends, places
@@ -126,9 +120,7 @@ class Neighbours:
         return value
 
     def sum_tied(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        parts: Mapping[str, Mapping[int, Tensor]],
+        self, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, Mapping[int, Tensor]]
     ) -> Gradients:
         """Sums the gradients of parameters shared by several stages, in the order of the stages:
         the same bits on all of their ranks. ``parts``: this rank's gradients, by name and stage."""

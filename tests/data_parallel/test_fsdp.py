@@ -157,10 +157,7 @@ LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
         Call(lambda x: SimpleNamespace(hidden=torch.tanh(x), skip=x)),  # torch cannot look inside
         Call(lambda box: box.hidden * box.skip),
     ],
-    "view": lambda: [
-        Call(lambda x: (x, x[:, :1])),
-        Call(lambda pair: pair[0].mul_(2) + pair[1]),
-    ],
+    "view": lambda: [Call(lambda x: (x, x[:, :1])), Call(lambda pair: pair[0].mul_(2) + pair[1])],
     "saved": lambda: [nn.Linear(3, 3), Call(lambda x: torch.tanh(x).mul_(2))],
 }
 REFUSED = {
@@ -211,10 +208,7 @@ def _mistakes(_: int, _world: int) -> None:
     fsdp = make(nn.Linear(2, 2))
     x = torch.ones(1, 2)
     for call, said in (
-        (
-            lambda: fsdp.forward(emb(x)),
-            "the input requires grad, and its gradient would be",
-        ),
+        (lambda: fsdp.forward(emb(x)), "the input requires grad, and its gradient would be"),
         (lambda: fsdp.train_step([emb(x)], [None], step[2]), "the input requires grad"),
         (lambda: fsdp.train_step([x], [None], step[2], emb.bias.sum()), "scale requires grad, and"),
     ):

@@ -63,10 +63,7 @@ def check(plain: Any, parallel: Any, mask: Tensor | None = None) -> None:
 @pytest.mark.a5_2_2
 @pytest.mark.parametrize(
     ("attention", "device_map", "sizes"),
-    [
-        ("sdpa", None, [2, 2]),
-        ("eager", {"cpu:0": [0], "cpu:1": [1, 2], "cpu:2": [3]}, [1, 2, 1]),
-    ],
+    [("sdpa", None, [2, 2]), ("eager", {"cpu:0": [0], "cpu:1": [1, 2], "cpu:2": [3]}, [1, 2, 1])],
 )
 def test_every_mode_computes_what_the_plain_model_computes(
     attention: str, device_map: Any, sizes: list[int]

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.live_bytes import LiveBytes
 from pipeline.stage import Stage
-from tests.pipeline.pipeline_models import (
-    Call,
-    batch,
-    square_error,
-    watched,
-)
+from tests.pipeline.pipeline_models import Call, batch, square_error, watched
 
 CPU = torch.device("cpu")
 

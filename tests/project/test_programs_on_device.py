@@ -19,11 +19,7 @@ from tests.project.programs import FLOW, SAME, VGG, losses, run, summary, weight
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
-LAYOUTS = [
-    (1, "train single"),
-    (1, f"run_pipeline {FLOW} --schedule zbv"),
-    (2, "train fsdp"),
-]
+LAYOUTS = [(1, "train single"), (1, f"run_pipeline {FLOW} --schedule zbv"), (2, "train fsdp")]
 LINES = ["Der Mann", "Wir sehen zwei Häuser"]
 
 

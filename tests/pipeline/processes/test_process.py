@@ -119,10 +119,7 @@ def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
     results: dict[Any, Found] = {}
     for name, v in schedules(n) if way == "memory" else EVERY[:5]:
         ranks, share = catalogue.places(name, n, v), way == "memory"
-        with (
-            sharing(share),
-            ProcessPipe(model(), SIZES[n * v], ranks=ranks, timeout=20) as pipe,
-        ):
+        with sharing(share), ProcessPipe(model(), SIZES[n * v], ranks=ranks, timeout=20) as pipe:
             if groups:  # as between GPUs
                 link: Any = pipe._neighbours._links[1 - rank]
                 link._bodies = groups if rank == 0 else groups[::-1]

@@ -22,12 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.processes.messages import Message, PeerError, _Received
 from pipeline.processes.process import ProcessPipe
-from tests.pipeline.pipeline_models import (
-    Fuse,
-    batch,
-    one_f_one_b,
-    tower,
-)
+from tests.pipeline.pipeline_models import Fuse, batch, one_f_one_b, tower
 from tests.ranks import Ranks, sharing
 from tests.training.test_checkpoint import Touch
 
@@ -71,11 +66,7 @@ def _blown(_: int, __: int, share: bool, culprit: int, where: str, step: Any) ->
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(
     ("culprit", "where", "step"),
-    [
-        (0, "backward", one_f_one_b),
-        (1, "backward", one_f_one_b),
-        (1, "forward", evaluate),
-    ],
+    [(0, "backward", one_f_one_b), (1, "backward", one_f_one_b), (1, "forward", evaluate)],
 )
 def test_an_error_on_one_stage_ends_all_and_says_where(
     three_ranks: Ranks, share: bool, culprit: int, where: str, step: Any

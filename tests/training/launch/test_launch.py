@@ -22,14 +22,7 @@ from tests.ranks import Ranks
 from tests.training import programs
 from training.launch import launch as launcher
 from training.launch.errors import RunError, UserError
-from training.launch.launch import (
-    Failure,
-    Settings,
-    launch,
-    listen,
-    stay_on_interface_to,
-    watch,
-)
+from training.launch.launch import Failure, Settings, launch, listen, stay_on_interface_to, watch
 from training.launch.world import World, choose_backend, choose_device, on_main
 
 
@@ -79,11 +72,7 @@ LOST = Failure(0, "lost")
     ],
 )
 def test_the_first_failure_is_told_above_what_all_did_last(
-    monkeypatch: pytest.MonkeyPatch,
-    others: Failure | None,
-    code: int | None,
-    who: int,
-    said: str,
+    monkeypatch: pytest.MonkeyPatch, others: Failure | None, code: int | None, who: int, said: str
 ) -> None:
     monkeypatch.setattr(launcher, "GRACE", 0.2)
     ours, theirs = zip(*(Pipe() for _ in range(3)), strict=True)
