@@ -113,6 +113,7 @@ def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:
 def test_any_model_learns_in_two_stages_what_it_learns_in_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A Llama. (GPT-2: tests/pipeline/tracing/test_trace.py.)"""
     monkeypatch.setattr(any_model, "STEPS", 15)
     model, second_stage = any_model.models()[1]  # GPT-2: tests/pipeline/tracing/test_trace.py
     for module in model.modules():

@@ -31,7 +31,7 @@ from tests.data_parallel.sharded_models import (
     tied,
     whole,
 )
-from tests.pipeline.pipeline_models import Call
+from tests.pipeline.pipeline_models import Call, LookUp
 from tests.ranks import Ranks, sharing
 
 
@@ -86,9 +86,6 @@ def test_buffers_are_those_of_rank_0_or_filled_by_name(ranks: Ranks, device: str
     ranks.run(_buffers, device)
 
 
-# Layers that hand on more than a tensor of their own
-
-
 class Own(nn.Module):
     """Hands on its parameter itself, after those of the layers before, and writes to its input."""
 
@@ -125,15 +122,6 @@ class Again(nn.Module):
         return x + checkpoint(self.layers, x.sin(), use_reentrant=False)
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 3, sparse=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.table((x.sum(-1) > 0).long())
-
-
 class Sometimes(nn.Module):
     """Has a parameter that rank 0 does not use, or all do: there its memory may hold another
     layer's gradient."""
@@ -164,7 +152,7 @@ LAYERS: Mapping[str, Callable[[], list[nn.Module]]] = {
     "matrix": lambda: [Matrix(), nn.Linear(3, 1, bias=False)],
     "checkpoint": lambda: [Again(), nn.Tanh(), Again()],
     "empty": lambda: [Empty(), nn.Linear(3, 3)],
-    "sparse": lambda: [Sparse(), nn.Linear(3, 3), Sparse()],
+    "sparse": lambda: [LookUp(3), nn.Linear(3, 3), LookUp(3)],
     "closed": lambda: [
         Call(lambda x: SimpleNamespace(hidden=torch.tanh(x), skip=x)),  # torch cannot look inside
         Call(lambda box: box.hidden * box.skip),

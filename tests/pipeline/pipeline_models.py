@@ -187,3 +187,23 @@ def watched(kept: list[Any], most: int) -> Call:
 def alive(kept: list[Any]) -> int:
     gc.collect()
     return sum(reference() is not None for reference in kept)
+
+
+class LookUp(nn.Module):
+    """Its weight's gradient is sparse."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, features, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table((x.sum(-1) > 0).long())
+
+
+class Paused:
+    """A recorder that is not to be called: it does not record now."""
+
+    recording = False
+
+    def __call__(self, *_: object) -> None:
+        raise AssertionError("nothing is recorded now")

@@ -45,9 +45,6 @@ def test_continued_sentences_have_the_logits_of_the_plain_model(precision: str) 
             torch.testing.assert_close(got.double(), expected, rtol=0, atol=size)
 
 
-# The course's classes
-
-
 IDS = torch.randint(40, (6, 7), generator=torch.Generator().manual_seed(1))
 
 

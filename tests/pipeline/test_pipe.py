@@ -136,9 +136,6 @@ def test_autocast_reaches_the_workers() -> None:
         assert_same_bits(take_gradients(model), want)
 
 
-# To autograd it is one function
-
-
 def test_autograd_grad_of_two_forwards_in_the_middle_of_a_graph() -> None:
     """Of two outputs one each time is used. `.grad` is left alone."""
     x, y = batch()

@@ -11,7 +11,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
@@ -37,19 +36,16 @@ from tests.pipeline.pipeline_models import (
 )
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("step", STEPS)
-def test_an_error_on_any_stage_is_raised_as_it_was_and_the_pipe_works_again(
-    step: Step, kind: type[BaseException]
-) -> None:
+def test_an_error_on_any_stage_is_raised_as_it_was_and_the_pipe_works_again(step: Step) -> None:
     layers, fuses = [*tower()], [Fuse() for _ in range(3)]
     model = nn.Sequential(*layers[:2], fuses[0], *layers[2:4], fuses[1], *layers[4:], fuses[2])
     with Pipe(cut(model, (3, 3, 3), ("cpu:0", "cpu:1", "cpu:2")), split_size=2) as pipe:
         step(pipe, *batch(8))
         expected = take_gradients(model)
         for (s, fuse), direction in product(enumerate(fuses), ("forward", "backward")):
-            fuse.armed = (direction, kind)
-            with pytest.raises(kind, match="on purpose") as caught:
+            fuse.armed = (direction, ValueError)
+            with pytest.raises(ValueError, match="on purpose") as caught:
                 step(pipe, *batch(8))
             (note,) = getattr(caught.value, "__notes__", [])
             assert note.startswith(f"in the {direction}")
@@ -61,21 +57,6 @@ def test_an_error_on_any_stage_is_raised_as_it_was_and_the_pipe_works_again(
             assert_same_bits(take_gradients(model), expected)
 
 
-def test_a_backward_that_failed_leaves_nothing_to_the_next() -> None:
-    x, y = batch(8)
-    model, fuse = tower(), Fuse()
-    expected = in_one_process(model, x, y)
-    layers = list(model)
-    with Pipe(cut(nn.Sequential(layers[0], fuse, *layers[1:]), (3, 4)), split_size=2) as pipe:
-        loss = square_error(pipe(x), y)
-        fuse.armed = ("backward", ValueError)
-        with pytest.raises(ValueError, match="on purpose"):
-            loss.backward(retain_graph=True)
-        fuse.armed = None
-        loss.backward()
-    assert_close(take_gradients(model) | {"loss": loss.detach()}, expected)
-
-
 def test_a_worker_may_not_call_its_own_pipe() -> None:
     with Pipe(cut(tower())) as pipe:
         with pytest.raises(RuntimeError, match="a worker of the Pipe cannot wait"):
@@ -83,10 +64,9 @@ def test_a_worker_may_not_call_its_own_pipe() -> None:
         assert pipe.run_on_stages(lambda s: s) == [0, 1]
 
 
-@pytest.mark.parametrize("s", [0, 1])
-def test_a_worker_ended_through_its_queue_ends_the_call_and_the_next_has_new_ones(s: int) -> None:
+def test_a_worker_ended_through_its_queue_ends_the_call_and_the_next_has_new_ones() -> None:
     with Pipe(cut(tower())) as pipe:
-        pipe.in_queues[s].put(None)
+        pipe.in_queues[1].put(None)
         with pytest.raises(RuntimeError, match="a None in its queue ended a worker"):
             one_f_one_b(pipe, *batch(8))
         one_f_one_b(pipe, *batch(8))
@@ -162,16 +142,11 @@ def test_a_second_thread_is_refused_at_once_and_the_first_gets_its_gradients(ste
         assert_close(take_gradients(model) | {"loss": loss.detach()}, expected)
 
 
-# What is refused, and what is right
-
-
 @pytest.mark.parametrize(
     ("last", "said"),
     [
         (lambda x: x.sum(), "Tensor, Tensor"),
         (lambda x: (x, 2), "int, int"),
-        (lambda x: {"rows": x, "norm": float(x.detach().norm())}, "float, float"),
-        (lambda x: (x, x.detach().numpy()), "ndarray, ndarray"),
         (lambda x: list(x.split(1)), "for micro-batch 0, .* for 3"),
         (lambda x: (x, None, True, "mean"), ""),
     ],
@@ -190,7 +165,6 @@ def test_outputs_are_put_together_or_refused(last: Callable[[Tensor], Any], said
 
 
 X, Y = batch(4)
-TEMPERATURE = nn.Parameter(torch.ones((), dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +172,6 @@ TEMPERATURE = nn.Parameter(torch.ones((), dtype=torch.float64))
     [
         (lambda pipe: pipe((X, X[:3])), "first dimension of every tensor, but there: 3, 4"),
         (lambda pipe: pipe(3.0), "there: no tensor"),
-        (lambda pipe: one_f_one_b(pipe, X, Y[:3]), "first dimension of .* but there: 3, 4"),
         (lambda pipe: pipe.train_step(X, Y, lambda o, t: o - t), r"loss_fn returned \(1, 3\)"),
         (
             lambda pipe: pipe.train_step(X, Y, lambda o, t: square_error(o.detach(), t)),
@@ -220,15 +193,7 @@ TEMPERATURE = nn.Parameter(torch.ones((), dtype=torch.float64))
             lambda _: place_layers(list(tower()), [2, 2], ["cpu:0", "cpu:1"]),
             r"sizes \[2, 2\] for 6 layers",
         ),
-        (
-            lambda pipe: pipe.train_step(X, Y, lambda o, t: square_error(o * TEMPERATURE, t)),
-            "loss_fn uses a tensor that requires grad and is",
-        ),
         (lambda pipe: pipe(BatchEncoding({"x": X})), "the batch holds a BatchEncoding"),
-        (
-            lambda pipe: one_f_one_b(pipe, X, BatchEncoding({"y": Y})),
-            "the batch holds a BatchEncoding with tensors inside",
-        ),
     ],
 )
 def test_a_mistake_says_what_is_needed(call: Callable[[Pipe], Any], said: str) -> None:

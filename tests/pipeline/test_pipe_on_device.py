@@ -63,23 +63,6 @@ def test_loss_and_gradients_are_those_of_the_sequential(devices: tuple[str, ...]
             assert_close(found, expected)
 
 
-class Head(nn.Module):
-    """The embedding's weight, used again."""
-
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.weight = embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T
-
-
-def tied() -> nn.Sequential:
-    torch.manual_seed(0)
-    embedding = nn.Embedding(9, 6).double()
-    return nn.Sequential(embedding, nn.Linear(6, 6).double(), nn.Tanh(), Head(embedding))
-
-
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits, target.to(logits.device), reduction="sum")
 

@@ -56,24 +56,3 @@ def test_workers_have_their_own_cores_and_leave_the_callers_threads_alone() -> N
     fresh.start()
     fresh.join()
     assert [torch.get_num_threads(), *found] == [before, before]
-
-
-def modes() -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
-        torch.get_default_device().type,
-    )  # fmt: skip
-
-
-def test_a_task_runs_under_the_modes_of_its_creator() -> None:
-    (in_queue,), (out_queue,) = create_workers(DEVICES[:1])
-    plain = modes()
-    for mode in (
-        torch.no_grad(), torch.inference_mode(), torch.device("meta"),
-        torch.autocast("cpu", torch.float16),
-    ):  # fmt: skip
-        with mode:
-            assert ask(in_queue, out_queue, modes) == modes() != plain
-        assert ask(in_queue, out_queue, modes) == modes() == plain
-    in_queue.put(None)

@@ -7,7 +7,6 @@ tests, make and benchmarks by make.
 from __future__ import annotations
 
 import re
-import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,25 +110,15 @@ OF_A_PIPELINE = r"Epoch (\d+)(): Training Time = ([\d.]+), Tokens_per_sec = ([\d
 Measured = dict[tuple[int, int], tuple[float, float]]  # by epoch and rank, seconds and tokens/s
 
 
-def script(printed: str, pattern: str) -> tuple[Measured, dict[str, float]]:
-    """What that script finds, and its summary: means and deviations without the first epoch, of the
-    seconds over all ranks, of the tokens per second over the epochs' sums."""
+def script(printed: str, pattern: str) -> Measured:
+    """What that script finds."""
     matches = [match for line in printed.split("\n") if (match := re.fullmatch(pattern, line))]
     found: Measured = {}
     for match in matches:
         epoch, rank, seconds, speed = match.groups()
         found[int(epoch), int(rank or 0)] = float(seconds), float(speed)
     assert len(found) == len(matches) == printed.count("Training Time")  # none twice, or cut in two
-    later = {place: x for place, x in found.items() if place[0] > 0}
-    times = [seconds for seconds, _ in later.values()]
-    epochs = sorted({epoch for epoch, _ in later})
-    sums = [sum(speed for (e, _), (_, speed) in later.items() if e == epoch) for epoch in epochs]
-    kinds = {"time": times, "tokens/s": sums}
-    return found, {
-        f"{word} of {kind}": function(values)
-        for kind, values in kinds.items()
-        for word, function in (("mean", statistics.mean), ("std", statistics.stdev))
-    }
+    return found
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -144,7 +133,7 @@ def test_the_script_of_the_newest_edition_finds_its_lines(ranks: Ranks) -> None:
         printed, error = run(f"{line} {small} --workdir {work}", ranks if n == 2 else None)
         assert error is None, printed
         of_ranks = line.startswith("run_data_parallel")
-        found, said = script(printed, OF_RANKS if of_ranks else OF_A_PIPELINE)
+        found = script(printed, OF_RANKS if of_ranks else OF_A_PIPELINE)
         files = {
             (e, r): read_json(work / f"{f'rank{r}' if of_ranks else 'eval'}_results_epoch{e}.json")
             for e in range(3)
@@ -154,7 +143,6 @@ def test_the_script_of_the_newest_edition_finds_its_lines(ranks: Ranks) -> None:
             place: (round(file["training_time"], 2), round(file["tokens_per_sec"], 1))
             for place, file in files.items()
         }
-        assert min(said["mean of time"], said["mean of tokens/s"]) > 0 <= said["std of time"]
         # Nothing is validated or generated, and an epoch has two steps.
         assert len(summary(work)["loss"]) == 3 * 2
         assert {file["validation_loss"] for file in files.values()} == {None}

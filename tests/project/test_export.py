@@ -21,7 +21,7 @@ from project.generate import continuations, main
 from project.generate import parse as parse_generate
 from project.utils import read_texts
 from tests.project.conftest import Learned
-from tests.project.programs import FLOW, SAME, TEXT, TINY, losses, names_in, parse, run, summary
+from tests.project.programs import SAME, TEXT, TINY, losses, names_in, parse, run, summary
 from tests.ranks import Ranks
 from training.export import export
 from training.launch.errors import RunError, UserError
@@ -120,7 +120,7 @@ def test_the_snippet_translates_as_generate_py_does(
     assert model.generation_config.max_length == 24
 
 
-def test_every_program_starts_from_it(
+def test_programs_start_from_it(
     learned: Callable[[str], Learned], pairs: Path, ranks: Ranks
 ) -> None:
     """And finds the losses of any other."""
@@ -149,8 +149,6 @@ def test_what_cannot_be_written(pairs: Path) -> None:
             export(load_trained(str(pairs)), Path(folder))
     assert names_in("full") == ["notes.txt"]
 
-
-# What --model refuses, before any process starts
 
 MISSING = "transformer.h.1.ln_2.bias"
 
@@ -182,6 +180,8 @@ def test_a_model_that_does_not_fit(pairs: Path) -> None:
     parse(line + "24")
     with pytest.raises(UserError, match="has 24 positions; --model_max_length 24 works"):
         parse(line + "25")
+    with pytest.raises(UserError, match=r"has 6 layers .* and every stage needs one"):
+        parse("train pipeline --model model --model_max_length 24 --num_workers 7")
     for file, spoil, why in SPOILT:
         path = Path("model", file)
         good = path.read_bytes()

@@ -19,8 +19,7 @@ from tests.project.programs import FLOW, ROOT, parse
 from training.launch.errors import UserError
 from training.launch.launch import Settings
 from training.options import Options, Processes
-from training.tasks.gpt2 import PRESETS, build_model, gpt2_config
-from training.tasks.tokens import train_tokenizer
+from training.tasks.gpt2 import PRESETS
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -41,8 +40,6 @@ def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert said.endswith("; --help explains all\n")
     return said.partition(": error: ")[2].removesuffix("; --help explains all\n")
 
-
-# ------------------------------------------------------------------ values that no option can have
 
 RULES: dict[str, tuple[list[str], str]] = {
     "Count": (["0", "-1", "1.5", "many"], "a whole number, 1 or more"),
@@ -75,9 +72,6 @@ def test_every_option_refuses_what_it_cannot_be(capsys: pytest.CaptureFixture[st
     assert set(tried.values()) == set(RULES) and len(tried) > 40
     assert refused(DP + "twice", capsys) == "unrecognized arguments: twice"
     assert refused("train ", capsys).startswith("name a strategy first: single, ddp, ")
-
-
-# -------------------------------------------------------------------------------- what is accepted
 
 
 def test_flags_and_values() -> None:
@@ -178,9 +172,7 @@ CHOSEN: dict[str, dict[str, object]] = {
     },
     # Of your own data all is used.
     DP + "--dataset mine": {"n_train": None, "n_validation": None, "n_test": None},
-    DP + "--dataset mine --n_train 7 --n_test all": {"n_train": 7, "n_test": None},
     PP + "--n_train 7 --n_test all": {"n_train": 7, "n_validation": 1000, "n_test": None},
-    "train ddp --dataset mine": {"n_train": None, "n_validation": None},
     DP + "--model gpt2": {"learning_rate": 1e-4},
     DP + "--model gpt2 --n_embd 384": {"learning_rate": 1e-3},
     "train pipeline": {
@@ -188,7 +180,6 @@ CHOSEN: dict[str, dict[str, object]] = {
         "schedule": "1f1b", "balance": "auto", "n_epochs": 1, "batch_size": 32,
         "cores_per_rank": 1, "learning_rate": 3e-4,
     },
-    "train single": {"workdir": Path("workdir/single1")},
     "train fsdp --num_workers 3 --optimizer sgd": {"learning_rate": 30 * 3e-4, "zero": 3},
     PP: {"num_devices": 1, "schedule": "sequential", "num_microbatches": 4, "timeline": 20},
     PP + "--timeline 0": {"timeline": 0},
@@ -229,9 +220,7 @@ MACHINES: list[tuple[int, tuple[int, int] | None, str, int | str]] = [
     # Ranks that hand each other tensors need a GPU each, or none; whole models may share one.
     (1, None, "train fsdp", GPUS.format("fsdp", 2, "1 GPU is")
      + "--world_size 1, or --device cpu, works"),
-    (1, None, "train pipeline --device cpu", 2),
     (1, None, "train ddp --device cuda", 2),
-    (1, None, DP, 2),
     (2, None, DP, 2),
     (1, None, f"{PP} {FLOW} --device cuda", "--num_devices 2 --device cuda: 1 GPU is visible; "
      "--num_devices 1, or --device cpu, works"),
@@ -266,20 +255,3 @@ def test_what_torchrun_and_the_machine_allow(
     except UserError as error:
         found = str(error)
     assert found == expected
-
-
-def test_a_folder_with_weights_is_a_model(tmp_path: Path) -> None:
-    """It says how many layers and positions there are."""
-    model = build_model(gpt2_config("gpt2-mini", 300, 32, n_layer=2, n_embd=32, n_head=2), 0)
-    tokenizer = train_tokenizer([{"de": "ja", "en": "yes"}], 259, "de", "en")
-    for saved in (model, tokenizer):
-        saved.save_pretrained(tmp_path)
-    line = f"train pipeline --model {tmp_path}"
-    assert parse(f"{line} --model_max_length 32 --num_workers 6").world_size == 6
-    for wrong, said in (
-        ("--model_max_length 33", r"^--model_max_length 33 .* --model_max_length 32 works$"),
-        ("--model_max_length 32 --num_workers 7", r"has 6 layers .* and every stage needs one"),
-        ("--n_head 4", r"^--n_head 4 --model .*only the presets can be changed"),
-    ):
-        with pytest.raises(UserError, match=said):
-            parse(f"{line} {wrong}")

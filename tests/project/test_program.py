@@ -8,7 +8,6 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer
 
 from project.run_data_parallel import DataParallelOptions
 from project.utils import evaluate_bleu
@@ -80,7 +79,7 @@ def test_it_says_what_it_trains_and_how_well_and_nothing_else(
 def test_it_leaves_exactly_the_files_of_this_run(
     trained: tuple[Path, CompletedProcess[str]],
 ) -> None:
-    """Its options with what it chose itself; what transformers loads; results of all ranks."""
+    """Its options with what it chose itself; results of all ranks."""
     work, _ = trained
     of_epochs = [
         f"rank{rank}_{kind}_epoch{epoch}.json"
@@ -97,17 +96,11 @@ def test_it_leaves_exactly_the_files_of_this_run(
     assert names_in(work / "checkpoints") == ["000001-epoch0-step5", "000002-epoch1-step5"]
     options = read_json(work / "options.json")
     expected = {
-        "model": "gpt2-mini", "n_layer": 1, "world_size": 2, "learning_rate": 1e-2, "device": "cpu",
-        "bucket_mb": 4.0, "gradient_sync": "overlap", "workdir": "work", "strategy": "ddp",
+        "n_layer": 1, "world_size": 2, "bucket_mb": 4.0, "gradient_sync": "overlap",
     }  # fmt: skip
     assert {key: options[key] for key in expected} == expected
     names = {field.name for field in fields(DataParallelOptions)}
     assert options.keys() == names | {"strategy", "command"}
-    tokenizer = AutoTokenizer.from_pretrained(work)
-    assert tokenizer.decode(tokenizer("Häuser und 7")["input_ids"]) == "Häuser und 7"
-    config = AutoConfig.from_pretrained(work)
-    sizes = (config.model_type, config.n_layer, config.n_embd, config.n_head, config.vocab_size)
-    assert sizes == ("gpt2", 1, 32, 2, 320)
     for rank in range(2):
         for epoch in range(2):
             result = read_json(work / f"rank{rank}_results_epoch{epoch}.json")

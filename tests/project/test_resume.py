@@ -174,9 +174,6 @@ def test_every_part_shard_and_step_draws_masks_of_its_own() -> None:
     assert len({*drawn(0, 0, 0), *drawn(1, 0, 0), *drawn(0, 1, 0)}) == 6
 
 
-# ------------------------------------------------------------------------- what is not a number
-
-
 def test_steps_that_are_left_out_are_null_and_counted_through_a_resume(ranks: Ranks) -> None:
     """The first step moves every weight by 1e30. After 20 in a row the run ends, though some of
     them were before the resume."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers.pytorch_utils import Conv1D
 
 from project.figures.recorded import read_timelines
-from tests.project.programs import FLOW, TINY, names_in, read_json, run, summary
+from tests.project.programs import FLOW, TINY, names_in, run
 from training.layouts.layout import Setup
 
 LINE = f"run_pipeline {FLOW} {TINY} --n_epochs 1 "
@@ -28,26 +25,6 @@ def no_thread_is_left(elsewhere: None) -> Iterator[None]:
     assert [t.name for t in left if type(t).__name__ != "TMonitor"] == []
 
 
-def test_it_leaves_exactly_the_files_of_this_run() -> None:
-    printed, _ = run(LINE.replace("--n_epochs 1", "--n_epochs 2"))
-    assert printed.startswith(
-        "pipeline_parallel: 2 stages, schedule 1f1b, micro-batches: 4, 2 epochs\n"
-    )
-    assert "layers per stage: " in printed
-    assert names_in("work") == [  # programs.py leaves out the picture
-        "checkpoints", "config.json", "eval_results_epoch0.json", "eval_results_epoch1.json",
-        "gen_epoch0.json", "gen_epoch1.json", "metrics.jsonl", "options.json", "summary.json",
-        "timeline_rank0.json", "tokenizer.json", "tokenizer_config.json", "tokens",
-    ]  # fmt: skip
-    for epoch in range(2):
-        result = read_json(f"work/eval_results_epoch{epoch}.json")
-        assert all(math.isfinite(value) for value in result.values())
-        assert len(read_json(f"work/gen_epoch{epoch}.json")) == 3
-    found = summary()
-    assert (found["schedule"], found["num_microbatches"], found["world_size"]) == ("1f1b", 4, 1)
-    assert found["loss"][-1] < found["loss"][0] < math.log(300) + 0.5
-
-
 @pytest.mark.parametrize(
     ("options", "about", "kinds"),
     [
@@ -60,6 +37,11 @@ def test_a_timeline_has_every_action_of_the_schedule(
 ) -> None:
     """Of the steps alone: validation runs through the same stages and is not recorded."""
     run(f"{LINE} --n_chunk 3 --timeline 1 {options}")
+    assert names_in("work") == [  # programs.py leaves out the picture
+        "checkpoints", "config.json", "eval_results_epoch0.json", "gen_epoch0.json",
+        "metrics.jsonl", "options.json", "summary.json", "timeline_rank0.json", "tokenizer.json",
+        "tokenizer_config.json", "tokens",
+    ]  # fmt: skip
     workers, told = read_timelines(Path("work"))
     assert told == dict(zip(("strategy", "schedule"), about, strict=True)) | {"ranks": None}
     work = [e for events in workers.values() for e in events if e.kind != "optimizer"]

@@ -1,5 +1,5 @@
 """The trained model translates where it was trained, in its shards and stages, with a cache, as one
-process does without one. No rank needs the whole model for it."""
+process does without one. (That no rank needs the whole model for it: test_losses.py.)"""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from project.run_pipeline import choose_devices
 from project.utils import read_texts, setup_of
-from tests.project.programs import FLOW, TINY, parse, recomputed, run
+from tests.project.programs import FLOW, TINY, parse, recomputed
 from tests.ranks import Ranks
-from training.launch.errors import RunError
 from training.launch.world import World
 from training.layouts.choose import lay_out
 from training.layouts.threads import BlocksInThreads, StagesInThreads
@@ -29,22 +28,6 @@ from training.tasks.translation import TranslationTask
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 LENGTH = 64
-
-
-def refuse_the_whole(_: int, patches: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise RunError("the whole model is asked for")
-
-    for module in ("tasks.task", "layouts.replicated", "layouts.threads"):
-        patches.setattr(f"training.{module}.whole_model", refuse)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp --precision bf16", "pipeline"])
-def test_no_rank_needs_the_whole_model(ranks: Ranks, strategy: str) -> None:
-    line = f"train {strategy} {TINY} --num_batches 4 "
-    printed, error = run(line, ranks, refuse_the_whole)
-    assert error is None, printed
-    assert "  this model  " in printed  # a few translations
 
 
 @pytest.mark.parametrize(

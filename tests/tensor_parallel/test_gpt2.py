@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from runtime.ranks import Ranks
 from tensor_parallel import loss
 from tensor_parallel.gpt2 import Part, VocabularyParallelHead, cut_matrices, degrees
-from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests import ranks as processes
 from training.tasks.gpt2 import build_model, gpt2_config
 
@@ -64,30 +63,6 @@ def test_the_head_computes_what_one_process_does(three_ranks: processes.Ranks) -
         torch.testing.assert_close(found[:4], wanted)
         assert found[4].equal(logits.argmax(-1)) and found[5].equal(logits[:, :5].argmax(-1))
     torch.testing.assert_close(torch.cat([found[2] for found in every]), weight.grad)
-
-
-def without_examples(_rank: int, _world_size: int, share: bool) -> list[Tensor]:
-    """What a pair of cut matrices makes of no examples, and its gradients."""
-    with processes.sharing(share):
-        return _without_examples(Ranks(torch.distributed.group.WORLD))
-
-
-def _without_examples(ranks: Ranks) -> list[Tensor]:
-    one, two = (nn.Parameter(torch.ones(C, 2)), nn.Parameter(torch.ones(2)))
-    columns = ColumnParallelLinear(one, two, ranks, False)
-    three, four = (nn.Parameter(torch.ones(2, C)), nn.Parameter(torch.ones(C)))
-    x = torch.ones(0, 5, C, requires_grad=True)
-    y = RowParallelLinear(three, four, ranks, False)(columns(x))
-    gradients = torch.autograd.grad(y.sum(), (x, one, two, three, four))
-    return [y.detach(), *gradients]
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_a_rank_group_may_have_no_examples(three_ranks: processes.Ranks, share: bool) -> None:
-    for found in three_ranks.run(without_examples, share):
-        shapes = [(0, 5, C), (0, 5, C), (C, 2), (2,), (2, C), (C,)]
-        assert [tuple(t.shape) for t in found] == shapes
-        assert not any(t.any() for t in found)
 
 
 def test_the_degrees_that_work() -> None:

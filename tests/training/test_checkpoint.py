@@ -73,9 +73,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-# What is written, and what stays
-
-
 def test_a_checkpoint_is_what_was_saved_and_the_newest_stay(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "checkpoints"
     assert (newest(folder), names(folder)) == ((None, []), [])  # there is no folder yet
@@ -94,9 +91,6 @@ def test_a_checkpoint_is_what_was_saved_and_the_newest_stay(tmp_path: Path) -> N
     assert names_in(folder) == ["000005-step5", *others[1:]]
 
 
-# Damage
-
-
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
@@ -113,9 +107,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Pat
             assert file in why or file == "manifest.json"
         (folder / file).write_bytes(good)
     assert value_of(newest(tmp_path)[0]) == 2
-
-
-# A crash at any instant
 
 
 def crash(work: Callable[[], object], folder: Path, at: int) -> bool:
@@ -212,9 +203,6 @@ def test_files_are_on_the_disk_before_the_name_is(
     assert done[-8:] == [*WRITTEN, f".{name}.part", f"-> {name}", tmp_path.name]
 
 
-# A disk that is full
-
-
 def full_at(at: int, patch: pytest.MonkeyPatch, error: Exception = FULL) -> None:
     """Makes the at-th sync of a file fail, as it does on a full disk."""
     patch.setattr("os.fsync", Mock(side_effect=[*[None] * (at - 1), error, *[None] * 99]))
@@ -289,8 +277,6 @@ def test_ranks_write_together_or_not_at_all(
         assert contents(tmp_path) == before
         assert names_in(tmp_path) == (["000001-a"] if common else ["host0"])
 
-
-# Layouts: of runs that share a folder, see tests/project/test_resume.py
 
 TENSORS = {
     "matrix": torch.arange(35.0, dtype=torch.float64).view(5, 7),

@@ -16,8 +16,6 @@ from project.figures.recorded import read_timelines
 from tests.ranks import Ranks
 from training.timeline import Event, Timeline, clock_offset
 
-# What is recorded
-
 
 def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> None:
     def tick(timeline: Timeline, kind: str) -> None:
@@ -41,9 +39,6 @@ def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> 
     ]
     assert seen == [("x", True), ("y", True), ("x", True), ("y", False)]
     assert (nothing.events(), nothing.recording) == ([], False)
-
-
-# Files
 
 
 def record(rank: int, workdir: Path, offset: float = 0.0) -> None:

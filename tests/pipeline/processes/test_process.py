@@ -25,6 +25,7 @@ from pipeline.schedules import schedule as sched
 from pipeline.schedules.schedule import Action
 from runtime.mesh import make_mesh, message_groups
 from tests.pipeline.pipeline_models import (
+    Paused,
     assert_close,
     assert_same_bits,
     batch,
@@ -36,7 +37,6 @@ from tests.pipeline.pipeline_models import (
     tower,
 )
 from tests.ranks import Ranks, sharing
-from tests.recorder import Paused
 
 SIZES = {1: (6,), 2: (2, 4), 3: (2, 1, 3), 4: (1, 2, 1, 2), 6: (1,) * 6}
 EVERY = [(name, 1) for name in catalogue.ONE_EACH] + [
@@ -68,9 +68,6 @@ def schedules(n: int) -> list[tuple[str, int]]:
 
 def of(pipe: ProcessPipe) -> Found:
     return {name: p.grad for name, p in pipe.named_parameters().items()}
-
-
-# Every schedule, number of micro-batches, cut and transport
 
 
 def model() -> nn.Sequential:
@@ -167,9 +164,6 @@ def test_three_processes_and_one_do_too(three_ranks: Ranks) -> None:
     check(merged([_on_ranks(0, 1, "memory")]), 1)  # no process group, nothing is sent
 
 
-# What passes between stages
-
-
 class Fork(nn.Module):
     """To a tuple: a part that is used, one that is not, integers, a constant."""
 
@@ -228,9 +222,6 @@ def test_a_stage_hands_on_tuples_of_any_length_and_what_nobody_needs(ranks: Rank
     assert_close(ordered(gradients(same) | {"loss": loss.detach()}), expected)
     for found in merged(ranks.run(_forked)).values():
         assert_close(found, expected)
-
-
-# Order
 
 
 def _recorded(rank: int, _: int, schedule: str | sched.BuildSchedule) -> str:

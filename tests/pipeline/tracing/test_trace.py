@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from pipeline.partition import WithDevice
@@ -21,8 +20,8 @@ from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.stage import Stage
 from pipeline.tracing.trace import split
+from tests.fuzz.models import Hooked, Hooks, Modes, Reverse
 from tests.pipeline.pipeline_models import (
-    Call,
     assert_close,
     assert_same_bits,
     gpt2,
@@ -277,38 +276,6 @@ class Counts(nn.Module):
 LINE = Chooses.forward.__code__.co_firstlineno + 1
 
 
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, g: Tensor) -> Tensor:
-        return -g
-
-
-def with_(what: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Linear(4, 4), Call(what), nn.Linear(4, 4))
-
-
-def hooked_tensor(x: Tensor) -> Tensor:
-    if x.requires_grad:  # not while a trace is run on values
-        x.register_hook(lambda g: g * 2)
-    return x
-
-
-def hooked_module() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()))
-    model.get_submodule("1.0").register_full_backward_hook(lambda *_: None)
-    return model
-
-
-def in_two_modes() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4)))
-    model.get_submodule("1.0").eval()
-    return model
-
-
 @pytest.mark.parametrize(
     ("module", "how", "said"),
     [
@@ -327,22 +294,17 @@ def in_two_modes() -> nn.Module:
         (Short, {"at": ["c"]}, "at=c: forward calls no such submodule, but a, b"),
         (Short, {"at": ["a"]}, "nothing is left to compute before a"),
         (
-            with_(Reverse.apply),
+            Reverse,
             {"stages": 1},
             r"the backward of a torch.autograd.Function would be lost.*; or cut the model by hand",
         ),
         (
-            with_(hooked_tensor),
+            lambda: nn.Sequential(nn.Linear(4, 4), Hooks()),
             {"stages": 1},
-            r"test_trace.py:\d+: `x.register_hook.*a hook on a tensor would be lost.* by hand",
+            r"`y.register_hook.*a hook on a tensor would be lost.* by hand",
         ),
-        (
-            with_(lambda x: checkpoint(torch.tanh, x, use_reentrant=True)),
-            {"stages": 1},
-            r"test_trace.py:\d+: `with_.*the backward of a torch.autograd.Function would be lost",
-        ),
-        (hooked_module, {"stages": 1}, r"1\.0 \(Tanh\) has a hook on its backward, which would"),
-        (in_two_modes, {"stages": 1}, r"1\.0 \(BatchNorm1d\) is in evaluation, the model in trai"),
+        (partial(Hooked, 4), {"stages": 1}, r"linear \(Linear\) has a hook on its backward, which"),
+        (Modes, {"stages": 1}, r"dropout \(Dropout\) is in evaluation, the model in training"),
         (TwoNorms, {"at": ["a"]}, "buffer norm.running_.* is written to and used on several"),
     ],
 )
@@ -351,28 +313,6 @@ def test_what_cannot_be_traced_or_cut_is_said(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         split(made(module), **{"example_inputs": noise(2, 4), **how})
-
-
-def test_the_first_operator_may_write_to_an_example_of_one() -> None:
-    module = nn.Sequential(nn.ELU(inplace=True), nn.Linear(4, 3)).double()
-    x = noise(1, 4)
-    stages = split(module, x, ["1"])
-    assert torch.equal(x, noise(1, 4))
-    for rows in (1, 3):
-        assert torch.equal(stages(noise(rows, 4)), module(noise(rows, 4)))
-
-
-def test_a_checkpoint_that_keeps_the_graph_is_traced() -> None:
-    def again(x: Tensor) -> Tensor:
-        return checkpoint(torch.tanh, x, use_reentrant=False)
-
-    model = made(with_(again))
-    with in_threads(split(model, noise(2, 4), stages=1)) as pipe:
-        pipe(noise(3, 4)).sum().backward()
-    found = everything(model)
-    model.zero_grad()
-    model(noise(3, 4)).sum().backward()
-    assert_close(found, everything(model))
 
 
 def test_inputs_must_answer_as_the_example_did_and_a_trace_is_not_pickled() -> None:

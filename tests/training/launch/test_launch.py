@@ -25,8 +25,6 @@ from training.launch.errors import RunError, UserError
 from training.launch.launch import Failure, Settings, launch, listen, stay_on_interface_to, watch
 from training.launch.world import World, choose_backend, choose_device, on_main
 
-# A run
-
 
 def test_ranks_know_their_place_and_listen_on_loopback_alone(tmp_path: Path) -> None:
     """With more work than a pipe holds."""
@@ -92,9 +90,6 @@ def test_the_first_failure_is_told_above_what_all_did_last(
     assert failure.text.startswith(f"{said}rank  last action  ")
 
 
-# Rank 0 works alone
-
-
 def _alone(rank: int, world_size: int, mark: Path, fails: bool) -> str:
     """How it ends, and whether rank 0's work was done then."""
 
@@ -114,9 +109,6 @@ def _alone(rank: int, world_size: int, mark: Path, fails: bool) -> str:
 def test_others_wait_for_rank_0(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(_alone, tmp_path / "a", False) == ["done", "done"]
     assert ranks.run(_alone, tmp_path / "b", True) == ["the disk is full", "done"]
-
-
-# Interfaces, ports, cores, devices
 
 
 def test_ranks_of_one_machine_stay_on_loopback_and_those_of_several_where_they_are_told(

@@ -31,9 +31,6 @@ def tiny(seed: int = 0, n_layer: int = 2, **sizes: Any) -> GPT2LMHeadModel:
     return build_model(gpt2_config("gpt2-mini", 320, 16, n_layer=n_layer, **sizes), seed)
 
 
-# Sizes
-
-
 def test_presets_have_the_published_sizes_and_can_be_changed() -> None:
     counts = {
         "gpt2-mini": 4_240_896,  # with 4096 tokens and 128 positions
@@ -61,9 +58,6 @@ def test_sizes_of_stages() -> None:
     for wrong in ("3,3", "5", "5,0", "2,x", ""):
         with pytest.raises(ValueError, match="2 positive numbers that add up to the 5 blocks"):
             split_by(wrong, 5, 2, "blocks")
-
-
-# Initial weights
 
 
 def test_no_two_streams_are_the_same_and_each_is_on_every_machine() -> None:
@@ -103,8 +97,6 @@ def test_weights_are_those_of_gpt2_and_depend_on_seed_and_name_alone() -> None:
     assert first == pytest.approx([-0.02690713, -0.02315010, 0.00897220], rel=1e-4)
 
 
-# The loss
-
 IDS = torch.tensor([[5, 6, 7, 8], [3, 4, 2, 0], [3, 4, 0, 0]])
 WEIGHTS = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]])
 
@@ -129,9 +121,6 @@ def test_the_loss_of_the_layers_is_the_masked_cross_entropy_of_the_model() -> No
     nothing.backward()
     assert nothing.item() == 0
     assert [n for n, p in model.named_parameters() if p.grad is None or p.grad.any()] == []
-
-
-# Weights of others
 
 
 @pytest.mark.parametrize("part", ["whole in bfloat16", "transformer"])
