@@ -208,12 +208,6 @@ def test_a_step_of_two_replicas_waits_once_and_copies_bucket_by_bucket(
         assert n > 2 and of_rank["of buckets"] == {"_foreach_copy_": n, "fill_": n, "div_": n}
 
 
-def sizes(_rank: int, _world_size: int) -> list[int]:
-    group = dist.new_group(backend="nccl")
-    backends = map(dist.get_backend, (None, group))
-    return [gradients.default_bucket_bytes(backend) for backend in backends]
-
-
 @on_device
 def test_products_are_exact_unless_tf32_is_asked_for(tmp_path: Path) -> None:
     """Torch's own default is tf32 in convolutions."""

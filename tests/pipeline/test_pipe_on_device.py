@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
+from tests.data_parallel.sharded_models import tied
 from tests.device.seen import watch
 from tests.device.session import on_device
 from tests.pipeline.pipeline_models import (
@@ -90,30 +91,6 @@ def test_a_tied_weight_gets_the_sum_of_both_stages(devices: tuple[str, ...]) -> 
                         if p.grad is not None:
                             p.sub_(0.1 * p.grad)
                             p.grad = None
-
-
-@on_device
-def test_autograd_grad_through_two_forwards_in_the_middle_of_a_graph() -> None:
-    """Layers of the caller before and behind, both on devices; `retain_graph`; two backwards."""
-    x, _ = batch(4)
-    model, before, after = tower(), nn.Linear(4, 4).double(), nn.Linear(3, 3).double()
-    every = [*before.parameters(), *model.parameters(), *after.parameters()]
-
-    def loss_of(function: Any, value: Tensor) -> Tensor:
-        return (after(function(before(value)).square()) * function(before(value * 2))).sum()
-
-    expected = torch.autograd.grad(loss_of(model, x), every)
-    before.to("cuda:0")
-    after.to("cuda:1")
-    layers, _ = split(model, ("cuda:0", "cuda:1"))
-    every = [*before.parameters(), *model.parameters(), *after.parameters()]
-    with Pipe(layers, split_size=2) as pipe:
-        loss = loss_of(pipe, x.to("cuda:0"))
-        for _ in range(2):
-            found = torch.autograd.grad(loss, every, retain_graph=True)
-            assert [g.device for g in found] == [p.device for p in every]
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one.cpu(), other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("step", [forward_backward, one_f_one_b, zb])

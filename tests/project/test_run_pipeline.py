@@ -53,22 +53,6 @@ def test_a_timeline_has_every_action_of_the_schedule(
     assert "optimizer" in {event.kind for event in workers["stage 0"]}
 
 
-def test_a_stage_that_raises_ends_the_run_and_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a training step."""
-    forward, forwards = Conv1D.forward, []
-
-    def fuse(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-        forwards.append(threading.current_thread())
-        if self.training and len(forwards) > 20:
-            raise ArithmeticError("blown")
-        return forward(self, hidden)
-
-    monkeypatch.setattr(Conv1D, "forward", fuse)
-    with pytest.raises(ArithmeticError, match="blown"):
-        run(f"{LINE} --balance uniform")
-    assert forwards[-1] is not threading.main_thread()
-
-
 def test_a_cpu_without_bf16_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     bf16, fp32 = (Setup(torch.optim.SGD, precision) for precision in ("bf16", "fp32"))
     x86 = {"architecture": "x86_64", "amx_bf16": False}
