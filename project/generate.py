@@ -24,7 +24,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 from project.command_line import Parser, count
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Ends the program if it cannot be right."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    parse()  # before torch is imported, which takes seconds
+    parse_generate()  # before torch is imported, which takes seconds
 
 
 from project.utils import run_program
@@ -133,7 +133,7 @@ def continuations(
 
 def main() -> None:
     """The program."""
-    args = parse()
+    args = parse_generate()
     if args.export is not None:
         export(load_trained(args.trained), args.export)
         print(f"Model and tokenizer, for transformers, are in {args.export}/.")

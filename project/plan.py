@@ -519,14 +519,14 @@ def run_calibrate(args: argparse.Namespace) -> None:
     print(json.dumps(found) if args.json else f"{args.output}:\n{args.output.read_text('utf-8')}")
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_plan(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command and its options; ends the program on a mistake."""
     return _parser().parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The program."""
-    args = parse(argv)
+    args = parse_plan(argv)
     try:
         globals()[f"run_{args.command}"](args)
     except (ValueError, OSError) as error:

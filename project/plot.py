@@ -37,7 +37,7 @@ OF_TRAIN = {  # figures of runs of train.py
 }
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="figure", required=True, metavar="COMMAND")
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    parse()  # before torch and matplotlib are imported, which takes seconds
+    parse_plot()  # before torch and matplotlib are imported, which takes seconds
 
 from project.figures.bars import LINES, Bar, draw_bars, unit_of
 from project.figures.epochs import read_epochs
@@ -400,7 +400,7 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
 
 def main() -> None:
     """The program."""
-    for path in draw_figure(parse()):
+    for path in draw_figure(parse_plot()):
         print(f"drew {path}")
 
 

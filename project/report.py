@@ -50,7 +50,7 @@ PAGE = Path(__file__).parent / "page"
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # micro-batches that the sliders offer
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
@@ -273,7 +273,7 @@ def render(runs: Sequence[Reported], template: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The program."""
-    args = parse(argv)
+    args = parse_report(argv)
     machine = None
     if args.machine:
         try:

@@ -78,7 +78,7 @@ from training.profiling import Profile
 from training.resume import NO_RESUME, Resume, find_resume
 from training.tasks.gpt2 import PRESETS
 from training.tasks.pictures import PictureSets, load_pictures
-from training.tasks.task import Task
+from training.tasks.task import TrainingTask
 from training.tasks.texts import Texts
 from training.tasks.vgg import VGG, PictureTask
 from training.trackers import close_trackers, trackers_of
@@ -263,7 +263,7 @@ def run_rank(
     world: World, args: TrainOptions, data: Texts | PictureSets, resume: Resume = NO_RESUME
 ) -> None:
     """One rank of the program. Raises RunError if a check finds a difference from one process."""
-    task: Task
+    task: TrainingTask
     resume = resume.of_main(world)  # collective
     if isinstance(data, PictureSets):
         task = PictureTask(args, world, data)

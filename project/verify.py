@@ -62,7 +62,7 @@ def choose(patterns: list[str]) -> list[Row]:
     return [row for row in TABLE if any(fnmatchcase(row.name, pattern) for pattern in patterns)]
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_verify(argv: list[str] | None = None) -> argparse.Namespace:
     """The options; mistakes are reported before anything starts."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
@@ -86,7 +86,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     """The program."""
-    args, start = parse(argv), time.perf_counter()
+    args, start = parse_verify(argv), time.perf_counter()
     if args.list:
         print("\n".join(row.name for row in args.chosen))
         return

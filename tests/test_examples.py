@@ -101,7 +101,7 @@ def test_the_notebook_runs(ranks: Ranks, tmp_path: Path) -> None:
     for program, options in re.findall(r"^!python project/(\w+)\.py (.*)$", lines, re.MULTILINE):
         options = options.replace("workdir_notebook", str(tmp_path / "workdir_notebook"))
         if program == "plot":
-            plot.draw_figure(plot.parse(options.split()))
+            plot.draw_figure(plot.parse_plot(options.split()))
             continue
         smaller = f"{program} {options} {TINY} --n_epochs 1".replace("--world_size 2", "")
         alone = program == "run_pipeline"

@@ -124,7 +124,7 @@ def test_a_name_means_one_thing() -> None:
     for name in ("main", "parse"):  # what every program has
         del defined[name]
     assert {name for name, where in defined.items() if len(where) > 1} <= {
-        "Task"  # the courses' pipeline.worker.Task
+        "TrainingTask"  # the courses' pipeline.worker.TrainingTask
     }
 
 

@@ -26,10 +26,10 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
     "project/run_data_parallel.py": partial(parse_data_parallel, None),
     "project/run_pipeline.py": partial(parse_pipeline, None),
     "project/train.py": partial(parse_train, None),
-    "project/plot.py": plot.parse,
-    "project/generate.py": generate.parse,
-    "project/report.py": report.parse,
-    "project/plan.py": plan.parse,
+    "project/plot.py": plot.parse_plot,
+    "project/generate.py": generate.parse_generate,
+    "project/report.py": report.parse_report,
+    "project/plan.py": plan.parse_plan,
 }
 MARKED = {
     name

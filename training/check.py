@@ -45,7 +45,7 @@ from training.progress import moving
 from .launch.world import World, gather_over_ranks
 from .layouts.layout import LaidOutModel, Setup
 from .tasks.gpt2 import Sequences
-from .tasks.task import Step, Task, whole_model
+from .tasks.task import Step, TrainingTask, whole_model
 
 FACTOR = 16.0
 EPS32 = torch.finfo(torch.float32).eps
@@ -194,7 +194,12 @@ class Plain:
     casts as the layout does: weights to `compute_dtype`, or by autocast."""
 
     def __init__(
-        self, args: Options, task: Task, setup: Setup, layout: LaidOutModel, dtype: torch.dtype
+        self,
+        args: Options,
+        task: TrainingTask,
+        setup: Setup,
+        layout: LaidOutModel,
+        dtype: torch.dtype,
     ) -> None:
         exact = dtype == torch.float64
         self.task, self.dropout = task, args.dropout
@@ -279,7 +284,7 @@ def weights_on_main(world: World, model: LaidOutModel) -> dict[str, Tensor]:
     return found
 
 
-def outputs_on_main(world: World, task: Task, model: LaidOutModel) -> list[Tensor]:
+def outputs_on_main(world: World, task: TrainingTask, model: LaidOutModel) -> list[Tensor]:
     """On rank 0, every part's outputs for one validation batch; elsewhere nothing."""
     batches = task.validation_batches(model.part, model.parts)
     with model.evaluating():
@@ -291,7 +296,7 @@ def outputs_on_main(world: World, task: Task, model: LaidOutModel) -> list[Tenso
 
 def check(
     args: Options,
-    task: Task,
+    task: TrainingTask,
     setup: Setup,
     model: LaidOutModel,
     weights: dict[str, Tensor],

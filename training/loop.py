@@ -38,7 +38,7 @@ from .launch.errors import RunError
 from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup
 from .resume import NO_RESUME, Resume, Saving
-from .tasks.task import Score, Step, Task
+from .tasks.task import Score, Step, TrainingTask
 
 
 def train(
@@ -134,7 +134,7 @@ def seeded(steps: Iterable[Step], model: LaidOutModel, seed: int, done: int) -> 
         yield step
 
 
-def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float, float]:
+def evaluate_loss(world: World, task: TrainingTask, model: LaidOutModel) -> tuple[float, float]:
     """The mean loss over all targets of the validation data, and the accuracy from 0 to 1; the same
     on all ranks. Call it while the model is `evaluating`."""
     totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, answers
@@ -158,7 +158,7 @@ def evaluate_loss(world: World, task: Task, model: LaidOutModel) -> tuple[float,
     return loss / max(1.0, answers), right / max(1.0, answers)
 
 
-def num_steps(args: Options, task: Task) -> int:
+def num_steps(args: Options, task: TrainingTask) -> int:
     """Steps of the whole run."""
     return args.num_batches or args.n_epochs * task.steps_per_epoch
 
@@ -172,7 +172,7 @@ def step_timeout(args: Options, world: World, seconds: float) -> float:
     return min(args.timeout, max(60.0, 10 * seconds))
 
 
-def recipe_of(args: Options, task: Task) -> Recipe:
+def recipe_of(args: Options, task: TrainingTask) -> Recipe:
     """The update of the weights that the options ask for."""
     return Recipe(
         learning_rate=args.learning_rate,
@@ -188,7 +188,7 @@ def recipe_of(args: Options, task: Task) -> Recipe:
 def run(
     world: World,
     args: Options,
-    task: Task,
+    task: TrainingTask,
     model: LaidOutModel,
     setup: Setup,
     average_gradients_fn: Callable[[nn.Module], None] | None = None,

@@ -45,7 +45,7 @@ from .files import (
 from .launch.memory import peak_bytes
 from .launch.world import World, gather_over_ranks, sum_over_parts
 from .layouts.layout import LaidOutModel
-from .tasks.task import Score, Task
+from .tasks.task import Score, TrainingTask
 
 # What a run leaves in its workdir: what shows that there was one, and the rest.
 WORTH = (f"{CHECKPOINTS}/*", "*_results_epoch*.json", "timeline_rank*.json")
@@ -76,7 +76,9 @@ NOTHING_YET = Totals()
 class Results:
     """The table and the files of one run. All ranks call its methods together."""
 
-    def __init__(self, world: World, args: Options, task: Task, model: LaidOutModel) -> None:
+    def __init__(
+        self, world: World, args: Options, task: TrainingTask, model: LaidOutModel
+    ) -> None:
         self.world, self.args, self.task, self.model = world, args, task, model
         self.width = max(10, len(task.score_name) + 2)  # of the column
         self.resumed = False

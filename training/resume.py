@@ -33,7 +33,7 @@ from .launch import notice
 from .launch.errors import UserError, torchrun
 from .launch.world import World, gather_over_ranks, sum_over_parts
 from .layouts.layout import LaidOutModel
-from .tasks.task import Task
+from .tasks.task import TrainingTask
 
 # Options that decide *what* is computed: a resumed run must have the same. All others say how long
 # to train, where to write, and which devices compute the same thing in which order.
@@ -140,7 +140,12 @@ class Saving:
     """The checkpoints of a run. All ranks call its methods together."""
 
     def __init__(
-        self, world: World, args: Options, task: Task, model: LaidOutModel, optimizer: Optimizers
+        self,
+        world: World,
+        args: Options,
+        task: TrainingTask,
+        model: LaidOutModel,
+        optimizer: Optimizers,
     ) -> None:
         self.world, self.args, self.task = world, args, task
         self.model, self.optimizer = model, optimizer

@@ -42,7 +42,7 @@ from training.layouts.layout import LaidOutModel, Setup
 from training.loop import recipe_of, seeded, train
 from training.optimization import Optimizers
 from training.resume import NO_RESUME, Saving, find_resume
-from training.tasks.task import Step, Task
+from training.tasks.task import Step, TrainingTask
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4}  # relative, of ten steps
 KINDS = ("loss", "gradient", "weight")
@@ -81,7 +81,7 @@ class Training:
     """A row on this rank, laid out. All ranks call the same methods."""
 
     world: World
-    task: Task
+    task: TrainingTask
     model: LaidOutModel
     optimizer: Optimizers
 

@@ -36,9 +36,9 @@ from training.layouts.sharded import Sharded
 from training.layouts.stages import Staged, StageSettings
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.tasks.gpt2 import Sequences
-from training.tasks.task import Step, Task
+from training.tasks.task import Step, TrainingTask
 
-Build = Callable[[Task, World, Setup], LaidOutModel]
+Build = Callable[[TrainingTask, World, Setup], LaidOutModel]
 Cut = tuple[int, ...]  # layers per stage
 
 SCHEDULES = ("gpipe", "1f1b", "zb")
@@ -119,7 +119,7 @@ def mesh(
 ) -> Build:
     """dp x pp x tp ranks, layers cut unevenly."""
 
-    def build(task: Task, world: World, setup: Setup) -> LaidOutModel:
+    def build(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
         places = _mesh(dp, pp, tp)
         cut = UNEVEN[pp * chunks] if pp > 1 else None  # one stage: all layers, however many
         if zero == 3:
@@ -151,7 +151,7 @@ def threads(cut: Cut | int, schedule: str, m: int, chunks: int = 1) -> Build:
 def module(cut: Cut, split_size: int) -> Build:
     """A `Pipe` in a plain loop."""
 
-    def build(task: Task, world: World, setup: Setup) -> LaidOutModel:
+    def build(task: TrainingTask, world: World, setup: Setup) -> LaidOutModel:
         where = devices(world, len(cut))
         model = PlainModule(task, world, setup, where, num_microbatches=1, cut=cut)
         model.pipe.split_size = split_size

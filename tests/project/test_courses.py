@@ -66,7 +66,7 @@ def test_gradients_are_the_same_on_all_ranks(gradients: list[dict[str, Tensor]])
 
 def draw(options: str) -> list[str]:
     """The names of the figures, which are there."""
-    paths = plot.draw_figure(plot.parse(options.split()))
+    paths = plot.draw_figure(plot.parse_plot(options.split()))
     assert [path for path in paths if not path.is_file()] == []
     return [path.name for path in paths]
 

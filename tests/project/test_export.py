@@ -17,8 +17,7 @@ from safetensors.torch import load, save
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from project.generate import continuations, main
-from project.generate import parse as parse_generate
+from project.generate import continuations, main, parse_generate
 from project.utils import read_texts
 from tests.project.conftest import Learned
 from tests.project.programs import SAME, TEXT, TINY, losses, names_in, parse, run, summary

@@ -39,7 +39,7 @@ def trained() -> Trained:
 
 
 def generated(trained: Trained, lines: list[str], *options: str) -> list[list[str]]:
-    return generate.continuations(trained, lines, generate.parse(["somewhere", *options]))
+    return generate.continuations(trained, lines, generate.parse_generate(["somewhere", *options]))
 
 
 def alone(trained: Trained, line: str, most: int) -> str:
@@ -134,7 +134,7 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
         ("missing", r"cannot be read \(No such file"),
         ("latin1", "it is not UTF-8"),
     ):
-        args = generate.parse(["work", "--input", f"{name}.txt"])
+        args = generate.parse_generate(["work", "--input", f"{name}.txt"])
         refused(rf"^--input {name}\.txt: {said}", generate.read_lines, args)
     for wrong, why in (
         (["--num_samples", "0"], "--num_samples: 0: it must be a whole number, 1 or more"),
@@ -144,5 +144,5 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
         (["Ei", "--export", "new"], "--export new generates nothing: leave out text and --input"),
     ):
         with pytest.raises(SystemExit):
-            generate.parse(["work", *wrong])
+            generate.parse_generate(["work", *wrong])
         assert why in capsys.readouterr().err

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from project.generate import continuations
-from project.generate import parse as parse_generate
+from project.generate import continuations, parse_generate
 from project.utils import read_texts
 from tests.project.conftest import Learned
 from tests.project.programs import parse, read_json, recomputed

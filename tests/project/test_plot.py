@@ -110,7 +110,7 @@ def legend(fig: Figure) -> list[str]:
 def draw(root: Path, drawn: dict[str, Figure], *command: str) -> Figure:
     """What a command of plot.py draws."""
     where = ("--workdir", str(root)) if "=" in command[1] else ()
-    args = plot.parse([*command, *where, "--output", str(root / "p.png")])
+    args = plot.parse_plot([*command, *where, "--output", str(root / "p.png")])
     assert plot.draw_figure(args) == [root / "p.png"]
     return drawn["p.png"]
 
@@ -141,7 +141,7 @@ def test_data_parallel(
 ) -> None:
     names = ["data_parallel_training_time.png", "data_parallel_throughput.png"]
     line = f"data_parallel --single {single} --multiple {multiple} --output {tmp_path}".split()
-    paths = plot.draw_figure(plot.parse(line))
+    paths = plot.draw_figure(plot.parse_plot(line))
     assert paths == [tmp_path / name for name in names]
     time, throughput = (drawn[name] for name in names)
     (ax,) = time.axes
@@ -167,7 +167,7 @@ def test_data_parallel(
         (multiple, {"world_size": 2, "batch_size": 128, "cores": 1}),
     ):
         (run / "options.json").write_text(json.dumps(options))
-    plot.draw_figure(plot.parse(line))
+    plot.draw_figure(plot.parse_plot(line))
     time = drawn[names[0]]
     assert labels(time.axes[0]) == ["1 process", "rank 0", "rank 1"]
     assert title(time) == "2 processes: 1.82x as fast as 1 process"
@@ -185,7 +185,7 @@ def test_pipeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
                 f"--{name}",
                 str(write_epochs(tmp_path / name, "eval_results", times, **options)),
             ]
-        plot.draw_figure(plot.parse(line))
+        plot.draw_figure(plot.parse_plot(line))
         return drawn["pipeline_training_time.png"]
 
     fig = figure((8, [50.0, 36.0, 36.0]), (8, [40.0, 23.0, 25.0]))
@@ -201,7 +201,7 @@ def test_pipeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
 def test_training(single: Path, tmp_path: Path, drawn: dict[str, Figure]) -> None:
     summary = {"batch_size": 128, "cores": 1, "model": "gpt2-mini", "n_layer": 2, "n_embd": None}
     (single / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    args = plot.parse(["training", str(single)])
+    args = plot.parse_plot(["training", str(single)])
     assert plot.draw_figure(args) == [single / "training.png"]
     fig = drawn["training.png"]
     assert curves(fig) == [
@@ -241,7 +241,7 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
 ) -> None:
     path = tmp_path / "1f1b.png"
     line = f"schedule --schedule=1f1b --num_devices=3 --n_chunk=4 --output={path}"
-    assert plot.draw_figure(plot.parse(line.split())) == [path]
+    assert plot.draw_figure(plot.parse_plot(line.split())) == [path]
     *printed, meaning = capsys.readouterr().out.splitlines()
     assert meaning == (
         "F0 forward; B0 backward, two clocks; I0 backward, gradient of the input; W0 backward, "
@@ -276,7 +276,7 @@ def test_several_stages_per_rank_have_one_vocabulary(
 ) -> None:
     """Printed and drawn; and a deviation has one digit, or whole ones."""
     line = f"schedule --schedule=zbv --num_devices=2 --n_chunk=3 --output={tmp_path}/zbv.png"
-    plot.draw_figure(plot.parse(line.split()))
+    plot.draw_figure(plot.parse_plot(line.split()))
     first, second, meaning = capsys.readouterr().out.splitlines()
     assert first.startswith("rank 0: F0a F1a ") and second.startswith("rank 1: ")
     assert meaning.startswith("F0a forward; I0a ") and "; a, b: the rank's chunks; " in meaning
@@ -527,7 +527,7 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
 )
 def test_a_mistyped_line(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises((UserError, SystemExit)) as caught:
-        plot.draw_figure(plot.parse(line.split()))
+        plot.draw_figure(plot.parse_plot(line.split()))
     assert said in f"{caught.value}{capsys.readouterr().err}"
 
 

@@ -66,7 +66,7 @@ def test_the_list_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         (["--json", "nowhere/rows.json"], "there is no folder nowhere; make it first"),
     ):
         with pytest.raises(UserError, match=words):
-            verify.parse(argv)
+            verify.parse_verify(argv)
     with pytest.raises(SystemExit):
-        verify.parse(["--steps", "1"])
+        verify.parse_verify(["--steps", "1"])
     assert "--steps 1: at least 2 are needed" in capsys.readouterr().err

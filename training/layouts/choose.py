@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from runtime.mesh import make_mesh
 from training.launch.world import World
 from training.options import Options
-from training.tasks.task import Task
+from training.tasks.task import TrainingTask
 
 from .layout import LaidOutModel, Setup
 from .replicated import Replicated
@@ -26,7 +26,7 @@ from .stages import Staged, StageSettings
 
 
 def lay_out(
-    args: Options, task: Task, world: World, setup: Setup, cut: Sequence[int] | None = None
+    args: Options, task: TrainingTask, world: World, setup: Setup, cut: Sequence[int] | None = None
 ) -> LaidOutModel:
     """The task's model under `args.strategy`. All ranks call it together.
 

@@ -33,7 +33,7 @@ from training.optimization import Run
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
 from training.tasks.gpt2 import newest_tokens
-from training.tasks.task import Step, Task
+from training.tasks.task import Step, TrainingTask
 from training.timeline import OFF, Timeline
 
 
@@ -110,7 +110,7 @@ class LaidOutModel(ABC):
         cut: layers per stage, which a checkpoint remembers; None: nothing was measured.
     """
 
-    task: Task
+    task: TrainingTask
     part = 0
     parts = 1
     shard = 0

@@ -13,12 +13,12 @@ from torch import nn
 from pipeline.partition import balance, measure_costs
 from runtime.meta import materialize, names_of
 from training.launch.world import World
-from training.tasks.task import Task
+from training.tasks.task import TrainingTask
 
 from .layout import Setup
 
 
-def measured_sizes(task: Task, world: World, setup: Setup, num_stages: int) -> list[int]:
+def measured_sizes(task: TrainingTask, world: World, setup: Setup, num_stages: int) -> list[int]:
     """Layers per stage. Rank 0 times the layers one by one on a micro-batch, and tells all."""
     if num_stages == 1:
         return [len(task.layers(task.skeleton()))]
@@ -38,7 +38,7 @@ def measured_sizes(task: Task, world: World, setup: Setup, num_stages: int) -> l
 class _OneAtATime:
     """Layers on the meta device. Iterating gives each in turn memory and values."""
 
-    def __init__(self, task: Task, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, task: TrainingTask, device: torch.device, dtype: torch.dtype) -> None:
         model = task.skeleton().to(dtype)
         self.task, self.device, self.layers = task, device, task.layers(model)
         self.names = names_of(model)

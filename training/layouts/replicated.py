@@ -20,7 +20,7 @@ from data_parallel.ddp import DistributedDataParallel
 from data_parallel.gradients import average_gradients, average_gradients_flat
 from training.launch.memory import state_bytes
 from training.launch.world import World
-from training.tasks.task import Step, Task, whole_model
+from training.tasks.task import Step, TrainingTask, whole_model
 
 from .layout import LaidOutModel, Setup
 
@@ -54,7 +54,7 @@ class Replicated(LaidOutModel):
 
     def __init__(
         self,
-        task: Task,
+        task: TrainingTask,
         world: World,
         setup: Setup,
         gradient_sync: str = "overlap",

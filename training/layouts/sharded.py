@@ -18,7 +18,7 @@ from training.launch.world import World
 from training.layouts.layout import Piece
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
-from training.tasks.task import Step, Task
+from training.tasks.task import Step, TrainingTask
 
 from .layout import LaidOutModel, Setup
 from .tensor import CutTask
@@ -47,7 +47,7 @@ class Sharded(LaidOutModel):
 
     def __init__(
         self,
-        task: Task,
+        task: TrainingTask,
         world: World,
         setup: Setup,
         zero: int = 3,

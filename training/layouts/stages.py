@@ -22,7 +22,7 @@ from training.launch.world import World
 from training.layouts.layout import Piece, whole
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
-from training.tasks.task import Step, Task
+from training.tasks.task import Step, TrainingTask
 
 from .layout import LaidOutModel, Setup
 from .measure import measured_sizes
@@ -43,7 +43,9 @@ class StageSettings:
     sequence_parallel: bool = False
     shard_optimizer: bool = False  # ZeRO 1 over the replicas
 
-    def sizes(self, task: Task, world: World, setup: Setup, num_stages: int) -> Sequence[int]:
+    def sizes(
+        self, task: TrainingTask, world: World, setup: Setup, num_stages: int
+    ) -> Sequence[int]:
         """The layers per stage. All ranks call it together."""
         if self.balance == "auto" and self.cut is not None and len(self.cut) == num_stages:
             return self.cut
@@ -62,7 +64,7 @@ class Staged(LaidOutModel):
 
     def __init__(
         self,
-        task: Task,
+        task: TrainingTask,
         world: World,
         setup: Setup,
         stages: StageSettings = StageSettings(),

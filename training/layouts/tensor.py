@@ -25,7 +25,7 @@ from tensor_parallel.gpt2 import HeadAndLoss, Part, VocabularyParallelHead, cut_
 from tensor_parallel.loss import argmax
 from training.layouts.layout import Piece
 from training.tasks.generation import greedy
-from training.tasks.task import Task
+from training.tasks.task import TrainingTask
 
 
 class CutTask:
@@ -40,7 +40,7 @@ class CutTask:
 
     def __init__(
         self,
-        task: Task,
+        task: TrainingTask,
         axis: Axis,
         dtype: torch.dtype,
         sequence_parallel: bool,

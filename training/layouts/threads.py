@@ -28,7 +28,7 @@ from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
 from training.tasks.gpt2 import Sequences, at_targets, newest_tokens, split_by
-from training.tasks.task import Step, Task, whole_model
+from training.tasks.task import Step, TrainingTask, whole_model
 
 from .layout import LaidOutModel, Setup
 
@@ -72,7 +72,7 @@ class StagesInThreads(_InOneProcess):
 
     def __init__(
         self,
-        task: Task,
+        task: TrainingTask,
         world: World,
         setup: Setup,
         devices: Sequence[torch.device],
@@ -145,7 +145,7 @@ class BlocksInThreads(_InOneProcess):
 
     def __init__(
         self,
-        task: Task,
+        task: TrainingTask,
         world: World,
         setup: Setup,
         devices: Sequence[torch.device],

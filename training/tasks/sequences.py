@@ -48,7 +48,7 @@ from .gpt2 import (
     sizes_of_blocks,
 )
 from .pretrained import model_content, pretrained_config, pretrained_initializer
-from .task import Step, Task, Translator, steps_of_epoch, to_device
+from .task import Step, TrainingTask, Translator, steps_of_epoch, to_device
 from .tokens import (
     AT_ONCE,
     TOKENIZER_FILES,
@@ -72,8 +72,8 @@ SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are far apar
 SHOWN = 3  # outputs at the end of a run
 
 
-class SequenceTask(Task, ABC):
-    """See `training.tasks.task.Task`.
+class SequenceTask(TrainingTask, ABC):
+    """See `training.tasks.task.TrainingTask`.
 
     Args:
         args: the options of the run; `args.model` is a preset or names pretrained weights.

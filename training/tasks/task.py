@@ -65,7 +65,7 @@ class Translator(Decoder, Protocol):
     parts: int
 
 
-class Task(Protocol):
+class TrainingTask(Protocol):
     """See the head of this file. `part` of `parts` is a place on the data-parallel axis; 0 of 1 is
     the whole batch."""
 
@@ -139,7 +139,9 @@ def to_device(values: T, device: torch.device | str) -> T:
     return tree_map_only(Tensor, lambda t: t.pin_memory().to(device, non_blocking=True), values)
 
 
-def whole_model(task: Task, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+def whole_model(
+    task: TrainingTask, device: torch.device, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """The whole model with its initial weights."""
     model = task.skeleton().to(dtype)
     materialize(model, names_of(model), device, task.initialize)

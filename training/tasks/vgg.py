@@ -41,7 +41,7 @@ from training.seeds import stream
 
 from .gpt2 import generator_for, split_by
 from .pictures import Pictures, PictureSets, to_inputs
-from .task import Score, Step, Task, Translator, steps_of_epoch, to_device
+from .task import Score, Step, TrainingTask, Translator, steps_of_epoch, to_device
 
 VGG = "vgg16"
 EVAL_BATCH = 64
@@ -104,8 +104,8 @@ def picture_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
-class PictureTask(Task):
-    """VGG16 that classifies pictures; see `training.tasks.task.Task`."""
+class PictureTask(TrainingTask):
+    """VGG16 that classifies pictures; see `training.tasks.task.TrainingTask`."""
 
     score_name = "accuracy"
     units: Sequence[str] = ("pictures/s",)
