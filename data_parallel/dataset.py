@@ -13,7 +13,7 @@ Idea: shuffle the indices once, with a seed that all ranks share, then
 
 A rank's part of a batch is cut into micro-batches later (training/tasks/sequences.py).
 
-Cost: 40 bytes per example and rank for the order, and 8 of more than a million. A batch is picked,
+Cost: 40 bytes per example and rank for the order, and 4 of more than a million. A batch is picked,
 sorted and dealt when its turn comes; the examples are not copied.
 """
 
@@ -39,7 +39,8 @@ def shuffled_indices(n: int, seed: int) -> Sequence[int]:
     """The order in which n examples are dealt: a permutation of range(n), the same everywhere."""
     if n > FEW:  # RandomState: numpy promises never to change what it draws
         bits = np.random.MT19937(np.random.SeedSequence(seed))
-        order: Any = np.random.RandomState(bits).permutation(n)
+        order: Any = np.arange(n, dtype=np.int32 if n < 1 << 31 else np.int64)
+        np.random.RandomState(bits).shuffle(order)
         return memoryview(order)  # of Python's integers
     indices = list(range(n))
     random.Random(seed).shuffle(indices)

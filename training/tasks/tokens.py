@@ -229,15 +229,17 @@ class Tokens(Sequence[Encoded]):
     def __init__(
         self, folder: Path, dtype: Any, length: int | None = None, most: int | None = None
     ) -> None:
-        self.file = (folder / "ids").open("rb")  # here: the folder may be gone later
+        # Here: the folder may be gone later.
+        self.files = (folder / "ids").open("rb"), (folder / "index").open("rb")
         self.dtype, self.length = dtype, length
-        self.where = np.asarray(np.memmap(folder / "index", INDEX, "r"))
         self._map()
         self.there = -(-(len(self.ids) - 1) // length) if length else len(self.where)
         self.n = min(self.there, most or self.there)
 
     def _map(self) -> None:
-        self.ids: Any = np.asarray(np.memmap(self.file, self.dtype, "r"))
+        ids, index = self.files
+        self.ids: Any = np.asarray(np.memmap(ids, self.dtype, "r"))
+        self.where: Any = np.asarray(np.memmap(index, INDEX, "r"))
 
     def __len__(self) -> int:
         return self.n
