@@ -26,11 +26,11 @@ def test_equal_sizes_are_dealt_in_turn() -> None:
 
 
 def test_many_examples_are_shuffled_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight bytes each; the draw is pinned, since runs resume in it."""
+    """Four bytes each; the draw is pinned, since runs resume in it."""
     monkeypatch.setattr("data_parallel.dataset.FEW", 7)
     order = shuffled_indices(8, seed=77)
     assert isinstance(order, memoryview)
-    assert order.nbytes == 8 * 8
+    assert order.nbytes == 4 * 8
     assert list(order) == [5, 2, 4, 7, 1, 6, 3, 0]
 
 
