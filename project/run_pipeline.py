@@ -96,13 +96,11 @@ def settled_stages(args: PipelineOptions) -> PipelineOptions:
     num_microbatches = args.num_microbatches or 4
     if mode != "pipeline_parallel":  # one device computes at a time
         schedule, num_microbatches = "sequential", 1 if blocks else num_microbatches
+    balance = args.balance or "auto"
     if mode == "none":
-        return replace(
-            args, num_devices=1, balance="uniform", schedule=schedule,
-            num_microbatches=num_microbatches,
-        )  # fmt: skip
+        devices, balance = 1, "uniform"
     return replace(
-        args, num_devices=devices, balance=args.balance or "auto", schedule=schedule,
+        args, num_devices=devices, balance=balance, schedule=schedule,
         num_microbatches=num_microbatches,
     )  # fmt: skip
 

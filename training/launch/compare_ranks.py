@@ -29,8 +29,7 @@ SHOWN = 3  # differences that an error names, and ranks of each
 
 # Options that may differ between hosts. Datasets and models are compared by content.
 OF_A_HOST = {
-    "workdir", "dataset", "model", "device", "cores_per_rank", "cores_per_worker",
-    "timeout", "master_port",
+    "workdir", "dataset", "model", "device", "cores_per_rank", "timeout", "master_port",
 }  # fmt: skip
 
 
