@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,8 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
 def _start_ranks(settings: Settings, listener: socket.socket, report: Any) -> None:
     """The starter's main. Sends None when all ranks are done, else the first `Failure`."""
     _end_with_parent()
+    for number in OF_TERMINAL:  # they are blocked, too: see `terminal_ignored`
+        signal.signal(number, signal.SIG_IGN)
     context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
     try:
         main, args = report.recv()
@@ -242,14 +244,20 @@ def _start_ranks(settings: Settings, listener: socket.socket, report: Any) -> No
 
 @contextmanager
 def terminal_ignored() -> Iterator[None]:
-    """Within it SIGINT and SIGHUP are ignored, and processes started within it keep ignoring them:
-    a terminal sends them to all its processes, but the parent ends the others."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in OF_TERMINAL}
+    """Processes started within it never see SIGINT and SIGHUP: a terminal sends them to all its
+    processes, but the parent ends the others. The parent hears one when it is left."""
+    came: list[int] = []
+    resource_tracker.ensure_running()  # when it starts, it unblocks signals
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)  # new processes inherit it
+    before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in OF_TERMINAL}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        for number in came[:1]:  # another thread has taken it
+            signal.raise_signal(number)
 
 
 @dataclass(frozen=True)

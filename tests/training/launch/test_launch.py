@@ -8,6 +8,8 @@ import platform
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from multiprocessing import Pipe
 from pathlib import Path
@@ -22,7 +24,15 @@ from tests.ranks import Ranks
 from tests.training import programs
 from training.launch import launch as launcher
 from training.launch.errors import RunError, UserError
-from training.launch.launch import Failure, Settings, launch, listen, stay_on_interface_to, watch
+from training.launch.launch import (
+    Failure,
+    Settings,
+    launch,
+    listen,
+    stay_on_interface_to,
+    terminal_ignored,
+    watch,
+)
 from training.launch.world import World, choose_backend, choose_device, on_main
 
 
@@ -41,6 +51,20 @@ def test_ranks_know_their_place_and_listen_on_loopback_alone(tmp_path: Path) -> 
         assert set(known["ips"]) <= {"127.0.0.1", "::ffff:127.0.0.1"}
         if platform.libc_ver()[0] == "glibc":  # ranks keep freed memory, but for large blocks
             assert known["returned"] == [False, True]
+
+
+def test_ctrl_c_while_a_process_is_started_is_heard_afterwards() -> None:
+    """But never by that process."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    blocks = "import signal; assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])"
+    try:
+        with pytest.raises(KeyboardInterrupt), terminal_ignored():
+            os.kill(os.getpid(), signal.SIGINT)
+            status = subprocess.run([sys.executable, "-c", blocks]).returncode
+        assert status == 0
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_rank_that_fails_ends_the_run_with_the_one_traceback_that_matters(
