@@ -46,9 +46,6 @@ def _serve(inbox: Connection) -> None:
 _worlds: dict[tuple[int, str], Ranks] = {}
 
 
-NCCL = "cpu:gloo,cuda:nccl"  # as training.launch.world.choose_backend says
-
-
 def ranks(world_size: int, backend: str = "gloo") -> Ranks:
     """For a function that runs on the device: ranks that have it, too, started once. With another
     ``backend`` gloo stands for NCCL under its name, and every rank has a device of its own."""

@@ -6,7 +6,8 @@ The culprit, which is slow, hung or stopped, says nothing.
 Idea: a rank notes each action as it begins, in memory that all ranks of its machine share. The
 first failure prints every rank's last action. The launcher makes this memory; under torchrun it is
 a file in the folder that torchrun makes on each machine. Of several machines each that a failure
-reaches puts its ranks' actions into torchrun's store; the ranks of one that does not are elsewhere.
+reaches puts its ranks' actions into torchrun's store; ranks whose actions are not there are
+elsewhere.
 
     2 of 3 ranks wait in receive of step 41; rank 2 is elsewhere: look there
     rank  last action     stage, layer or bucket  micro-batch  peer  begun
@@ -84,12 +85,14 @@ def of_all_machines(
         with suppress(RuntimeError):  # the store's host is gone
             for rank, action in enumerate(actions, first_rank):
                 store.set(keys[rank], bytes(action))
+            if not waits:
+                return
             end = time.monotonic() + SAID
-            while waits and time.monotonic() < end and not store.check(keys):
+            while time.monotonic() < end and not store.check(keys):
                 time.sleep(SAID / 100)
             silent = bytes(LastAction(b"silent", begun=end))
             said = [store.get(key) if store.check([key]) else silent for key in keys]
-            found.extend(LastAction.from_buffer_copy(action) for action in said if waits)
+            found.extend(map(LastAction.from_buffer_copy, said))
 
     thread = threading.Thread(target=ask, daemon=True)  # a store may keep one waiting for ever
     thread.start()

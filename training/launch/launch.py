@@ -245,7 +245,7 @@ def _start_ranks(settings: Settings, listener: socket.socket, report: Any) -> No
 @contextmanager
 def terminal_ignored() -> Iterator[None]:
     """Processes started within it never see SIGINT and SIGHUP: a terminal sends them to all its
-    processes, but the parent ends the others. The parent hears one when it is left."""
+    processes, but the parent ends the others. The parent hears one afterwards."""
     came: list[int] = []
     resource_tracker.ensure_running()  # when it starts, it unblocks signals
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)  # new processes inherit it

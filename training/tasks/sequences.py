@@ -173,7 +173,7 @@ class SequenceTask(TrainingTask, ABC):
             part, parts, examples, size,
             partial(self._collate, num_microbatches, drop), seed=seed,
             key=None if self.length else lambda batch: examples.sizes(batch)[0], start=start,
-        )  # fmt: skip
+        )  # sorted if lengths differ  # fmt: skip
         nothing: Any = ([], [])  # for a rank that gets none of the last, smaller batch
         for count, (mine, batches) in zip_longest(counts, loader, fillvalue=nothing):
             yield Step(

@@ -75,8 +75,8 @@ def train_tokenizer(
 
 
 def evenly(texts: Sequence[T]) -> Sequence[T]:
-    """At most `FOR_BPE` of them, evenly spaced. More teach BPE nothing new; to count the words of
-    ten million took 10 GB."""
+    """At most `FOR_BPE` of them, evenly spaced: to count the words of ten million pairs took
+    10 GB."""
     return texts[:: -(-len(texts) // FOR_BPE) or 1]
 
 
@@ -136,7 +136,7 @@ class Encoded:
 
 class Rows(NamedTuple):
     """Examples one after another: the tokens of all in one row, [sum of sizes]; of each example its
-    size, and how many of its first tokens have no loss, both [N]."""
+    size, and how many of its first tokens have no loss, both [N] (the latter may be 0, for all)."""
 
     ids: Any
     sizes: Any
@@ -175,11 +175,11 @@ def encode(
 def tokens_of(
     texts: Iterable[list[str]], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[Any, Any]]:
-    """The token ids of some texts after another, in one row, and how many each text has. All cores
-    tokenize the next texts meanwhile."""
+    """For each list of texts: their token ids in one row, [sum of lengths], and how many tokens
+    each text has, [N]. While these are made and used, all cores tokenize the next list."""
     with ThreadPoolExecutor(1) as pool:
         every = (pool.submit(tokenizer.backend_tokenizer.encode_batch_fast, t) for t in texts)
-        for now, _ in pairwise(chain(every, [None])):
+        for now, _ in pairwise(chain(every, [None])):  # `_` is submitted before `now` is read
             assert now is not None
             ids = [found.ids for found in now.result()]
             lengths = np.fromiter(map(len, ids), np.int64, len(ids))
@@ -293,9 +293,9 @@ def collate_batch(
         input_ids, labels, label_token_weights, each [B, T]; weight 1 only on target tokens.
     """
     encoded: Any = examples
-    if isinstance(examples[0], dict):
-        (rows,) = encode(encoded, tokenizer, src_key, tgt_key, model_max_length)
-        encoded = rows.examples()
+    if examples and isinstance(examples[0], dict):
+        every = encode(encoded, tokenizer, src_key, tgt_key, model_max_length)
+        encoded = [example for rows in every for example in rows.examples()]
     pad_id = tokenizer.convert_tokens_to_ids(tokenizer.pad_token)
     longest = max((len(e.ids) - 1 for e in encoded), default=0)  # inputs; ids have one more
     T = model_max_length if padding == "max_length" else longest

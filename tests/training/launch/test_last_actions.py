@@ -142,8 +142,7 @@ def test_a_machine_that_says_nothing_is_where_to_look(monkeypatch: pytest.Monkey
 
 
 def test_a_rank_that_fails_alone_blames_nobody() -> None:
-    """It tells the others its action, and does not wait for theirs; nor does a store that is gone
-    or that does not answer hold it up."""
+    """It tells the others its action, and does not wait for theirs. A store may be gone."""
     store, last = dist.HashStore(), (LastAction * 2)()  # type: ignore[attr-defined]
     last[0].note("forward")
     last[1].note("all-reduce")

@@ -222,7 +222,7 @@ def test_a_copy_holds_what_is_otherwise_in_memory(
 def test_a_folder_of_lines_and_a_dataset_of_the_hub_are_copied_too(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Callable[..., Mock]
 ) -> None:
-    """A second time they are not read; what does not fit is refused as otherwise."""
+    """Once each; and what does not fit is refused as otherwise."""
     small, copies = load(folder).splits, tmp_path / "copies"
     rows = {split: Dataset.from_list(list(pairs)) for split, pairs in small.items()}
     monkeypatch.setattr("training.tasks.texts.BIG", 0)

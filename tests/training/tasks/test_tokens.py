@@ -81,7 +81,10 @@ def test_a_pair_is_source_end_target_end_and_is_cut(tokenizer: Any) -> None:
 
 
 def test_collate_batch_makes_a_rectangle_with_weights_on_targets(tokenizer: Any) -> None:
-    """Of pairs as of what is encoded."""
+    """Of pairs as of what is encoded, however many."""
+    assert collate_batch([], "de", "en", tokenizer, 40, "cpu")["labels"].shape == (0, 40)
+    many = collate_batch(PAIRS[2:] * 4097, "de", "en", tokenizer, 8, "cpu")
+    assert many["labels"].shape == (4097, 8)
     every = encoded(PAIRS, tokenizer, "de", "en", 40)
     longest = max(len(e.ids) for e in every) - 1
     for padding, T, examples in (("max_length", 40, PAIRS), ("longest", longest, every)):
