@@ -166,16 +166,19 @@ def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
     )  # fmt: skip
     if layout.recompute == "always":
         back = back.plus(there)
+        if layout.zero > 1:  # torch's stops at the last tensor that backward needs
+            back = back.plus(Pass(product(t, h, narrow)), -1)
     elif layout.recompute == "selective" and machine.attention != "flash":
         back = back.plus(Pass(attention=attention[0]))
     elif layout.recompute == "selective" and layout.zero > 1:  # torch's: every other product
         back = back.plus(Pass(forward / 2, 0, passed, 0, launches * host / 2))
     v = -(-model.vocab // tp)
     logits = t * v / memory  # seconds per byte of a logit
+    # One all-reduce forward, of the embedding's result, and one backward, of the head's gradient.
     head = (
-        Pass(product(t, v, h), 0, 28 * logits, 0, LAUNCHES * host),
-        Pass(product(t, h, v) + product(h, v, t), 0, 12 * logits + model.table * added, 0,
-             2 * LAUNCHES * host),
+        Pass(product(t, v, h), 0, 28 * logits, exchanged / 2, LAUNCHES * host),
+        Pass(product(t, h, v) + product(h, v, t), 0, 12 * logits + model.table * added,
+             exchanged / 2, 2 * LAUNCHES * host),
     )  # fmt: skip
     halves = (Pass(weights, host=LAUNCHES * host), Pass(product(h, v, t), host=LAUNCHES * host / 2))
     return Costs((there, back), head, halves)
@@ -418,13 +421,12 @@ class PricedStep:
             working += table * 2 * self.size * self.model.table / layout.tp
             if layout.zero == 3:  # the block that computes, and the next
                 working += 3 * self.size * self.model.block / layout.tp
-            optimizer = 8 if self.size == 4 else 12
-            found.append(
-                Memory(
-                    number * self.size * share[0], number * gradient_bytes(layout) * share[1],
-                    number * optimizer * share[2], peak, working, self.machine.reserve_gb * GIB,
-                )
-            )  # fmt: skip
+            # Mixed precision's weights in fp32 count as the optimizer's. Under ZeRO-3 they are the
+            # parameters, whose 16 bits are only gathered.
+            single = self.size == 4 or layout.zero == 3
+            states = (4, 4, 8) if single else (self.size, gradient_bytes(layout), 12)
+            sizes = (number * size * part for size, part in zip(states, share, strict=True))
+            found.append(Memory(*sizes, peak, working, self.machine.reserve_gb * GIB))
         return found
 
     def least_memory(self) -> float:

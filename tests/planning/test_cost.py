@@ -57,14 +57,14 @@ def test_groups_share_the_network_of_their_nodes() -> None:
 
 def test_memory_is_what_can_be_counted() -> None:
     """gpt2-medium without recomputation in bf16: 2 bytes a parameter, 4 its gradient, 12 of the
-    optimizer, and what ZeRO shards of them."""
-    for zero, shares in ((0, (1, 1, 1)), (1, (1, 1, 8)), (2, (1, 8, 8)), (3, (8, 8, 8))):
+    optimizer, and what ZeRO shards of them. Under ZeRO-3 the parameters are in fp32, and the
+    optimizer has no others."""
+    for zero, bytes_each in (
+        (0, (2, 4, 12)), (1, (2, 4, 12 / 8)), (2, (2, 4 / 8, 12 / 8)), (3, (4 / 8, 4 / 8, 8 / 8)),
+    ):  # fmt: skip
         layout = Layout(8, dp=8, batch_size=64, micro_batch=4, zero=zero)
         (found,) = predict(MODEL, layout, A100).memory
-        expected = [
-            MODEL.parameters * size / share for size, share in zip((2, 4, 12), shares, strict=True)
-        ]
-        assert found[:3] == pytest.approx(tuple(expected))
+        assert found[:3] == pytest.approx([MODEL.parameters * size for size in bytes_each])
     # 1F1B's stage s of 4 holds 4 - s micro-batches; the last one logits, too.
     staged = predict(MODEL, Layout(4, pp=4, batch_size=64, micro_batch=4), A100).memory
     one = staged[2].activations / 2
@@ -329,6 +329,25 @@ def test_torch_computes_every_other_product_again() -> None:
     )
     assert never.seconds < some.seconds < always.seconds
     assert never.memory_gb > some.memory_gb > always.memory_gb
+
+
+def test_torch_does_not_compute_the_last_product_again() -> None:
+    """Recomputation ends with what backward needs: the MLP's second product is a third of a
+    block's, whose forward is then repeated but for that."""
+    for zero, part in ((1, 1), (3, 2 / 3)):
+        layout = Layout(8, dp=8, batch_size=64, micro_batch=8, zero=zero)
+        again, never = (
+            PricedStep(MODEL, replace(layout, recompute=word), A100).cost.block
+            for word in ("always", "never")
+        )
+        repeated = again[1].products - never[1].products
+        assert repeated == pytest.approx(part * never[0].products, rel=0.02)
+
+
+def test_the_embedding_and_the_head_are_summed_over_the_parts_too() -> None:
+    """Two of the all-reduces of a step, besides four per block."""
+    cost = PricedStep(MODEL, Layout(8, tp=8, batch_size=8), A100).cost
+    assert cost.head[0].tensor + cost.head[1].tensor == cost.block[0].tensor
 
 
 def test_what_waits_for_the_weights_is_the_gradient_of_the_logits() -> None:
