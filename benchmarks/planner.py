@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planning.cost import PricedStep
-from planning.describe import Machine, machine, row_of
-from project.plan import compared, read_table, summary
+from planning.describe import Machine, machine
+from planning.table import compared, read_table, row_of, summary
 
 START = {
     "matmul_efficiency": 0.6, "memory_efficiency": 0.8, "kernel_us": 2.0, "host_us": 20.0,
@@ -75,7 +75,8 @@ class _Run:
         self.times = simulated / float(self.row["seconds_per_step"])
 
     def _step(self, machine: Machine) -> PricedStep:
-        return PricedStep(*row_of(self.row, machine), legal=False)
+        model, layout, nodes = row_of(self.row, machine)
+        return PricedStep(model, layout, nodes, legal=False)
 
     def error(self, machine: Machine) -> float:
         return math.log(self._step(machine).estimate() * self.times)

@@ -425,8 +425,8 @@ class PricedStep:
             # parameters, whose 16 bits are only gathered.
             single = self.size == 4 or layout.zero == 3
             states = (4, 4, 8) if single else (self.size, gradient_bytes(layout), 12)
-            sizes = (number * size * part for size, part in zip(states, share, strict=True))
-            found.append(Memory(*sizes, peak, working, self.machine.reserve_gb * GIB))
+            a, b, c = (number * size * part for size, part in zip(states, share, strict=True))
+            found.append(Memory(a, b, c, peak, working, self.machine.reserve_gb * GIB))
         return found
 
     def least_memory(self) -> float:

@@ -1,5 +1,5 @@
-"""What a prediction is about: a model, its layout over GPUs, and a machine. Read from options, from
-the rows of a table of measured runs, and from small YAML files.
+"""What a prediction is about: a model, its layout over GPUs, and a machine, which is a small YAML
+file.
 
 Every mistake is a ValueError of one sentence with the value, the rule, and what works.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.schedules.catalogue import SCHEDULES, chunks_of
+from pipeline.schedules.catalogue import chunks_of
 
 MACHINES = Path(__file__).parent / "machines"
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -24,7 +24,7 @@ NETWORKS = {  # GB/s of a node, seconds of a message in us: line rates
     "ethernet-10": (1.25, 30), "ethernet-25": (3.1, 30), "ethernet-100": (12.5, 20),
     "infiniband-100": (12.5, 5), "infiniband-8x200": (200, 10), "infiniband-8x400": (400, 10),
 }  # fmt: skip
-LINKS = {"pcie3": 16.0, "pcie4": 32.0, "pcie5": 64.0}  # GB/s of a GPU, one way: line rates
+LINKS = {"pcie3": (16,), "pcie4": (32,), "pcie5": (64,)}  # GB/s of a GPU, one way: line rates
 
 
 @dataclass(frozen=True)
@@ -118,34 +118,33 @@ class Layout:
 
     def check(self, model: Model) -> None:
         """Raises ValueError if it cannot run."""
-        named = f"--dp {self.dp} --pp {self.pp} --tp {self.tp}"
-        if self.dp * self.pp * self.tp != self.gpus:
-            raise ValueError(
-                f"{named} --gpus {self.gpus}: dp x pp x tp is {self.dp * self.pp * self.tp}; "
-                f"--gpus {self.dp * self.pp * self.tp} works"
-            )
-        per = self.dp * self.micro_batch
-        if self.batch_size % per:
-            more = -(-self.batch_size // per) * per
-            raise ValueError(
-                f"--batch_size {self.batch_size} --dp {self.dp} --micro_batch {self.micro_batch}: "
-                f"every replica has whole micro-batches; --batch_size {more} works"
-            )
-        if self.sequence_parallel and model.seq % self.tp:
-            raise ValueError(
-                f"--sequence_parallel --seq {model.seq} --tp {self.tp}: ranks have equal parts; "
-                f"--seq {-(-model.seq // self.tp) * self.tp} works"
-            )
-        if self.stages > model.layers:
-            raise ValueError(
-                f"--pp {self.pp} --schedule {self.schedule}: {self.stages} stages need as many "
-                f"blocks, and the model has {model.layers}; fewer stages work"
-            )
-        if self.zero > 1 and self.pp > 1:
-            raise ValueError(
-                f"--zero {self.zero} --pp {self.pp}: every micro-batch would exchange all "
-                "gradients; --zero 1, or --pp 1, works"
-            )
+        product, per = self.dp * self.pp * self.tp, self.dp * self.micro_batch
+        rules = (
+            (product == self.gpus,
+             f"--dp {self.dp} --pp {self.pp} --tp {self.tp} --gpus {self.gpus}: dp x pp x tp is "
+             f"{product}; --gpus {product} works"),
+            (self.batch_size % per == 0,
+             f"--batch_size {self.batch_size} --dp {self.dp} --micro_batch {self.micro_batch}: "
+             "every replica has whole micro-batches; "
+             f"--batch_size {_up(self.batch_size, per)} works"),
+            (not self.sequence_parallel or model.seq % self.tp == 0,
+             f"--sequence_parallel --seq {model.seq} --tp {self.tp}: ranks have equal parts; "
+             f"--seq {_up(model.seq, self.tp)} works"),
+            (self.stages <= model.layers,
+             f"--pp {self.pp} --schedule {self.schedule}: {self.stages} stages need as many "
+             f"blocks, and the model has {model.layers}; fewer stages work"),
+            (self.zero < 2 or self.pp == 1,
+             f"--zero {self.zero} --pp {self.pp}: every micro-batch would exchange all gradients; "
+             "--zero 1, or --pp 1, works"),
+        )  # fmt: skip
+        for kept, sentence in rules:
+            if not kept:
+                raise ValueError(sentence)
+
+
+def _up(number: int, of: int) -> int:
+    """The next multiple."""
+    return -(-number // of) * of
 
 
 @dataclass(frozen=True)
@@ -206,41 +205,36 @@ def machine(name: str, network: str | None = None, link: str | None = None) -> M
     """The machine of a YAML file, or of `machines/`, by its name; with another network, a name or
     GB/s of a node, or other links, a name or GB/s of a GPU. ValueError if there is none."""
     found = _read(name)
-    if network is not None:
-        found["network_gbs"], found["network_us"] = NETWORKS.get(
-            network, (_gbs("network", network, NETWORKS), found.get("network_us"))
-        )
-    if link is not None:
-        found["link_gbs"] = LINKS.get(link) or _gbs("link", link, LINKS)
-    known = {field.name for field in fields(Machine)}
-    if unknown := sorted(found.keys() - known):
-        near = get_close_matches(unknown[0], known, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{name}: {unknown[0]} is no figure of a machine{hint}")
-    if missing := sorted(known - found.keys()):
-        raise ValueError(
-            f"{name}: {', '.join(missing)} missing; `like: a100-80gb` takes them from another"
-        )
-    for field in fields(Machine):
-        if field.type == "float" and not isinstance(found[field.name], int | float):
-            raise ValueError(f"{name}: {field.name} is {found[field.name]!r}, and must be a number")
+    for option, given, lines in (("network", network, NETWORKS), ("link", link, LINKS)):
+        if given is not None:
+            figures = (f"{option}_gbs", f"{option}_us")
+            found |= dict(zip(figures, _line(option, given, lines), strict=False))
+    known = {field.name: field.type for field in fields(Machine)}
+    for figure in sorted(found.keys() ^ known.keys()):
+        near = "".join(f"; did you mean {n}?" for n in get_close_matches(figure, known, 1))
+        if figure not in known:
+            raise ValueError(f"{name}: {figure} is no figure of a machine{near}")
+        raise ValueError(f"{name}: {figure} missing; `like: a100-80gb` takes it from another")
+    for figure, value in found.items():
+        if known[figure] == "float" and not isinstance(value, int | float):
+            raise ValueError(f"{name}: {figure} is {value!r}, and must be a number")
     return Machine(**found)
 
 
-def _gbs(option: str, given: str, known: Mapping[str, Any]) -> float:
-    if given not in known and (not _is_number(given) or float(given) <= 0):
+def _line(option: str, given: str, known: Mapping[str, tuple[float, ...]]) -> tuple[float, ...]:
+    """GB/s of a kind of line, and for some kinds the seconds of a message."""
+    if given in known:
+        return known[given]
+    if not is_number(given) or float(given) <= 0:
         raise ValueError(f"--{option} {given}: GB/s, or one of {', '.join(known)}")
-    return 0.0 if given in known else float(given)
+    return (float(given),)
 
 
 def _read(name: str, *before: str) -> dict[str, Any]:
     """The figures of a machine; `before`: the one that is `like` it, and so on."""
     path = Path(name) if Path(name).suffix in (".yaml", ".yml") else MACHINES / f"{name}.yaml"
     if not path.is_file():
-        known = sorted(file.stem for file in MACHINES.glob("*.yaml"))
-        raise ValueError(
-            f"--machine {name}: it is neither a YAML file nor one of {', '.join(known)}"
-        )
+        raise ValueError(f"--machine {name}: a YAML file, or one of {', '.join(machines())}")
     try:
         found = yaml.safe_load(path.read_text("utf-8"))
     except yaml.YAMLError as error:
@@ -256,6 +250,20 @@ def _read(name: str, *before: str) -> dict[str, Any]:
     return base | {"name": path.stem} | found
 
 
+def machines() -> list[str]:
+    """The names of those that need no file of one's own."""
+    return sorted(file.stem for file in MACHINES.glob("*.yaml"))
+
+
+def is_number(text: str) -> bool:
+    """Also a fraction, or infinite."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def model_of(preset: str | None, **sizes: Any) -> Model:
     """A preset, with the sizes that are given in place of its own, or a model of sizes alone. The
     MLP is 4 times as wide as the model, unless the preset or the sizes say otherwise."""
@@ -266,9 +274,8 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
     if "hidden" in given:
         known["ffn"] = 4 * given["hidden"]
     given = known | given
-    if missing := [
-        name for name in ("layers", "hidden", "heads", "vocab", "seq") if name not in given
-    ]:
+    needed = ("layers", "hidden", "heads", "vocab", "seq")
+    if missing := [name for name in needed if name not in given]:
         raise ValueError(
             f"{', '.join(missing)} missing: a model is a --model, or all of --n_layer --n_embd "
             "--n_head --vocab_size --seq"
@@ -282,108 +289,3 @@ def model_of(preset: str | None, **sizes: Any) -> Model:
             f"--kv_heads {math.gcd(model.kv_heads, model.heads)} works"
         )
     return model
-
-
-REQUIRED = ("layers", "hidden", "heads", "seq", "global_batch")  # or a model, and global_batch
-COLUMNS = (
-    "model", "layers", "hidden", "heads", "kv_heads", "ffn", "gated_mlp", "vocab", "tied", "seq",
-    "gpus", "gpus_per_node", "dp", "tp", "pp", "chunks", "micro_batch", "global_batch", "schedule",
-    "zero", "sequence_parallel", "recompute", "precision", "seconds_per_step", "memory_gb", "fits",
-)  # fmt: skip
-SPELLINGS = {  # of columns, and of words in them
-    "n_layer": "layers", "n_embd": "hidden", "n_head": "heads", "n_kv_head": "kv_heads",
-    "vocab_size": "vocab", "model_max_length": "seq", "batch_size": "global_batch",
-    "none": "never", "full": "always", "afab": "gpipe",
-    "zb-h1": "zb", "zb-1p": "zb", "zb-v": "zbv", "1f1b-i": "interleaved",
-    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32",
-    "true": "1", "yes": "1", "false": "0", "no": "0",
-}  # fmt: skip
-SILENT = ("", "-", "?", "na", "n/a", "nan", "null", "unknown")  # a cell that says nothing
-
-
-def word_in(row: Mapping[str, str], name: str) -> str:
-    """What a cell says, in this project's words; nothing if it is silent."""
-    text = (row.get(name) or "").strip().lower()
-    return "" if text in SILENT else SPELLINGS.get(text, text)
-
-
-def measured_in(row: Mapping[str, str], name: str) -> float | None:
-    """The number of a cell; None if it is silent, or out of memory. Raises ValueError."""
-    text = word_in(row, name)
-    if text in ("", "oom", "0"):
-        return None
-    if not _is_number(text) or not 0 < float(text) < math.inf:
-        raise ValueError(f"{name} is {text!r}, and must be a number above 0, empty, or oom")
-    return float(text)
-
-
-def row_of(row: Mapping[str, str], machine: Machine) -> tuple[Model, Layout, Machine]:
-    """The model, layout and nodes of a row of a table. Where a table is silent: a vocabulary of
-    51,200, one sequence per micro-batch, as many replicas as there are GPUs for, the fewest chunks,
-    2 or more, that cut a stage's blocks evenly, no recomputation, 16 bits.
-
-    Raises ValueError for a cell that has no meaning."""
-
-    def number(name: str, default: int | None = None, least: int = 1) -> int:
-        text = word_in(row, name)
-        if text in ("", "never") and default is not None:
-            return default
-        if not _is_number(text) or not float(text).is_integer():
-            raise ValueError(
-                f"{name} is {text!r}, and must be a whole number" if text else f"{name} is empty"
-            )
-        if (found := int(float(text))) < least:
-            raise ValueError(f"{name} is {found}, and must be {least} or more")
-        return found
-
-    preset = PRESETS.get(word_in(row, "model"))
-    layers, hidden, heads, seq = (
-        number(name, getattr(preset, name) if preset else None) for name in REQUIRED[:4]
-    )
-    plain = preset or Model(layers, hidden, heads, 4 * hidden, 51200, seq)
-    model = Model(
-        layers, hidden, heads, number("ffn", plain.ffn), number("vocab", plain.vocab), seq,
-        gated_mlp=bool(number("gated_mlp", plain.gated_mlp, 0)),
-        tied=bool(number("tied", plain.tied, 0)),
-        kv_heads=number("kv_heads", plain.kv_heads or heads),
-    )  # fmt: skip
-    tp, pp, schedule = number("tp", 1), number("pp", 1), word_in(row, "schedule") or "1f1b"
-    chunks = number("chunks", 0, 0)
-    if schedule == "interleaved" and not chunks:
-        units = layers if layers % pp == 0 else layers + 2  # embedding and head as a block each
-        chunks = next((c for c in range(2, units // pp + 1) if units % (pp * c) == 0), 1)
-    if schedule in ("interleaved", "1f1b"):  # more than one chunk is interleaved, whatever it says
-        schedule = "interleaved" if chunks > 1 and pp > 1 else "1f1b"
-    recompute, zero = word_in(row, "recompute") or "never", number("zero", 0, 0)
-    precision = word_in(row, "precision") or ("bf16" if "bf16" in machine.tflops else "fp16")
-    for name, word, known in (
-        ("schedule", schedule, tuple(SCHEDULES)),
-        ("recompute", recompute, ("never", "selective", "always")),
-        ("precision", precision, tuple(machine.tflops)),
-        ("zero", str(zero), ("0", "1", "2", "3")),
-    ):
-        if word not in known:
-            raise ValueError(f"{name} is {word!r}, and must be one of {', '.join(known)}")
-    dp = number("dp", number("gpus", 1) // (tp * pp) or 1)
-    gpus = number("gpus", dp * tp * pp)
-    if dp * tp * pp != gpus:
-        raise ValueError(f"dp {dp} x tp {tp} x pp {pp} is {dp * tp * pp}, and gpus is {gpus}")
-    layout = Layout(
-        gpus, dp, tp, pp, number("micro_batch", 1), number("global_batch"), schedule,
-        chunks if schedule == "interleaved" else None, zero,
-        bool(number("sequence_parallel", 0, 0)), recompute, precision, "pp-dp-tp",
-    )  # fmt: skip
-    per = number("gpus_per_node", machine.gpus_per_node)  # a GPU keeps its part of the network
-    share = machine.network_gbs * per / machine.gpus_per_node
-    # ZeRO-2 and 3 are torch's, and gated MLPs came with fused attention.
-    software = "flash" if zero > 1 or model.gated_mlp else machine.attention
-    nodes = replace(machine, gpus_per_node=per, network_gbs=share, attention=software)
-    return model, layout, nodes
-
-
-def _is_number(text: str | None) -> bool:
-    try:
-        float(text or "")
-    except ValueError:
-        return False
-    return True

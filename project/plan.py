@@ -15,18 +15,14 @@ The model, its constants and how wrong it is: docs/planning.md.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
-from itertools import combinations
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
@@ -36,162 +32,135 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
 
 from pipeline.schedules.catalogue import SCHEDULES, find
 from pipeline.schedules.schedule import Action
-from planning import describe, search
-from planning.cost import Prediction, PricedStep, predict
+from planning import search
+from planning.cost import Prediction, predict
 from planning.cost import simulator as prepared
 from planning.describe import (
-    COLUMNS,
-    MACHINES,
+    LINKS,
+    NETWORKS,
     PRESETS,
-    REQUIRED,
-    SPELLINGS,
     Layout,
     Machine,
     Model,
-    measured_in,
+    machine,
+    machines,
     model_of,
-    row_of,
-    word_in,
 )
 from planning.simulate import Simulator, Timed, Work, with_times
+from planning.table import COLUMNS, REQUIRED, compared, read_table, summary
 from project.command_line import Parser, count
 from training.launch.errors import refuse
 
 WIDTH = 30  # characters of a whole bar
-KNOWN = sorted(file.stem for file in MACHINES.glob("*.yaml"))
+
+# An option: its names, its type or its choices or None (it takes no value), and what it means.
+Option = tuple[str, Callable[[str], Any] | tuple[Any, ...] | None, str]
+LINES: tuple[Option, ...] = (
+    ("--network", str, f"GB/s of a node, or {', '.join(NETWORKS)}"),
+    ("--link", str, f"GB/s of a GPU in its node, or {', '.join(LINKS)}"),
+)
+MODEL: tuple[Option, ...] = (
+    ("--model", str, f"a preset: {', '.join(PRESETS)}"),
+    ("--n_layer --layers", count, "blocks"),
+    ("--n_embd --hidden", count, "width"),
+    ("--n_head --heads", count, "attention heads"),
+    ("--kv_heads", count, "heads of keys and values; default: as many as heads"),
+    ("--ffn", count, "width of the MLP; default: 4 times the model's"),
+    ("--vocab_size --vocab", count, "tokens of the vocabulary"),
+    ("--seq --model_max_length", count, "tokens per sequence"),
+    ("--gated_mlp", None, "the MLP has a gate, as in Llama: three matrices, not two"),
+    ("--untied", None, "the head has weights of its own"),
+)
+LAYOUT: tuple[Option, ...] = (
+    ("--gpus", count, "default: dp x pp x tp in predict, one node in search"),
+    ("--dp", count, "replicas"),
+    ("--pp", count, "stages of layers"),
+    ("--tp", count, "parts of every matrix"),
+    ("--micro_batch", count, "sequences per micro-batch"),
+    ("--schedule", tuple(name for name in SCHEDULES if name != "sequential"),
+     "order of a pipeline's work; 1f1b in predict"),
+    ("--chunks", count, "stages per rank, of interleaved"),
+    ("--zero", (0, 1, 2, 3),
+     "divided over replicas: 1 optimizer state, 2 + gradients, 3 + parameters; 0 in predict"),
+    ("--sequence_parallel", None, "split the positions, too, outside the cut matrices"),
+    ("--recompute", ("never", "selective", "always"),
+     "activations in backward; selective: of attention only; never in predict"),
+    ("--precision", ("bf16", "fp16", "fp32"), "default: bf16"),
+)  # fmt: skip
+SIMULATE: tuple[Option, ...] = (
+    ("--schedule", tuple(SCHEDULES), "default: 1f1b"),
+    ("--chunks", count, "stages per rank, of interleaved; each takes its part of the seconds"),
+    ("--forward", str, "F, of one micro-batch; default: 1"),
+    ("--backward_input", str, "I, the half of backward that others wait for; default: 1"),
+    ("--backward_weight", str, "W, the other half; default: 1"),
+    ("--recompute", str, "the forward before a backward; default: 0"),
+    ("--exchange", str, "of gradients, at the end; default: 0"),
+    ("--update", str, "of parameters, after it; default: 0"),
+    ("--transfer", float, "a message between neighbours; default: 0"),
+    ("--no_overlap", None, "messages hold up their sender"),
+    ("--exchange_after", None, "the exchange waits for the last backward to end"),
+    ("--activations", str, "what one micro-batch holds on a rank, in any unit; default: 1"),
+    ("--early_gradients", None, "send gradients before W, as our programs do"),
+    ("--timeline", None, "with --json: every action, too"),
+)  # fmt: skip
+PER_STAGE = dict.fromkeys(("forward", "backward_input", "backward_weight", "activations"), "1")
+PER_STAGE |= dict.fromkeys(("recompute", "exchange", "update"), "0")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="plan.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    kinds = f"a YAML file, or {', '.join(machines())}"
 
-    def command(name: str, text: str) -> argparse.ArgumentParser:
+    def command(name: str, text: str, **groups: Sequence[Option]) -> argparse.ArgumentParser:
         made = commands.add_parser(name, description=text, help=text)
-        made.add_argument(
-            "--json", action="store_true", help="print JSON: its keys are in docs/planning.md"
-        )
+        made.add_argument("--json", action="store_true", help="its keys are in docs/planning.md")
+        for title, options in groups.items():
+            group = made.add_argument_group(title)
+            for names, kind, meaning in options:
+                settings: dict[str, Any] = {"help": meaning}
+                if kind is None:
+                    settings |= {"action": "store_true", "default": None}
+                elif isinstance(kind, tuple):
+                    settings |= {"choices": kind, "type": type(kind[0])}
+                else:
+                    settings["type"] = kind
+                group.add_argument(*names.split(), **settings)
         return made
 
     for made in (
-        command("predict", "Predict the seconds and the memory of a step."),
-        command("search", "Find the fastest layout that fits."),
-    ):
-        sizes = made.add_argument_group(
-            "the model: a preset, or its sizes, or a preset with others"
-        )
-        sizes.add_argument("--model", metavar="PRESET", help=", ".join(PRESETS))
-        for names, text in (
-            (("--n_layer", "--layers"), "blocks"),
-            (("--n_embd", "--hidden"), "width"),
-            (("--n_head", "--heads"), "attention heads"),
-            (("--kv_heads",), "heads of keys and values; default: as many as heads"),
-            (("--ffn",), "width of the MLP; default: 4 times the model's"),
-            (("--vocab_size", "--vocab"), "tokens of the vocabulary"),
-            (("--seq", "--model_max_length"), "tokens per sequence"),
-        ):
-            sizes.add_argument(*names, type=count, help=text)
-        sizes.add_argument(
-            "--gated_mlp",
-            action="store_true",
-            help="the MLP has a gate, as in Llama: three matrices, not two",
-        )
-        sizes.add_argument("--untied", action="store_true", help="the head has weights of its own")
-        where = made.add_argument_group("the machine")
-        where.add_argument(
-            "--machine",
-            default="a100-80gb",
-            help=f"a YAML file, or {', '.join(KNOWN)} [%(default)s]",
-        )
-        where.add_argument("--network", help=f"GB/s of a node, or {', '.join(describe.NETWORKS)}")
-        where.add_argument(
-            "--link", help=f"GB/s of a GPU in its node, or {', '.join(describe.LINKS)}"
-        )
-        where.add_argument(
-            "--gpus", type=count, help="default: dp x pp x tp in predict, one node in search"
-        )
-        given = made.add_argument_group(
-            "the layout; search takes what is given, and tries the rest"
-        )
-        given.add_argument(
-            "--batch_size", type=count, required=True, help="sequences per step, over all GPUs"
-        )
-        given.add_argument("--dp", type=count, help="replicas")
-        given.add_argument("--pp", type=count, help="stages of layers")
-        given.add_argument("--tp", type=count, help="parts of every matrix")
-        given.add_argument("--micro_batch", type=count, help="sequences per micro-batch")
-        given.add_argument("--schedule", choices=[n for n in SCHEDULES if n != "sequential"],
-                           help="order of a pipeline's work; 1f1b in predict")  # fmt: skip
-        given.add_argument("--chunks", type=count, help="stages per rank, of interleaved")
-        given.add_argument("--zero", type=int, choices=(0, 1, 2, 3),
-                           help="divided over replicas: 1 optimizer state, 2 + gradients, "
-                                "3 + parameters; 0 in predict")  # fmt: skip
-        given.add_argument("--sequence_parallel", action="store_true", default=None,
-                           help="split the positions, too, outside the cut matrices")  # fmt: skip
-        given.add_argument("--recompute", choices=("never", "selective", "always"),
-                           help="activations in backward; selective: of attention only; "
-                                "never in predict")  # fmt: skip
-        given.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16",
-                           help="[%(default)s]")  # fmt: skip
+        command("predict", "Predict the seconds and the memory of a step.",
+                model=MODEL, layout=LAYOUT, machine=LINES),
+        command("search", "Find the fastest layout that fits. What is given of it is not varied.",
+                model=MODEL, layout=LAYOUT, machine=LINES),
+    ):  # fmt: skip
+        made.add_argument("--batch_size", type=count, required=True, help="sequences per step")
+        made.add_argument("--machine", default="a100-80gb", help=f"{kinds}; default: a100-80gb")
         if made.prog.endswith("predict"):
-            given.add_argument("--order", choices=("dp-pp-tp", "pp-dp-tp"), default="dp-pp-tp",
-                               help="of the ranks, outermost first [%(default)s]")  # fmt: skip
+            made.add_argument("--order", choices=("dp-pp-tp", "pp-dp-tp"), default="dp-pp-tp",
+                              help="of the ranks, outermost first; default: dp-pp-tp")  # fmt: skip
         else:
             made.add_argument("--top", type=count, default=5, help="layouts to show; default: 5")
-    made = command("check", "Compare a table of measured runs with their predictions.")
-    made.add_argument(
-        "table",
-        type=Path,
-        help=f"CSV with the columns {', '.join(REQUIRED)} (or model and global_batch), and any of "
-        f"{', '.join(name for name in COLUMNS if name not in REQUIRED)}; # begins a comment",
+        made.set_defaults(precision="bf16")
+    made = command(
+        "check", "Compare a table of measured runs with their predictions.", machine=LINES
     )
-    made.add_argument("--machine", required=True, help=f"a YAML file, or {', '.join(KNOWN)}")
-    made.add_argument("--network", help="as of predict")
-    made.add_argument("--link", help="as of predict")
+    others = ", ".join(name for name in COLUMNS if name not in REQUIRED)
+    made.add_argument(
+        "table", type=Path, help=f"CSV with the columns {', '.join(REQUIRED)} (or model and "
+        f"global_batch), and any of {others}; # begins a comment",
+    )  # fmt: skip
+    made.add_argument("--machine", required=True, help=kinds)
     made = command(
         "simulate",
         "Time a schedule. Times are in any unit: one number, or one per rank, as 10,10,12.",
+        schedule=SIMULATE,
     )
     made.add_argument("--stages", type=count, required=True, help="ranks of the pipeline")
-    made.add_argument(
-        "--num_microbatches", type=count, required=True, help="micro-batches per step"
-    )
-    made.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="[%(default)s]")
-    made.add_argument(
-        "--chunks",
-        type=count,
-        help="stages per rank, of interleaved; each takes its part of a rank's seconds",
-    )
-    for name, text in (
-        ("forward", "F, of one micro-batch"),
-        ("backward_input", "I, the half of backward that others wait for"),
-        ("backward_weight", "W, the other half"), ("recompute", "the forward before a backward"),
-        ("exchange", "of gradients, at the end"), ("update", "of parameters, after it"),
-    ):  # fmt: skip
-        made.add_argument(
-            f"--{name}",
-            default="0" if name in ("recompute", "exchange", "update") else "1",
-            help=f"{text} [%(default)s]",
-        )
-    made.add_argument(
-        "--transfer", type=float, default=0.0, help="a message between neighbours [0]"
-    )
-    made.add_argument("--no_overlap", action="store_true", help="messages hold up their sender")
-    made.add_argument(
-        "--exchange_after",
-        action="store_true",
-        help="the exchange waits for the last backward to end",
-    )
-    made.add_argument(
-        "--activations", default="1", help="what one micro-batch holds on a rank, in any unit [1]"
-    )
-    made.add_argument(
-        "--early_gradients", action="store_true", help="send gradients before W, as our programs do"
-    )
-    made.add_argument("--timeline", action="store_true", help="with --json: every action, too")
+    made.add_argument("--num_microbatches", type=count, required=True, help="per step")
+    made.set_defaults(schedule="1f1b", transfer=0.0, **PER_STAGE)
     made = command("calibrate", "Measure this computer, a core per rank, in under a minute.")
-    made.add_argument(
-        "--output", type=Path, default=Path("machine.yaml"), help="default: machine.yaml"
-    )
+    made.add_argument("--output", type=Path, default="machine.yaml", help="default: machine.yaml")
     return parser
 
 
@@ -200,9 +169,9 @@ def model_and_machine(args: argparse.Namespace) -> tuple[Model, Machine]:
     model = model_of(
         args.model, layers=args.n_layer, hidden=args.n_embd, heads=args.n_head,
         kv_heads=args.kv_heads, ffn=args.ffn, vocab=args.vocab_size, seq=args.seq,
-        gated_mlp=args.gated_mlp or None, tied=False if args.untied else None,
+        gated_mlp=args.gated_mlp, tied=False if args.untied else None,
     )  # fmt: skip
-    return model, describe.machine(args.machine, args.network, args.link)
+    return model, machine(args.machine, args.network, args.link)
 
 
 def as_json(found: Prediction) -> dict[str, Any]:
@@ -219,65 +188,48 @@ def as_json(found: Prediction) -> dict[str, Any]:
 
 def say_prediction(found: Prediction) -> None:
     """Prints it."""
-    layout, model, limit = found.layout, found.model, found.machine.memory_gb
-    print(
-        f"{model.parameters / 1e6:,.0f} million parameters, {layout.gpus} x {found.machine.name}: "
-        f"{search.options(layout)}, {layout.num_microbatches} micro-batches\n\n"
-        f"{found.seconds:.4g} s per step   {found.tokens_per_second:,.0f} tokens/s   "
-        f"{found.tflops:.1f} TFLOP/s per GPU   bubble {found.bubble:.1%}\n\nWhere the time goes"
-    )
+    layout, model = found.layout, found.model
+    print(f"{model.parameters / 1e6:,.0f} million parameters, {layout.gpus} x "
+          f"{found.machine.name}: {search.options(layout)}, {layout.num_microbatches} micro-batches"
+          "\n\n"
+          f"{found.seconds:.4g} s per step   {found.tokens_per_second:,.0f} tokens/s   "
+          f"{found.tflops:.1f} TFLOP/s per GPU   bubble {found.bubble:.1%}\n\n"
+          "Where the time goes")  # fmt: skip
     for name, seconds in sorted(found.parts.items(), key=lambda item: -item[1]):
-        if seconds > 0.0005 * found.seconds:
-            share = seconds / found.seconds
+        share = seconds / found.seconds
+        if share > 0.0005:
             print(f"  {name:12} {'#' * round(WIDTH * share):{WIDTH}} {share:6.1%} {seconds:9.4g} s")
-    kinds = found.memory[0]._fields
-    print(
-        "\nMemory of a GPU, GiB\n  stage "
-        + "".join(f"{kind:>12}" for kind in kinds)
-        + "         sum"
-    )
+    print("\nMemory of a GPU, GiB\n  stage",
+          *(f"{kind:>12}" for kind in (*found.memory[0]._fields, "sum")))  # fmt: skip
     for r, memory in enumerate(found.memory):
-        cells = "".join(f"{value / 2**30:12.2f}" for value in memory)
-        print(f"  {r:5} {cells}{memory.gib:12.2f}")
-    room = limit - found.memory_gb
-    if found.fits:
-        print(f"\nIt fits: {room:.1f} of {limit:.1f} GiB are left.")
-    else:
-        print(
-            f"\nIt does not fit: it needs {found.memory_gb:.1f} GiB, and {found.usable_gb:.1f} of "
-            f"{limit:.1f} GiB can be used."
-        )
+        print(f"  {r:5}", *(f"{size / 2**30:12.2f}" for size in (*memory, sum(memory))))
+    verdict = "fits" if found.fits else "does not fit"
+    print(f"\nIt {verdict}: it needs {found.memory_gb:.1f} GiB, and {found.usable_gb:.1f} of "
+          f"{found.machine.memory_gb:.1f} GiB can be used.")  # fmt: skip
     if model.heads % layout.tp:
-        print(
-            f"Note: {model.heads} heads over {layout.tp} ranks are uneven; train.py refuses that."
-        )
+        print(f"{model.heads} heads over {layout.tp} ranks are uneven: train.py refuses that.")
 
 
 def run_predict(args: argparse.Namespace) -> None:
     """`predict`."""
-    model, machine = model_and_machine(args)
-    pp, tp = args.pp or 1, args.tp or 1
-    gpus = args.gpus or (args.dp or 1) * pp * tp
-    layout = Layout(
-        gpus, args.dp or max(1, gpus // (pp * tp)), tp, pp, args.micro_batch or 1, args.batch_size,
-        args.schedule or "1f1b", args.chunks, args.zero or 0, bool(args.sequence_parallel),
-        args.recompute or "never", args.precision, args.order,
-    )  # fmt: skip
-    found = predict(model, layout, machine)
+    model, where = model_and_machine(args)
+    names = ("batch_size", "order", *search.NAMES)
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    cut = given.get("pp", 1) * given.get("tp", 1)
+    dp = given.setdefault("dp", max(1, (args.gpus or 1) // cut))
+    found = predict(model, Layout(args.gpus or dp * cut, **given), where)
     print(json.dumps(as_json(found), indent=1)) if args.json else say_prediction(found)
 
 
 def run_search(args: argparse.Namespace) -> None:
     """`search`."""
-    model, machine = model_and_machine(args)
-    gpus = args.gpus or machine.gpus_per_node
+    model, where = model_and_machine(args)
+    gpus = args.gpus or where.gpus_per_node
     fixed = {name: getattr(args, name) for name in search.NAMES}
-    best, near = search.search(model, gpus, machine, args.batch_size, args.top, **fixed)
+    best, near = search.search(model, gpus, where, args.batch_size, args.top, **fixed)
     first = best[0]
-    reasons = [
-        (change, other, search.why(first, other)) for change, other in search.neighbours(first)
-    ]
-    command = search.command(model, first.layout, machine, args.model)
+    reasons = [(change, o, search.why(first, o)) for change, o in search.neighbours(first)]
+    command = search.command(model, first.layout, where, args.model)
     changes = list(search.what_if(first, near))
     if args.json:
         print(json.dumps({
@@ -290,130 +242,26 @@ def run_search(args: argparse.Namespace) -> None:
     for found in best:
         print(f"{found.seconds:9.4g} {found.tokens_per_second:11,.0f} {found.memory_gb:6.1f} "
               f"{found.bubble:7.1%}  {search.options(found.layout)}")  # fmt: skip
-    print("\nOne choice changed:")
-    for change, _, reason in reasons:
-        print(f"  {change}: {reason}")
+    print("\nOne choice changed:", *(f"{change}: {why}" for change, _, why in reasons), sep="\n  ")
     print("\nWhat would change the choice:", *changes, "", command, sep="\n  ")
-
-
-def read_table(path: Path) -> list[dict[str, str]]:
-    """The rows of a table. Raises ValueError."""
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: it is not UTF-8; a table is a CSV file of text") from None
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
-    rows = list(csv.DictReader(line for line in lines if line.strip() and not line.startswith("#")))
-    if not rows:
-        raise ValueError(f"{path}: it has no rows")
-    given = {name: SPELLINGS.get(name, name) for name in (key.strip() for key in rows[0] if key)}
-    for name in set(given.values()) - set(COLUMNS):
-        if near := get_close_matches(name, COLUMNS, 1, 0.8):
-            raise ValueError(f"{path}: the column {name} is unknown; did you mean {near[0]}?")
-    needed = REQUIRED[4:] if "model" in given.values() else REQUIRED
-    if missing := [name for name in needed if name not in given.values()]:
-        raise ValueError(
-            f"{path}: the column {missing[0]} is missing; a table has {', '.join(COLUMNS)}"
-        )
-    return [
-        {SPELLINGS.get(key.strip(), key.strip()): cell or "" for key, cell in row.items() if key}
-        for row in rows
-    ]
-
-
-def compared(table: Sequence[dict[str, str]], machine: Machine) -> list[dict[str, Any]]:
-    """Each row of a table with its prediction. Raises ValueError, naming the row."""
-    found = []
-    for k, row in enumerate(table, 1):
-        try:
-            model, layout, nodes = row_of(row, machine)
-            step = PricedStep(model, layout, nodes, legal=False).predict(explain=False)
-            measured = {n: measured_in(row, n) for n in ("seconds_per_step", "memory_gb")}
-            said = word_in(row, "fits")
-            if "oom" in (said, word_in(row, "seconds_per_step"), word_in(row, "memory_gb")):
-                said = "0"
-            if said not in ("", "0", "1"):
-                raise ValueError(f"fits is {said!r}, and must be 1, 0, or empty")
-            fits = said == "1" if said else None
-        except ValueError as error:
-            raise ValueError(f"row {k}: {error}") from None
-        found.append(
-            {name: row.get(name, "") for name in COLUMNS} | measured | {
-                "fits": fits, "predicted_seconds": step.seconds,
-                "predicted_memory_gb": step.memory_gb, "predicted_fits": step.fits,
-            }
-        )  # fmt: skip
-    return found
-
-
-def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The errors of a table: of time and memory, mean and worst; the share of pairs of layouts of
-    the same model, GPUs and batch whose order is right; regret, the seconds that the layout
-    predicted to be the fastest takes more than the fastest; the share of rows that fit or not as
-    predicted."""
-    found: dict[str, float] = {"rows": len(rows)}
-    for name, ours in (
-        ("seconds_per_step", "predicted_seconds"),
-        ("memory_gb", "predicted_memory_gb"),
-    ):
-        errors = [abs(row[ours] / row[name] - 1) for row in rows if row[name]]
-        if errors:
-            what = "time" if name == "seconds_per_step" else "memory"
-            found |= {f"{what}_error": fmean(errors), f"{what}_worst": max(errors)}
-    groups: defaultdict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
-    for row in rows:
-        if row["seconds_per_step"]:
-            key = tuple(
-                row[n]
-                for n in (
-                    "layers",
-                    "hidden",
-                    "heads",
-                    "ffn",
-                    "vocab",
-                    "seq",
-                    "gpus",
-                    "global_batch",
-                )
-            )
-            groups[key].append((row["seconds_per_step"], row["predicted_seconds"]))
-    pairs = [(a, b) for group in groups.values() for a, b in combinations(group, 2) if a[0] != b[0]]
-    if pairs:
-        found["pairs_in_order"] = fmean((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)
-        regrets = [
-            min(group, key=lambda g: g[1])[0] / min(group)[0] - 1
-            for group in groups.values()
-            if len(group) > 1
-        ]
-        found |= {"regret": fmean(regrets), "regret_worst": max(regrets)}
-    known = [row for row in rows if row["fits"] is not None]
-    if known:
-        found["fits_right"] = fmean(row["fits"] == row["predicted_fits"] for row in known)
-    return found
 
 
 def run_check(args: argparse.Namespace) -> None:
     """`check`."""
-    machine = describe.machine(args.machine, args.network, args.link)
-    rows = compared(read_table(args.table), machine)
+    rows = compared(read_table(args.table), machine(args.machine, args.network, args.link))
     if args.json:
         print(json.dumps(rows, indent=1))
         return
     for name, value in summary(rows).items():
         print(f"{name:16} {value:8.0f}" if name == "rows" else f"{name:16} {value:8.1%}")
-    timed = [row for row in rows if row["seconds_per_step"]]
+    timed = [(row["predicted_seconds"] / row["seconds_per_step"], row)
+             for row in rows if row["seconds_per_step"]]  # fmt: skip
     print("\nThe worst rows:\n measured predicted  ratio   GiB predicted  layout")
-    off = sorted(timed, key=lambda r: -abs(r["predicted_seconds"] / r["seconds_per_step"] - 1))
-    for row in off[:5]:
-        ratio, memory = row["predicted_seconds"] / row["seconds_per_step"], row["memory_gb"]
-        layout = " ".join(
-            f"{n} {row[n]}"
-            for n in ("layers", "hidden", "dp", "tp", "pp", "micro_batch", "zero", "global_batch")
-            if row[n]
-        )
+    shown = ("layers", "hidden", "dp", "tp", "pp", "micro_batch", "zero", "global_batch")
+    for ratio, row in sorted(timed, key=lambda pair: -abs(pair[0] - 1))[:5]:
         print(f"{row['seconds_per_step']:9.4g} {row['predicted_seconds']:9.4g} {ratio:6.2f} "
-              f"{memory or '-':>5} {row['predicted_memory_gb']:9.1f}  {layout}")  # fmt: skip
+              f"{row['memory_gb'] or '-':>5} {row['predicted_memory_gb']:9.1f} ",
+              *(f"{name} {row[name]}" for name in shown if row[name]))  # fmt: skip
 
 
 def per_stage(text: str, name: str, n: int, parts: int = 1) -> list[float]:
@@ -421,7 +269,7 @@ def per_stage(text: str, name: str, n: int, parts: int = 1) -> list[float]:
     try:
         values = [float(value) for value in text.split(",")]
     except ValueError:
-        raise ValueError(f"--{name} {text}: numbers, as 10 or 10,12") from None
+        values = []
     if len(values) not in (1, n) or not all(0 <= value < math.inf for value in values):
         raise ValueError(
             f"--{name} {text}: one finite number, 0 or more, or {n}, one for each of --stages {n}"
@@ -431,75 +279,59 @@ def per_stage(text: str, name: str, n: int, parts: int = 1) -> list[float]:
 
 def run_simulate(args: argparse.Namespace) -> None:
     """`simulate`."""
-    n = args.stages
-    size = n, args.num_microbatches
-    simulator = prepared(args.schedule, *size, args.chunks)
+    n, m = args.stages, args.num_microbatches
+    simulator = prepared(args.schedule, n, m, args.chunks)
     if args.early_gradients:
-        simulator = Simulator(find(args.schedule, args.chunks)(*size))
-    ranks = simulator.ranks
-    parts = len(ranks) // n
-    forward, early, late, again, held, exchange = (
-        [per_stage(getattr(args, name), name, n, parts)[r] for r in ranks]
-        for name in (
-            "forward", "backward_input", "backward_weight", "recompute", "activations", "exchange"
-        )
-    )  # fmt: skip
-    update = per_stage(args.update, "update", n)
+        simulator = Simulator(find(args.schedule, args.chunks)(n, m))
+    ranks, times = simulator.ranks, dict[str, list[float]]()
+    for name in PER_STAGE:
+        dealt = per_stage(getattr(args, name), name, n, len(ranks) // n)
+        times[name] = [dealt[r] for r in ranks]
+    passes = [times[name] for name in ("forward", "backward_input", "backward_weight")]
     if not 0 <= args.transfer < math.inf:
         raise ValueError(f"--transfer {args.transfer:g}: it must be a finite number, 0 or more")
-    if not sum(forward) + sum(early) + sum(late):
+    if not sum(map(sum, passes)):
         raise ValueError(
             "--forward 0 --backward_input 0 --backward_weight 0: something must take time"
         )
     found = simulator.run(Work(
-        with_times(forward, early, late), lambda _: args.transfer, not args.no_overlap,
-        again.__getitem__, exchange.__getitem__, not args.exchange_after, update.__getitem__,
+        with_times(*passes), lambda _: args.transfer, not args.no_overlap,
+        times["recompute"].__getitem__, times["exchange"].__getitem__, not args.exchange_after,
+        per_stage(args.update, "update", n).__getitem__,
     ))  # fmt: skip
-    gaps, path = found.gaps(), found.critical_path()
+    gaps, held = found.gaps(), found.memory(times["activations"].__getitem__)
     idle: defaultdict[str, float] = defaultdict(float)
     for gap in gaps:
         for cause, part in gap.causes.items():
             idle[cause] += part / n
-    peaks = [max(size for _, size in row) for row in found.memory(held.__getitem__)]
-    kinds: defaultdict[str, float] = defaultdict(float)
-    for timed in path:
-        kinds[timed.action.kind.value] += timed.end - timed.start
+    result: dict[str, Any] = {
+        "seconds": found.seconds, "span": found.span, "bubble": found.bubble,
+        "bubble_over_work": found.bubble_over_work, "busy": found.busy, "idle": dict(idle),
+        "peak_activations": [max(size for _, size in row) for row in held],
+        "critical_path": [_event(timed) for timed in found.critical_path()],
+        "gaps": [
+            {"rank": gap.rank, "start": gap.start, "end": gap.end, "causes": gap.causes,
+             "before": _named(gap.before), "waits_for": _named(gap.waits_for)}
+            for gap in gaps
+        ],
+    }  # fmt: skip
     if args.json:
-        result: dict[str, Any] = {
-            "seconds": found.seconds, "span": found.span, "bubble": found.bubble,
-            "bubble_over_work": found.bubble_over_work, "busy": found.busy, "idle": dict(idle),
-            "peak_activations": peaks, "critical_path": [_event(t) for t in path],
-            "gaps": [
-                {"rank": g.rank, "start": g.start, "end": g.end, "causes": g.causes,
-                 "before": _named(g.before), "waits_for": _named(g.waits_for)}
-                for g in gaps
-            ],
-        }  # fmt: skip
-        if args.timeline:
-            result["timeline"] = [[_event(timed) for timed in row] for row in found.rows]
-        print(json.dumps(result))
+        timeline = {"timeline": [[_event(timed) for timed in row] for row in found.rows]}
+        print(json.dumps(result | timeline if args.timeline else result))
         return
-    print(
-        f"{args.schedule}, {n} ranks, {args.num_microbatches} micro-batches\n\n"
-        f"step                {found.seconds:10.6g}\n"
-        f"bubble              {found.bubble:10.2%}   idle share of the step\n"
-        f"bubble over work    {found.bubble_over_work:10.2%}   idle seconds by those of work\n"
-        f"held at most        {', '.join(f'{peak:g}' for peak in peaks)}   per rank\n\n"
-        "Idle seconds of a rank, on average"
-    )
-    for cause, seconds in idle.items():
-        print(f"  {cause:12} {seconds:10.6g}")
-    print(
-        f"\nThe critical path: {len(path)} actions, "
-        + ", ".join(f"{k} {v:.6g}" for k, v in kinds.items())
-    )
+    print(f"{args.schedule}, {n} ranks, {m} micro-batches\n\n"
+          f"step                {found.seconds:10.6g}\n"
+          f"bubble              {found.bubble:10.2%}   idle share of the step\n"
+          f"bubble over work    {found.bubble_over_work:10.2%}   idle seconds by those of work\n"
+          f"held at most        {', '.join(f'{peak:g}' for peak in result['peak_activations'])}"
+          "   per rank\n\nIdle seconds of a rank, on average",
+          *(f"{cause:12} {seconds:10.6g}" for cause, seconds in idle.items()),
+          sep="\n  ")  # fmt: skip
     print("\nThe longest gaps")
-    for gap in sorted(gaps, key=lambda g: g.start - g.end)[:5]:
-        after = f"before {_named(gap.before)}" if gap.before else "at the end"
+    for gap in sorted(gaps, key=lambda gap: gap.start - gap.end)[:5]:
         waits = f", waits for {_named(gap.waits_for)}" if gap.waits_for else ""
-        print(
-            f"  rank {gap.rank}, from {gap.start:.6g} to {gap.end:.6g}: {after}{waits}: {gap.cause}"
-        )
+        print(f"  rank {gap.rank}, from {gap.start:.6g} to {gap.end:.6g}: before "
+              f"{_named(gap.before) or 'the end'}{waits}: {gap.cause}")  # fmt: skip
 
 
 def _named(action: Action | None) -> str | None:

@@ -12,9 +12,10 @@ import pytest
 
 from benchmarks import formulas
 from planning.cost import Group, PricedStep, blocks_of_stages, group, predict, simulator
-from planning.describe import MACHINES, Layout, machine, model_of, row_of
+from planning.describe import MACHINES, Layout, machine, model_of
 from planning.search import command, layouts, neighbours, search, what_if, why
-from project.plan import compared, main, read_table, summary
+from planning.table import compared, read_table, row_of, summary
+from project.plan import main
 from project.train import parse_train
 
 A100 = machine("a100-80gb")
@@ -136,7 +137,7 @@ def test_nothing_fits_is_said() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("predict --model gpt2 --batch_size 8 --machine a10", "nor one of a100-40gb"),
+        ("predict --model gpt2 --batch_size 8 --machine a10", "a YAML file, or one of a100-40gb"),
         ("predict --model gpt --batch_size 8", "--model gpt: one of gpt2-mini, gpt2"),
         ("predict --n_layer 2 --batch_size 8", "hidden, heads, vocab, seq missing"),
         ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "tp is 4; --gpus 4 works"),

@@ -1,0 +1,204 @@
+"""Tables of measured runs: reads them, predicts their rows, and sums up how wrong that is.
+
+A table is a CSV file; a row is a run. COLUMNS are its columns, REQUIRED those that it needs; names
+and words may be those of train.py, too. docs/planning.md says what is assumed where it is silent.
+
+Every mistake is a ValueError of one sentence with the value, the rule, and what works.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pipeline.schedules.catalogue import SCHEDULES
+
+from .cost import PricedStep
+from .describe import PRESETS, Layout, Machine, Model, is_number
+
+REQUIRED = ("layers", "hidden", "heads", "seq", "global_batch")  # or a model, and global_batch
+COLUMNS = (
+    "model", "layers", "hidden", "heads", "kv_heads", "ffn", "gated_mlp", "vocab", "tied", "seq",
+    "gpus", "gpus_per_node", "dp", "tp", "pp", "chunks", "micro_batch", "global_batch", "schedule",
+    "zero", "sequence_parallel", "recompute", "precision", "seconds_per_step", "memory_gb", "fits",
+)  # fmt: skip
+SPELLINGS = {  # of columns, and of words in them
+    "n_layer": "layers", "n_embd": "hidden", "n_head": "heads", "n_kv_head": "kv_heads",
+    "vocab_size": "vocab", "model_max_length": "seq", "batch_size": "global_batch",
+    "none": "never", "full": "always", "afab": "gpipe",
+    "zb-h1": "zb", "zb-1p": "zb", "zb-v": "zbv", "1f1b-i": "interleaved",
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "amp_fp16": "fp16",
+    "amp_bf16": "bf16", "true": "1", "yes": "1", "false": "0", "no": "0",
+}  # fmt: skip
+SILENT = ("", "-", "?", "na", "n/a", "nan", "null", "unknown")  # a cell that says nothing
+MODEL = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "global_batch")
+
+Row = Mapping[str, str]
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a table, with the names of COLUMNS. Lines that begin with # are comments."""
+    try:
+        lines = path.read_text("utf-8-sig").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: it is not UTF-8; a table is a CSV file of text") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    table = csv.DictReader(line for line in lines if line.strip() and not line.startswith("#"))
+    rows = [
+        {SPELLINGS.get(key.strip(), key.strip()): cell or "" for key, cell in row.items() if key}
+        for row in table
+    ]
+    if not rows:
+        raise ValueError(f"{path}: it has no rows")
+    for name in rows[0].keys() - set(COLUMNS):
+        if near := get_close_matches(name, COLUMNS, 1, 0.8):
+            raise ValueError(f"{path}: the column {name} is unknown; did you mean {near[0]}?")
+    for name in REQUIRED[4:] if "model" in rows[0] else REQUIRED:
+        if name not in rows[0]:
+            known = ", ".join(COLUMNS)
+            raise ValueError(f"{path}: the column {name} is missing; a table has {known}")
+    return rows
+
+
+class Cells(dict[str, str]):
+    """What a row says, in this project's words; without the cells that say nothing."""
+
+    def __init__(self, row: Row) -> None:
+        words = {name: text.strip().lower() for name, text in row.items()}
+        super().__init__(
+            {name: SPELLINGS.get(text, text) for name, text in words.items() if text not in SILENT}
+        )
+
+    def number(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number."""
+        text = self.get(name, "never")
+        if text == "never":
+            if default is None:
+                raise ValueError(f"{name} is empty")
+            return default
+        if not is_number(text) or not float(text).is_integer():
+            raise ValueError(f"{name} is {text!r}, and must be a whole number")
+        if (found := int(float(text))) < least:
+            raise ValueError(f"{name} is {found}, and must be {least} or more")
+        return found
+
+    def word(self, name: str, default: str, known: Iterable[str]) -> str:
+        """One of the known words."""
+        if (text := self.get(name, default)) not in known:
+            raise ValueError(f"{name} is {text!r}, and must be one of {', '.join(known)}")
+        return text
+
+    def measured(self, name: str) -> float | None:
+        """What was measured; None if nothing was, or the run ended out of memory."""
+        text = self.get(name, "oom")
+        if text in ("oom", "0"):
+            return None
+        if not is_number(text) or not 0 < float(text) < math.inf:
+            raise ValueError(f"{name} is {text!r}, and must be a number above 0, empty, or oom")
+        return float(text)
+
+    def fits(self) -> bool | None:
+        """Whether the run had enough memory; None if it is not said."""
+        if "oom" in (self.get("fits"), self.get("seconds_per_step"), self.get("memory_gb")):
+            return False
+        return self.word("fits", "", ("1", "0")) == "1" if "fits" in self else None
+
+
+def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
+    """The model, layout and nodes of a row."""
+    cells = Cells(row)
+    preset, number = PRESETS.get(cells.get("model", "")), cells.number
+    layers, hidden, heads, seq = (
+        number(name, getattr(preset, name) if preset else None) for name in REQUIRED[:4]
+    )
+    plain = preset or Model(layers, hidden, heads, 4 * hidden, 51200, seq)
+    model = Model(
+        layers, hidden, heads, number("ffn", plain.ffn), number("vocab", plain.vocab), seq,
+        gated_mlp=bool(number("gated_mlp", plain.gated_mlp, 0)),
+        tied=bool(number("tied", plain.tied, 0)),
+        kv_heads=number("kv_heads", plain.kv_heads or heads),
+    )  # fmt: skip
+    tp, pp, chunks = number("tp", 1), number("pp", 1), number("chunks", 0, 0)
+    schedule = cells.word("schedule", "1f1b", SCHEDULES)
+    if schedule == "interleaved" and not chunks:
+        units = layers if layers % pp == 0 else layers + 2  # embedding and head as a block each
+        chunks = next((c for c in range(2, units // pp + 1) if units % (pp * c) == 0), 1)
+    if schedule in ("interleaved", "1f1b"):  # more than one chunk is interleaved, whatever it says
+        schedule = "interleaved" if chunks > 1 and pp > 1 else "1f1b"
+    dp = number("dp", number("gpus", 1) // (tp * pp) or 1)
+    gpus = number("gpus", dp * tp * pp)
+    if dp * tp * pp != gpus:
+        raise ValueError(f"dp {dp} x tp {tp} x pp {pp} is {dp * tp * pp}, and gpus is {gpus}")
+    zero = int(cells.word("zero", "0", ("0", "1", "2", "3")))
+    layout = Layout(
+        gpus, dp, tp, pp, number("micro_batch", 1), number("global_batch"), schedule,
+        chunks if schedule == "interleaved" else None, zero,
+        bool(number("sequence_parallel", 0, 0)),
+        cells.word("recompute", "never", ("never", "selective", "always")),
+        cells.word("precision", "bf16" if "bf16" in machine.tflops else "fp16", machine.tflops),
+        "pp-dp-tp",
+    )  # fmt: skip
+    per = number("gpus_per_node", machine.gpus_per_node)  # a GPU keeps its part of the network
+    share = machine.network_gbs * per / machine.gpus_per_node
+    # ZeRO-2 and 3 are torch's, and gated MLPs came with fused attention.
+    software = "flash" if zero > 1 or model.gated_mlp else machine.attention
+    nodes = replace(machine, gpus_per_node=per, network_gbs=share, attention=software)
+    return model, layout, nodes
+
+
+def compared(table: Sequence[Row], machine: Machine) -> list[dict[str, Any]]:
+    """Each row of a table with its prediction. Raises ValueError, naming the row."""
+    found = []
+    for k, row in enumerate(table, 1):
+        try:
+            model, layout, nodes = row_of(row, machine)
+            step = PricedStep(model, layout, nodes, legal=False).predict(explain=False)
+            cells = Cells(row)
+            measured = {n: cells.measured(n) for n in ("seconds_per_step", "memory_gb")}
+            fits = cells.fits()
+        except ValueError as error:
+            raise ValueError(f"row {k}: {error}") from None
+        found.append(
+            {name: row.get(name, "") for name in COLUMNS} | measured | {
+                "fits": fits, "predicted_seconds": step.seconds,
+                "predicted_memory_gb": step.memory_gb, "predicted_fits": step.fits,
+            }
+        )  # fmt: skip
+    return found
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The errors of a table: of time and memory, mean and worst; the share of pairs of layouts of
+    the same model, GPUs and batch whose order is right; regret, the seconds that the layout
+    predicted to be the fastest takes more than the fastest; the share of rows that fit or not as
+    predicted."""
+    found: dict[str, float] = {"rows": len(rows)}
+    for what, name, ours in (
+        ("time", "seconds_per_step", "predicted_seconds"),
+        ("memory", "memory_gb", "predicted_memory_gb"),
+    ):
+        if errors := [abs(row[ours] / row[name] - 1) for row in rows if row[name]]:
+            found |= {f"{what}_error": fmean(errors), f"{what}_worst": max(errors)}
+    groups: defaultdict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        if row["seconds_per_step"]:
+            key = tuple(row[name] for name in MODEL)
+            groups[key].append((row["seconds_per_step"], row["predicted_seconds"]))
+    alike = [group for group in groups.values() if len(group) > 1]
+    pairs = [(a, b) for group in alike for a, b in combinations(group, 2) if a[0] != b[0]]
+    if pairs:
+        chosen = [min(group, key=lambda run: run[1])[0] / min(group)[0] - 1 for group in alike]
+        found["pairs_in_order"] = fmean((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)
+        found |= {"regret": fmean(chosen), "regret_worst": max(chosen)}
+    if known := [row for row in rows if row["fits"] is not None]:
+        found["fits_right"] = fmean(row["fits"] == row["predicted_fits"] for row in known)
+    return found
