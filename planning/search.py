@@ -6,8 +6,10 @@ form is too short, that costs simulations; where it is 5 % too long, a layout ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import permutations, product
+from typing import Any
 
 from .cost import Prediction, PricedStep
 from .describe import Layout, Machine, Model, model_of
@@ -17,6 +19,7 @@ NAMES = (
     "dp", "pp", "tp", "micro_batch", "schedule", "chunks", "zero", "recompute", "precision",
     "sequence_parallel",
 )  # fmt: skip
+KINDS = (("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None))
 REASONS = {
     "products": "its matrix products take longer",
     "attention": "attention takes longer",
@@ -37,43 +40,46 @@ def divisors(number: int) -> list[int]:
     return [k for k in range(1, number + 1) if number % k == 0]
 
 
-def layouts(model: Model, gpus: int, batch_size: int, **fixed: object) -> Iterator[Layout]:
+def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[Layout]:
     """Every legal layout. ``fixed``: options with the only value that is tried."""
+    given = {name: value for name, value in fixed.items() if value is not None}
+    batches = {1, 2, 4, 8, 16, 32, given.get("micro_batch", 1)}
+    again = dict.fromkeys(("never", "always", given.get("recompute", "never")))
+    for tp, pp in product(divisors(gpus), divisors(gpus)):
+        dp = gpus // (tp * pp)
+        if dp * tp * pp != gpus or batch_size % dp or model.heads % tp or model.ffn % tp:
+            continue
+        kinds = KINDS[:1]
+        if pp > 1:
+            named = given.get("schedule", "1f1b"), given.get("chunks")
+            usual = KINDS if pp <= 16 else KINDS[:-1]  # zbv's lists take long to make
+            kinds = tuple(dict.fromkeys((*usual, named)))
+        zeros = (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 3) if tp > 1 else (0, 1, 2, 3)
+        for b, (schedule, chunks), zero, recompute in product(batches, kinds, zeros, again):
+            layout = Layout(
+                gpus, dp, tp, pp, b, batch_size, schedule, chunks, zero,
+                tp > 1 and model.seq % tp == 0, recompute, given.get("precision", "bf16"),
+            )  # fmt: skip
+            legal = batch_size // dp % b == 0 and layout.stages <= model.layers
+            if legal and all(getattr(layout, name) == value for name, value in given.items()):
+                yield layout
 
-    def tried(name: str, *values: object) -> list[object]:
-        return [fixed[name]] if fixed.get(name) is not None else list(values)
 
-    for tp in [t for t in divisors(gpus) if model.heads % t == 0 == model.ffn % t]:
-        for pp in [p for p in divisors(gpus // tp) if p <= model.layers]:
-            dp = gpus // tp // pp
-            if batch_size % dp:
-                continue
-            kinds: list[tuple[str, int | None]] = [("1f1b", None)]
-            if pp > 1:
-                kinds += [("zb", None), ("interleaved", 2), ("interleaved", 4)]
-                kinds += [("zbv", None)] if pp <= 16 else []  # its lists take long to make
-            zeros = [0] if dp == 1 else [0, 1] if pp > 1 else [0, 1, 3] if tp > 1 else [0, 1, 2, 3]
-            if pp > 1 and (named := fixed.get("schedule")) not in (None, "interleaved"):
-                kinds = [(str(named), None)]  # also one that is not tried otherwise
-            for b in tried("micro_batch", 1, 2, 4, 8, 16, 32):
-                if batch_size // dp % b:  # type: ignore[operator]
-                    continue
-                for schedule, chunks in kinds:
-                    for zero in tried("zero", *zeros):
-                        for recompute in tried("recompute", "never", "always"):
-                            layout = Layout(
-                                gpus, dp, tp, pp, b, batch_size, schedule, chunks,  # type: ignore[arg-type]
-                                zero, tp > 1 and model.seq % tp == 0, recompute,  # type: ignore[arg-type]
-                                str(fixed.get("precision") or "bf16"),
-                            )  # fmt: skip
-                            given = {k: v for k, v in fixed.items() if v is not None}
-                            legal = layout.stages <= model.layers and zero in zeros
-                            if legal and all(getattr(layout, k) == v for k, v in given.items()):
-                                yield layout
+def fastest(
+    priced: Iterable[tuple[float, PricedStep]], machine: Machine, top: int
+) -> list[Prediction]:
+    """The fastest steps that fit, simulated, fastest first; ``priced``: with their estimates."""
+    best: list[Prediction] = []
+    for cost, step in sorted(priced, key=lambda pair: pair[0]):
+        if len(best) >= top and cost > MARGIN * best[top - 1].seconds:
+            break
+        if step.least_memory() < machine.memory_gb and (found := step.predict(False)).fits:
+            best = sorted([*best, found], key=lambda p: p.seconds)[: 2 * top]
+    return best[:top]
 
 
 def search(
-    model: Model, gpus: int, machine: Machine, batch_size: int, top: int = 5, **fixed: object
+    model: Model, gpus: int, machine: Machine, batch_size: int, top: int = 5, **fixed: Any
 ) -> tuple[list[Prediction], list[Layout]]:
     """The fastest layouts that fit, fastest first, and all that may be worth trying on a better
     machine. Raises ValueError if none fits, with the one that needs least."""
@@ -92,52 +98,28 @@ def search(
             f"--gpus {gpus} --batch_size {batch_size}: no layout divides both, with these options; "
             f"--batch_size {-(-batch_size // gpus) * gpus} has some"
         )
-    priced = sorted(((step.estimate(), k) for k, step in enumerate(steps)))
-    roomy = [(cost, steps[k]) for cost, k in priced if steps[k].least_memory() < machine.memory_gb]
-    best: list[Prediction] = []
-    for cost, step in roomy:
-        if len(best) >= top and cost > MARGIN * best[top - 1].seconds:
-            break
-        found = step.predict(explain=False)
-        if found.fits:
-            best = sorted([*best, found], key=lambda p: p.seconds)[: 2 * top]
+    priced = [(step.estimate(), step) for step in steps]
+    best = fastest(priced, machine, top)
     if not best:
-        least = min(
-            (step.predict(explain=False) for step in steps[:: max(1, len(steps) // 50)]),
-            key=lambda p: p.memory_gb,
-        )
+        some = (step.predict(False) for step in steps[:: max(1, len(steps) // 50)])
+        least = min(some, key=lambda p: p.memory_gb)
         raise ValueError(
             f"--gpus {gpus} --machine {machine.name}: no layout fits; {options(least.layout)} "
             f"needs {least.memory_gb:.0f} GiB of {least.usable_gb:.0f}: more GPUs work"
         )
-    again = [PricedStep(model, found.layout, machine).predict() for found in best[:top]]
-    near = [steps[k].layout for cost, k in priced if cost < 1.5 * best[0].seconds]
-    return again, near
+    again = [PricedStep(model, found.layout, machine).predict() for found in best]
+    return again, [step.layout for cost, step in priced if cost < 1.5 * best[0].seconds]
 
 
 def neighbours(best: Prediction) -> Iterator[tuple[str, Prediction]]:
     """Layouts that differ from it in one choice, and the choice."""
-    at = best.layout
-    changes: list[dict[str, object]] = [
-        {"tp": 2 * at.tp, "dp": at.dp / 2}, {"tp": at.tp / 2, "dp": 2 * at.dp},
-        {"pp": 2 * at.pp, "dp": at.dp / 2}, {"pp": at.pp / 2, "dp": 2 * at.dp},
-        {"tp": 2 * at.tp, "pp": at.pp / 2}, {"tp": at.tp / 2, "pp": 2 * at.pp},
-        {"micro_batch": 2 * at.micro_batch}, {"micro_batch": at.micro_batch / 2},
-        {"recompute": "always" if at.recompute == "never" else "never"},
-    ]  # fmt: skip
-    changes += [{"zero": z} for z in (0, 1, 2, 3) if z != at.zero]
-    if at.pp > 1:
-        changes += [{"schedule": s, "chunks": c} for s, c in _KINDS if s != at.schedule]
-    for change in changes:
-        if any(isinstance(v, float) and v % 1 for v in change.values()):
-            continue
-        whole = {k: int(v) if isinstance(v, float) else v for k, v in change.items()}
-        other = replace(at, **whole)  # type: ignore[arg-type]
-        tp, pp = other.tp > 1, other.pp > 1
-        other = replace(other, sequence_parallel=tp and best.model.seq % other.tp == 0)
-        if not pp:
+    at, seq = best.layout, best.model.seq
+    for change in _changes(at):
+        other = replace(at, **change)
+        other = replace(other, sequence_parallel=other.tp > 1 and seq % other.tp == 0)
+        if other.pp == 1:
             other = replace(other, schedule="1f1b", chunks=None)
-        if other.dp == 1 or (pp and other.zero > 1):
+        if other.dp == 1 or other.pp > 1:
             other = replace(other, zero=min(other.zero, 0 if other.dp == 1 else 1))
         if other == at:
             continue
@@ -145,10 +127,20 @@ def neighbours(best: Prediction) -> Iterator[tuple[str, Prediction]]:
             found = PricedStep(best.model, other, best.machine).predict()
         except ValueError:
             continue  # it cannot run
-        yield " ".join(f"--{k} {v}" for k, v in whole.items() if v is not None), found
+        yield " ".join(f"--{k} {v}" for k, v in change.items() if v is not None), found
 
 
-_KINDS = (("1f1b", None), ("zb", None), ("interleaved", 2))
+def _changes(at: Layout) -> Iterator[dict[str, Any]]:
+    """Twice as many ranks of one kind for half of another, or another value of an option."""
+    for more, fewer in permutations(("tp", "pp", "dp"), 2):
+        if getattr(at, fewer) % 2 == 0:
+            yield {more: 2 * getattr(at, more), fewer: getattr(at, fewer) // 2}
+    yield {"micro_batch": 2 * at.micro_batch}
+    if at.micro_batch % 2 == 0:
+        yield {"micro_batch": at.micro_batch // 2}
+    yield {"recompute": "always" if at.recompute == "never" else "never"}
+    yield from ({"zero": zero} for zero in range(4 if at.pp == 1 else 2))
+    yield from ({"schedule": name, "chunks": chunks} for name, chunks in KINDS[:3])
 
 
 def why(best: Prediction, other: Prediction) -> str:
@@ -174,37 +166,24 @@ def why(best: Prediction, other: Prediction) -> str:
 
 
 def what_if(best: Prediction, near: list[Layout]) -> Iterator[str]:
-    """Sentences: what would change the choice."""
-    machine = best.machine
-    for label, change in (
-        ("twice the memory", {"memory_gb": 2 * machine.memory_gb}),
-        ("links inside a node of twice the speed", {"link_gbs": 2 * machine.link_gbs}),
-        ("a network of twice the speed", {"network_gbs": 2 * machine.network_gbs}),
-        ("a batch of twice the size", {}),
+    """Sentences: what would change the choice. The chosen layout competes, too."""
+    machine, own = best.machine, options(best.layout)
+    for label, change, times in (
+        ("twice the memory", {"memory_gb": 2 * machine.memory_gb}, 1),
+        ("links inside a node of twice the speed", {"link_gbs": 2 * machine.link_gbs}, 1),
+        ("a network of twice the speed", {"network_gbs": 2 * machine.network_gbs}, 1),
+        ("a batch of twice the size", {}, 2),
     ):
-        times = 1 if change else 2
-        other = replace(machine, **change)  # type: ignore[arg-type]
-        steps = [
-            PricedStep(best.model, replace(x, batch_size=times * x.batch_size), other) for x in near
-        ]
-        steps = sorted(
-            (s for s in steps if s.least_memory() < other.memory_gb), key=PricedStep.estimate
+        other, batch = replace(machine, **change), times * best.layout.batch_size  # type: ignore[arg-type]
+        best_own, *steps = (
+            PricedStep(best.model, replace(layout, batch_size=batch), other)
+            for layout in (best.layout, *near)
         )
-        fitting: list[Prediction] = []
-        own = replace(best.layout, batch_size=times * best.layout.batch_size)
-        for step in (PricedStep(best.model, own, other), *(s for s in steps if s.layout != own)):
-            found = step.predict(explain=False)
-            fitting += [found] * found.fits
-            if len(fitting) == 5:
-                break
-        if not fitting:
-            continue
-        first = min(fitting, key=lambda p: p.seconds)
+        found = fastest(((step.estimate(), step) for step in steps), other, 1)
+        first = min([best_own.predict(False), *found], key=lambda p: p.seconds)
         gain = times * best.seconds / first.seconds - 1
-        same = options(replace(first.layout, batch_size=best.layout.batch_size)) == options(
-            best.layout
-        )
-        chosen = "the same layout" if same else options(first.layout)
+        chosen = options(first.layout)
+        chosen = "the same layout" if chosen == own else chosen
         yield f"With {label}: {chosen}, {gain:+.1%} tokens per second."
 
 
