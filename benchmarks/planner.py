@@ -1,6 +1,7 @@
-"""Repeats the calibration of docs/planning.md, also with a part of the measured runs left out.
+"""Repeats what docs/planning.md says about errors.
 
-    python -m benchmarks.planner FOLDER
+    python -m benchmarks.planner           runs that no constant was fitted to: benchmarks/runs
+    python -m benchmarks.planner FOLDER    the calibration, also with a part of the runs left out
 
 The folder has vtrain_one_node_a100.csv, narayanan2021_table1_a100.csv and
 playbook_one_node_h100.csv. Every fit starts from the same round figures, sees some of the rows, and
@@ -34,6 +35,15 @@ TABLES = {
     "a100-80gb": ("vtrain_one_node_a100", "narayanan2021_table1_a100"),
     "h100": ("playbook_one_node_h100",),
 }
+RUNS = Path(__file__).parent / "runs"
+UNSEEN = {  # its machine, and its network if that is another
+    "korthikanti2022": ("a100-80gb", None), "narayanan2021_table2": ("a100-80gb", None),
+    "megascale2024": ("a100-80gb", None), "mtnlg2022": ("a100-80gb", None),
+    "bigscience2022": ("a100-80gb", "50"), "zerobubble2023": ("a100-80gb", None),
+    "mosaicml2023_a100-40gb": ("a100-40gb", None), "mosaicml2023_a100-80gb": ("a100-80gb", None),
+    "mosaicml2023_h100": ("h100", None), "torchtitan2024_a100-80gb": ("a100-80gb", None),
+    "torchtitan2024_h100": ("h100", None), "megatron2020": ("v100", None),
+}  # fmt: skip
 ROWS = 300  # of a table at most in a fit, drawn at random
 Row = dict[str, str]
 Numbers = NDArray[np.float64]
@@ -103,14 +113,12 @@ def _left_out(what: str, k: int, row: Row) -> bool:
     return random.Random(k).random() < 0.2 if what == "a random fifth" else row["hidden"] == what
 
 
-def main() -> None:
-    """The program."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planner", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("folder", type=Path, help="of the tables of measured runs")
-    folder = parser.parse_args().folder
+def _said(rows: Sequence[Row], where: Machine) -> str:
+    return ", ".join(f"{k} {v:.3g}" for k, v in summary(compared(rows, where)).items())
+
+
+def calibrations(folder: Path) -> None:
+    """Prints every fit, its constants, and how well it predicts what it has not seen."""
     for name, tables in TABLES.items():
         first, *others = [read_table(folder / f"{table}.csv") for table in tables]
         for what in ("nothing", "a random fifth", *sorted({row["hidden"] for row in first})):
@@ -121,8 +129,21 @@ def main() -> None:
             what = f"hidden {what}" if what.isdigit() else what
             print(f"\n{tables[0]}, {what} left out: {len(out)} rows predicted\n  {values}")
             for table, rows in zip(tables, [out, *others], strict=True):
-                numbers = summary(compared(rows, found)).items()
-                print(f"  {table}: " + ", ".join(f"{k} {v:.3g}" for k, v in numbers), flush=True)
+                print(f"  {table}: {_said(rows, found)}", flush=True)
+
+
+def main() -> None:
+    """The program."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planner", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("folder", nargs="?", type=Path, help="of the tables of the calibration")
+    if folder := parser.parse_args().folder:
+        calibrations(folder)
+        return
+    for name, (where, network) in UNSEEN.items():
+        print(f"{name}: {_said(read_table(RUNS / f'{name}.csv'), machine(where, network))}")
 
 
 if __name__ == "__main__":

@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 from pipeline.schedules.catalogue import SCHEDULES, chunks_of, places
 from pipeline.schedules.chunks import interleaved_1f1b
-from pipeline.schedules.schedule import Kind
 
 from .describe import BYTES, Layout, Machine, Model
-from .simulate import CAUSES, Simulator, Work
+from .simulate import CAUSES, Simulator, Work, with_times
 
 FLASH = 0.5  # the rate of fused attention, as a share of that of large matrix products
 LAUNCHES = 20  # kernels of a block's forward; backward has twice as many
@@ -106,14 +105,19 @@ def group(machine: Machine, size: int, stride: int) -> Group:
     return Group(size, inside, bandwidth, machine.link_us * 1e-6, machine.network_us * 1e-6)
 
 
-@dataclass(frozen=True)
-class Costs:
-    """The passes of a block and of the head for one micro-batch, forward and backward; `weights`:
-    the part of backward that computes gradients of weights."""
+class Passes(NamedTuple):
+    """Those of some layers over one micro-batch."""
 
-    block: tuple[Pass, Pass]
-    head: tuple[Pass, Pass]
-    weights: tuple[Pass, Pass]  # of a block, of the head
+    forward: Pass
+    backward: Pass
+    weights: Pass  # the part of backward that computes gradients of weights
+
+
+class Costs(NamedTuple):
+    """The passes of a block, and of the head."""
+
+    block: Passes
+    head: Passes
 
 
 def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
@@ -141,9 +145,7 @@ def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
         attend = 2.0 * b * s * s * wide / (FLASH * rate) + kernel
         attention = (attend, 2.5 * attend)
     else:  # with all scores in memory: two products, softmax, dropout; twice as many backward
-        if (
-            b * heads % 4
-        ):  # Megatron-LM's kernel for softmax takes four matrices of scores at a time
+        if b * heads % 4:  # Megatron-LM's kernel for softmax takes four matrices at a time
             launches += UNFUSED_SOFTMAX
         scores = b * heads * s * s
         one = product(s, s, h // model.heads, b * heads)
@@ -175,13 +177,13 @@ def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
     v = -(-model.vocab // tp)
     logits = t * v / memory  # seconds per byte of a logit
     # One all-reduce forward, of the embedding's result, and one backward, of the head's gradient.
-    head = (
+    head = Passes(
         Pass(product(t, v, h), 0, 28 * logits, exchanged / 2, LAUNCHES * host),
         Pass(product(t, h, v) + product(h, v, t), 0, 12 * logits + model.table * added,
              exchanged / 2, 2 * LAUNCHES * host),
+        Pass(product(h, v, t), host=LAUNCHES * host / 2),
     )  # fmt: skip
-    halves = (Pass(weights, host=LAUNCHES * host), Pass(product(h, v, t), host=LAUNCHES * host / 2))
-    return Costs((there, back), head, halves)
+    return Costs(Passes(there, back, Pass(weights, host=LAUNCHES * host)), head)
 
 
 def gradient_bytes(layout: Layout) -> int:
@@ -268,23 +270,19 @@ def simulator(schedule: str, n: int, m: int, chunks: int | None) -> Simulator:
     return Simulator(SCHEDULES[schedule](n, m))
 
 
-def rank_of_each_stage(layout: Layout) -> list[int]:
-    """The rank of each stage."""
-    return _places(layout.schedule, layout.pp, layout.chunks) if layout.pp > 1 else [0]
-
-
 _places = lru_cache(maxsize=512)(places)
 
 
 class PricedStage(NamedTuple):
     """A stage's passes for one micro-batch, and its seconds at the end of a step."""
 
-    forward: Pass
-    backward: Pass
-    weights: Pass  # a part of backward
+    passes: Passes
     exchange: float
     update: float
     held: float  # bytes until the backward of a micro-batch
+    parameters: float  # that a GPU has of it
+    table: bool  # it has the embedding, or the head
+    last: bool
 
 
 class PricedStep:
@@ -305,19 +303,16 @@ class PricedStep:
         self.size = BYTES[layout.precision]
         self.whole, self.entry = activations(model, layout, machine)
         self.logits = layout.micro_batch * model.seq * model.vocab / tp
-        known: dict[tuple[int, bool, bool], PricedStage] = {}
-        self.stages = []
-        for s, blocks in enumerate(self.blocks):
-            kind = (blocks, s == 0, s == n - 1)
-            if kind not in known:
-                known[kind] = self._stage(*kind)
-            self.stages.append(known[kind])
-        self.message, ranks = 0.0, rank_of_each_stage(layout)
-        self.updates = [
-            sum(s.update for s, at in zip(self.stages, ranks, strict=True) if at == r)
-            + machine.step_ms * 1e-3
-            for r in range(pp)
-        ]
+        kinds = [(blocks, s == 0, s == n - 1) for s, blocks in enumerate(self.blocks)]
+        priced = {kind: self._stage(*kind) for kind in set(kinds)}
+        self.stages = [priced[kind] for kind in kinds]
+        ranks = _places(layout.schedule, pp, layout.chunks) if pp > 1 else [0]
+        self.of_ranks: list[list[PricedStage]] = [[] for _ in range(pp)]
+        for rank, stage in zip(ranks, self.stages, strict=True):
+            self.of_ranks[rank].append(stage)
+        step = machine.step_ms * 1e-3
+        self.updates = [step + sum(stage.update for stage in mine) for mine in self.of_ranks]
+        self.message = 0.0
         if pp > 1:
             stride = tp * dp if outer else tp
             link = group(machine, 2, stride)
@@ -333,20 +328,19 @@ class PricedStep:
                 self.updates[-1] += tied
 
     def _stage(self, blocks: int, first: bool, last: bool) -> PricedStage:
-        forward, backward, late = Pass(), Pass(), Pass()
-        forward = forward.plus(self.cost.block[0], blocks)
-        backward = backward.plus(self.cost.block[1], blocks)
-        late = late.plus(self.cost.weights[0], blocks)
-        if last:
-            forward, backward = forward.plus(self.cost.head[0]), backward.plus(self.cost.head[1])
-            late = late.plus(self.cost.weights[1])
-        layout, machine, dp = self.layout, self.machine, self.replicas
-        number = self._parameters(blocks, first, last)
+        layout, dp, cost = self.layout, self.replicas, self.cost
+        forward, backward, late = (
+            Pass().plus(block, blocks).plus(head, last)
+            for block, head in zip(cost.block, cost.head, strict=True)
+        )
+        tables = 1 if first and last and self.model.tied else first + last
+        number = (blocks * self.model.block + tables * self.model.table) / layout.tp
         share = layout.dp if layout.zero else 1
-        update = number / share * UPDATE_BYTES / machine.memory_per_second
-        exchange = 0.0
-        sums, scatter = gradient_bytes(layout) * number, dp.scatter(self.size * number)
+        update = number / share * UPDATE_BYTES / self.machine.memory_per_second
+        exchange, parts = 0.0, max(1, blocks)
+        scatter = parts * dp.scatter(self.size * number / parts)  # block by block
         if layout.zero < 2:
+            sums = gradient_bytes(layout) * number
             exchange = dp.scatter(sums) if layout.zero else dp.reduce(sums)
         else:  # every micro-batch: gradients are reduced, under ZeRO-3 parameters gathered
             gather = scatter if layout.zero == 3 else 0.0
@@ -358,41 +352,29 @@ class PricedStep:
         held = blocks * (self.entry if layout.recompute == "always" else self.whole)
         if last:  # halves of backward: what waits for W is the gradient of the logits alone
             held += self.logits * (LOGITS_HELD if layout.schedule in WHOLE else self.size)
-        return PricedStage(forward, backward, late, exchange, update, held)
-
-    def _parameters(self, blocks: int, first: bool, last: bool) -> float:
-        """That a GPU has of a stage."""
-        tables = 1 if first and last and self.model.tied else first + last
-        return (blocks * self.model.block + tables * self.model.table) / self.layout.tp
+        passes = Passes(forward, backward, late)
+        return PricedStage(passes, exchange, update, held, number, first or last, last)
 
     def work(self) -> Work:
         """For the simulator."""
-        times = {
-            Kind.FORWARD: [s.forward.seconds for s in self.stages],
-            Kind.BACKWARD: [s.backward.seconds for s in self.stages],
-            Kind.BACKWARD_WEIGHT: [s.weights.seconds for s in self.stages],
-            Kind.BACKWARD_INPUT: [s.backward.seconds - s.weights.seconds for s in self.stages],
-        }
+        forward, backward, late = (
+            [stage.passes[k].seconds for stage in self.stages] for k in range(3)
+        )
+        early = [whole - part for whole, part in zip(backward, late, strict=True)]
         return Work(
-            lambda action: times[action.kind][action.stage], lambda _: self.message,
+            with_times(forward, early, late), lambda _: self.message,
             overlap=self.layout.schedule != "1f1b",  # Megatron-LM waits for its messages in 1F1B
             exchange=lambda s: self.stages[s].exchange,
             overlap_exchange=self.machine.overlap > 0,
             update=self.updates.__getitem__,
         )  # fmt: skip
 
-    def busy(self) -> list[float]:
-        """Per rank, the seconds of its actions for one micro-batch."""
-        each = [stage.forward.seconds + stage.backward.seconds for stage in self.stages]
-        found = [0.0] * self.layout.pp
-        for r, seconds in zip(rank_of_each_stage(self.layout), each, strict=True):
-            found[r] += seconds
-        return found
-
     def estimate(self) -> float:
         """The seconds of the step by a closed form, within a few percent of the simulation: the
         slowest rank never waits once the pipeline is full."""
-        busy, layout, n = self.busy(), self.layout, self.layout.pp
+        layout, n = self.layout, self.layout.pp
+        each = [[stage.passes for stage in mine] for mine in self.of_ranks]
+        busy = [sum(p.forward.seconds + p.backward.seconds for p in mine) for mine in each]
         longest, chunks = max(busy), layout.stages // n
         fill = (sum(busy) - longest) / chunks + 2 * (n - 1) * self.message
         if layout.schedule == "1f1b":
@@ -401,31 +383,29 @@ class PricedStep:
             fill /= 3 if layout.schedule == "zb" else 6
         first = self.stages[0]
         exchange = sum(stage.exchange for stage in self.stages[::n])
-        hidden = first.backward.seconds if self.machine.overlap else 0.0
+        hidden = first.passes.backward.seconds if self.machine.overlap else 0.0
         ends = max(0.0, exchange - hidden) + max(self.updates)
         return layout.num_microbatches * longest + fill + ends
 
     def memory(self, peaks: Sequence[float]) -> list[Memory]:
         """Per rank, from its activations' peak."""
-        layout, n = self.layout, self.layout.stages
+        layout, model, found = self.layout, self.model, list[Memory]()
         share = [1 / layout.dp if layout.zero >= first else 1.0 for first in (3, 2, 1)]
-        found, ranks = [], rank_of_each_stage(layout)
-        for r, peak in enumerate(peaks):
-            mine = [(self.blocks[s], s == 0, s == n - 1) for s in range(n) if ranks[s] == r]
-            number = sum(self._parameters(*stage) for stage in mine)
-            table = any(first or last for _, first, last in mine)  # its gradient, twice
-            working = self.whole if layout.recompute == "always" else 0.0
-            if any(last for _, _, last in mine):
-                loss = LOGITS_WORKING + (layout.schedule not in WHOLE) * LOGITS_HELD
-                working = max(working, loss * self.logits)
-            working += table * 2 * self.size * self.model.table / layout.tp
-            if layout.zero == 3:  # the block that computes, and the next
-                working += 3 * self.size * self.model.block / layout.tp
-            # Mixed precision's weights in fp32 count as the optimizer's. Under ZeRO-3 they are the
-            # parameters, whose 16 bits are only gathered.
-            single = self.size == 4 or layout.zero == 3
-            states = (4, 4, 8) if single else (self.size, gradient_bytes(layout), 12)
+        # Mixed precision's weights in fp32 count as the optimizer's. Under ZeRO-3 they are the
+        # parameters, whose 16 bits are only gathered.
+        single = self.size == 4 or layout.zero == 3
+        states = (4, 4, 8) if single else (self.size, gradient_bytes(layout), 12)
+        loss = LOGITS_WORKING + (layout.schedule not in WHOLE) * LOGITS_HELD
+        for mine, peak in zip(self.of_ranks, peaks, strict=False):
+            number = sum(stage.parameters for stage in mine)
             a, b, c = (number * size * part for size, part in zip(states, share, strict=True))
+            working = self.whole if layout.recompute == "always" else 0.0
+            if any(stage.last for stage in mine):
+                working = max(working, loss * self.logits)
+            if any(stage.table for stage in mine):  # its gradient, twice
+                working += 2 * self.size * model.table / layout.tp
+            if layout.zero == 3:  # the block that computes, and the next
+                working += 3 * self.size * model.block / layout.tp
             found.append(Memory(a, b, c, peak, working, self.machine.reserve_gb * GIB))
         return found
 
@@ -456,7 +436,7 @@ class PricedStep:
         )
         total = Pass()
         for stage in self.stages:
-            total = total.plus(stage.forward, m / n).plus(stage.backward, m / n)
+            total = total.plus(stage.passes.forward, m / n).plus(stage.passes.backward, m / n)
         parts = total._asdict()
         parts["host"] = busy - total.device - total.gathering  # more than the GPU's own seconds
         parts |= dict(zip(CAUSES, idles, strict=True))

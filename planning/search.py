@@ -51,7 +51,8 @@ def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[
             continue
         kinds = KINDS[:1]
         if pp > 1:
-            named = given.get("schedule", "1f1b"), given.get("chunks")
+            plain = "interleaved" if "chunks" in given else "1f1b"
+            named = given.get("schedule", plain), given.get("chunks")
             usual = KINDS if pp <= 16 else KINDS[:-1]  # zbv's lists take long to make
             kinds = tuple(dict.fromkeys((*usual, named)))
         zeros = (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 3) if tp > 1 else (0, 1, 2, 3)
@@ -160,6 +161,8 @@ def why(best: Prediction, other: Prediction) -> str:
         reason = f"tp {other.layout.tp} leaves the node: {reason}"
     if other.layout.recompute != "never" == best.layout.recompute:
         reason = "it computes every forward twice"
+    if ratio < -0.0005:
+        return f"{-ratio:.1%} faster, but it is not what was asked for"
     if ratio < 0.0005:
         return f"as fast, with {other.memory_gb - best.memory_gb:+.0f} GiB"
     return f"{ratio:.1%} slower: {reason}"
