@@ -4,6 +4,7 @@ measured runs where those are at hand."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import formulas
+from benchmarks.planner import RUNS, UNSEEN
 from planning.cost import Group, PricedStep, blocks_of_stages, group, predict, simulator
 from planning.describe import MACHINES, Layout, machine, model_of
 from planning.search import command, layouts, neighbours, search, what_if, why
@@ -20,7 +22,8 @@ from project.train import parse_train
 
 A100 = machine("a100-80gb")
 MODEL = model_of("gpt2-medium")
-TABLES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "planner"
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = ROOT.parent / "shared" / "data" / "planner"
 
 
 def seconds(machine_name: str = "a100-80gb", **layout: object) -> float:
@@ -390,6 +393,17 @@ def test_errors_on_measured_runs(table: str, name: str, limits: dict[str, float]
         limits, True
     )
     assert found.get("pairs_in_order", 1) > 0.9
+
+
+def test_the_errors_on_runs_that_nothing_was_fitted_to_are_those_of_the_documentation() -> None:
+    text = (ROOT / "docs" / "planning.md").read_text("utf-8")
+    rows = re.findall(r"^\| ([\w-]+) \|[^|]*\| (\d+) \| ([\d.]+) % \| ([\d.]+) % \|", text, re.M)
+    assert [name for name, *_ in rows] == list(UNSEEN)
+    for name, number, mean, worst in rows:
+        found = summary(compared(read_table(RUNS / f"{name}.csv"), machine(*UNSEEN[name])))
+        assert found["rows"] == int(number)
+        assert 100 * found["time_error"] == pytest.approx(float(mean), abs=0.5)
+        assert 100 * found["time_worst"] == pytest.approx(float(worst), abs=0.5)
 
 
 def test_train_accepts_the_commands_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
