@@ -443,8 +443,7 @@ class PricedStep:
         parts["update"] = sum(self.updates) / n
         # What a rank waits while its messages are sent is no gap between actions.
         parts["transfer"] += max(0.0, seconds - sum(parts.values()))
-        rows = timeline.memory(lambda s: self.stages[s].held)
-        peaks = [max(size for _, size in row) for row in rows]
+        peaks = timeline.peaks(lambda s: self.stages[s].held)
         return Prediction(
             self.model, layout, self.machine, seconds, parts, 1 - busy / span,
             self.memory(peaks), self.blocks,

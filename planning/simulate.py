@@ -263,19 +263,16 @@ class Simulation:
                 at = row[k - 1] if k else None
         return path[::-1]
 
-    def memory(self, held: Callable[[int], float]) -> list[list[tuple[float, float]]]:
-        """Per rank, (seconds, bytes) whenever the bytes change, if a micro-batch holds `held(s)` of
-        stage s from its F to the end of its B or W."""
+    def peaks(self, held: Callable[[int], float]) -> list[float]:
+        """Per rank, the most bytes at once, if a micro-batch holds `held(s)` of stage s from its F
+        to the end of its B or W."""
         found = []
         for row in self.rows:
+            born = [(t, BORN[t.action.kind]) for t in row if BORN[t.action.kind]]
             changes = sorted(
-                (t.start if BORN[t.action.kind] > 0 else t.end, BORN[t.action.kind] * held(s))
-                for t in row
-                for s in [t.action.stage]
-                if BORN[t.action.kind]
+                (t.start if more > 0 else t.end, more * held(t.action.stage)) for t, more in born
             )
-            sizes = accumulate(size for _, size in changes)
-            found.append([(time, size) for (time, _), size in zip(changes, sizes, strict=True)])
+            found.append(max(accumulate(size for _, size in changes)))
         return found
 
 

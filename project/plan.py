@@ -299,7 +299,7 @@ def run_simulate(args: argparse.Namespace) -> None:
         times["recompute"].__getitem__, times["exchange"].__getitem__, not args.exchange_after,
         per_stage(args.update, "update", n).__getitem__,
     ))  # fmt: skip
-    gaps, held = found.gaps(), found.memory(times["activations"].__getitem__)
+    gaps, peaks = found.gaps(), found.peaks(times["activations"].__getitem__)
     idle: defaultdict[str, float] = defaultdict(float)
     for gap in gaps:
         for cause, part in gap.causes.items():
@@ -307,7 +307,7 @@ def run_simulate(args: argparse.Namespace) -> None:
     result: dict[str, Any] = {
         "seconds": found.seconds, "span": found.span, "bubble": found.bubble,
         "bubble_over_work": found.bubble_over_work, "busy": found.busy, "idle": dict(idle),
-        "peak_activations": [max(size for _, size in row) for row in held],
+        "peak_activations": peaks,
         "critical_path": [_event(timed) for timed in found.critical_path()],
         "gaps": [
             {"rank": gap.rank, "start": gap.start, "end": gap.end, "causes": gap.causes,
@@ -323,10 +323,10 @@ def run_simulate(args: argparse.Namespace) -> None:
           f"step                {found.seconds:10.6g}\n"
           f"bubble              {found.bubble:10.2%}   idle share of the step\n"
           f"bubble over work    {found.bubble_over_work:10.2%}   idle seconds by those of work\n"
-          f"held at most        {', '.join(f'{peak:g}' for peak in result['peak_activations'])}"
-          "   per rank\n\nIdle seconds of a rank, on average",
-          *(f"{cause:12} {seconds:10.6g}" for cause, seconds in idle.items()),
-          sep="\n  ")  # fmt: skip
+          f"held at most        {', '.join(f'{peak:g}' for peak in peaks)}   per rank")  # fmt: skip
+    print("\nIdle seconds of a rank, on average")
+    for cause, seconds in idle.items():
+        print(f"  {cause:12} {seconds:10.6g}")
     print("\nThe longest gaps")
     for gap in sorted(gaps, key=lambda gap: gap.start - gap.end)[:5]:
         waits = f", waits for {_named(gap.waits_for)}" if gap.waits_for else ""

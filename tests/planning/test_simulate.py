@@ -171,14 +171,10 @@ def test_every_gap_says_what_it_waits_for() -> None:
 
 
 @pytest.mark.parametrize(("n", "m"), SIZES)
-def test_memory_over_time(n: int, m: int) -> None:
+def test_the_peak_of_memory(n: int, m: int) -> None:
     """1F1B: stage s holds min(m, n - s) micro-batches; GPipe: all."""
-    peaks = [max(size for _, size in row) for row in run("1f1b", n, m).memory(lambda _: 1)]
-    assert peaks == [min(m, n - s) for s in range(n)]
-    found = run("1f1b", n, m)
-    assert found.memory(lambda _: 1)[0][-1] == (found.span, 0)  # rank 0 ends the step
-    peaks = [max(size for _, size in row) for row in run("gpipe", n, m).memory(lambda s: s + 1)]
-    assert peaks == [m * (s + 1) for s in range(n)]
+    assert run("1f1b", n, m).peaks(lambda _: 1) == [min(m, n - s) for s in range(n)]
+    assert run("gpipe", n, m).peaks(lambda s: s + 1) == [m * (s + 1) for s in range(n)]
 
 
 def test_a_deadlock_is_named() -> None:
