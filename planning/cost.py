@@ -178,9 +178,9 @@ def costs(model: Model, layout: Layout, machine: Machine) -> Costs:
     logits = t * v / memory  # seconds per byte of a logit
     # One all-reduce forward, of the embedding's result, and one backward, of the head's gradient.
     head = Passes(
-        Pass(product(t, v, h), 0, 28 * logits, exchanged / 2, LAUNCHES * host),
+        Pass(product(t, v, h), 0, 28 * logits, exchanged / 2, LAUNCHES * host + collective / 2),
         Pass(product(t, h, v) + product(h, v, t), 0, 12 * logits + model.table * added,
-             exchanged / 2, 2 * LAUNCHES * host),
+             exchanged / 2, 2 * LAUNCHES * host + collective / 2),
         Pass(product(h, v, t), host=LAUNCHES * host / 2),
     )  # fmt: skip
     return Costs(Passes(there, back, Pass(weights, host=LAUNCHES * host)), head)

@@ -193,11 +193,14 @@ class Machine:
         return self.memory_gbs * 1e9 * self.memory_efficiency
 
     def shared(self, ranks: int) -> Machine:
-        """One node whose cores these ranks share, if they are more."""
+        """One node whose cores these ranks share, if they are more: they compute in turns, and copy
+        and answer each other in turns."""
         part = min(1.0, self.gpus_per_node / ranks)
         return replace(
             self, gpus_per_node=max(ranks, self.gpus_per_node), memory_gbs=self.memory_gbs * part,
             tflops={name: value * part for name, value in self.tflops.items()},
+            link_gbs=self.link_gbs * part, link_us=self.link_us / part,
+            message_us=self.message_us / part,
         )  # fmt: skip
 
 
@@ -232,7 +235,8 @@ def _line(option: str, given: str, known: Mapping[str, tuple[float, ...]]) -> tu
 
 def _read(name: str, *before: str) -> dict[str, Any]:
     """The figures of a machine; `before`: the one that is `like` it, and so on."""
-    path = Path(name) if Path(name).suffix in (".yaml", ".yml") else MACHINES / f"{name}.yaml"
+    own = Path(name).suffix in (".yaml", ".yml")
+    path = Path(name) if own else MACHINES / f"{name.lower()}.yaml"
     if not path.is_file():
         raise ValueError(f"--machine {name}: a YAML file, or one of {', '.join(machines())}")
     try:

@@ -35,6 +35,7 @@ SPELLINGS = {  # of columns, and of words in them
     "vocab_size": "vocab", "model_max_length": "seq", "batch_size": "global_batch",
     "none": "never", "full": "always", "afab": "gpipe",
     "zb-h1": "zb", "zb-1p": "zb", "zb-v": "zbv", "1f1b-i": "interleaved",
+    "interleaved_1f1b": "interleaved", "full_shard": "3", "shard_grad_op": "2", "no_shard": "0",
     "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "amp_fp16": "fp16",
     "amp_bf16": "bf16", "true": "1", "yes": "1", "false": "0", "no": "0",
 }  # fmt: skip

@@ -55,10 +55,12 @@ WIDTH = 30  # characters of a whole bar
 
 # An option: its names, its type or its choices or None (it takes no value), and what it means.
 Option = tuple[str, Callable[[str], Any] | tuple[Any, ...] | None, str]
-LINES: tuple[Option, ...] = (
+MACHINE: tuple[Option, ...] = (
+    ("--machine", str,
+     f"a YAML file, or {', '.join(machines())}; default, but not of check: a100-80gb"),
     ("--network", str, f"GB/s of a node, or {', '.join(NETWORKS)}"),
     ("--link", str, f"GB/s of a GPU in its node, or {', '.join(LINKS)}"),
-)
+)  # fmt: skip
 MODEL: tuple[Option, ...] = (
     ("--model", str, f"a preset: {', '.join(PRESETS)}"),
     ("--n_layer --layers", count, "blocks"),
@@ -72,6 +74,7 @@ MODEL: tuple[Option, ...] = (
     ("--untied", None, "the head has weights of its own"),
 )
 LAYOUT: tuple[Option, ...] = (
+    ("--batch_size", count, "sequences per step, over all GPUs"),
     ("--gpus", count, "default: dp x pp x tp in predict, one node in search"),
     ("--dp", count, "replicas"),
     ("--pp", count, "stages of layers"),
@@ -87,7 +90,13 @@ LAYOUT: tuple[Option, ...] = (
      "activations in backward; selective: of attention only; never in predict"),
     ("--precision", ("bf16", "fp16", "fp32"), "default: bf16"),
 )  # fmt: skip
+ORDER: Option = (
+    "--order", ("dp-pp-tp", "pp-dp-tp"), "of the ranks, outermost first; default: dp-pp-tp"
+)  # fmt: skip
+TOP: Option = ("--top", count, "layouts to show; default: 5")
 SIMULATE: tuple[Option, ...] = (
+    ("--stages", count, "ranks of the pipeline"),
+    ("--num_microbatches", count, "per step"),
     ("--schedule", tuple(SCHEDULES), "default: 1f1b"),
     ("--chunks", count, "stages per rank, of interleaved; each takes its part of the seconds"),
     ("--forward", str, "F, of one micro-batch; default: 1"),
@@ -110,15 +119,16 @@ PER_STAGE |= dict.fromkeys(("recompute", "exchange", "update"), "0")
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="plan.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    kinds = f"a YAML file, or {', '.join(machines())}"
 
-    def command(name: str, text: str, **groups: Sequence[Option]) -> argparse.ArgumentParser:
+    def command(
+        name: str, text: str, needed: Sequence[str] = (), **groups: Sequence[Option]
+    ) -> argparse.ArgumentParser:
         made = commands.add_parser(name, description=text, help=text)
         made.add_argument("--json", action="store_true", help="its keys are in docs/planning.md")
         for title, options in groups.items():
             group = made.add_argument_group(title)
             for names, kind, meaning in options:
-                settings: dict[str, Any] = {"help": meaning}
+                settings: dict[str, Any] = {"help": meaning, "required": names in needed}
                 if kind is None:
                     settings |= {"action": "store_true", "default": None}
                 elif isinstance(kind, tuple):
@@ -128,36 +138,22 @@ def _parser() -> argparse.ArgumentParser:
                 group.add_argument(*names.split(), **settings)
         return made
 
-    for made in (
-        command("predict", "Predict the seconds and the memory of a step.",
-                model=MODEL, layout=LAYOUT, machine=LINES),
-        command("search", "Find the fastest layout that fits. What is given of it is not varied.",
-                model=MODEL, layout=LAYOUT, machine=LINES),
-    ):  # fmt: skip
-        made.add_argument("--batch_size", type=count, required=True, help="sequences per step")
-        made.add_argument("--machine", default="a100-80gb", help=f"{kinds}; default: a100-80gb")
-        if made.prog.endswith("predict"):
-            made.add_argument("--order", choices=("dp-pp-tp", "pp-dp-tp"), default="dp-pp-tp",
-                              help="of the ranks, outermost first; default: dp-pp-tp")  # fmt: skip
-        else:
-            made.add_argument("--top", type=count, default=5, help="layouts to show; default: 5")
-        made.set_defaults(precision="bf16")
-    made = command(
-        "check", "Compare a table of measured runs with their predictions.", machine=LINES
-    )
+    for name, text, own in (
+        ("predict", "Predict the seconds and the memory of a step.", ORDER),
+        ("search", "Find the fastest layout that fits. What is given of it is not varied.", TOP),
+    ):
+        layout = (*LAYOUT, own)
+        made = command(name, text, ["--batch_size"], model=MODEL, layout=layout, machine=MACHINE)
+        made.set_defaults(machine="a100-80gb", precision="bf16", order="dp-pp-tp", top=5)
+    text = "Compare measured runs with their predictions."
+    made = command("check", text, ["--machine"], machine=MACHINE)
     others = ", ".join(name for name in COLUMNS if name not in REQUIRED)
     made.add_argument(
         "table", type=Path, help=f"CSV with the columns {', '.join(REQUIRED)} (or model and "
         f"global_batch), and any of {others}; # begins a comment",
     )  # fmt: skip
-    made.add_argument("--machine", required=True, help=kinds)
-    made = command(
-        "simulate",
-        "Time a schedule. Times are in any unit: one number, or one per rank, as 10,10,12.",
-        schedule=SIMULATE,
-    )
-    made.add_argument("--stages", type=count, required=True, help="ranks of the pipeline")
-    made.add_argument("--num_microbatches", type=count, required=True, help="per step")
+    text = "Time a schedule. Times are in any unit: one number, or one per rank, as 10,10,12."
+    made = command("simulate", text, ["--stages", "--num_microbatches"], schedule=SIMULATE)
     made.set_defaults(schedule="1f1b", transfer=0.0, **PER_STAGE)
     made = command("calibrate", "Measure this computer, a core per rank, in under a minute.")
     made.add_argument("--output", type=Path, default="machine.yaml", help="default: machine.yaml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,8 @@ def test_a_machine_has_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     assert (mine.gpus_per_node, mine.reserve_gb, mine.kernel_us) == (2, 0.3, 2.0)
     predicted = [group(mine, 2, 1).reduce(1024 * size) for size in calibrate.MESSAGES]
     assert predicted == pytest.approx(measured, rel=0.01)
+    # Four ranks on two cores compute and copy in turns, each half as fast.
+    half, ring = mine.shared(4), group(replace(mine, gpus_per_node=4), 4, 1)
+    assert half.per_second("fp32") == mine.per_second("fp32") / 2
+    assert group(half, 4, 1).reduce(1e6) == pytest.approx(2 * ring.reduce(1e6))
+    assert mine.shared(2) == mine

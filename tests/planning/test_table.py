@@ -1,0 +1,120 @@
+"""Tables of measured runs: what they may say, and how right the planner is on those at hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner import RUNS, UNSEEN
+from planning.cost import PricedStep, blocks_of_stages
+from planning.describe import machine, model_of
+from planning.table import compared, read_table, row_of, summary
+
+A100 = machine("a100-80gb")
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = ROOT.parent / "shared" / "data" / "planner"
+
+
+def test_a_table_may_be_short_and_speak_the_words_of_train() -> None:
+    row = {
+        "layers": "24", "hidden": "1024", "heads": "16", "vocab": "51200", "seq": "1024",
+        "gpus": "8", "global_batch": "64", "tp": "2", "zero": "3", "sequence_parallel": "True",
+        "recompute": "Full",
+    }  # fmt: skip
+    model, layout, _ = row_of(row, A100)
+    assert (model.ffn, model.tied, layout.dp, layout.pp) == (4096, True, 4, 1)
+    assert (layout.recompute, layout.precision, layout.sequence_parallel) == (
+        "always",
+        "bf16",
+        True,
+    )
+    for change, message in (
+        ({"dp": "3"}, "dp 3 x tp 2 x pp 1 is 6, and gpus is 8"),
+        ({"schedule": "dualpipe"}, "schedule is 'dualpipe', and must be one of"),
+        ({"precision": "fp8"}, "precision is 'fp8', and must be one of fp32, fp16, bf16"),
+        ({"recompute": "nevr"}, "'nevr', and must be one of never, selective, always"),
+        ({"layers": ""}, "layers is empty"),
+        ({"tp": "two"}, "tp is 'two', and must be a whole number"),
+        ({"tp": "inf"}, "tp is 'inf', and must be a whole number"),
+        ({"micro_batch": "0"}, "micro_batch is 0, and must be 1 or more"),
+        ({"zero": "4"}, "zero is '4', and must be one of 0, 1, 2, 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            row_of(row | change, A100)
+
+
+def test_the_columns_of_a_table_have_other_names(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(
+        "n_layer,n_embd,n_head,vocab_size,seq,gpus,batch_size\n2,8,2,9,4,1,3\n", "utf-8"
+    )
+    assert row_of(read_table(path)[0], A100)[1].batch_size == 3
+    path.write_text("layers,hidden,heads,vocab,seq,gpus,global_batch,micro_batc\n", "utf-8")
+    path.write_text(path.read_text("utf-8") + "2,8,2,9,4,1,3,2\n", "utf-8")
+    with pytest.raises(ValueError, match="micro_batc is unknown; did you mean micro_batch"):
+        read_table(path)
+
+
+def test_a_table_may_be_silent(tmp_path: Path) -> None:
+    """A preset in the place of sizes; what is not known; a run that ended out of memory."""
+    path = tmp_path / "runs.csv"
+    path.write_text(
+        "model,pp,tp,batch_size,gpus,chunks,precision,seconds_per_step,memory_gb,fits\n"
+        "llama-3-8b,2,,8,,none,amp_bf16,1.5,n/a,\nllama-3-8b,,2,8,8,-,,OOM,,\n",
+        "utf-8",
+    )
+    table = read_table(path)
+    (model, layout, _), (_, other, _) = (row_of(row, A100) for row in table)
+    assert (model, layout.gpus, layout.pp) == (model_of("llama-3-8b"), 2, 2)
+    assert (other.dp, other.tp, other.precision) == (4, 2, "bf16")
+    assert row_of(table[1], machine("t4"))[1].precision == "fp16"
+    found = compared(table, A100)
+    assert [(row["seconds_per_step"], row["memory_gb"], row["fits"]) for row in found] == [
+        (1.5, None, None),
+        (None, None, False),
+    ]
+
+
+@pytest.mark.parametrize(("layers", "chunks"), [(22, 3), (30, 2), (62, 2)])
+def test_embedding_and_head_may_count_as_a_block_each(layers: int, chunks: int) -> None:
+    """24, 32 and 64 equal parts, of which the first and the last have a block less: the sizes of
+    the Zero Bubble paper."""
+    ranks = 32 if layers == 62 else 8
+    row = {
+        "layers": str(layers), "hidden": "2304", "heads": "24", "seq": "1024", "pp": str(ranks),
+        "global_batch": "64", "schedule": "1F1B-I",
+    }  # fmt: skip
+    model, layout, nodes = row_of(row, A100)
+    assert (layout.schedule, layout.chunks) == ("interleaved", chunks)
+    blocks, each = blocks_of_stages(model, layout, nodes), (layers + 2) // (ranks * chunks)
+    assert blocks == [each - 1, *[each] * (ranks * chunks - 2), each - 1]
+    assert PricedStep(model, layout, nodes, legal=False).predict().seconds > 0
+
+
+@pytest.mark.skipif(not TABLES.is_dir(), reason=f"no tables of measured runs in {TABLES}")
+@pytest.mark.parametrize(
+    ("table", "name", "limits"),
+    [
+        ("playbook_one_node_h100", "h100", {"time_error": 0.05, "memory_error": 0.06}),
+        ("narayanan2021_table1_a100", "a100-80gb", {"time_error": 0.04, "time_worst": 0.11}),
+    ],
+)  # fmt: skip
+def test_errors_on_measured_runs(table: str, name: str, limits: dict[str, float]) -> None:
+    found = summary(compared(read_table(TABLES / f"{table}.csv"), machine(name)))
+    assert {what: found[what] < limit for what, limit in limits.items()} == dict.fromkeys(
+        limits, True
+    )
+    assert found.get("pairs_in_order", 1) > 0.9
+
+
+def test_the_errors_on_runs_that_nothing_was_fitted_to_are_those_of_the_documentation() -> None:
+    text = (ROOT / "docs" / "planning.md").read_text("utf-8")
+    rows = re.findall(r"^\| ([\w-]+) \|[^|]*\| (\d+) \| ([\d.]+) % \| ([\d.]+) % \|", text, re.M)
+    assert [name for name, *_ in rows] == list(UNSEEN)
+    for name, number, mean, worst in rows:
+        found = summary(compared(read_table(RUNS / f"{name}.csv"), machine(*UNSEEN[name])))
+        assert found["rows"] == int(number)
+        assert 100 * found["time_error"] == pytest.approx(float(mean), abs=0.5)
+        assert 100 * found["time_worst"] == pytest.approx(float(worst), abs=0.5)

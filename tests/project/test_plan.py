@@ -1,0 +1,111 @@
+"""The commands of plan.py, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from planning.table import summary
+from project.plan import main
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("predict --model gpt2 --batch_size 8 --machine a10", "a YAML file, or one of a100-40gb"),
+        ("predict --model gpt --batch_size 8", "--model gpt: one of gpt2-mini, gpt2"),
+        ("predict --n_layer 2 --batch_size 8", "hidden, heads, vocab, seq missing"),
+        ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "tp is 4; --gpus 4 works"),
+        ("predict --model gpt2 --batch_size 9 --dp 4", "--batch_size 12 works"),
+        ("predict --model gpt2 --batch_size 8 --pp 13", "13 stages need"),
+        ("predict --model gpt2 --batch_size 8 --network fast", "GB/s, or one of ethernet-10"),
+        ("simulate --stages 2 --num_microbatches 2 --forward 1,2,3", "one for each of --stages 2"),
+        ("simulate --stages 2 --num_microbatches 2 --transfer -1", "finite number, 0 or more"),
+        ("simulate --stages 2 --num_microbatches 2 --forward nan", "finite number, 0 or more"),
+        ("search --model gpt2 --gpus 16 --batch_size 16 --tp 5", "--tp 5: no layout of --gpus 16"),
+        ("search --model gpt2 --gpus 8 --batch_size 8 --pp 2 --zero 2", "no layout of --gpus 8"),
+        ("check no.csv --machine h100", "no.csv: No such file"),
+        ("search --model gpt2 --gpus 13 --batch_size 5", "--batch_size 13 has some"),
+    ],
+)  # fmt: skip
+def test_a_mistake_gets_one_sentence(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1)
+    assert message in error
+
+
+def run(words: str, capsys: pytest.CaptureFixture[str]) -> object:
+    main([*words.split(), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_commands_of_the_documentation(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    xl = "--model gpt2-xl --gpus 16 --machine a100-80gb --batch_size 512"
+    found: dict[str, object] = run(  # type: ignore[assignment]
+        f"predict {xl} --dp 2 --pp 2 --tp 4 --micro_batch 4 --seq 1024 --schedule 1f1b "
+        "--recompute always --zero 1", capsys,
+    )  # fmt: skip
+    assert found["fits"] is True
+    assert len(found["memory_of_stages"]) == 2  # type: ignore[arg-type]
+    timed: dict[str, float] = run(  # type: ignore[assignment]
+        "simulate --stages 8 --num_microbatches 24 --forward 10 --backward_input 9 "
+        "--backward_weight 6 --transfer 0.3 --schedule zb", capsys,
+    )  # fmt: skip
+    assert timed["seconds"] == pytest.approx(24 * 25 + 7 * (10 + 9 - 6) + 4 * 7 * 0.3)
+    assert timed["bubble"] == pytest.approx(1 - 600 / timed["seconds"])
+    chosen: dict[str, object] = run(f"search {xl} --top 2", capsys)  # type: ignore[assignment]
+    assert len(chosen["best"]) == 2  # type: ignore[arg-type]
+    assert str(chosen["command"]).startswith("torchrun --nnodes 2 --nproc-per-node 8 project/train")
+    own = tmp_path / "mine.yaml"
+    own.write_text("like: a100-80gb\nmemory_gb: 10\n", "utf-8")
+    again: dict[str, object] = run(f"predict {xl} --dp 16 --machine {own}", capsys)  # type: ignore[assignment]
+    assert (again["memory_limit_gb"], again["fits"]) == (10, False)
+    own.write_text("like: a100-80gb\nmemory_gbs: fast\n", "utf-8")
+    with pytest.raises(SystemExit):
+        run(f"predict {xl} --dp 16 --machine {own}", capsys)
+    assert "memory_gbs is 'fast', and must be a number" in capsys.readouterr().err
+    own.write_text(f"like: {own}\nmemory_gb: 10\n", "utf-8")
+    with pytest.raises(SystemExit):
+        run(f"predict {xl} --dp 16 --machine {own}", capsys)
+    assert f"`like: {own}` leads back to it; `like: a100-80gb` works" in capsys.readouterr().err
+    own.write_text("like: a100-80gb\nmemori_gb: 10\n", "utf-8")
+    with pytest.raises(SystemExit):
+        run(f"predict {xl} --dp 16 --machine {own}", capsys)
+    assert "memori_gb is no figure of a machine; did you mean memory_gb?" in capsys.readouterr().err
+
+
+def test_a_table_is_compared_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "runs.csv"
+    head = (
+        "layers,hidden,heads,ffn,gated_mlp,vocab,tied,seq,gpus,gpus_per_node,dp,tp,pp,chunks,"
+        "micro_batch,global_batch,schedule,zero,sequence_parallel,recompute,precision,"
+        "seconds_per_step,memory_gb,fits\n"
+    )
+    one = "24,1024,16,4096,0,51200,1,1024,8,8,{},{},1,1,1,64,1f1b,0,0,full,fp16,{},,{}\n"
+    path.write_text(
+        "# a comment\n" + head + one.format(8, 1, 0.5, 1) + one.format(1, 8, 9, 0), "utf-8"
+    )
+    rows: list[dict[str, object]] = run(f"check {path} --machine a100-80gb", capsys)  # type: ignore[assignment]
+    assert [row["seconds_per_step"] for row in rows] == [0.5, 9]
+    assert [row["fits"] for row in rows] == [True, False]
+    assert [row["predicted_fits"] for row in rows] == [True, True]
+    errors = summary(rows)
+    assert (errors["rows"], errors["pairs_in_order"], errors["regret"]) == (2, 1, 0)
+    assert errors["fits_right"] == 0.5
+    path.write_text(head.replace("heads,", ""), "utf-8")
+    for text, message in (
+        (head.replace("heads,", "") + "1\n", "the column heads is missing"),
+        (head + one.format(8, 1, "fast", 1), "row 1: seconds_per_step is 'fast', and must be"),
+    ):
+        path.write_text(text, "utf-8")
+        with pytest.raises(SystemExit):
+            run(f"check {path} --machine a100-80gb", capsys)
+        assert message in capsys.readouterr().err
