@@ -19,7 +19,9 @@ NAMES = (
     "dp", "pp", "tp", "micro_batch", "schedule", "chunks", "zero", "recompute", "precision",
     "sequence_parallel",
 )  # fmt: skip
-KINDS = (("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None))
+KINDS: tuple[tuple[str, int | None], ...] = (  # a schedule and its chunks
+    ("1f1b", None), ("zb", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None)
+)  # fmt: skip
 REASONS = {
     "products": "its matrix products take longer",
     "attention": "attention takes longer",
@@ -43,18 +45,18 @@ def divisors(number: int) -> list[int]:
 def layouts(model: Model, gpus: int, batch_size: int, **fixed: Any) -> Iterator[Layout]:
     """Every legal layout. ``fixed``: options with the only value that is tried."""
     given = {name: value for name, value in fixed.items() if value is not None}
-    batches = {1, 2, 4, 8, 16, 32, given.get("micro_batch", 1)}
+    batches = sorted({1, 2, 4, 8, 16, 32, given.get("micro_batch", 1)})
     again = dict.fromkeys(("never", "always", given.get("recompute", "never")))
     for tp, pp in product(divisors(gpus), divisors(gpus)):
         dp = gpus // (tp * pp)
         if dp * tp * pp != gpus or batch_size % dp or model.heads % tp or model.ffn % tp:
             continue
-        kinds = KINDS[:1]
+        kinds = list(KINDS[:1])
         if pp > 1:
-            plain = "interleaved" if "chunks" in given else "1f1b"
-            named = given.get("schedule", plain), given.get("chunks")
-            usual = KINDS if pp <= 16 else KINDS[:-1]  # zbv's lists take long to make
-            kinds = tuple(dict.fromkeys((*usual, named)))
+            kinds = list(KINDS if pp <= 16 else KINDS[:-1])  # zbv's lists take long to make
+            kind = given.get("schedule", "interleaved"), given.get("chunks")
+            if kind not in (*kinds, ("interleaved", None)):
+                kinds.append(kind)
         zeros = (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 3) if tp > 1 else (0, 1, 2, 3)
         for b, (schedule, chunks), zero, recompute in product(batches, kinds, zeros, again):
             layout = Layout(
