@@ -37,9 +37,7 @@ TABLES = {
 }
 RUNS = Path(__file__).parent / "runs"
 UNSEEN = {  # its machine, and its network if that is another
-    "korthikanti2022": ("a100-80gb", None), "narayanan2021_table2": ("a100-80gb", None),
-    "megascale2024": ("a100-80gb", None), "mtnlg2022": ("a100-80gb", None),
-    "bigscience2022": ("a100-80gb", "50"), "zerobubble2023": ("a100-80gb", None),
+    "mtnlg2022": ("a100-80gb", None), "bigscience2022": ("a100-80gb", "50"),
     "mosaicml2023_a100-40gb": ("a100-40gb", None), "mosaicml2023_a100-80gb": ("a100-80gb", None),
     "mosaicml2023_h100": ("h100", None), "torchtitan2024_a100-80gb": ("a100-80gb", None),
     "torchtitan2024_h100": ("h100", None), "megatron2020": ("v100", None),
