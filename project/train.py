@@ -66,7 +66,7 @@ if __name__ == "__main__":
 from project import rules, stage_rules
 from project.utils import announce, finish, read_texts, run_program, setup_of, text_task
 from tensor_parallel.gpt2 import degrees
-from training.check import check, outputs_on_main, weights_on_main
+from training.check import check, outputs_on_main
 from training.files import SUMMARY, write_json
 from training.launch.errors import RunError, UserError, torchrun, torchrun_world_size, works
 from training.launch.launch import Settings, launch
@@ -228,6 +228,10 @@ def of_strategy(args: TrainOptions) -> Iterator[rules.Row]:
     )  # fmt: skip
     elastic = torchrun_world_size() is not None  # another host may join later
     yield mesh, zero is None or args.dp > 1 or elastic, "it shards over replicas", "--dp 2 works"
+    yield (
+        "keep check_weights", args.keep > 0 or not args.check_weights,
+        "it compares the weights that are saved", "--keep 1 works",
+    )  # fmt: skip
     checked = args.check_weights or args.check_output
     drawn = args.precision == "bf16" or choose_device(args.device, 0, 1).type != "cpu"
     yield (
@@ -282,9 +286,8 @@ def run_rank(
         results = run(world, args, task, model, setup, average, resume, trackers_of(args))
         profile.close()
         close_trackers(args)
-        # Both are collective, while the pipe is open; rank 0 keeps what it gets.
+        # Collective, while the pipe is open; rank 0 keeps what it gets.
         outputs = outputs_on_main(world, task, model) if args.check_output else []
-        weights = weights_on_main(world, model) if args.check_weights else {}
         finish(world, results, args)
         if any(args.workdir.glob("profile_rank*.json")):
             results.say(f"{args.workdir}/profile_rank*.json: open them in https://ui.perfetto.dev.")
@@ -294,7 +297,7 @@ def run_rank(
     def conclude() -> None:
         if args.check_weights or args.check_output:
             results.say("\nThe same training on one process, in plain PyTorch, and in float64 ...")
-        verdicts = check(args, task, setup, model, weights, outputs)
+        verdicts = check(args, task, setup, model.devices[0], outputs)
         checks = {verdict.what: verdict.as_dict() for verdict in verdicts}
         write_json(args.workdir / SUMMARY, results.summary | {"checks": checks})
         for verdict in verdicts:

@@ -28,27 +28,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from itertools import chain, count, islice
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count, islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
+from training.checkpoint import newest, weights_of
+from training.files import CHECKPOINTS
 from training.options import Options
 from training.progress import moving
 
 from .launch.world import World, gather_over_ranks
 from .layouts.layout import LaidOutModel, Setup
-from .tasks.gpt2 import Sequences
 from .tasks.task import Step, TrainingTask, whole_model
 
 FACTOR = 16.0
-EPS32 = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -95,21 +94,20 @@ class Verdict:
         return {"agrees": self.agrees, "missing": self.missing, "worst": asdict(self.worst)}
 
     def say(self) -> str:
-        """The verdict in words, with the differences beyond the limit."""
+        """The verdict in words, with the worst differences beyond the limit."""
         largest = max(self.differences, key=lambda d: d.largest, default=self.worst)
-        wrong = [d for d in self.differences if d.times_rounding > FACTOR]
         lines = [
             f"{self.what}: {'agree' if self.agrees else 'DISAGREE'} with one process",
             f"  largest difference {largest.largest:.1e} ({largest.name})",
             f"  largest error relative to expected rounding: {self.worst.times_rounding:.1f}x "
             f"(limit {FACTOR:g}x, {self.worst.name})",
         ]
-        lines += [f"  missing: {', '.join(self.missing)}"] if self.missing else []
-        lines += [
-            f"  {d.name}: off by {d.largest:.1e}, {d.times_rounding:,.0f}x the expected rounding"
-            for d in wrong[:5]
-        ]
-        lines += [f"  and {len(wrong) - 5} more"] if len(wrong) > 5 else []
+        if self.missing:
+            lines.append(f"  missing: {', '.join(self.missing)}")
+        for d in self.differences[:5]:
+            if d.times_rounding > FACTOR:
+                times = f"{d.times_rounding:,.0f}x the expected rounding"
+                lines.append(f"  {d.name}: off by {d.largest:.1e}, {times}")
         return "\n".join(lines)
 
 
@@ -128,19 +126,22 @@ def verdict_of(
         exact: one process' tensors, trained in float64.
         dtype: the type of the strategy's weights.
     """
-    finer = torch.finfo(dtype).eps / EPS32  # float64: 2^-29
-    pairs = [(plain[name].double(), exact[name]) for name in plain]
-    squares = sum((p - e).square().sum().item() for p, e in pairs)
-    average = math.sqrt(squares / max(1, sum(p.numel() for p, _ in pairs)))  # of an element
+    eps = torch.finfo(dtype).eps
+    finer = eps / torch.finfo(torch.float32).eps  # float64: 2^-29
+    errors = [plain[name].double() - exact[name] for name in plain]
+    elements = sum(error.numel() for error in errors)
+    squares = sum(error.square().sum().item() for error in errors)
+    average = math.sqrt(squares / max(1, elements))  # error of an element
     differences = []
     for name in plain.keys() & got.keys():
         reference = exact[name] if dtype == torch.float64 else plain[name].double()
-        delta = got[name].double().to(reference.device) - reference
-        own = (plain[name].double() - exact[name]).norm().item()  # 0: training does not move it
-        noise = finer * max(own, average * math.sqrt(reference.numel())) if own else 0.0
-        least = torch.finfo(dtype).eps * reference.norm().item() if own else 0.0
+        delta = got[name].to(reference) - reference
+        own, rounding = (plain[name].double() - exact[name]).norm().item(), 0.0
+        if own:  # otherwise training does not move it, and it must match exactly
+            noise = finer * max(own, average * math.sqrt(reference.numel()))
+            rounding = max(noise, eps * reference.norm().item())
         largest = delta.abs().max().item() if delta.numel() else 0.0
-        differences.append(Difference(name, largest, delta.norm().item(), max(noise, least)))
+        differences.append(Difference(name, largest, delta.norm().item(), rounding))
     differences.sort(key=lambda d: d.times_rounding, reverse=True)
     return Verdict(what, differences, sorted(plain.keys() ^ got.keys()))
 
@@ -190,98 +191,56 @@ def plain_steps(
 
 
 class Plain:
-    """The same training on one process, without the layout. In float64 it is exact; in float32 it
-    casts as the layout does: weights to `compute_dtype`, or by autocast."""
+    """The same training on one process. In float64 it is exact; in float32 it casts as `setup`
+    says."""
 
     def __init__(
         self,
         args: Options,
         task: TrainingTask,
         setup: Setup,
-        layout: LaidOutModel,
+        device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        exact = dtype == torch.float64
-        self.task, self.dropout = task, args.dropout
-        self.device, self.dtype = layout.devices[0], dtype
-        self.compute_dtype = None if exact else layout.compute_dtype
-        self.autocast = None if exact or self.compute_dtype else setup
-        self.model = whole_model(task, self.device, dtype)
-        epochs = (islice(task.steps(e, 0, 1, 1), task.steps_per_epoch) for e in count())  # uncut
-        total = args.num_batches or args.n_epochs * task.steps_per_epoch
-        steps = islice(chain.from_iterable(epochs), total)
-        line = moving(steps, f"One process, {'64' if exact else '32'} bits", total, "step")
+        self.dtype = dtype
+        self.context = nullcontext if dtype == torch.float64 else partial(setup.autocast, device)
+        self.model = whole_model(task, device, dtype)
+        self.layers = nn.Sequential(*task.layers(self.model))
+        per_epoch = task.steps_per_epoch
+        steps = (step for e in count() for step in islice(task.steps(e, 0, 1, 1), per_epoch))
+        total = args.num_batches or args.n_epochs * per_epoch
+        bits = torch.finfo(dtype).bits
+        line = moving(islice(steps, total), f"One process, {bits} bits", total, "step")
         losses = map(self._mean_loss, line)
         for _ in plain_steps(args, list(self.model.parameters()), total, losses):
             pass
-        self.model.eval()
 
     def _mean_loss(self, step: Step) -> Tensor:
-        """NaN without targets."""
+        """Of the whole batch; NaN without targets."""
         with self.context():
-            output = at_targets_of(step.inputs[0], self.output(step.inputs[0]))
-            return plain_loss(output, step.targets[0]) / step.count
+            return plain_loss(self._output(step.inputs[0]), step.targets[0]) / step.count
 
-    def context(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass."""
-        return self.autocast.autocast(self.device) if self.autocast else nullcontext()
-
-    def output(self, x: Any) -> Tensor:
-        """All outputs: logits of pictures [B, classes] or of positions [B, T, V]."""
-        dtype = self.compute_dtype or self.dtype
-        # The forward uses cast weights; gradients reach the weights themselves.
-        weights = {name: p.to(dtype) for name, p in self.model.named_parameters()}
-        if self.model.training and self.dropout and isinstance(x, Sequences):
-            # transformers' own dropout draws; the layers' dropout hashes the keys in x.
-            layers = nn.Sequential(*self.task.layers(self.model))
-            return layers(x._replace(targets=None))  # [B, T, V]
-        if isinstance(x, Sequences):
-            inputs = {"input_ids": x.hidden, "use_cache": False}
-            return functional_call(self.model, weights, (), inputs).logits
-        return functional_call(self.model, weights, (x.to(dtype),))
+    def _output(self, x: Any) -> Tensor:
+        """[N, V] at the N targets of sequences, or [B, classes] of pictures."""
+        output: Tensor = self.layers(x.to(self.dtype) if isinstance(x, Tensor) else x)
+        return output
 
     def weights(self) -> dict[str, Tensor]:
         """The trained weights, by name."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
 
     @torch.no_grad()
-    def outputs(self, batches: Mapping[str, tuple[Any, Any]]) -> dict[str, Tensor]:
-        """The outputs for validation batches, at their target positions."""
+    def outputs(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The outputs for validation batches."""
+        self.layers.eval()
         with self.context():
-            return {name: at_targets_of(x, self.output(x)) for name, (x, _) in batches.items()}
-
-
-def at_targets_of(x: Any, output: Tensor) -> Tensor:
-    """Of all outputs those at the targets of sequences x; pictures all have one."""
-    if not isinstance(x, Sequences) or x.targets is None:
-        return output
-    targets = x.targets.flatten().nonzero()[:, 0] if x.targets.dim() == 2 else x.targets
-    return output.flatten(0, 1)[targets]
+            return {name: self._output(x) for name, x in inputs.items()}
 
 
 def plain_loss(output: Tensor, labels: Tensor) -> Tensor:
     """The summed cross-entropy, in fp32 at least."""
     output = output.to(torch.promote_types(output.dtype, torch.float32))
     return F.cross_entropy(output, labels, reduction="sum")
-
-
-def weights_on_main(world: World, model: LaidOutModel) -> dict[str, Tensor]:
-    """On rank 0 every whole parameter, by name; elsewhere nothing. All ranks call it together."""
-    mine = [
-        replace(piece, tensor=piece.tensor.cpu().clone())  # a view would send its whole storage
-        for p in model.held()
-        for piece in model.pieces(p, p.detach())
-    ]
-    every: Any = [mine]
-    if world.world_size > 1:
-        every = [None] * world.world_size if world.is_main else None
-        dist.gather_object(mine, every)
-    found: dict[str, Tensor] = {}
-    for piece in chain.from_iterable(every or []):
-        whole = found.setdefault(piece.name, piece.tensor.new_empty(piece.shape))
-        sizes = zip(piece.offsets, piece.tensor.shape, strict=True)
-        whole[tuple(slice(at, at + n) for at, n in sizes)] = piece.tensor
-    return found
 
 
 def outputs_on_main(world: World, task: TrainingTask, model: LaidOutModel) -> list[Tensor]:
@@ -295,26 +254,24 @@ def outputs_on_main(world: World, task: TrainingTask, model: LaidOutModel) -> li
 
 
 def check(
-    args: Options,
-    task: TrainingTask,
-    setup: Setup,
-    model: LaidOutModel,
-    weights: dict[str, Tensor],
-    outputs: list[Tensor],
+    args: Options, task: TrainingTask, setup: Setup, device: torch.device, outputs: list[Tensor]
 ) -> list[Verdict]:
-    """Trains again on one process and compares, as --check_weights and --check_output ask."""
+    """Trains again on one process, on rank 0, and compares what --check_weights and --check_output
+    ask for: the weights of the last checkpoint, and each part's `outputs`."""
     if not (args.check_weights or args.check_output):
         return []
-    plain, exact = (Plain(args, task, setup, model, t) for t in (torch.float32, torch.float64))
+    plain, exact = (Plain(args, task, setup, device, t) for t in (torch.float32, torch.float64))
     verdicts = []
     if args.check_weights:
+        checkpoint, _ = newest(args.workdir / CHECKPOINTS)
+        got = weights_of(checkpoint) if checkpoint else {}
         both = plain.weights(), exact.weights()
-        verdicts.append(verdict_of("weights", weights, *both, setup.dtype))
+        verdicts.append(verdict_of("weights", got, *both, setup.dtype))
     if args.check_output:
         n = len(outputs)
         names = [f"outputs, part {i}" if n > 1 else "outputs" for i in range(n)]
-        batches = {name: task.validation_batches(i, n)[0] for i, name in enumerate(names)}
-        both = plain.outputs(batches), exact.outputs(batches)
+        inputs = {name: task.validation_batches(i, n)[0][0] for i, name in enumerate(names)}
+        both = plain.outputs(inputs), exact.outputs(inputs)
         got = dict(zip(names, outputs, strict=True))
         verdicts.append(verdict_of("outputs", got, *both, setup.dtype))
     return verdicts

@@ -18,8 +18,8 @@ ranks that hold a rectangle one writes it; a piece is filled from all stored rec
         manifest.json                   the size of each, by rank 0
 
 The folder is `.NAME.part` until all is on disk; then rank 0 renames it, which is atomic. Hosts need
-not share it: ranks that do not see rank 0's send it the files that they wrote, and receive one
-tensor at a time when rank 0, which must then hold everything, loads.
+not share it: ranks that do not see rank 0's send it the files that they wrote; to load, rank 0 then
+reads one tensor after the other, and sends it.
 
 A truncated file is refused; a bit that the disk has flipped is not noticed. A rank that cannot
 write or read says so and ends, and with it the run.
@@ -50,7 +50,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.mesh import CHECKPOINTS
-from training.files import json_text
+from training.files import json_text, reason_of
 
 from .launch.errors import RunError, UserError
 from .launch.world import World, gather_over_ranks
@@ -74,11 +74,16 @@ class CheckpointError(UserError):
 
 def training_pieces(model: LaidOutModel) -> list[Piece]:
     """The weights and the optimizer state that this rank holds."""
-    pieces = _weights(model)
+    weights = [piece for p in model.held() for piece in model.pieces(p, p.detach())]
+    found = _named("model", weights)
     for optimizer in model.optimizers:
         for p, slots in optimizer.state.items():  # p: a parameter, or a flat shard
-            pieces += _state(model, p, slots)
-    return pieces
+            for slot, value in slots.items():
+                held = model.pieces(p, value if value.dim() else p.detach())
+                if not value.dim():  # a flat buffer's number is saved for each parameter in it
+                    held = [whole(name, value) for name in sorted({piece.name for piece in held})]
+                found += _named(f"optimizer.{slot}", held)
+    return found
 
 
 def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> None:
@@ -87,42 +92,35 @@ def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> 
     Raises:
         CheckpointError: on all ranks, if they are of another model.
     """
-    pieces, states, stored = _weights(model), [], checkpoint.tensors
-    slots = {key.split(".")[1]: t for key, t in stored.items() if key.startswith("optimizer.")}
-    for optimizer in model.optimizers:
-        state = {}
-        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            values = {  # memory to load into: one number, or of p's shape
-                slot: torch.zeros_like(p) if t.size else torch.zeros((), dtype=t.properties.dtype)
-                for slot, t in slots.items()
-            }
-            # A parameter that had no gradient has no saved state. In a flat buffer with others
-            # its state stays zero.
-            if saved := [piece for piece in _state(model, p, values) if piece.name in stored]:
-                state[i] = values
-                pieces += saved
-        states.append(state)
-    saver.load(checkpoint, pieces)  # writes into weights and values
-    for optimizer, state in zip(model.optimizers, states, strict=True):
-        # The optimizer moves each tensor to its device: `step` of a fused one is on the GPU.
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+    stored = checkpoint.tensors
+    slots = {name.split(".")[1]: t for name, t in stored.items() if name.startswith("optimizer.")}
+    for optimizer in model.optimizers:  # state as before the first step, which is loaded into
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                # `step`, a number, is where the optimizer wants it: a fused one, on the GPU.
+                device = p.device if group.get("fused") else "cpu"
+                optimizer.state[p] = {
+                    slot: torch.zeros_like(p)
+                    if t.size
+                    else torch.zeros((), dtype=t.properties.dtype, device=device)
+                    for slot, t in slots.items()
+                }
+    # A parameter that had no gradient has no saved state, and starts anew.
+    pieces = [x for x in training_pieces(model) if x.name in stored or x.name.startswith("model.")]
+    saver.load(checkpoint, pieces)
     model.loaded()
 
 
-def _weights(model: LaidOutModel) -> list[Piece]:
-    return _named("model", [x for p in model.held() for x in model.pieces(p, p.detach())])
-
-
-def _state(model: LaidOutModel, p: Tensor, slots: Mapping[str, Tensor]) -> list[Piece]:
-    """The optimizer state of one of this rank's parameters or flat buffers."""
-    pieces = []
-    for slot, value in slots.items():
-        held = _named(f"optimizer.{slot}", model.pieces(p, value if value.dim() else p.detach()))
-        if not value.dim():  # a flat buffer's number is saved for each parameter in it
-            held = [whole(name, value) for name in sorted({piece.name for piece in held})]
-        pieces += held
-    return pieces
+def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Every weight by name, whole, in this process."""
+    found = {
+        name.removeprefix("model."): torch.empty(t.size, dtype=t.properties.dtype)
+        for name, t in checkpoint.tensors.items()
+        if name.startswith("model.")
+    }
+    pieces = [whole(name, t) for name, t in found.items()]
+    Saver(checkpoint.folder.parent).load(checkpoint, _named("model", pieces))
+    return found
 
 
 def _named(prefix: str, pieces: Iterable[Piece]) -> list[Piece]:
@@ -217,8 +215,8 @@ class Saver:
 
         Raises:
             RunError: this checkpoint, or the one before it in the background, cannot be written: on
-                the rank that failed, and on all where the library writes. No part of it is left.
-                Earlier checkpoints stay intact.
+                the rank that failed, and on all where the library writes. Earlier checkpoints stay
+                intact; the temporary folder is removed as the run ends (`clean`).
         """
         self.wait()  # at most one is being written
         last = names(self.folder)[-1:]
@@ -244,21 +242,16 @@ class Saver:
 
         aside, held = aside_of(self.folder / name), held_by_name(pieces)
         sent: dict[str, bytes] = {}
-        try:
-            with _explained(partial(self._cannot_write, name)):
-                if aside.exists():  # rank 0 has made it
-                    save(held, storage_writer=FileSystemWriter(aside), **self._all_ranks)
-                else:  # this host has other folders
-                    with TemporaryDirectory() as own:
-                        save(held, storage_writer=FileSystemWriter(own), **self._all_ranks)
-                        sent = {path.name: path.read_bytes() for path in Path(own).iterdir()}
-                received = gather_over_ranks(sent, self.world, self._group)
-                if self.world.is_main:
-                    self._complete(name, texts, *received)
-        except BaseException:
+        with _explained(partial(self._cannot_write, name)):
+            if aside.exists():  # rank 0 has made it
+                save(held, storage_writer=FileSystemWriter(aside), **self._all_ranks)
+            else:  # this host has other folders
+                with TemporaryDirectory() as own:
+                    save(held, storage_writer=FileSystemWriter(own), **self._all_ranks)
+                    sent = {path.name: path.read_bytes() for path in Path(own).iterdir()}
+            received = gather_over_ranks(sent, self.world, self._group)
             if self.world.is_main:
-                shutil.rmtree(aside, ignore_errors=True)
-            raise
+                self._complete(name, texts, *received)
         gather_over_ranks(None, self.world, self._group)  # rank 0 has renamed the folder
 
     def _complete(self, name: str, *more: Mapping[str, bytes]) -> None:
@@ -276,10 +269,6 @@ class Saver:
         _sync(self.folder)  # the name, too
 
     def _cannot_write(self, name: str, why: str) -> RunError:
-        if "unexpected pos" in why:  # torch's zip writer gives positions in the file, and no reason
-            why = "its disk is full"
-        with suppress(OSError):  # this host has no such folder
-            why += f"; {shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free there"
         return RunError(
             f"--workdir {self.folder.parent}: a checkpoint cannot be written ({name}: {why}); make "
             "room there, or take another --workdir; --resume continues from the one before, and "
@@ -305,25 +294,25 @@ class Saver:
         def failure(why: str) -> CheckpointError:
             return CheckpointError(f"--resume: {checkpoint.folder} cannot be loaded: {why}")
 
-        for name, t in held.items():
-            if name not in tensors or tensors[name].size != t.size():
-                raise failure(f"no {name} of shape {tuple(t.shape)} is in it")
+        for name, mine in held.items():
+            if name not in tensors or tensors[name].size != mine.size():
+                raise failure(f"no {name} of shape {tuple(mine.shape)} is in it")
+        reader = _reader(folder, checkpoint.metadata)
         # Do all ranks see rank 0's folder?
-        shared = len(set(gather_over_ranks(_identity(folder), self.world, self._group))) == 1
-        # Otherwise rank 0 reads all tensors, whole, and sends them one by one.
-        alone = self.world.is_main and not shared
-        wholes = {name: _empty(t) for name, t in tensors.items()} if alone else {}
-        with _explained(failure):
-            if shared:
-                load(held, storage_reader=_reader(folder), **self._all_ranks)
-            elif alone:
-                load(wholes, storage_reader=_reader(folder), no_dist=True)
-        for name, known in tensors.items() if not shared else ():
-            tensor = wholes.pop(name) if alone else _empty(known)
+        if len(set(gather_over_ranks(_identity(folder), self.world, self._group))) == 1:
+            with _explained(failure):
+                load(held, storage_reader=reader, **self._all_ranks)
+            return
+        for name, t in tensors.items():  # rank 0 reads and sends one after the other
+            tensor = torch.empty(t.size, dtype=t.properties.dtype)
+            if self.world.is_main:
+                with _explained(failure):
+                    load({name: tensor}, storage_reader=reader, no_dist=True)
             dist.broadcast(tensor, 0, self._group)
-            for p in held[name].pieces.values() if name in held else ():
-                pairs = zip(p.offsets, p.tensor.shape, strict=True)
-                p.tensor.detach().copy_(tensor[tuple(slice(a, a + n) for a, n in pairs)])
+            for piece in held[name].pieces.values() if name in held else ():
+                sizes = zip(piece.offsets, piece.tensor.shape, strict=True)
+                part = tensor[tuple(slice(at, at + n) for at, n in sizes)]
+                piece.tensor.detach().copy_(part)
 
     def prune(self, keep: int) -> None:
         """Removes all but the newest `keep`, 1 or more. Call it after a finite step from the newest
@@ -351,9 +340,9 @@ def _explained(failure: Callable[[str], Exception]) -> Iterator[None]:
         error = next(iter(raised.failures.values()))[0]
         if not isinstance(error, Exception):  # a signal, which ends the program
             raise error from None
-        raise failure(str(error) or repr(error)) from None
+        raise failure(reason_of(error)) from None
     except Exception as error:
-        raise failure(str(error) or repr(error)) from None  # MemoryError() has no text
+        raise failure(reason_of(error)) from None
 
 
 def _identity(folder: Path) -> tuple[int, ...]:
@@ -362,11 +351,6 @@ def _identity(folder: Path) -> tuple[int, ...]:
         found = (folder / MANIFEST).stat()
         return found.st_ino, found.st_ctime_ns  # no copy of the file has the same
     return ()
-
-
-def _empty(known: Any) -> Tensor:
-    """Memory for a tensor that the library describes."""
-    return torch.zeros(known.size, dtype=known.properties.dtype)
 
 
 # In a folder
@@ -378,12 +362,18 @@ class Checkpoint:
 
     Attributes:
         state: the run's state as JSON values.
-        tensors: the library's description of each by name, with `size` and `properties.dtype`.
+        metadata: the library's: which rectangle of which tensor is where.
     """
 
     folder: Path
     state: dict[str, Any]
-    tensors: Mapping[str, Any]
+    metadata: Any
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """The library's description of each by name, with `size` and `properties.dtype`."""
+        found: Mapping[str, Any] = self.metadata.state_dict_metadata
+        return found
 
     def read(self, file: str) -> bytes:
         """One of the small files that were saved with it."""
@@ -425,8 +415,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         for file, size in manifest["bytes"].items():
             if (there := (folder / file).stat().st_size) != size:
                 raise ValueError(f"{file} has {there:,} of {size:,} bytes")
-        tensors = _reader(folder).read_metadata().state_dict_metadata
-        return Checkpoint(folder, json.loads((folder / STATE).read_bytes()), tensors)
+        with (folder / ".metadata").open("rb") as stream:
+            metadata = _Metadata(stream).load()
+        state = json.loads((folder / STATE).read_bytes())
+        return Checkpoint(folder, state, metadata)
     except (
         OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.PickleError
     ) as error:  # fmt: skip
@@ -459,17 +451,12 @@ class _Metadata(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _reader(folder: Path) -> Any:
-    """The library's reader, without its unpickling of any class."""
+def _reader(folder: Path, metadata: Any) -> Any:
+    """The library's reader, given what it would unpickle."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
     class Reader(FileSystemReader):
-        def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
-            with Path(self._get_metadata_path(kwargs.get("rank"))).open("rb") as file:
-                metadata: Metadata = _Metadata(file).load()
-            metadata.storage_meta = metadata.storage_meta or StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
+        def read_metadata(self, *_: Any, **__: Any) -> Any:
             return metadata
 
     return Reader(folder)

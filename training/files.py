@@ -13,6 +13,7 @@ from .launch.errors import RunError
 METRICS, OPTIONS, SUMMARY, PICTURE = "metrics.jsonl", "options.json", "summary.json", "training.png"
 ENDED = "ended_on_notice"  # there if the last run was asked to end: a scheduler may start it again
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"  # their folders
+FULL = "its disk is full"
 
 
 @contextmanager
@@ -21,16 +22,20 @@ def writing(path: Path | str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        reason = reason_of(error)
         # Libraries in Rust raise plain exceptions: No space left on device (os error 28).
-        # torch's zip writer gives positions in the file: unexpected pos 704 vs 598.
-        text = str(error)
-        full = "unexpected pos" in text
-        if not (isinstance(error, OSError) or "os error" in text or full):
+        if not (isinstance(error, OSError) or "os error" in reason or reason == FULL):
             raise
-        reason = "its disk is full" if full else getattr(error, "strerror", None) or error
         raise RunError(
             f"{path}: cannot be written ({reason}); make room there, or write elsewhere"
         ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file cannot be read or written."""
+    text = str(error) or repr(error)  # MemoryError() has no text
+    # torch's zip writer gives positions in the file: unexpected pos 704 vs 598.
+    return FULL if "unexpected pos" in text else text
 
 
 def show(text: str) -> None:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from runtime.meta import materialize, names_of
-from training.checkpoint import MANIFEST, Checkpoint, Saver, names, newest, open_checkpoint
+from training.checkpoint import MANIFEST, Checkpoint, names, newest, open_checkpoint, weights_of
 from training.files import CHECKPOINTS, OPTIONS
-from training.layouts.layout import whole
 
 from .launch.errors import UserError
 from .tasks.cache import Cache
@@ -108,11 +107,11 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Trained:
     config = GPT2Config.from_dict(json.loads(checkpoint.read("config.json")))
     with torch.device("meta"):
         model: Any = GPT2LMHeadModel(config)
-    stored = checkpoint.tensors["model.transformer.wte.weight"]
-    model.to(stored.properties.dtype)
-    materialize(model, names_of(model), torch.device("cpu"), lambda *_: None)  # filled below
-    pieces = [whole(f"model.{name}", p.detach()) for name, p in model.named_parameters()]
-    Saver(checkpoint.folder.parent).load(checkpoint, pieces)  # fills the model
+    weights = weights_of(checkpoint)
+    model.to(weights["transformer.wte.weight"].dtype)
+    materialize(
+        model, names_of(model), torch.device("cpu"), lambda name, p: p.data.copy_(weights[name])
+    )
     tokenizer = load_tokenizer({file: checkpoint.read(file) for file in TOKENIZER_FILES})
     length = checkpoint.state["options"]["model_max_length"]
     return Trained(model, tokenizer, length, checkpoint.folder.parent.parent)

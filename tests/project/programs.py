@@ -20,10 +20,9 @@ from torch import Tensor
 from project import run_data_parallel, run_pipeline, train
 from project.utils import read_texts
 from tests.ranks import Ranks
-from training.checkpoint import Saver, newest
+from training.checkpoint import newest, weights_of
 from training.launch.errors import RunError
 from training.launch.world import World, choose_device
-from training.layouts.layout import whole
 from training.results import Totals
 from training.resume import Saving, find_resume
 from training.tasks.texts import END
@@ -162,14 +161,7 @@ def weights(workdir: str | Path = "work") -> dict[str, Tensor]:
     """Of the newest checkpoint, by name."""
     checkpoint, _ = newest(Path(workdir) / "checkpoints")
     assert checkpoint is not None
-    found = {
-        name: torch.empty(t.size, dtype=t.properties.dtype)
-        for name, t in checkpoint.tensors.items()
-        if name.startswith("model.")
-    }
-    pieces = [whole(name, t) for name, t in found.items()]
-    Saver(checkpoint.folder.parent).load(checkpoint, pieces)
-    return found
+    return weights_of(checkpoint)
 
 
 @torch.no_grad()

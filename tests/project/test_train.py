@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from project import train
 from project.figures.recorded import read_timelines
 from tests.project.programs import TINY, VGG, course_commands, names_in, read_json, run, summary
 from tests.ranks import Ranks
 from training import check
-from training.check import weights_on_main
+from training.checkpoint import weights_of
 from training.layouts.replicated import Replicated
 from training.tasks.vgg import vgg16
 
@@ -91,11 +90,10 @@ def tamper_at_the_end(rank: int, patches: pytest.MonkeyPatch) -> None:
     """With a weight, a name, and an output of rank 1."""
     outputs = Replicated.outputs
 
-    def wrong_weights(*given: Any) -> Any:
-        found = weights_on_main(*given)
-        if found:
-            found["conv3_2.bias"][3] += 1e-4
-            del found["fc7.weight"]
+    def wrong_weights(checkpoint: Any) -> Any:
+        found = weights_of(checkpoint)
+        found["conv3_2.bias"][3] += 1e-4
+        del found["fc7.weight"]
         return found
 
     def wrong_outputs(self: Any, x: Any) -> Any:
@@ -105,7 +103,7 @@ def tamper_at_the_end(rank: int, patches: pytest.MonkeyPatch) -> None:
         found[1, 2] += 1e-4 * rank
         return found
 
-    patches.setattr(train, "weights_on_main", wrong_weights)
+    patches.setattr(check, "weights_of", wrong_weights)
     patches.setattr(Replicated, "outputs", wrong_outputs)
 
 

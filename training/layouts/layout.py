@@ -101,7 +101,6 @@ class LaidOutModel(ABC):
         schedule: of the stages, of which there may be one; None for whole or sharded models, whose
             ranks each write their results.
         ranks: the rank or device of each stage, if each has several stages; else None.
-        compute_dtype: the type to which weights are cast for a forward; None: left to autocast.
         optimizers: of what this rank holds; each parameter is in one of them.
         counted: the parameters whose gradients this rank adds to the global norm. Exactly one rank
             must add each parameter; None: this rank adds all it holds.
@@ -120,7 +119,6 @@ class LaidOutModel(ABC):
     num_microbatches: int | None = None
     schedule: str | None = None
     ranks: Sequence[int] | None = None
-    compute_dtype: torch.dtype | None = None
     devices: Sequence[torch.device]
     optimizers: Sequence[torch.optim.Optimizer]
     counted: Sequence[nn.Parameter] | None = None

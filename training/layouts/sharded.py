@@ -59,7 +59,7 @@ class Sharded(LaidOutModel):
         self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
         self.num_microbatches = setup.num_microbatches
         # Autocast would keep a whole copy of every matrix until its backward.
-        self.compute_dtype = torch.bfloat16 if setup.precision == "bf16" else None
+        compute_dtype = torch.bfloat16 if setup.precision == "bf16" else None
         self.cut_task = cut_task = CutTask(  # on the meta device: no memory yet
             task, mesh.tensor, setup.dtype, sequence_parallel, setup.timeline
         )
@@ -68,7 +68,7 @@ class Sharded(LaidOutModel):
         self.fsdp = FullyShardedDataParallel(  # allocates and fills this rank's shards
             cut_task.layers, setup.make_optimizer,
             names={t: name for name, t in [*model.named_parameters(), *model.named_buffers()]},
-            init=cut_task.initialize, zero=zero, compute_dtype=self.compute_dtype,
+            init=cut_task.initialize, zero=zero, compute_dtype=compute_dtype,
             device=world.device, group=mesh.data.group,
             recorder=setup.timeline, recompute=setup.recompute != NEVER,
             kind=lambda name: name in cut_task.parts,  # cut parameters and whole ones apart
