@@ -428,22 +428,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 # `.metadata` is a pickle, which can run code: it is read with these classes alone. The entries of a
 # checkpoint are tensors; torch reads their values without unpickling anything else.
 _CLASSES = {
-    "torch": ("Size",),  # and every dtype
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
-        "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "pathlib": ("PosixPath", "WindowsPath"),
-    "pathlib._local": ("PosixPath", "WindowsPath"),  # Python 3.13
+    "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta",
+    "MetadataIndex", "_StorageInfo", "_MEM_FORMAT_ENCODING", "_get_layout", "Size", "PosixPath",
+    "WindowsPath",
 }  # fmt: skip
 
 
 class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in _CLASSES.get(module, ()):
+        is_class = module.split(".")[0] in ("torch", "pathlib") and name in _CLASSES
+        if not (is_class or is_dtype):
             raise ValueError(
                 f"its .metadata asks for {module}.{name}, which no checkpoint of this project "
                 "needs: do not load files of people whom you do not trust"

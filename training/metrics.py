@@ -82,9 +82,9 @@ class Metrics:
 
 def _json_lines(path: Path, steps_done: int) -> Sink:
     with writing(path):
-        before = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
-        # The evaluation after the checkpoint's last step is repeated.
-        kept = [x for x in before if _is_before(x, steps_done)]
+        lines = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
+        whole = [line for line in lines if line.endswith("}\n")]  # the last may be cut off
+        kept = [line for line in whole if _is_before(json.loads(line), steps_done)]
         path.write_text("".join(kept), encoding="utf-8")
         file = path.open("a", encoding="utf-8", buffering=1)
 
@@ -95,8 +95,7 @@ def _json_lines(path: Path, steps_done: int) -> Sink:
     return write
 
 
-def _is_before(line: str, steps_done: int) -> bool:
-    numbers = json.loads(line) if line.endswith("}\n") else {"step": steps_done + 1}  # cut off
-    return bool(
-        numbers["step"] < steps_done or (numbers["step"] == steps_done and "loss" in numbers)
-    )
+def _is_before(numbers: Mapping[str, Any], steps_done: int) -> bool:
+    """The evaluation after the last step that is done will be repeated."""
+    step: int = numbers["step"]
+    return step < steps_done or (step == steps_done and "loss" in numbers)

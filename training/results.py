@@ -20,7 +20,6 @@ import json
 import math
 import os
 import shlex
-import socket
 import statistics
 import sys
 from collections.abc import Sequence
@@ -80,7 +79,9 @@ class Results:
         self, world: World, args: Options, task: TrainingTask, model: LaidOutModel
     ) -> None:
         self.world, self.args, self.task, self.model = world, args, task, model
-        self.width = max(10, len(task.score_name) + 2)  # of the column
+        self.columns = (
+            "epoch", "train loss", "valid. loss", f"{task.score_name:>7}", " time", *task.units,
+        )  # fmt: skip
         self.resumed = False
         self.history: list[tuple[float, float]] = []  # seconds and positions/s of each epoch
         self.generated: list[str] = []  # the last translations
@@ -90,6 +91,11 @@ class Results:
         """Prints, on rank 0 alone."""
         if self.world.is_main:
             show(text)
+
+    def _say_row(self, *cells: str) -> None:
+        """Prints the cells that there are, each under its column's name."""
+        widths = map(len, self.columns)
+        self.say("   ".join(f"{cell:>{n}}" for cell, n in zip(cells, widths, strict=False)))
 
     def begin(self, notes: Sequence[str], resumed: bool = False) -> None:
         """Sets an earlier run aside, unless it is resumed; prints what will be trained."""
@@ -104,13 +110,11 @@ class Results:
                 with writing(args.workdir / name):
                     (args.workdir / name).write_bytes(content)
         self.say("\n".join([task.describe(), *filter(None, [self.model.description]), *notes]))
-        score = f"{task.score_name:>{self.width}}"
-        self.say(f"epoch   train loss   valid. loss{score}    time   {'   '.join(task.units)}")
+        self._say_row(*self.columns)
 
     def say_start(self, validation_loss: float, score: Score | None) -> None:
         """Prints the row of the untrained model."""
-        value = score.value if score else math.nan
-        self.say(f"{'start':>5}   {'':>10}   {validation_loss:>11.3f}{value:>{self.width}.1f}")
+        self._say_row("start", "", _number(validation_loss, 3), _number(_value(score), 1))
 
     def end_epoch(
         self, epoch: int, totals: Totals, validation_loss: float, score: Score | None
@@ -123,12 +127,10 @@ class Results:
         ranks; training_loss excludes skipped steps.
         """
         seconds = max(1e-9, totals.seconds)
-        self.generated = score.generated if score else []
         training_loss = totals.loss_sum / totals.count if totals.count else math.nan
-        speeds = [totals.positions / seconds, totals.tokens / seconds]  # of this rank
-        positions, tokens = sum_over_parts(speeds, self.model.parts, self.world)  # collective
-        if self.model.schedule is not None:  # one file for all
-            speeds = [positions, tokens]
+        mine = [totals.positions / seconds, totals.tokens / seconds]
+        together = sum_over_parts(mine, self.model.parts, self.world)  # collective
+        speeds = mine if self._apart else together
         result = {
             "training_loss": training_loss,
             "validation_loss": validation_loss,
@@ -136,20 +138,22 @@ class Results:
             "tokens_per_sec": speeds[0],
             "real_tokens_per_sec": speeds[1],
             "skipped_steps": totals.skipped,
-            self.task.score_name.lower(): score.value if score else math.nan,
+            self.task.score_name.lower(): _value(score),
         }
+        self.generated = score.generated if score else []
         self._write_epoch(epoch, result)
-        self.history.append((totals.seconds, positions))
-        shown = f"{score.value:>{self.width}.1f}" if score else f"{'-':>{self.width}}"
-        valid = f"{'-' if self.args.benchmark_only else format(validation_loss, '.3f'):>11}"
-        units = zip(self.task.units, (positions, tokens), strict=False)
-        shown_speeds = "   ".join(f"{speed:>{len(unit)},.0f}" for unit, speed in units)
-        self.say(
-            f"{epoch + 1:>5}   {training_loss:>10.3f}   {valid}{shown}   "
-            f"{totals.seconds:>4.0f}s   {shown_speeds}"
-        )
+        self.history.append((totals.seconds, together[0]))
+        self._say_row(
+            str(epoch + 1), _number(training_loss, 3), _number(validation_loss, 3),
+            _number(_value(score), 1), f"{totals.seconds:.0f}s", *(_number(x, 0) for x in together),
+        )  # fmt: skip
         self._say_speeds(epoch, totals.seconds, speeds[0])
         return result
+
+    @property
+    def _apart(self) -> bool:
+        """Whether each rank writes its results, as it has a part of the batch and no schedule."""
+        return self.model.schedule is None
 
     def _say_speeds(self, epoch: int, seconds: float, tokens_per_sec: float) -> None:
         """Prints the lines that the course's benchmark script reads, and a log keeps: one per rank
@@ -157,40 +161,34 @@ class Results:
         ranks = gather_over_ranks((seconds, tokens_per_sec), self.world)  # collective
         if not self.args.benchmark_only and sys.stdout.isatty():
             return
-        ranks = ranks if self.model.schedule is None else ranks[:1]
-        for rank, (time, speed) in enumerate(ranks):
-            who = f" on Rank {rank}" if self.model.schedule is None else ""
+        for rank, (time, speed) in enumerate(ranks if self._apart else ranks[:1]):
+            who = f" on Rank {rank}" if self._apart else ""
             self.say(
                 f"Epoch {epoch}{who}: Training Time = {time:.2f}, Tokens_per_sec = {speed:.1f}"
             )
 
     def _write_epoch(self, epoch: int, result: dict[str, float]) -> None:
-        rank, workdir = self.world.rank, self.args.workdir
-        if self.model.schedule is None:  # every rank has a part: a file each
-            results, gen = f"rank{rank}_results", f"rank{rank}_gen"
-        elif self.world.is_main:
-            results, gen = "eval_results", "gen"
-        else:
+        results, gen = "eval_results", "gen"
+        if self._apart:
+            results, gen = f"rank{self.world.rank}_results", f"rank{self.world.rank}_gen"
+        elif not self.world.is_main:
             return
-        write_json(workdir / f"{results}_epoch{epoch}.json", result)
+        write_json(self.args.workdir / f"{results}_epoch{epoch}.json", result)
         if self.generated:
             pairs = zip(self.task.tested(), self.generated, strict=True)
             content = [{"example": example, "gen": sentence} for example, sentence in pairs]
-            write_json(workdir / f"{gen}_epoch{epoch}.json", content)
+            write_json(self.args.workdir / f"{gen}_epoch{epoch}.json", content)
 
     def summarize(self) -> None:
         """Writes summary.json, from which runs are compared, from metrics.jsonl, which ends with
         the last evaluation; bytes are per rank."""
         world, args, model = self.world, self.args, self.model
         mine = (peak_bytes(world.device), model.state_bytes())
-        here = socket.gethostname()
-        cores = core_slice(0, 1) if world.device.type == "cpu" else ()
-        every = gather_over_ranks((mine, [(here, core) for core in cores]), world)  # by rank
-        memory = [of_rank for of_rank, _ in every]
+        peaks, states = zip(*gather_over_ranks(mine, world), strict=True)  # by rank
         if not world.is_main:
             return
-        *steps, last = read_metrics(args.workdir)
-        steps = [numbers for numbers in steps if "loss" in numbers]
+        *lines, last = read_metrics(args.workdir)
+        steps = [numbers for numbers in lines if "loss" in numbers]
         seconds = [numbers["seconds"] for numbers in steps]
         later = seconds[1:] or seconds or [math.nan]  # the first step is slower
         score = self.task.score_name.lower()
@@ -198,14 +196,13 @@ class Results:
             **options_of(args),
             "layout": model.description,
             "load": os.getloadavg()[0],  # of the machine, over a minute, this run included
-            "cores": len(cores) or None,  # a process'
-            "cores_of_all": len({core for _, of_rank in every for core in of_rank}) or None,
+            "cores": len(core_slice(0, 1)) if world.device.type == "cpu" else None,  # a process'
             "schedule": model.schedule,
             "num_microbatches": args.num_microbatches or model.num_microbatches,
             "step_seconds": seconds,
             "examples_per_sec": args.batch_size / statistics.fmean(later),
-            "peak_rss_bytes": [peak for peak, _ in memory],
-            "state_bytes": {kind: [state[kind] for _, state in memory] for kind in mine[1]},
+            "peak_rss_bytes": peaks,
+            "state_bytes": {kind: [state[kind] for state in states] for kind in states[0]},
             "loss": [numbers["loss"] for numbers in steps],  # null: skipped
             "validation_loss": last["validation_loss"],
             score: last[score],
@@ -220,6 +217,15 @@ class Results:
             self.say(f"{which}: {spread(seconds, 's')}, {spread(speeds, self.task.units[0])}\n")
         if self.generated:
             self.say(self.task.examples_to_show(self.generated))
+
+
+def _value(score: Score | None) -> float:
+    return score.value if score else math.nan
+
+
+def _number(value: float, digits: int) -> str:
+    """For the table."""
+    return "-" if math.isnan(value) else f"{value:,.{digits}f}"
 
 
 def options_of(args: Options) -> dict[str, Any]:

@@ -197,24 +197,21 @@ class Timeline:
         here = sorted(self._events, key=lambda event: event.start)
         return [e._replace(start=e.start + self.offset, end=e.end + self.offset) for e in here]
 
-    def _text(self) -> str:
-        head = {
+    def content(self) -> dict[str, Any]:
+        """Of this rank's file."""
+        return {
             "rank": self.rank, "world_size": self.world_size, "workers": self.workers,
-            "about": self.about, "columns": Event._fields,
+            "about": self.about, "columns": Event._fields, "events": self.events(),
         }  # fmt: skip
-        events = [e._replace(start=round(e.start, 7), end=round(e.end, 7)) for e in self.events()]
-        lines = ",\n    ".join(map(json.dumps, events))
-        return f'{json.dumps(head, indent=2)[:-2]},\n  "events": [\n    {lines}\n  ]\n}}\n'
 
     def save(self, workdir: Path) -> None:
         """Rank 0 writes the files of all ranks, since hosts may share no folder; all ranks call it
-        together. project/figures/perfetto.py reads them back. Without a step nothing is written."""
+        together. project/figures/recorded.py reads them. Without a step nothing is written."""
         if not self._begun:
             return
-        texts = gather_over_ranks(self._text(), World(self.rank, self.world_size))
-        if self.rank == 0:
-            for rank, text in enumerate(texts):
-                write_text(workdir / f"timeline_rank{rank}.json", text)
+        contents = gather_over_ranks(self.content(), World(self.rank, self.world_size))
+        for rank, content in enumerate(contents if self.rank == 0 else []):
+            write_text(workdir / f"timeline_rank{rank}.json", json.dumps(content))
 
 
 OFF = Timeline(num_steps=0)  # records nothing

@@ -20,29 +20,22 @@ ROOM = 1 << 20  # bytes
 
 
 def claim_folders(args: Options) -> None:
-    """Makes the folders that the run will write into. Raises UserError if it cannot."""
-    claim_folder(args.workdir, f"--workdir {args.workdir}", "--workdir workdir")
-    if args.keep:  # something else may be in their place
-        claim_folder(args.workdir / CHECKPOINTS, f"--workdir {args.workdir}", "--workdir workdir")
-
-
-def claim_folder(folder: Path, option: str, example: str) -> None:
-    """Makes the folder, and tests whether there is room for a tokenizer and results.
-
-    Raises:
-        UserError: nothing can be written there. It shows the `option` that named the folder, and an
-            `example` that works.
-    """
+    """Makes the folders that the run will write into, and tests whether there is room for a
+    tokenizer and results. Raises UserError if nothing can be written there."""
+    folder = args.workdir
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:  # a killed run leaves nothing of it
             file.write(bytes(ROOM))
             file.flush()
             os.fsync(file.fileno())  # some file systems only now notice that they are full
+        if args.keep:
+            folder /= CHECKPOINTS  # something else may be in its place
+            folder.mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{option}: nothing can be written to {folder} ({error.strerror}); make room there, or "
-            f"name a folder of your own, as {example}"
+            f"--workdir {args.workdir}: nothing can be written to {folder} ({error.strerror}); "
+            "make room there, or name a folder of your own, as --workdir workdir"
         ) from error
 
 

@@ -85,4 +85,4 @@ def write_timelines(folder: Path, rows: Rows, **about: Any) -> None:
         timeline.step(1)
         for event in events:
             timeline(*event)
-        (folder / f"timeline_rank{rank}.json").write_text(timeline._text(), "utf-8")
+        (folder / f"timeline_rank{rank}.json").write_text(json.dumps(timeline.content()), "utf-8")

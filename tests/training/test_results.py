@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from training.options import Options
 from training.results import Results, Totals, set_aside, spread
 from training.tasks.task import Score
 
+FULL = OSError(errno.ENOSPC, "No space left on device")
 PAIRS = [{"de": "Bär", "en": "bear"}, {"de": "a", "en": "b"}]
 TOTALS = Totals(loss_sum=3.0, count=2, positions=25_000, tokens=20_000, seconds=12.5)
 
@@ -63,7 +65,7 @@ def test_rows_stand_under_their_header(
         # epoch   train loss   valid. loss      BLEU    time   positions/s   real tokens/s
         "start                      7.250       0.5",
         "    9        1.500         2.250      33.1     12s         2,000           1,600",
-        "   10          nan         2.250         -      0s             0               0",
+        "   10            -         2.250         -      0s             0               0",
     ]
     results.args.benchmark_only = True
     results.end_epoch(0, TOTALS, math.nan, None)
@@ -101,14 +103,11 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(
     path = tmp_path / "summary.json"
     write_json(path, {"loss": 1})
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=FULL))
     with pytest.raises(RunError) as error:
         write_json(path, {"loss": 2})
     assert str(error.value) == (
-        f"{path}: cannot be written (No space left on device); make room there, or write elsewhere"
+        f"{path}: cannot be written ({FULL}); make room there, or write elsewhere"
     )
     assert read_json(path) == {"loss": 1} and names_in(tmp_path) == ["summary.json"]
 

@@ -49,7 +49,7 @@ def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
     timeline("B", 0, 0, 100.25 - offset, 101.0 - offset)
     timeline("all_reduce", 0, -1, 100.5 - offset, 101.5 - offset)
     timeline("all_reduce", 1, -1, 100.75 - offset, 101.75 - offset)
-    (workdir / f"timeline_rank{rank}.json").write_text(timeline._text(), "utf-8")
+    (workdir / f"timeline_rank{rank}.json").write_text(json.dumps(timeline.content()))
 
 
 def test_files_are_read_back_on_the_clock_of_rank_0_and_traced(tmp_path: Path) -> None:
