@@ -10,9 +10,7 @@ is converted. What the card says comes from the files in the run's workdir.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -43,6 +41,9 @@ ids = tokenizer("{prompt}", return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids)[0, ids.input_ids.size(1) :], skip_special_tokens=True))
 ```
 """
+
+
+MEASURED = ("validation_loss", "bleu", "perplexity")  # by an evaluation
 
 
 def export(trained: Trained, folder: Path) -> None:
@@ -76,28 +77,15 @@ def _card(trained: Trained, folder: Path) -> str:
         f"{millions:.1f} M parameters"
     ]
     if workdir is not None and (workdir / OPTIONS).is_file():
-        facts += _training(workdir, json.loads((workdir / OPTIONS).read_text("utf-8")))
+        options = json.loads((workdir / OPTIONS).read_text("utf-8"))
+        facts.append(
+            f"trained on {options['dataset']} in batches of {options['batch_size']}, "
+            f"seed {options['seed']}, with `{options['command']}`"
+        )
+        evaluations = [x for x in read_metrics(workdir) if "loss" not in x]
+        for last in evaluations[-1:]:
+            measured = [f"{key} {last[key]:.3f}" for key in MEASURED if last.get(key) is not None]
+            facts.append(f"after {last['step']} steps: {', '.join(measured)}")
     prompt = "Der Mann kauft das Ei." + trained.source_end if trained.source_end else "The"
     lines = "\n".join(f"- {fact}" for fact in facts)
     return CARD.format(facts=lines, folder=folder, prompt=prompt)
-
-
-def _training(workdir: Path, options: Mapping[str, Any]) -> list[str]:
-    """What the model was trained on and how, and how good it was after its last epoch."""
-    facts = [
-        f"trained on {options['dataset']} in batches of {options['batch_size']}, "
-        f"seed {options['seed']}, with `{options['command']}`"
-    ]
-    found = [numbers for numbers in read_metrics(workdir) if "loss" not in numbers]
-    if found:
-        last = found[-1]
-        score = "".join(
-            f", {name} {last[name.lower()]:.1f}"
-            for name in ("BLEU", "perplexity")
-            if last.get(name.lower()) is not None  # null: it was not computed
-        )
-        facts.append(
-            f"after {last['step']} steps: validation loss {last['validation_loss']:.3f} nats per "
-            f"token{score}"
-        )
-    return facts

@@ -99,17 +99,15 @@ def find_resume(args: Options, fingerprint: str) -> Resume:
         return Resume(None, (f"--resume: {folder} has no checkpoint; starting from scratch.",))
     name, state = checkpoint.folder.name, checkpoint.state
     # A learning rate that decays is a function of the run's length, too.
-    length = LENGTH if args.lr_scheduler != "constant" else set()
-    now, then = [], []  # what differs, also because programs have other defaults
-    for option, value in options_of(args).items():
-        was = state["options"].get(option, value)  # of another program, which may not have it
-        if option in DECIDE | length and value != was:
-            now.append(_spelt(option, value))
-            then.append(_spelt(option, was))
-    if now:
+    fixed = DECIDE if args.lr_scheduler == "constant" else DECIDE | LENGTH
+    now, was = options_of(args), state["options"]
+    # Options of this program alone are its own affair; another's may have other defaults.
+    differ = [key for key in now if key in fixed and now[key] != was.get(key, now[key])]
+    if differ:
+        then = " ".join(_spelt(key, was[key]) for key in differ)
         raise UserError(
-            f"{' '.join(now)} with --resume: {name} was saved with {' '.join(then)}; use "
-            f"{' '.join(then)}, or another --workdir to start a new run"
+            f"{' '.join(_spelt(key, now[key]) for key in differ)} with --resume: {name} was saved "
+            f"with {then}; use {then}, or another --workdir to start a new run"
         )
     if state["data"] != fingerprint:
         raise UserError(

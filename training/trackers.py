@@ -47,13 +47,9 @@ def _wandb(args: Options, steps_done: int) -> Sink:
     os.environ.setdefault("WANDB_SILENT", "true")
     name = args.workdir / "wandb" / "run-id"  # a resumed run continues the same run there
     known = name.read_text() if steps_done and name.exists() else None
-    settings: dict[str, Any] = {
-        "project": "parallel-gpt2",
-        "dir": args.workdir,
-        "config": options_of(args),
-    }
+    about: dict[str, Any] = {"dir": args.workdir, "config": options_of(args)}
     try:
-        run = wandb.init(**settings, id=known, resume="allow")
+        run = wandb.init(project="parallel-gpt2", id=known, resume="allow", **about)
     except wandb.Error as error:  # no account, or no network
         raise RunError(
             f"--wandb: {str(error).rstrip('.')}; WANDB_MODE=offline in the environment works "
