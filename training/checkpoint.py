@@ -94,21 +94,25 @@ def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> 
     """
     stored = checkpoint.tensors
     slots = {name.split(".")[1]: t for name, t in stored.items() if name.startswith("optimizer.")}
-    for optimizer in model.optimizers:  # state as before the first step, which is loaded into
+    for optimizer in model.optimizers:  # memory to load into
         for group in optimizer.param_groups:
             for p in group["params"]:
-                # `step`, a number, is where the optimizer wants it: a fused one, on the GPU.
-                device = p.device if group.get("fused") else "cpu"
-                optimizer.state[p] = {
-                    slot: torch.zeros_like(p)
-                    if t.size
-                    else torch.zeros((), dtype=t.properties.dtype, device=device)
-                    for slot, t in slots.items()
-                }
-    # A parameter that had no gradient has no saved state, and starts anew.
+                optimizer.state[p] = _blank(p, slots, group.get("fused"))
+    # A parameter that had no gradient has no saved state, and its state stays blank.
     pieces = [x for x in training_pieces(model) if x.name in stored or x.name.startswith("model.")]
     saver.load(checkpoint, pieces)
     model.loaded()
+
+
+def _blank(p: Tensor, slots: Mapping[str, Any], fused: bool | None) -> dict[str, Tensor]:
+    """An optimizer's state of p before its first step: zeros of p's shape, and numbers, which a
+    fused optimizer keeps on the device."""
+    device = p.device if fused else torch.device("cpu")
+    state = {}
+    for slot, t in slots.items():
+        number = torch.zeros((), dtype=t.properties.dtype, device=device)
+        state[slot] = torch.zeros_like(p) if t.size else number
+    return state
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -231,7 +231,6 @@ def save_rows(
     row = torch.full((1, 2), float(rank))
     with pytest.MonkeyPatch.context() as patch:
         saver = saver_of(rank, world_size, folder, common, background)
-        clean(saver.folder)  # what the last one has left
         if rank == failing:
             full_at(1, patch)
         try:
@@ -250,6 +249,7 @@ def saver_of(
 ) -> Saver:
     """With a folder in common, or one of its own, as on a host of its own."""
     mine = folder if common else folder / f"host{rank}"
+    clean(mine)  # what an earlier run has left; before all ranks meet, as in `Saving`
     return Saver(mine, World(rank, world_size), timeout=30, background=background)
 
 
