@@ -35,12 +35,11 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -50,9 +49,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.mesh import CHECKPOINTS
-from training.files import json_text, reason_of
+from training.files import json_text, writing
 
-from .launch.errors import RunError, UserError
+from .launch.errors import UserError
 from .launch.world import World, gather_over_ranks
 from .layouts.layout import LaidOutModel, Piece, whole
 
@@ -226,7 +225,7 @@ class Saver:
         last = names(self.folder)[-1:]
         name = f"{int(last[0].split('-')[0]) + 1 if last else 1:06d}-{label}"
         if self.world.is_main:
-            with _explained(partial(self._cannot_write, name)):
+            with self._writes(name):
                 aside_of(self.folder / name).mkdir(parents=True)
         name = gather_over_ranks(name, self.world, self._group)[0]  # as rank 0 has named it
         texts = {STATE: json_text(state, indent=1).encode(), **files}
@@ -246,7 +245,7 @@ class Saver:
 
         aside, held = aside_of(self.folder / name), held_by_name(pieces)
         sent: dict[str, bytes] = {}
-        with _explained(partial(self._cannot_write, name)):
+        with self._writes(name), _unwrapped():
             if aside.exists():  # rank 0 has made it
                 save(held, storage_writer=FileSystemWriter(aside), **self._all_ranks)
             else:  # this host has other folders
@@ -272,12 +271,8 @@ class Saver:
         aside.rename(self.folder / name)  # atomic
         _sync(self.folder)  # the name, too
 
-    def _cannot_write(self, name: str, why: str) -> RunError:
-        return RunError(
-            f"--workdir {self.folder.parent}: a checkpoint cannot be written ({name}: {why}); make "
-            "room there, or take another --workdir; --resume continues from the one before, and "
-            "--keep 0 saves none"
-        )
+    def _writes(self, name: str) -> AbstractContextManager[None]:
+        return writing(f"--workdir {self.folder.parent}: checkpoint {name}")
 
     def wait(self) -> None:
         """Waits for the checkpoint that is written in the background. Raises RunError."""
@@ -294,29 +289,25 @@ class Saver:
 
         held, tensors = held_by_name(pieces), checkpoint.tensors
         folder = self.folder / checkpoint.folder.name  # rank 0's, or this host's of the same name
-
-        def failure(why: str) -> CheckpointError:
-            return CheckpointError(f"--resume: {checkpoint.folder} cannot be loaded: {why}")
-
-        for name, mine in held.items():
-            if name not in tensors or tensors[name].size != mine.size():
-                raise failure(f"no {name} of shape {tuple(mine.shape)} is in it")
         reader = _reader(folder, checkpoint.metadata)
         # Do all ranks see rank 0's folder?
-        if len(set(gather_over_ranks(_identity(folder), self.world, self._group))) == 1:
-            with _explained(failure):
+        shared = len(set(gather_over_ranks(_identity(folder), self.world, self._group))) == 1
+        with _loading(checkpoint.folder), _unwrapped():
+            for name, mine in held.items():
+                if name not in tensors or tensors[name].size != mine.size():
+                    raise ValueError(f"no {name} of shape {tuple(mine.shape)} is in it")
+            if shared:
                 load(held, storage_reader=reader, **self._all_ranks)
-            return
-        for name, t in tensors.items():  # rank 0 reads and sends one after the other
-            tensor = torch.empty(t.size, dtype=t.properties.dtype)
-            if self.world.is_main:
-                with _explained(failure):
+                return
+            for name, t in tensors.items():  # rank 0 reads and sends one after the other
+                tensor = torch.empty(t.size, dtype=t.properties.dtype)
+                if self.world.is_main:
                     load({name: tensor}, storage_reader=reader, no_dist=True)
-            dist.broadcast(tensor, 0, self._group)
-            for piece in held[name].pieces.values() if name in held else ():
-                sizes = zip(piece.offsets, piece.tensor.shape, strict=True)
-                part = tensor[tuple(slice(at, at + n) for at, n in sizes)]
-                piece.tensor.detach().copy_(part)
+                dist.broadcast(tensor, 0, self._group)
+                for piece in held[name].pieces.values() if name in held else ():
+                    sizes = zip(piece.offsets, piece.tensor.shape, strict=True)
+                    part = tensor[tuple(slice(at, at + n) for at, n in sizes)]
+                    piece.tensor.detach().copy_(part)
 
     def prune(self, keep: int) -> None:
         """Removes all but the newest `keep`, 1 or more. Call it after a finite step from the newest
@@ -334,19 +325,22 @@ class Saver:
 
 
 @contextmanager
-def _explained(failure: Callable[[str], Exception]) -> Iterator[None]:
-    """Raises `failure(reason)` in the place of what the library or the disk says."""
+def _unwrapped() -> Iterator[None]:
+    """Raises the error that the library has wrapped, on all ranks that use it."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
-    except CheckpointException as raised:  # no Exception; on all ranks that use the library
-        error = next(iter(raised.failures.values()))[0]
-        if not isinstance(error, Exception):  # a signal, which ends the program
-            raise error from None
-        raise failure(reason_of(error)) from None
+    except CheckpointException as raised:
+        raise next(iter(raised.failures.values()))[0] from None
+
+
+@contextmanager
+def _loading(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
-        raise failure(reason_of(error)) from None
+        raise CheckpointError(f"--resume: {folder} cannot be loaded: {error}") from None
 
 
 def _identity(folder: Path) -> tuple[int, ...]:

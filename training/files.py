@@ -13,7 +13,6 @@ from .launch.errors import RunError
 METRICS, OPTIONS, SUMMARY, PICTURE = "metrics.jsonl", "options.json", "summary.json", "training.png"
 ENDED = "ended_on_notice"  # there if the last run was asked to end: a scheduler may start it again
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"  # their folders
-FULL = "its disk is full"
 
 
 @contextmanager
@@ -22,20 +21,15 @@ def writing(path: Path | str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = reason_of(error)
         # Libraries in Rust raise plain exceptions: No space left on device (os error 28).
-        if not (isinstance(error, OSError) or "os error" in reason or reason == FULL):
+        # torch's zip writer gives positions in the file: unexpected pos 704 vs 598.
+        text = str(error)
+        reason = "its disk is full" if "unexpected pos" in text else text
+        if not (isinstance(error, OSError) or "os error" in text or reason != text):
             raise
         raise RunError(
             f"{path}: cannot be written ({reason}); make room there, or write elsewhere"
         ) from error
-
-
-def reason_of(error: Exception) -> str:
-    """Why a file cannot be read or written."""
-    text = str(error) or repr(error)  # MemoryError() has no text
-    # torch's zip writer gives positions in the file: unexpected pos 704 vs 598.
-    return FULL if "unexpected pos" in text else text
 
 
 def show(text: str) -> None:
