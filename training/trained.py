@@ -25,6 +25,7 @@ from .launch.errors import UserError
 from .tasks.cache import Cache
 from .tasks.generation import greedy, sample
 from .tasks.gpt2 import gpt2_layers, newest_tokens
+from .tasks.pretrained import check_pretrained
 from .tasks.tokens import TOKENIZER_FILES, load_tokenizer
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
@@ -119,26 +120,17 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Trained:
 
 def _of_transformers(name: str) -> Trained:
     """Raises UserError if it is not a GPT-2 with a tokenizer."""
-    from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
+    from transformers import AutoTokenizer, GPT2LMHeadModel
 
-    local = Path(name).is_dir()
-    of_hub = name.count("/") == 1 and name[0] not in "./~"  # OWNER/NAME
-    if not (local or of_hub) or Path(name).is_file():
-        raise UserError(f"{name}: there is no such folder; the --workdir of a run works")
-    more = {"local_files_only": True} if local else {}
     try:
-        config = AutoConfig.from_pretrained(name, **more)
-        if config.model_type != "gpt2":
-            raise ValueError(f"its model_type is {config.model_type}")
-        tokenizer = AutoTokenizer.from_pretrained(name, **more)
-        model, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True, **more)
-        if report["missing_keys"]:
-            raise ValueError(f"{min(report['missing_keys'])} is missing")
+        check_pretrained(name, max_length=1)
+        model = GPT2LMHeadModel.from_pretrained(name)
         gpt2_layers(model)  # refuses variants of GPT-2 that it does not compute
-    except Exception as error:
-        reason = " ".join(str(error).split())[:160]
+    except (UserError, ValueError) as error:
+        reason = str(error).removeprefix(f"--model {name}: ")
         raise UserError(
-            f"{name}: neither the workdir of a run, nor a checkpoint, nor a GPT-2 that "
-            f"transformers reads ({reason}); the --workdir of a run works"
+            f"{name}: neither the workdir of a run, nor a checkpoint ({reason}); the --workdir of "
+            "a run works"
         ) from error
-    return Trained(model, tokenizer, min(tokenizer.model_max_length, config.n_positions))
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    return Trained(model, tokenizer, min(tokenizer.model_max_length, model.config.n_positions))

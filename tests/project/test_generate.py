@@ -119,12 +119,12 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
     run(f"train single {VGG} --num_batches 1")
     Path("other").mkdir()
     Path("other/config.json").write_text("{}")
-    nowhere = "there is no such folder; the --workdir"
+    nothing = "neither the workdir of a run, nor a checkpoint"
     for name, said in (
         ("work", "it is of a model of pictures, and not of text"),
-        ("other", "^other: neither the workdir of a run, nor"),
-        ("./nowhere", rf"^\./nowhere: {nowhere}"),
-        ("work/config.json", rf"^work/config\.json: {nowhere}"),
+        ("other", f"^other: {nothing}"),
+        ("./nowhere", rf"^\./nowhere: {nothing}"),
+        ("work/config.json", rf"^work/config\.json: {nothing}"),
     ):
         refused(said, load_trained, name)
     long = ["Ei", "Buch " * 40]
