@@ -5,10 +5,10 @@ correct runs differ. A guessed tolerance is either so wide that a wrong factor p
 that a correct run fails. The right one depends on the model, the steps and the optimizer.
 
 Idea: measure the rounding error of this very training. One process trains twice on whole batches in
-plain PyTorch: in float32 with the run's casts, and in float64. The distance of the two is the
-rounding error, accumulated over all sums and steps. Another order of summation makes errors of the
-same size; FACTOR times that is allowed. By chance a small parameter may be rounded much less in one
-order than in another, so each is allowed at least the rounding of the model's average weight.
+plain PyTorch: in float32 (a bf16 run's under autocast), and in float64. The distance of the two is
+the rounding error, accumulated over all sums and steps. Another order of summation makes errors of
+the same size; FACTOR times that is allowed. By chance a small parameter may be rounded much less in
+one order than in another, so each is allowed at least the rounding of the model's average weight.
 
     distance   the 2-norm, over a parameter, of (strategy - plain)
     rounding   the 2-norm of (plain - float64), at least the model's RMS error * sqrt(elements)
@@ -20,6 +20,8 @@ gradient by its own size and so hides a constant factor in all gradients; SGD re
 
 What the options ask of an update is computed here anew (`plain_steps`), without the code that runs
 use: a reference that shared it would share its mistakes. tests/equivalence trains by it, too.
+
+The run's weights are those of its last checkpoint, so that saving is checked, too.
 
 Cost: two more trainings on one process, one of them in float64: for a few steps, not for an epoch.
 """
@@ -122,7 +124,7 @@ def verdict_of(
 
     Args:
         got: the strategy's tensors.
-        plain: one process' tensors, trained in float32 with the run's casts.
+        plain: one process' tensors, trained in float32.
         exact: one process' tensors, trained in float64.
         dtype: the type of the strategy's weights.
     """
