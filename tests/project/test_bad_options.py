@@ -111,6 +111,7 @@ train ddp --n_test 32 => --n_validation sets the number of test pictures
 dp --dataset a.txt --n_test 8 => it is for pairs of sentences, and this is plain text; leave it out
 dp --dataset empty.jsonl => it is empty; --dataset builtin needs neither files nor network
 train ddp --model gpt2-mini --dropout 0.1 --precision bf16 --check_weights => in bf16, the
+train ddp --model gpt2-mini --check_weights --keep 0 => weights that are saved; --keep 1 works
 train 3d --dp 2 --balance 2,2 --model gpt2-mini => with several stages has it; --pp 2 works
 dp --save_every 9 --keep 0 => no checkpoint would stay; --keep 1 works
 train ddp --num_batches 5 --warmup_steps 5 => end before the last; --warmup_steps 0 to 4 works
