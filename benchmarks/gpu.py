@@ -51,7 +51,8 @@ from tests.device.seen import watch
 from tests.equivalence.compare import Result, laid_out
 from tests.equivalence.run import check_all
 from tests.equivalence.table import find
-from training.launch.launch import Settings, launch, setup
+from training.launch.launch import Settings, launch
+from training.launch.meeting import setup
 from training.launch.world import World
 from training.layouts.layout import Setup
 from training.layouts.replicated import Replicated

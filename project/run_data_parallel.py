@@ -49,7 +49,8 @@ from project.utils import (
 )
 from training.files import OPTIONS, show, write_json
 from training.launch.errors import torchrun
-from training.launch.launch import Settings, launch, setup
+from training.launch.launch import Settings, launch
+from training.launch.meeting import setup
 from training.launch.world import World, choose_backend
 from training.layouts.replicated import Replicated
 from training.loop import recipe_of, run, train

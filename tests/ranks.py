@@ -13,7 +13,6 @@ import multiprocessing as mp
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,7 @@ from unittest.mock import patch
 import torch
 
 from runtime.shared_memory import SharedBuffers
-from training.launch.launch import host_store, listen, setup
+from training.launch.meeting import LOOPBACK, connect, host_store, listen, setup
 
 LIMIT = 60.0  # seconds that a function may take
 LIBRARIES = [
@@ -46,7 +45,8 @@ def sharing(allowed: bool) -> AbstractContextManager[object]:
 def _serve(rank: int, world_size: int, port: int, backend: str, inbox: Connection) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what the libraries hold is not searched for garbage any more
-    setup(rank, world_size, backend, port=port, hosted=True, timeout=LIMIT)
+    store = connect(LOOPBACK, port, LIMIT)
+    setup(rank, world_size, backend, store=store, timeout=LIMIT)
     while True:
         function, args = inbox.recv()
         try:
@@ -63,7 +63,7 @@ class Ranks:
     def __init__(self, world_size: int, limit: float = LIMIT, backend: str = "gloo") -> None:
         self.world_size, self.limit = world_size, limit
         context = server()
-        self.store = host_store(listen(), timedelta(seconds=LIMIT))
+        self.store = host_store(listen(), LIMIT)
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -93,10 +93,21 @@ def leave(message: str, status: int) -> NoReturn:
     os._exit(status)
 
 
-def _ignore_signals() -> None:
-    """For Python's shutdown: the run is over, and a signal must not change its status."""
-    for number in ASKED:
+def ignore(numbers: Iterable[int]) -> None:
+    """From now on these signals do nothing, here and in the processes that are started."""
+    for number in numbers:
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Within it the handler is called with each signal that comes."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, usual in before.items():
+            signal.signal(number, usual)
 
 
 @contextmanager
@@ -104,28 +115,26 @@ def signals_end() -> Iterator[None]:
     """Within it Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP raise Interrupted, so that half-written files
     are removed and no traceback is printed. A signal that is ignored, as under nohup, stays
     ignored. Ranks of torchrun are left alone: they end at once."""
-    before: dict[int, Any] = {}
+    if torchrun_world_size() is not None:
+        yield
+        return
     late: list[threading.Timer] = []
 
-    def end(number: int, _: object) -> NoReturn:
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)  # a second one must not interrupt the ending
+    def end(number: int, _: object) -> None:
+        if late:  # a second one must not interrupt the ending
+            return
         # The exception may be lost: in a destructor or callback Python only prints it.
         late.append(threading.Timer(GRACE, os._exit, (128 + number,)))
         late[0].daemon = True
         late[0].start()
         raise Interrupted(128 + number)
 
-    if torchrun_world_size() is None:
-        atexit.register(_ignore_signals)
-        for number in ASKED:
-            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                before[number] = signal.signal(number, end)
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    atexit.register(ignore, ASKED)  # the run is over: a signal must not change its status
     try:
-        yield
+        with handled([n for n in ASKED if signal.getsignal(n) in usual], end):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if late:  # this replaces what writing to a closed terminal may have raised since
             late[0].cancel()
             raise Interrupted(*late[0].args) from None

@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import TimeoutError as NoAnswerError
 from pathlib import Path
 from typing import Any
+
+from .meeting import in_time
 
 WAITS = {  # actions that end when other ranks act
     "send", "receive", "all-reduce", "all-gather", "reduce-scatter", "wait for all ranks",
@@ -79,25 +80,23 @@ def of_all_machines(
     A rank that fails while it computes does not ask: the others hear of it when it has ended.
     """
     keys = [f"last action of {rank}" for rank in range(world_size)]
-    found: list[LastAction] = []
 
-    def ask() -> None:
-        with suppress(RuntimeError):  # the store's host is gone
-            for rank, action in enumerate(actions, first_rank):
-                store.set(keys[rank], bytes(action))
-            if not waits:
-                return
-            end = time.monotonic() + SAID
-            while time.monotonic() < end and not store.check(keys):
-                time.sleep(SAID / 100)
-            silent = bytes(LastAction(b"silent", begun=end))
-            said = [store.get(key) if store.check([key]) else silent for key in keys]
-            found.extend(map(LastAction.from_buffer_copy, said))
+    def ask() -> list[LastAction]:
+        for rank, action in enumerate(actions, first_rank):
+            store.set(keys[rank], bytes(action))
+        if not waits:
+            return []
+        end = time.monotonic() + SAID
+        while time.monotonic() < end and not store.check(keys):
+            time.sleep(SAID / 100)
+        silent = bytes(LastAction(b"silent", begun=end))
+        said = [store.get(key) if store.check([key]) else silent for key in keys]
+        return [LastAction.from_buffer_copy(one) for one in said]
 
-    thread = threading.Thread(target=ask, daemon=True)  # a store may keep one waiting for ever
-    thread.start()
-    thread.join(SAID + 1)
-    return list(found)
+    try:
+        return in_time(SAID + 1, ask)
+    except (RuntimeError, NoAnswerError):  # the store's host is gone, or stopped
+        return []
 
 
 def verdict(actions: Sequence[LastAction], first_rank: int = 0) -> str:

@@ -39,13 +39,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -60,83 +58,19 @@ from .errors import (
     RunError,
     UserError,
     format_error,
+    handled,
+    ignore,
     leave,
     say,
+    torchrun,
     torchrun_world_size,
 )
 from .last_actions import WAITS, LastAction, in_file, of_all_machines, table
-from .meeting import fresh_part
+from .meeting import LOOPBACK, connect, host_store, listen, meet, setup
 from .memory import keep_freed_memory
 from .world import World, choose_backend, choose_device, quiet_libraries
 
-DEFAULT_PORT = 11868
-LOOPBACK = "127.0.0.1"
-
-
-def listen(port: int = 0) -> socket.socket:
-    """A socket that listens on the loopback interface, on `port`; by default on a free one. Raises
-    UserError if it cannot."""
-    try:
-        return socket.create_server((LOOPBACK, port), backlog=128)
-    except (OSError, OverflowError) as error:  # the latter: no such port
-        reason = getattr(error, "strerror", None) or "ports go from 0 to 65535"
-        raise UserError(
-            f"--master_port {port}: {reason}; without the option a free port is chosen"
-        ) from None
-
-
-def setup(
-    rank: int,
-    world_size: int,
-    backend: str,
-    *,
-    port: int = DEFAULT_PORT,
-    hosted: bool = False,
-    timeout: float = 300.0,
-) -> None:
-    """Joins the default process group of the ranks on this machine, over loopback only.
-
-    The ranks meet in a store on `port`: rank 0 hosts it, unless another process has it `hosted`.
-
-    Raises:
-        UserError: rank 0 cannot listen on the port.
-        torch.distributed.DistError: a rank did not join within `timeout` seconds.
-    """
-    stay_on_interface_to(LOOPBACK)
-    limit = timedelta(seconds=timeout)
-    if rank == 0 and not hosted:
-        store = host_store(listen(port), limit)
-    else:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK, port, None, False, limit, False
-        )
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-
-
-def host_store(listener: socket.socket, limit: timedelta) -> Any:
-    """The store of a process group, at a socket that it takes over. It waits for nobody."""
-    port = listener.getsockname()[1]
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        LOOPBACK, port, None, True, limit, False, master_listen_fd=listener.detach()
-    )
-
-
-def stay_on_interface_to(host: str) -> None:
-    """Makes ranks communicate over the interface that reaches `host`: loopback on one machine, the
-    one that reaches torchrun's store on several, whatever their hostnames resolve to. On several
-    machines the user's own choice is kept."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    if str(address[0]).startswith("127.") and address[0] != LOOPBACK:  # Debian's, of its own name
-        address = ("192.0.2.1", 1)  # no machine's (RFC 5737): the interface of the default route
-    with socket.socket(family, kind) as probe:
-        with suppress(OSError):  # no route: torch chooses
-            probe.connect(address)  # sends nothing: only looks up the route
-        here = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if here in [address.address for address in addresses]:
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                if host == LOOPBACK or variable not in os.environ:
-                    os.environ[variable] = name
+STARTER = "the process that starts the ranks"
 
 
 @dataclass(frozen=True)
@@ -189,28 +123,26 @@ def launch(main: Callable[..., None], settings: Settings, *args: Any) -> None:
         with suppress(OSError):  # the starter has died: `_received` reports it
             ours.send((main, args))
         with notice.heeded(processes=[starter]) as came:
-            failure = _received(ours, starter, None)  # waits for the end of the run
+            error = _received(ours, starter, STARTER)  # waits for the end of the run
+            asked = next(iter(came), None)
     finally:
         if starter.pid is not None:  # it was started
             starter.kill()  # on Linux its ranks end with it
             starter.join()
         ours.poll(GRACE)  # waits for the ranks, which share the pipe's other end
-    if failure is None:
-        return
-    if failure.explained is not None:  # the program reports it, in one line
-        raise failure.explained
-    if came:  # before the ranks could save
-        raise Interrupted(128 + came[0])
-    who = "the process that starts the ranks" if failure.rank is None else f"rank {failure.rank}"
-    say(f"\n{who} failed; the run has been ended.\n{failure.text}")
-    raise SystemExit(1)
+    if isinstance(error, RankError):
+        if asked is not None:  # before the ranks could save
+            raise Interrupted(128 + asked)
+        say(f"\n{error}")
+        raise SystemExit(1)
+    if error is not None:  # the program reports it, in one line
+        raise error
 
 
 def _start_ranks(settings: Settings, listener: socket.socket, report: Any) -> None:
-    """The starter's main. Sends None when all ranks are done, else the first `Failure`."""
+    """The starter's main. Reports None when all ranks are done, else what ended the run first."""
     _end_with_parent()
-    for number in OF_TERMINAL:  # they are blocked, too: see `terminal_ignored`
-        signal.signal(number, signal.SIG_IGN)
+    ignore(OF_TERMINAL)  # they are blocked, too: see `terminal_ignored`
     context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
     try:
         main, args = report.recv()
@@ -231,15 +163,15 @@ def _start_ranks(settings: Settings, listener: socket.socket, report: Any) -> No
             processes.append(process)
             pipes.append(ours)
         # Here, where it answers although a rank is stopped; its thread is not there to be forked.
-        _store = host_store(listener, timedelta(seconds=settings.timeout))
+        _store = host_store(listener, settings.timeout)
         with notice.heeded(processes=processes):
-            failure = watch(processes, pipes, settings.timeout, last)
-        if failure is None:
+            ended = watch(processes, pipes, settings.timeout, last)
+        if ended is None:
             for process in processes:
                 process.join(GRACE)  # they end after the barrier
     except BaseException as error:
-        failure = Failure(None, format_error(error))
-    report.send(failure)
+        ended = RankError.of(STARTER, format_error(error))
+    report.send(ended)
 
 
 @contextmanager
@@ -249,56 +181,53 @@ def terminal_ignored() -> Iterator[None]:
     came: list[int] = []
     resource_tracker.ensure_running()  # when it starts, it unblocks signals
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)  # new processes inherit it
-    before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in OF_TERMINAL}
     try:
-        yield
+        with handled(OF_TERMINAL, lambda number, _: came.append(number)):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         for number in came[:1]:  # another thread has taken it
             signal.raise_signal(number)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """How a rank, or the starter (None), failed. `explained` is a UserError or RunError, which
-    needs no traceback."""
+class RankError(Exception):
+    """A rank, or the starter, has failed. The text is printed as it is, with the traceback."""
 
-    rank: int | None
-    text: str
-    explained: Exception | None = None
+    @classmethod
+    def of(cls, who: str, text: str) -> RankError:
+        """With the first line of the text."""
+        return cls(f"{who} failed; the run has been ended.\n{text}")
 
 
 def watch(
     processes: Sequence[Any], pipes: Sequence[Any], timeout: float, last: Sequence[LastAction]
-) -> Failure | None:
-    """Returns None when every rank has reported that it is done, else the first failure."""
+) -> Exception | None:
+    """Returns None when every rank has reported that it is done, else what the first that failed
+    has reported: a UserError, a RunError, or a RankError, with the table of last actions."""
     silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     limit = None  # until the first report
-    while silent and (ready := wait([*silent], limit)):
+    error: Exception | None = None
+    while silent and error is None and (ready := wait([*silent], limit)):
         for pipe in ready:
             rank = silent.pop(pipe)  # it has reported, or its pipe has ended
-            failure = _received(pipe, processes[rank], rank)
-            if failure is not None:
-                return replace(failure, text=failure.text + table(last))
+            error = error or _received(pipe, processes[rank], f"rank {rank}")
         limit = timeout  # one rank is done only after all have met at the final barrier
-    if silent:
-        return Failure(min(silent.values()), f"It does not answer.\n{table(last)}")
-    return None
+    if silent and error is None:
+        error = RankError.of(f"rank {min(silent.values())}", "It does not answer.\n")
+    return RankError(f"{error}{table(last)}") if isinstance(error, RankError) else error
 
 
-def _received(pipe: Any, process: Any, rank: int | None) -> Failure | None:
+def _received(pipe: Any, process: Any, who: str) -> Exception | None:
     """The report of a process, or how it died without one."""
     try:
-        failure: Failure | None = pipe.recv()
-        return failure
+        error: Exception | None = pipe.recv()
+        return error
     except (EOFError, OSError):  # the latter: in the middle of its report
         process.join(GRACE)  # for its exit code
     code = process.exitcode
     if code is not None and code < 0:
-        return Failure(rank, f"It was killed by {signal.Signals(-code).name}.\n")
-    return Failure(rank, f"It exited with status {code} before it was done.\n")
+        return RankError.of(who, f"It was killed by {signal.Signals(-code).name}.\n")
+    return RankError.of(who, f"It exited with status {code} before it was done.\n")
 
 
 def _rank_main(
@@ -310,19 +239,14 @@ def _rank_main(
     main: Callable[..., None],
     args: Sequence[Any],
 ) -> None:
-    """The main of a rank that the starter forks. Sends None when it is done, else its `Failure`."""
+    """The main of a rank that the starter forks. Reports None when it is done, else its error."""
     _end_with_parent()
-    world_size = settings.world_size
-
-    def join(backend: str) -> None:
-        setup(rank, world_size, backend, port=port, hosted=True, timeout=settings.timeout)
-
     try:
-        world = World(rank, world_size, rank, last=last[rank])
-        _run_rank(world, world_size, settings, join, main, args)
+        world = World(rank, settings.world_size, rank, last=last[rank])
+        _run_rank(world, settings, connect(LOOPBACK, port, settings.timeout), main, args)
     except BaseException as error:
-        explained = error if isinstance(error, (UserError, RunError)) else None
-        pipe.send(Failure(rank, format_error(error), explained))  # the program prints it
+        explained = isinstance(error, (UserError, RunError))  # they need no traceback
+        pipe.send(error if explained else RankError.of(f"rank {rank}", format_error(error)))
         leave("", 1)
     pipe.send(None)  # after the barrier: all ranks are done
 
@@ -336,46 +260,30 @@ def _join_torchrun(main: Callable[..., None], settings: Settings, args: Sequence
     last: Any = (LastAction * local_size)()  # of this rank alone
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../ATTEMPT/RANK/error.json
         last = in_file(Path(error_file).parents[1] / "last_actions", local_size)  # of its machine
-    store: Any = None  # torchrun's, if it is kept
-
-    def join(backend: str) -> None:
-        nonlocal store
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        limit = timedelta(seconds=settings.timeout)
-        stay_on_interface_to(LOOPBACK if local_size == world_size else host)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # one for all attempts
-            kept = dist.TCPStore(host, port, None, False, limit)  # type: ignore[attr-defined]
-            store = fresh_part(kept, rank, world_size, settings.timeout)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=limit
-        )
-
+    store: Any = None
     try:
+        store = meet(rank, world_size, settings.timeout)
         world = World(rank, world_size, local_rank, last=last[local_rank])
-        _run_rank(world, local_size, settings, join, main, args)
+        _run_rank(world, settings, store, main, args)
     except (UserError, RunError):  # the program reports it, in one line
         raise
     except BaseException as error:
         say(f"\nrank {rank} failed; torchrun ends the others.\n{format_error(error)}")
         everyone: list[LastAction] = []
         if store is not None and world_size > local_size:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends this rank, too
+            ignore([signal.SIGTERM])  # torchrun ends this rank, too
             waits = last[local_rank].name.decode() in WAITS
             everyone = of_all_machines(store, last, rank - local_rank, world_size, waits)
         leave(table(last, rank - local_rank, everyone), 1)
 
 
 def _run_rank(
-    world: World,
-    local_size: int,
-    settings: Settings,
-    join: Callable[[str], None],
-    main: Callable[..., None],
-    args: Sequence[Any],
+    world: World, settings: Settings, store: Any, main: Callable[..., None], args: Sequence[Any]
 ) -> None:
     """A rank's life: binds it to its GPU or its slice of the cores, joins the process group, runs
     main, and waits for all ranks."""
     world.last.note("start")
+    local_size = torchrun("LOCAL_WORLD_SIZE", world.world_size)
     device = choose_device(settings.device, world.local_rank, local_size)
     if device.type == "cuda":
         torch.accelerator.set_device_index(device)
@@ -383,7 +291,11 @@ def _run_rank(
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
         keep_freed_memory()
-    join(choose_backend(settings.device, local_size))
+    setup(
+        world.rank, world.world_size, choose_backend(settings.device, local_size), store=store,
+        host=LOOPBACK if local_size == world.world_size else os.environ["MASTER_ADDR"],
+        timeout=settings.timeout,
+    )  # fmt: skip
     main(replace(world, device=device), *args)
     world.last.note("end")
     dist.barrier()

@@ -18,22 +18,22 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import RunError, torchrun
+from .errors import RunError, handled, torchrun
 from .world import World
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 TOGETHER = 1.0  # seconds in which two SIGTERMs are one: `timeout` sends two
 BEHIND = 2  # rounds that a rank may be ahead of another
 
-_given: list[int] = []  # the signals of this process, inside `heeded`
+_given: dict[int, float] = {}  # signals of this process, inside `heeded`, and when each first came
 
 
 class Ended(RunError):  # noqa: N818 (nothing failed)
@@ -48,40 +48,24 @@ class Ended(RunError):  # noqa: N818 (nothing failed)
 
 
 @contextmanager
-def heeded(on_signal: str = "save", processes: Sequence[Any] = ()) -> Iterator[list[int]]:
-    """Within it a notice sets the flag, and the first one is passed on to the processes, unless
-    `on_signal` is "end". A second SIGTERM meets what was there before. Yields the signals so far.
-    """
-    global _given
-    if on_signal == "end":
-        yield []
-        return
-    ends_from = [0.0]  # when a SIGTERM is a second one
+def heeded(on_signal: str = "save", processes: Sequence[Any] = ()) -> Iterator[Collection[int]]:
+    """Within it a notice sets the flag, and is passed on to the processes, unless `on_signal` is
+    "end". A second SIGTERM meets what was there before. Yields the signals so far, in order."""
+    with ExitStack() as stack:
 
-    def heed(number: int, _: Any) -> None:
-        if number == signal.SIGTERM:
-            if signal.SIGTERM in _given and time.monotonic() > ends_from[0]:
-                restore()
+        def heed(number: int, _: Any) -> None:
+            first = _given.setdefault(number, time.monotonic())
+            if number == signal.SIGTERM and time.monotonic() > first + TOGETHER:
+                stack.close()  # what was there before is there again
                 os.kill(os.getpid(), number)
-            elif signal.SIGTERM not in _given:
-                ends_from[0] = time.monotonic() + TOGETHER
-        _given.append(number)
-        for process in processes if len(_given) == 1 else ():
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGUSR1)
 
-    def restore() -> None:
-        for number, handler in before.items():
-            if signal.getsignal(number) is heed:  # else the run's end has set another
-                signal.signal(number, handler)
-
-    _given = []
-    before = {number: signal.signal(number, heed) for number in NOTICES}
-    try:
+        stack.callback(_given.clear)
+        if on_signal != "end":
+            stack.enter_context(handled(NOTICES, heed))
         yield _given
-    finally:
-        restore()
-        _given = []
 
 
 def given() -> bool:

@@ -24,15 +24,8 @@ from tests.ranks import Ranks
 from tests.training import programs
 from training.launch import launch as launcher
 from training.launch.errors import RunError, UserError
-from training.launch.launch import (
-    Failure,
-    Settings,
-    launch,
-    listen,
-    stay_on_interface_to,
-    terminal_ignored,
-    watch,
-)
+from training.launch.launch import RankError, Settings, launch, terminal_ignored, watch
+from training.launch.meeting import listen, stay_on_interface_to
 from training.launch.world import World, choose_backend, choose_device, on_main
 
 
@@ -86,20 +79,20 @@ def test_a_rank_that_fails_ends_the_run_with_the_one_traceback_that_matters(
 # Which failure is printed
 
 
-LOST = Failure(0, "lost")
+LOST = RankError.of("rank 0", "lost\n")
 
 
 @pytest.mark.parametrize(
     ("others", "code", "who", "said"),
     [
-        (None, -signal.SIGKILL, 1, "It was killed by SIGKILL.\n"),
-        (None, 0, 1, "It exited with status 0 before it was done.\n"),
-        (None, None, 1, "It does not answer.\n"),  # it is stopped, say, and others are done
+        (None, -signal.SIGKILL, 1, "It was killed by SIGKILL."),
+        (None, 0, 1, "It exited with status 0 before it was done."),
+        (None, None, 1, "It does not answer."),  # it is stopped, say, and others are done
         (LOST, None, 0, "lost"),  # the first in time; they have waited for it
     ],
 )
 def test_the_first_failure_is_told_above_what_all_did_last(
-    monkeypatch: pytest.MonkeyPatch, others: Failure | None, code: int | None, who: int, said: str
+    monkeypatch: pytest.MonkeyPatch, others: RankError | None, code: int | None, who: int, said: str
 ) -> None:
     monkeypatch.setattr(launcher, "GRACE", 0.2)
     ours, theirs = zip(*(Pipe() for _ in range(3)), strict=True)
@@ -109,9 +102,9 @@ def test_the_first_failure_is_told_above_what_all_did_last(
     if code is not None:
         os.write(theirs[1].fileno(), struct.pack("!i", 100) + b"half of a report")
         theirs[1].close()
-    failure = watch(processes, ours, 0.2, [])
-    assert failure is not None and failure.rank == who
-    assert failure.text.startswith(f"{said}rank  last action  ")
+    lines = str(watch(processes, ours, 0.2, [])).splitlines()
+    assert lines[:2] == [f"rank {who} failed; the run has been ended.", said]
+    assert lines[2].startswith("rank  last action  ")
 
 
 def _alone(rank: int, world_size: int, mark: Path, fails: bool) -> str:
