@@ -214,6 +214,21 @@ def run(
     # After `begin`, which has moved old files away.
     metrics = Metrics(world, args, model, done, trackers)
     whole_epochs = args.num_batches is None
+
+    def after_step(totals: Totals, seconds: float) -> None:
+        model.limit_waits(step_timeout(args, world, seconds))
+        epoch = (optimizer.steps - 1) // per_epoch
+        metrics.add_step(epoch, optimizer, seconds)
+        asked = optimizer.counts[2] > 0  # on some rank
+        # After the metrics: metrics.jsonl has what a checkpoint has done.
+        saving.after_step(epoch, totals, asked)
+        if asked:
+            raise notice.Ended
+        if setup.timeline.recording and setup.timeline.complete:
+            setup.timeline.save(args.workdir)  # at once: the run may be interrupted later
+        note("next batch")
+        setup.timeline.last.step = optimizer.steps + 1
+
     with notice.heeded(args.on_signal), saving.before_the_end():
         if whole_epochs and done == 0 and not args.benchmark_only:
             note("evaluation")
@@ -223,20 +238,6 @@ def run(
             steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
             ahead = Ahead(islice(steps, length - before.steps))  # none if all are done
             steps = setup.timeline.over(seeded(ahead, model, args.seed, optimizer.steps))
-
-            def after_step(totals: Totals, seconds: float, epoch: int = epoch) -> None:
-                model.limit_waits(step_timeout(args, world, seconds))
-                metrics.add_step(epoch, optimizer, seconds)
-                asked = optimizer.counts[2] > 0  # on some rank
-                # Last: metrics.jsonl has what a checkpoint has done.
-                saving.after_step(epoch, totals, asked)
-                if asked:
-                    raise notice.Ended
-                if setup.timeline.recording and setup.timeline.complete:
-                    setup.timeline.save(args.workdir)  # at once: the run may be interrupted later
-                note("next batch")
-                setup.timeline.last.step = optimizer.steps + 1
-
             totals = train(
                 model, optimizer, steps, f"Epoch {epoch + 1}", world.rank, average_gradients_fn,
                 length, before, after_step, ahead.prepare,
