@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from runtime.shared_memory import SharedBuffers
-from tests.faults.faults import LAYOUTS, OPTIONS, Faults, hash_of, scores_of
+from tests.faults.faults import LAYOUTS, OPTIONS, cut_link, hash_of, kill, scores_of
+from tests.faults.faults import run as run_struck
 from tests.faults.hosts import MissingError
 from tests.project.programs import run
 from tests.ranks import Ranks
@@ -29,9 +30,8 @@ def test_a_killed_rank_costs_a_step_and_a_short_cut_nothing(ranks: Ranks, tmp_pa
     line = " ".join([*PICTURES.words, *OPTIONS, "--workdir", str(tmp_path)])
     assert run(line, ranks, apart)[1] is None  # left alone
     try:
-        found = (
-            Faults().kill(rank=1, step=5).cut_link(host=1, seconds=2, step=9).strike(PICTURES, 2)
-        )
+        faults = kill(rank=1, step=5), cut_link(host=1, seconds=2, step=9)
+        found = run_struck(PICTURES, 2, *faults)
     except MissingError as why:
         pytest.skip(str(why))
     assert (found.statuses, found.left) == ([0, 0], []), found.said

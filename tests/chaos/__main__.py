@@ -8,7 +8,6 @@ its traceback printed once; and no process, shared memory or temporary file may 
     python -m tests.chaos                              everything once: 45 minutes
     python -m tests.chaos --rounds 10 --only kill --only stop
     python -m tests.chaos --program torchrun --seed 7
-    python -m tests.chaos --only fault --rounds 5      faults of tests/faults, at random steps
 
 An attempt whose run was over before it was struck is counted as missed, and not as tried. The
 same --seed draws the same moments and victims; what they meet there depends on the machine.
@@ -19,15 +18,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from itertools import product
 from random import Random
 from typing import Any
 
 from tests.chaos.attempt import Attempt
 from tests.chaos.kinds import KINDS
 from tests.chaos.programs import PROGRAMS
-from tests.chaos.struck import Struck
-
-FAULT = "fault"
 
 
 def parse() -> argparse.Namespace:
@@ -40,23 +37,17 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=1, help="attempts of each kind on each program (default 1)")
     add("--seed", type=int, default=0, help="of moments and victims (default 0)")
     often: Any = {"action": "append", "help": "may be given repeatedly"}
-    add("--only", metavar="KIND", choices=[*KINDS, FAULT], **often)
+    add("--only", metavar="KIND", choices=KINDS, **often)
     add("--program", choices=programs, **often)
     return parser.parse_args()
 
 
-def plan(args: argparse.Namespace) -> Iterator[Attempt | Struck]:
+def plan(args: argparse.Namespace) -> Iterator[Attempt]:
     """The attempts, round by round."""
-    for round_ in range(args.rounds):
-        for kind in args.only or [*KINDS, FAULT]:
-            for program in PROGRAMS:
-                random = Random(f"{args.seed} {round_} {kind} {program.name}")
-                if args.program is not None and program.name not in args.program:
-                    continue
-                if kind != FAULT and program.launcher in KINDS[kind].ends:
-                    yield Attempt(program, kind, random)
-            if kind == FAULT and args.program is None:
-                yield Struck(Random(f"{args.seed} {round_} {kind}"))
+    for round_, kind, program in product(range(args.rounds), args.only or KINDS, PROGRAMS):
+        wanted = args.program is None or program.name in args.program
+        if wanted and program.launcher in KINDS[kind].ends:
+            yield Attempt(program, kind, Random(f"{args.seed} {round_} {kind} {program.name}"))
 
 
 def main() -> int:

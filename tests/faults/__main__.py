@@ -15,29 +15,30 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
 
-from tests.faults.faults import LAYOUTS, STRUCK, Faults, Found
+from tests.faults import faults
+from tests.faults.faults import LAYOUTS, Fault, Found
 from tests.faults.hosts import MissingError
 
 NARROW = "tbf rate 20mbit burst 32kb latency 1s"
 # By name: the least number of hosts, and what happens to the last host and the last rank.
-FAULTS: dict[str, tuple[int, Callable[[int, int], Faults]]] = {
-    "rank killed": (1, lambda _, rank: Faults().kill(rank)),
-    "notice": (1, lambda *_: Faults().notice()),
-    "rank stopped": (1, lambda _, rank: Faults().stop(rank)),
-    "disk full": (1, lambda host, _: Faults().fill_disk(host, seconds=8)),
-    "host killed": (2, lambda host, _: Faults().kill_host(host, seconds=5)),
-    "link cut, less than the time-out": (2, lambda host, _: Faults().cut_link(host, seconds=5)),
-    "link cut, more than the time-out": (2, lambda host, _: Faults().cut_link(host, seconds=40)),
-    "narrow link": (2, lambda host, _: Faults().slow_link(host, NARROW)),
-    "slow link": (2, lambda host, _: Faults().slow_link(host, "netem delay 20ms loss 1%")),
-    "host leaves, and is back": (2, lambda host, _: Faults().leave(host, 4).join(host, 8)),
-    "clock wrong": (2, lambda host, _: Faults().shift_clock(host, hours=1)),
-}  # fmt: skip
+FAULTS: dict[str, tuple[int, Callable[[int, int], Sequence[Fault]]]] = {
+    "rank killed": (1, lambda _, rank: [faults.kill(rank)]),
+    "notice": (1, lambda *_: [faults.notice()]),
+    "rank stopped": (1, lambda _, rank: [faults.stop(rank)]),
+    "disk full": (1, lambda host, _: [faults.fill_disk(host, 8)]),
+    "host killed": (2, lambda host, _: [faults.kill_host(host, 5)]),
+    "link cut, less than the time-out": (2, lambda host, _: [faults.cut_link(host, 5)]),
+    "link cut, more than the time-out": (2, lambda host, _: [faults.cut_link(host, 40)]),
+    "narrow link": (2, lambda host, _: [faults.slow_link(host, NARROW)]),
+    "slow link": (2, lambda host, _: [faults.slow_link(host, "netem delay 20ms loss 1%")]),
+    "host leaves, and is back": (2, lambda host, _: [faults.leave(host, 4), faults.join(host, 8)]),
+    "clock wrong": (2, lambda host, _: [faults.shift_clock(host, 1)]),
+}
 LEAVES = "host leaves, and is back"  # and the run goes on with the others, under layouts whose dp
 FOLLOW = ("evaluated", "pictures", "ddp", "fsdp", "3d")  # follows the number of hosts
 HEAD = "| fault | layout | hosts | what happened | seconds | steps lost | weights equal |"
@@ -51,22 +52,20 @@ class Case:
     layout: str
     hosts: int
 
-    def strike(self, step: int) -> Found:
+    def strike(self) -> Found:
         """Does it. Raises MissingError."""
         layout = LAYOUTS[self.layout]
         ranks = layout.alone if self.hosts == 1 else layout.each * self.hosts
-        faults = FAULTS[self.fault][1](self.hosts - 1, ranks - 1)
-        if self.fault != LEAVES:
-            faults.faults = [replace(fault, step=step) for fault in faults.faults]
-        return faults.strike(layout, self.hosts, elastic=self.fault == LEAVES)
+        struck = FAULTS[self.fault][1](self.hosts - 1, ranks - 1)
+        return faults.run(layout, self.hosts, *struck, elastic=self.fault == LEAVES)
 
-    def row(self, step: int = STRUCK) -> tuple[str, bool, str]:
+    def row(self) -> tuple[str, bool, str]:
         """The row of the table, whether the run has come to the same end as undisturbed, and what
         it said."""
         where = f"| {self.fault} | {self.layout} | {self.hosts} |"
         try:
             hosts = 1 if self.fault == LEAVES else self.hosts
-            found, alone = self.strike(step), left_alone(self.layout, hosts)
+            found, alone = self.strike(), left_alone(self.layout, hosts)
         except MissingError as why:
             return f"{where} {why} | | | |", True, ""
         # With another number of ranks sums are taken in another order.
@@ -88,7 +87,7 @@ class Case:
 @cache
 def left_alone(layout: str, hosts: int) -> Found:
     """The run that nothing happens to."""
-    return Faults().strike(LAYOUTS[layout], hosts)
+    return faults.run(LAYOUTS[layout], hosts)
 
 
 def cases() -> Iterator[Case]:

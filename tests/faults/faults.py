@@ -1,7 +1,7 @@
 """What can happen to a run under torchrun, as sentences, and what comes of it.
 
-    found = Faults().kill(rank=1, step=3).cut_link(host=1, seconds=40).strike(LAYOUTS["fsdp"], 2)
-    assert found.weights == Faults().strike(LAYOUTS["fsdp"], 2).weights
+    found = run(LAYOUTS["fsdp"], 2, kill(rank=1, step=3), cut_link(host=1, seconds=40, step=5))
+    assert found.weights == run(LAYOUTS["fsdp"], 2).weights
 
 Each fault strikes once, after the given step, while the first rank that it concerns waits in a trap
 (tests/faults/program.py). So the same sentence does the same to a run on every machine.
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,8 @@ LAYOUTS = {
 class Cluster:
     """A run on several hosts: torchrun on each."""
 
-    def __init__(
-        self, layout: Layout, hosts: Hosts, folder: Path, nodes: str, timeout: float = TIMEOUT
-    ) -> None:
-        self.layout, self.hosts, self.folder, self.timeout = layout, hosts, folder, timeout
-        self.nodes = nodes
+    def __init__(self, layout: Layout, hosts: Hosts, folder: Path, nodes: str) -> None:
+        self.layout, self.hosts, self.folder, self.nodes = layout, hosts, folder, nodes
         self.each = layout.alone if hosts.number == 1 else layout.each  # ranks of a host
         self.runs: dict[int, Run] = {}
         self.all: list[Run] = []
@@ -97,7 +94,7 @@ class Cluster:
             f"--rdzv-id faults --local-addr {self.hosts.address(host)} --shutdown-timeout 5 "
             f"--monitor-interval 0.2 -m tests.faults.program project/{program}.py"
         ).split()
-        options += [*OPTIONS, "--timeout", str(self.timeout)]
+        options += [*OPTIONS, "--timeout", str(TIMEOUT)]
         environment = [
             "env", f"FAULTS={self.folder}", f"FAULT_CLOCK={self.clocks.get(host, '')}",
             f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE={int(self.hosts_join)}",  # see docs/faults.md
@@ -123,18 +120,137 @@ class Cluster:
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(line.split()[0]), float(line.split()[1])) for line in lines]
 
+    def over(self) -> bool:
+        """Whether all hosts have ended."""
+        return all(run.process.poll() is not None for run in self.runs.values())
+
+    def trap(self, fault: Fault, name: str = "trap") -> Path:
+        """The file for which the rank waits that a fault concerns; see tests/faults/program.py."""
+        rank = fault.host * self.each if fault.rank is None else fault.rank
+        return self.folder / f"{name}-{rank}-{fault.step}"
+
+    def strike(self, fault: Fault) -> float:
+        """Strikes when the rank has come to its trap, and returns when that was."""
+        caught = self.trap(fault, "caught")
+        until(lambda: caught.exists() or self.over(), START)
+        struck = time.monotonic()
+        if not caught.exists():  # what the run said shows why
+            return struck
+        self.caught = int(caught.read_text())
+        fault.strike(self)
+        caught.unlink(missing_ok=True)
+        if fault.undo is not None:
+            until(self.over, fault.seconds)
+            fault.undo(self)
+        return struck
+
 
 @dataclass(frozen=True)
 class Fault:
-    """Strikes while `rank` waits after `step`; after so many seconds it is undone."""
+    """Strikes while a rank waits after `step`, the given one or the first of the host; after so
+    many seconds it is undone.
 
-    words: str
-    host: int | None
-    rank: int
+    Attributes:
+        disk: the host has a small disk of its own.
+        joins: the host starts again while others run.
+        clock: by how many seconds the host's clock is wrong, from the start.
+    """
+
     step: int
-    strike: Callable[[Cluster], None]
+    strike: Callable[[Cluster], object]
+    rank: int | None = None
+    host: int = 0
     seconds: float = 0.0
-    undo: Callable[[Cluster], None] | None = None
+    undo: Callable[[Cluster], object] | None = None
+    disk: bool = False
+    joins: bool = False
+    clock: float = 0.0
+
+
+def kill(rank: int, step: int = STRUCK) -> Fault:
+    """The system kills a rank, as when memory is short."""
+    return Fault(step, lambda c: os.kill(c.caught, signal.SIGKILL), rank)
+
+
+def stop(rank: int, step: int = STRUCK) -> Fault:
+    """A rank does nothing any more, and does not end."""
+    return Fault(step, lambda c: os.kill(c.caught, signal.SIGSTOP), rank)
+
+
+def kill_host(host: int, seconds: float, step: int = STRUCK) -> Fault:
+    """A host is without power, and is back after so many seconds."""
+
+    def strike(cluster: Cluster) -> None:
+        cluster.hosts.cut(host)  # nobody hears of it
+        for process in cluster.runs[host].processes():
+            with suppress(psutil.Error):
+                process.kill()
+
+    def undo(cluster: Cluster) -> None:
+        cluster.hosts.mend(host)
+        cluster.start(host)
+
+    return Fault(step, strike, host=host, seconds=seconds, undo=undo, joins=True)
+
+
+def cut_link(host: int, seconds: float, step: int = STRUCK) -> Fault:
+    """A host is not reached for so many seconds."""
+    undo: Any = lambda c: c.hosts.mend(host)  # noqa: E731
+    return Fault(step, lambda c: c.hosts.cut(host), host=host, seconds=seconds, undo=undo)
+
+
+def slow_link(host: int, discipline: str, step: int = STRUCK) -> Fault:
+    """A link is slow, in the words of `tc`."""
+    return Fault(step, lambda c: c.hosts.slow(host, discipline), host=host)
+
+
+def fill_disk(host: int, seconds: float, step: int = STRUCK) -> Fault:
+    """The disk with a host's workdir and temporary files is full for so many seconds."""
+
+    def filler(cluster: Cluster) -> Path:
+        return cluster.folder / f"host{host}" / "filler"
+
+    def strike(cluster: Cluster) -> None:
+        with suppress(OSError), filler(cluster).open("wb", buffering=0) as file:
+            while file.write(bytes(1 << 14)):
+                pass
+
+    undo: Any = lambda c: filler(c).unlink()  # noqa: E731
+    return Fault(step, strike, host=host, seconds=seconds, undo=undo, disk=True)
+
+
+def shift_clock(host: int, hours: float) -> Fault:
+    """The clock of a host is wrong, from the start."""
+    return Fault(STRUCK, lambda _: None, host=host, clock=hours * 3600)
+
+
+def notice(step: int = STRUCK) -> Fault:
+    """All hosts get notice, and are back when the run has ended."""
+
+    def strike(cluster: Cluster) -> None:
+        for run in cluster.runs.values():
+            run.process.send_signal(signal.SIGTERM)
+
+    def undo(cluster: Cluster) -> None:
+        for host in list(cluster.runs):
+            cluster.start(host)
+
+    return Fault(step, strike, seconds=LIMIT, undo=undo)
+
+
+def leave(host: int, step: int) -> Fault:
+    """A host is taken away, with notice."""
+    return Fault(step, lambda c: c.runs[host].process.send_signal(signal.SIGTERM))
+
+
+def join(host: int, step: int) -> Fault:
+    """A host is there, for the first time or again. The others have not ended before it is."""
+
+    def strike(cluster: Cluster) -> None:
+        cluster.start(host)
+        until(lambda: not psutil.pid_exists(cluster.caught), START)
+
+    return Fault(step, strike, joins=True)
 
 
 @dataclass(frozen=True)
@@ -171,161 +287,28 @@ class Found:
         return "; ".join(dict.fromkeys(line[:110] for line in lines))
 
 
-@dataclass
-class Faults:
-    """The faults of a run, in the order of their steps. Each method adds one and returns itself."""
-
-    faults: list[Fault] = field(default_factory=list)
-    clocks: dict[int, float] = field(default_factory=dict)
-    hosts_join: bool = False
-
-    def _add(
-        self, words: str, step: int, strike: Callable[[Cluster], None], *, host: int | None = None,
-        rank: int = 0, seconds: float = 0.0, undo: Callable[[Cluster], None] | None = None,
-    ) -> Faults:  # fmt: skip
-        self.faults.append(Fault(words, host, rank, step, strike, seconds, undo))
-        return self
-
-    def kill(self, rank: int, step: int = STRUCK) -> Faults:
-        """The system kills a rank, as when memory is short."""
-        return self._add(
-            f"rank {rank} killed", step, lambda c: os.kill(c.caught, signal.SIGKILL), rank=rank
-        )
-
-    def stop(self, rank: int, step: int = STRUCK) -> Faults:
-        """A rank does nothing any more, and does not end."""
-        return self._add(
-            f"rank {rank} stopped", step, lambda c: os.kill(c.caught, signal.SIGSTOP), rank=rank
-        )
-
-    def kill_host(self, host: int, seconds: float, step: int = STRUCK) -> Faults:
-        """A host is without power, and is back after so many seconds."""
-
-        def strike(cluster: Cluster) -> None:
-            cluster.hosts.cut(host)  # nobody hears of it
-            for process in cluster.runs[host].processes():
-                with suppress(psutil.Error):
-                    process.kill()
-
-        def undo(cluster: Cluster) -> None:
-            cluster.hosts.mend(host)
+def run(layout: Layout, hosts: int, *faults: Fault, elastic: bool = False) -> Found:
+    """Starts the run, does everything to it in the order of the steps, and waits for its end.
+    Elastic: hosts may be fewer. Raises MissingError."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(scratch()))
+        machines = stack.enter_context(Hosts(hosts))
+        cluster = Cluster(layout, machines, folder, f"1:{hosts}" if elastic else str(hosts))
+        cluster.clocks = {fault.host: fault.clock for fault in faults if fault.clock}
+        cluster.hosts_join = any(fault.joins for fault in faults)
+        for fault in faults:
+            cluster.trap(fault).touch()
+            if fault.disk:
+                disk = folder / f"host{fault.host}"
+                disk.mkdir()
+                command(f"mount -t tmpfs -o size={TMPFS} none {disk}")
+                stack.callback(command, f"umount -l {disk}")
+        stack.callback(cluster.close)
+        for host in range(hosts):
             cluster.start(host)
-
-        self.hosts_join = True
-        words = f"host {host} killed, back after {seconds:g} s"
-        return self._add(words, step, strike, host=host, seconds=seconds, undo=undo)
-
-    def cut_link(self, host: int, seconds: float, step: int = STRUCK) -> Faults:
-        """A host is not reached for so many seconds."""
-        return self._add(
-            f"link of host {host} cut for {seconds:g} s", step, lambda c: c.hosts.cut(host),
-            host=host, seconds=seconds, undo=lambda c: c.hosts.mend(host),
-        )  # fmt: skip
-
-    def slow_link(self, host: int, discipline: str, step: int = STRUCK) -> Faults:
-        """A link is slow, in the words of `tc`."""
-        return self._add(
-            f"link of host {host}: {discipline}", step, lambda c: c.hosts.slow(host, discipline),
-            host=host,
-        )  # fmt: skip
-
-    def fill_disk(self, host: int, seconds: float, step: int = STRUCK) -> Faults:
-        """The disk with a host's workdir and temporary files is full for so many seconds."""
-
-        def filler(cluster: Cluster) -> Path:
-            return cluster.folder / f"host{host}" / "filler"
-
-        def strike(cluster: Cluster) -> None:
-            with suppress(OSError), filler(cluster).open("wb", buffering=0) as file:
-                while file.write(bytes(1 << 14)):
-                    pass
-
-        return self._add(
-            f"disk of host {host} full for {seconds:g} s", step, strike, host=host,
-            seconds=seconds, undo=lambda c: filler(c).unlink(),
-        )  # fmt: skip
-
-    def shift_clock(self, host: int, hours: float) -> Faults:
-        """The clock of a host is wrong, from the start."""
-        self.clocks[host] = hours * 3600
-        return self._add(f"clock of host {host} {hours:+g} h", STRUCK, lambda _: None, host=host)
-
-    def notice(self, step: int = STRUCK) -> Faults:
-        """All hosts get notice, and are back when the run has ended."""
-
-        def strike(cluster: Cluster) -> None:
-            for run in cluster.runs.values():
-                run.process.send_signal(signal.SIGTERM)
-
-        def undo(cluster: Cluster) -> None:
-            for host in list(cluster.runs):
-                cluster.start(host)
-
-        return self._add("notice", step, strike, seconds=LIMIT, undo=undo)
-
-    def leave(self, host: int, step: int) -> Faults:
-        """A host is taken away, with notice."""
-
-        def strike(cluster: Cluster) -> None:
-            cluster.runs[host].process.send_signal(signal.SIGTERM)
-
-        return self._add(f"host {host} leaves", step, strike, host=0)
-
-    def join(self, host: int, step: int) -> Faults:
-        """A host is there, for the first time or again. The others have not ended before it is."""
-
-        def strike(cluster: Cluster) -> None:
-            cluster.start(host)
-            until(lambda: not psutil.pid_exists(cluster.caught), START)
-
-        self.hosts_join = True
-        return self._add(f"host {host} joins", step, strike, host=0)
-
-    def __str__(self) -> str:
-        return ", ".join(fault.words for fault in self.faults) or "none"
-
-    def strike(
-        self, layout: Layout, hosts: int = 1, *, elastic: bool = False, timeout: float = TIMEOUT
-    ) -> Found:
-        """Starts the run, does everything to it, and waits for its end. Elastic: hosts may be
-        fewer. Raises MissingError."""
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(scratch()))
-            machines = stack.enter_context(Hosts(hosts))
-            cluster = Cluster(
-                layout, machines, folder, f"1:{hosts}" if elastic else str(hosts), timeout
-            )
-            cluster.clocks, cluster.hosts_join = self.clocks, self.hosts_join
-            for fault in self.faults:
-                first = fault.rank if fault.host is None else fault.host * cluster.each
-                (folder / f"trap-{first}-{fault.step}").touch()
-                if "disk" in fault.words:
-                    disk = folder / f"host{fault.host}"
-                    disk.mkdir()
-                    command(f"mount -t tmpfs -o size={TMPFS} none {disk}")
-                    stack.callback(command, f"umount -l {disk}")
-            stack.callback(cluster.close)
-            for host in range(hosts):
-                cluster.start(host)
-            struck = [self._one(fault, cluster) for fault in self.faults]
-            ended = until(lambda: _over(cluster), LIMIT)
-            return _found(cluster, min(struck, default=0.0), ended)
-
-    def _one(self, fault: Fault, cluster: Cluster) -> float:
-        """Strikes when the rank has come to its trap, and returns when that was."""
-        first = fault.rank if fault.host is None else fault.host * cluster.each
-        caught = cluster.folder / f"caught-{first}-{fault.step}"
-        until(lambda: caught.exists() or _over(cluster), START)
-        struck = time.monotonic()
-        if not caught.exists():  # what the run said shows why
-            return struck
-        cluster.caught = int(caught.read_text())
-        fault.strike(cluster)
-        caught.unlink(missing_ok=True)
-        if fault.undo is not None:
-            until(lambda: _over(cluster), fault.seconds)
-            fault.undo(cluster)
-        return struck
+        struck = [cluster.strike(fault) for fault in faults]
+        ended = until(cluster.over, LIMIT)
+        return _found(cluster, min(struck, default=0.0), ended)
 
 
 def hash_of(workdir: Path) -> str:
@@ -345,10 +328,6 @@ def scores_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
         for name in ("bleu", "accuracy")
         if name in row
     ]
-
-
-def _over(cluster: Cluster) -> bool:
-    return all(run.process.poll() is not None for run in cluster.runs.values())
 
 
 def _found(cluster: Cluster, struck: float, ended: bool) -> Found:
