@@ -33,7 +33,6 @@ from .launch.world import World
 from .tasks.task import to_device
 
 MOST_IN_A_ROW = 20  # skipped steps: the weights do not change meanwhile, so they are bad
-RISEN = 10  # times the first step's loss: the run diverges
 ADVICE = "try a lower --learning_rate, --warmup_steps 100, --max_grad_norm 1 or --on_nan skip"
 
 Run = Callable[[Callable[[int], Any]], list[Any]]
@@ -108,7 +107,6 @@ class Optimizers:
         self.in_a_row = 0  # the last ones that were not finite
         self.loss_sum = self.loss = math.nan  # of the last step, over all ranks; loss: the mean
         self.norm = self.rate = math.nan  # of its gradient; the learning rate
-        self._first, self._risen = math.nan, False  # the first loss; whether it was far exceeded
         self.counts: list[float] = []
         self._world = world or World()
         self._run = run or (lambda function: [function(i) for i in range(len(self.optimizers))])
@@ -131,7 +129,7 @@ class Optimizers:
             counts: what this process has done, e.g. positions.
 
         Returns:
-            None, or a remark: why the step was skipped; or, once, that the loss has risen.
+            None, or why the step was skipped.
 
         Raises:
             RunError: on all processes, if a loss or the gradient is not finite and steps are not
@@ -160,11 +158,7 @@ class Optimizers:
         factor = clip_factor(self.norm, self.recipe.max_grad_norm)
         if not launched:
             self._run(partial(self._update, factor=factor))  # stages in threads: on their workers
-        self._first = self.loss if math.isnan(self._first) else self._first
-        if self._risen or self.loss <= RISEN * self._first:
-            return None
-        self._risen = True
-        return f"{where}: the loss is {self.loss:.3g} and was {self._first:.3g} at first; {ADVICE}"
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the check and the schedule; optimizer state is saved separately."""
