@@ -15,7 +15,6 @@ import torch
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
-HIDDEN = ("contextlib.py", "threading.py", "<")  # ends, or beginnings, of files that say nothing
 
 
 class Kernel(NamedTuple):
@@ -95,42 +94,39 @@ def phase(name: str) -> Iterator[None]:
 
 
 def kernel(operator: str, device: int) -> None:
+    """The device launches one."""
     if _watching:
-        stream = torch._C._accelerator_getStream(device).stream_id
-        note = Kernel(_phases[-1], operator, where(), device, stream)
-        with _lock:
-            for seen in _watching:
-                seen.kernels.append(note)
+        _note("kernels", Kernel(_phases[-1], operator, where(), device, _stream(device)))
 
 
 def wait(why: str) -> None:
+    """The host waits."""
     if _watching:
-        note = Wait(_phases[-1], why, where())
-        with _lock:
-            for seen in _watching:
-                seen.waits.append(note)
+        _note("waits", Wait(_phases[-1], why, where()))
 
 
 def copy(source: int | None, target: int | None) -> None:
     """None is the CPU."""
     if _watching:
-        ids = [
-            0 if k is None else torch._C._accelerator_getStream(k).stream_id
-            for k in (source, target)
-        ]
         names = ["cpu" if k is None else f"cuda:{k}" for k in (source, target)]
-        note = Copy(_phases[-1], names[0], names[1], where(), (ids[0], ids[1]))
-        with _lock:
-            for seen in _watching:
-                seen.copies.append(note)
+        streams = _stream(source), _stream(target)
+        _note("copies", Copy(_phases[-1], names[0], names[1], where(), streams))
 
 
 def collective(operator: str) -> None:
+    """Ranks exchange something."""
     if _watching:
-        note = Collective(_phases[-1], operator, where())
-        with _lock:
-            for seen in _watching:
-                seen.collectives.append(note)
+        _note("collectives", Collective(_phases[-1], operator, where()))
+
+
+def _stream(device: int | None) -> int:
+    return 0 if device is None else torch._C._accelerator_getStream(device).stream_id
+
+
+def _note(kind: str, what: Kernel | Wait | Copy | Collective) -> None:
+    with _lock:
+        for seen in _watching:
+            getattr(seen, kind).append(what)
 
 
 def where() -> str:

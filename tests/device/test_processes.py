@@ -15,8 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.randomness import drawing
 from tests.device.seen import watch
 from tests.device.session import NCCL, on_device, ranks
+from tests.equivalence.compare import check, laid_out
+from tests.equivalence.plain import plain
+from tests.equivalence.table import Row, find
+from training.launch.world import World
+from training.loop import seeded, train
 
 STEPS = 2
 NAMES = [
@@ -25,18 +31,18 @@ NAMES = [
 ]  # fmt: skip
 
 
-def compared(rank: int, world_size: int, name: str) -> str:
-    """Trains a row of the table; what is wrong with it."""
-    from tests.equivalence.compare import check
-    from tests.equivalence.plain import plain
-    from tests.equivalence.table import find
-    from training.launch.world import World
-
+def row_of(rank: int, world_size: int, name: str, **changes: Any) -> tuple[World, Row]:
+    """A rank with a device, and a row of the table, whose problem is changed."""
     world = World(rank, world_size, rank, torch.device("cuda", rank % 2))
     torch.cuda.set_device(world.device)
     row = find(name)
     problem: Any = row.problem
-    row = replace(row, problem=replace(problem, dropout=0.0))  # masks depend on the device
+    return world, replace(row, problem=replace(problem, **changes))
+
+
+def compared(rank: int, world_size: int, name: str) -> str:
+    """Trains a row of the table; what is wrong with it."""
+    world, row = row_of(rank, world_size, name, dropout=0.0)  # masks depend on the device
     reference = plain(row.problem, STEPS, torch.float64)
     return check(row, reference, world, STEPS, torch.float64).failure
 
@@ -55,16 +61,8 @@ def test_four_ranks_that_share_devices(name: str) -> None:
 
 def second_step(rank: int, world_size: int, name: str) -> tuple[list[str], set[str]]:
     """Where a rank waited for its device in its second step, and the collectives of devices."""
-    from tests.equivalence.compare import laid_out
-    from tests.equivalence.table import find
-    from training.launch.world import World
-    from training.loop import seeded, train
-
-    world = World(rank, world_size, rank, torch.device("cuda", rank % 2))
-    torch.cuda.set_device(world.device)
-    row = find(name)
-    problem: Any = row.problem
-    row = replace(row, problem=replace(problem, num_examples=16, batch_size=8, dropout=0.1))
+    wanted = {"num_examples": 16, "batch_size": 8, "dropout": 0.1}
+    world, row = row_of(rank, world_size, name, **wanted)
     with laid_out(row, world, torch.float32) as training:
         steps = seeded(training._steps(), training.model, 0, 0)
         for _ in range(STEPS):
@@ -97,15 +95,8 @@ def test_gloo_gets_no_message_of_a_device() -> None:
 
 def seeds_and_gradients(rank: int, world_size: int, name: str) -> tuple[list[int], list[Tensor]]:
     """What seeds each dropout of a tensor rank in a step; gradients of what it has whole."""
-    from runtime.randomness import drawing
-    from tests.equivalence.compare import laid_out
-    from tests.equivalence.table import find
-    from training.launch.world import World
-
-    world = World(rank, world_size, rank, torch.device("cuda", rank))
-    row = find(name)
-    problem: Any = row.problem
-    row = replace(row, problem=replace(problem, n_layer=2, dropout=0.1), num_microbatches=1)
+    world, row = row_of(rank, world_size, name, n_layer=2, dropout=0.1)
+    row = replace(row, num_microbatches=1)
     seeds: list[int] = []
 
     def noted(device: torch.device, seed: int) -> Any:
