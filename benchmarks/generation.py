@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.harness import Row, alternate, ratio_of, summarize, write_rows
 from benchmarks.text import benchmark_texts, text_name
 from project.run_data_parallel import parse_data_parallel
-from project.utils import generate, setup_of
+from project.utils import setup_of
 from training.launch.world import World
 from training.layouts.replicated import Replicated
+from training.tasks.generation import translate
 from training.tasks.tokens import eos
 from training.tasks.translation import TranslationTask
 
@@ -98,7 +99,8 @@ def _compare(
     model: Replicated, pairs: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, kind: str
 ) -> list[Row]:
     said: dict[str, list[str]] = {}
-    ours = partial(generate, model, pairs, "de", "en", tokenizer, LENGTH, "cpu", "Translating", 1)
+    sources = [pair["de"] for pair in pairs]
+    ours = partial(translate, model, sources, "de", "en", tokenizer, LENGTH, "cpu")
     theirs = partial(_transformers, model.module, pairs, tokenizer)
     batch, single, mine = (f"{kind}: {who}" for who in ("one batch", "one by one", "this project"))
     contestants = {

@@ -1,6 +1,5 @@
-"""argparse whose errors are one line without the usage, for programs with few options; and what all
-command lines have in common. The programs that train declare their options as dataclasses in
-training/options.py."""
+"""argparse whose errors are one line without the usage: the command line of every program. The
+programs that train declare their options as dataclasses; see project/parser.py."""
 
 from __future__ import annotations
 
@@ -12,6 +11,9 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from training.launch.errors import refuse
+from training.options import count
+
+__all__ = ["Parser", "count"]
 
 
 def underscored(words: Sequence[str]) -> list[str]:
@@ -43,12 +45,11 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(underscored(words), namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program."""
-        if wrong := re.fullmatch(
-            r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message
-        ):
-            option, value = wrong[1].split("/")[0], wrong[2]
-            choices = wrong[3].replace("'", "").split(", ")
+        """Ends the program. An option is named as it is first declared."""
+        message = re.sub(r"^argument ([^/:]+)[^:]*: ", r"\1 ", message)
+        if wrong := re.fullmatch(r"(.*) invalid choice: '(.*)' \(choose from (.*)\)", message):
+            option, value, listed = wrong.groups()
+            choices = listed.replace("'", "").split(", ")
             message = f"{option} {value}: it must be {' or '.join(choices)}{is_it(value, choices)}"
         elif unknown := re.match(r"unrecognized arguments: (--\w+)", message):
             message = f"{unknown[1]}: there is no such option{is_it(unknown[1], self._known())}"
@@ -61,10 +62,3 @@ class Parser(argparse.ArgumentParser):
             option for each in commands for parser in each.values() for option in parser._known()
         ]
         return [*self._option_string_actions, *inner]
-
-
-def count(text: str) -> int:
-    """The type of an option: a whole number, 1 or more."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text}: it must be a whole number, 1 or more")
-    return int(text)

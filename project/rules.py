@@ -61,16 +61,14 @@ def spelt(args: Options, names: str) -> str:
 
 
 def only(
-    args: Options, typed: Set[str], names: str, has: bool, who: str, decides: str = "",
-    instead: str = "leave it out",
-) -> Iterator[Row]:  # fmt: skip
-    """Rows of options that only some runs have: `who`. What `decides` is shown beside each. What
-    was not typed, or has its default, is no mistake."""
-    defaults = {field.name: field.default for field in fields(args)}
+    given: Options, typed: Set[str], names: str, has: bool, who: str, instead: str = "leave it out"
+) -> Iterator[Row]:
+    """Rows of options that only some runs have: `who`. What was not typed, or has its default, is
+    no mistake."""
+    defaults = {field.name: field.default for field in fields(given)}
     for name in names.split():
-        if name in typed and getattr(args, name) != defaults[name]:
-            shown_ = f"{decides} {name}" if "strategy" in decides else f"{name} {decides}"
-            yield shown_, has, f"only {who} has it", instead
+        useless = name in typed and getattr(given, name) != defaults[name] and not has
+        yield name, not useless, f"only {who} has it", instead
 
 
 def resumed(given: O, typed: Set[str]) -> O:
@@ -85,13 +83,7 @@ def resumed(given: O, typed: Set[str]) -> O:
 
 def settled_ranks(args: O, world_size: int | None = None) -> O:
     """With the number of processes: as typed, as torchrun started, or `world_size`, or 2."""
-    started = torchrun_world_size()
-    require(args, (
-        (name, started is None or getattr(args, name) in (None, decided),
-         f"torchrun started {started} ranks and decides it", "leave it out")
-        for name, decided in (("world_size", started), ("master_port", None))
-    ))  # fmt: skip
-    return replace(args, world_size=args.world_size or started or world_size or 2)
+    return replace(args, world_size=args.world_size or torchrun_world_size() or world_size or 2)
 
 
 def settled(args: O) -> O:
@@ -116,6 +108,12 @@ def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Row]
     """Of every program. The batch is dealt out in `parts`, whose number the option `dealt` sets."""
     cores, batch = len(core_slice(0, 1)), args.batch_size
     share, kind = -(-batch // parts), choose_device(args.device, 0, args.world_size).type
+    started = torchrun_world_size()
+    for name, decided in (("world_size", started), ("master_port", None)):
+        yield (
+            name, started is None or getattr(args, name) == decided,
+            f"torchrun started {started} ranks and decides it", "leave it out",
+        )  # fmt: skip
     yield (
         "cores_per_rank", not cores or (args.cores_per_rank or 0) <= cores,
         f"{cores} cores may be used here", works("--cores_per_rank", cores),

@@ -37,8 +37,8 @@ import torch
 
 from project import rules, stage_rules
 from project.utils import announce, finish, read_texts, run_program, setup_of, text_task
-from training.launch.errors import UserError, torchrun_world_size
-from training.launch.world import World, choose_device, quiet_libraries
+from training.launch.errors import torchrun_world_size
+from training.launch.world import World, choose_device
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.loop import run
 from training.resume import find_resume
@@ -48,43 +48,36 @@ from training.workdir import alone_in_workdir, claim_folders
 def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -> PipelineOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
     given, typed = parse_options(PipelineOptions, description, argv)
-    if (started := torchrun_world_size() or 1) > 1:
-        raise UserError(
-            f"torchrun started {started} ranks: run_pipeline.py is one process; start it without "
-            "torchrun, or take project/train.py pipeline, whose stages are ranks"
-        )
     args = rules.resumed(given, typed)
     args = replace(args, strategy=args.model_parallel_mode, world_size=1, dp=1, pp=1, tp=1)
     rules.require(args, only_for_modes(args, typed))
     args = rules.settled(stage_rules.settled_chunks(settled_stages(args)))
-    one_at_a_time = args.schedule == "sequential" or args.num_devices == 1
-    rules.require(args, rules.rules(args, 1))
-    rules.require(args, rules.of_recompute(args, one_at_a_time))
-    rules.require(args, rules.of_model(args))
-    rules.require(args, stage_rules.of_stages(args, "num_devices", args.num_devices))
+    rules.require(args, of_pipeline(args))
     claim_folders(args)  # last, since it makes folders
     return args
 
 
 def only_for_modes(args: PipelineOptions, typed: set[str]) -> Iterator[rules.Row]:
     """The options of stages that only some modes have. What a mode does anyway may be typed."""
-    mode, blocks = args.model_parallel_mode, args.pipeline == "blocks"
-    flow = mode == "pipeline_parallel"
-    use = "leave it out, or use --model_parallel_mode pipeline_parallel"
-    whole = "leave it out, or use --pipeline whole"
-    for name, has, who, decides, instead in (
-        ("num_devices", mode != "none" or args.num_devices == 1, "a mode with stages", "", use),
-        ("balance", mode != "none" or args.balance == "uniform", "a mode with stages", "", use),
-        ("schedule", flow, "--model_parallel_mode pipeline_parallel", "", use),
-        ("chunks", flow or args.chunks == 1, "--model_parallel_mode pipeline_parallel", "", use),
-        ("schedule", not blocks or args.schedule == "gpipe", "--pipeline whole", " pipeline",
-         whole),
-        ("chunks", not blocks or args.chunks == 1, "--pipeline whole", " pipeline", whole),
-        ("num_microbatches", flow or not blocks or args.num_microbatches == 1,
-         "--pipeline whole", " pipeline", whole),
-    ):  # fmt: skip
-        where = f"model_parallel_mode{decides}"
-        yield from rules.only(args, typed, name, has, who, where, instead)
+    started = torchrun_world_size() or 1
+    yield (
+        "model_parallel_mode", started == 1,
+        f"torchrun started {started} ranks, and run_pipeline.py is one process",
+        "start it without torchrun, or take project/train.py pipeline, whose stages are ranks",
+    )  # fmt: skip
+    stages, blocks = args.model_parallel_mode != "none", args.pipeline == "blocks"
+    flow, m = args.model_parallel_mode == "pipeline_parallel", args.num_microbatches
+    pipelined = "--model_parallel_mode pipeline_parallel"
+    for name, has, who in (
+        ("num_devices", stages or args.num_devices == 1, pipelined),
+        ("balance", stages or args.balance == "uniform", pipelined),
+        ("schedule", flow, pipelined),
+        ("chunks", flow or args.chunks == 1, pipelined),
+        ("schedule", not blocks or args.schedule == "gpipe", "--pipeline whole"),
+        ("chunks", not blocks or args.chunks == 1, "--pipeline whole"),
+        ("num_microbatches", flow or not blocks or m == 1, "--pipeline whole"),
+    ):
+        yield from rules.only(args, typed, name, has, who, f"leave it out, or use {who}")
 
 
 def settled_stages(args: PipelineOptions) -> PipelineOptions:
@@ -105,17 +98,26 @@ def settled_stages(args: PipelineOptions) -> PipelineOptions:
     )  # fmt: skip
 
 
-def choose_devices(args: PipelineOptions) -> list[torch.device]:
-    """The devices of the stages: GPUs, or slices of the CPU's cores. Raises UserError if there are
-    too few GPUs."""
+def of_pipeline(args: PipelineOptions) -> Iterator[rules.Row]:
+    """The rules of a run whose options are settled."""
     kind, n = choose_device(args.device, 0, 1).type, args.num_devices
-    gpus = torch.cuda.device_count() if kind == "cuda" else 1
-    if kind != "cpu" and n > gpus:
-        raise UserError(
-            f"--num_devices {n} --device {kind}: {gpus} GPU{'s are' if gpus > 1 else ' is'} "
-            f"visible; --num_devices {gpus}, or --device cpu, works"
-        )
-    return [torch.device(kind, index) for index in range(n)]  # cpu:1 is a slice of the cores
+    most = torch.cuda.device_count() if kind == "cuda" else 1
+    yield (
+        "num_devices device", kind == "cpu" or n <= most,
+        f"{most} GPU{'s are' if most > 1 else ' is'} visible",
+        f"--num_devices {most}, or --device cpu, works",
+    )  # fmt: skip
+    one_at_a_time = args.schedule == "sequential" or n == 1
+    yield from rules.rules(args, 1)
+    yield from rules.of_recompute(args, one_at_a_time)
+    yield from rules.of_model(args)
+    yield from stage_rules.of_stages(args, "num_devices", n)
+
+
+def choose_devices(args: PipelineOptions) -> list[torch.device]:
+    """The devices of the stages: GPUs, or slices of the CPU's cores, as cpu:1."""
+    kind = choose_device(args.device, 0, 1).type
+    return [torch.device(kind, index) for index in range(args.num_devices)]
 
 
 def run_pp(args: PipelineOptions, devices: list[torch.device]) -> None:
@@ -150,10 +152,8 @@ def run_pp(args: PipelineOptions, devices: list[torch.device]) -> None:
 def main() -> None:
     """The program."""
     args = parse_pipeline(__doc__)
-    devices = choose_devices(args)
-    quiet_libraries()
     with alone_in_workdir(args):
-        run_pp(args, devices)
+        run_pp(args, choose_devices(args))
 
 
 if __name__ == "__main__":

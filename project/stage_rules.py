@@ -34,9 +34,7 @@ def of_stages(args: Options, option: str, n: int, num_layers: int | None = None)
         units, unit, parts = size_of_model(args, "n_layer"), "blocks", ""
     stages, chunks = n * args.chunks, args.chunks
     least = 2 if option == "pp" else 1  # 3d has no schedule without stages
-    if chunks > 2 and units // n > 1:  # of interleaved, which takes two or more
-        fewer = works("--chunks", units // n, least=2)
-    elif units >= least * chunks:
+    if units >= least * chunks:
         fewer = works(f"--{option}", units // chunks, least)
     else:
         fewer = works(f"--schedule 1f1b --{option}", units, least) + ", without --chunks"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +67,7 @@ from project.utils import announce, finish, read_texts, run_program, setup_of, t
 from tensor_parallel.gpt2 import degrees
 from training.check import check, outputs_on_main
 from training.files import SUMMARY, write_json
-from training.launch.errors import RunError, UserError, torchrun, torchrun_world_size, works
+from training.launch.errors import RunError, torchrun_world_size, works
 from training.launch.launch import Settings, launch
 from training.launch.world import World, choose_device, on_main
 from training.layouts.choose import lay_out
@@ -76,7 +75,6 @@ from training.layouts.replicated import Replicated
 from training.loop import run
 from training.profiling import Profile
 from training.resume import NO_RESUME, Resume, find_resume
-from training.tasks.gpt2 import PRESETS
 from training.tasks.pictures import PictureSets, load_pictures
 from training.tasks.task import TrainingTask
 from training.tasks.texts import Texts
@@ -84,9 +82,7 @@ from training.tasks.vgg import VGG, PictureTask
 from training.trackers import close_trackers, trackers_of
 from training.workdir import alone_in_workdir, claim_folders
 
-SENTENCES = (
-    "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length"  # options for them
-)
+SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
 VGG_LAYERS = 16
 AXES = {"pipeline": "pp", "model": "pp", "tensor": "tp"}  # all ranks are on one; otherwise on dp
 
@@ -94,106 +90,32 @@ AXES = {"pipeline": "pp", "model": "pp", "tensor": "tp"}  # all ranks are on one
 def parse_train(description: str | None, argv: Sequence[str] | None = None) -> TrainOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
     given, typed = parse_options(TrainOptions, description, argv)
-    rules.require(given, of_given(given))
-    args = settled_axes(given)
-    args = rules.resumed(args, typed)
+    args = rules.resumed(settled_axes(given), typed)
     rules.require(args, only_for(args, typed))
     args = rules.settled(settled_strategy(args))
     rules.require(args, of_strategy(args))
-    rules.require(args, rules.rules(args, args.dp, "dp" if args.strategy == "3d" else "world_size"))
-    one_at_a_time = args.pp == 1 or args.strategy == "model"
-    rules.require(args, rules.of_recompute(args, one_at_a_time))
-    trackers_of(args)  # refuses one that is not installed
-    if args.model != VGG:
-        rules.require(args, rules.of_model(args))
-    if args.pp > 1 or args.strategy in ("pipeline", "model"):
-        layers = VGG_LAYERS if args.model == VGG else None
-        option = "pp" if args.strategy == "3d" else "world_size"
-        rules.require(args, stage_rules.of_stages(args, option, args.pp, layers))
-    if args.tp > 1:
-        rules.require(args, of_tensor(args))
-    if args.strategy not in ("single", "ddp"):
-        rules.require(args, rules.of_gpus(args))
     claim_folders(args)  # last, since it makes folders
     return args
-
-
-def of_given(args: TrainOptions) -> Iterator[rules.Row]:
-    """A model, and dp x pp x tp ranks, of 3d alone."""
-    yield (
-        "model", args.model != "auto",
-        f"train.py needs one of {VGG}, {', '.join(PRESETS)}", "--model gpt2-mini works",
-    )  # fmt: skip
-    others = (args.pp or 1) * (args.tp or 1)
-    started = ranks_given(args)
-    product = (args.dp or started // others or 1) * others
-    for name in ("dp", "pp", "tp"):
-        yield (
-            f"strategy {name}", args.strategy == "3d" or getattr(args, name) is None,
-            "it is an option of 3d",
-            f"--world_size is the number of ranks of {args.strategy}",
-        )  # fmt: skip
-    typed = args.world_size is not None
-    yield (
-        "strategy world_size" if typed else "strategy",
-        args.strategy != "3d" or started in (0, product),
-        f"dp x pp x tp is {product}" + f", and torchrun started {started} ranks" * (not typed),
-        "leave --world_size out, or " * typed + f"start {product} ranks",
-    )
-
-
-def ranks_given(args: TrainOptions) -> int:
-    """As many as were typed, or as torchrun has started; 0 without either."""
-    return args.world_size or torchrun("WORLD_SIZE", 0)
 
 
 def settled_axes(args: TrainOptions) -> TrainOptions:
     """With the length of every axis, the number of ranks, and the workdir that is named by them. Of
     3d dp follows the number of ranks, which torchrun may change when it restarts them."""
     sizes: dict[str, Any] = {name: getattr(args, name) or 1 for name in ("dp", "pp", "tp")}
+    usual = {"single": 1, "3d": math.prod(sizes.values())}.get(args.strategy, 2)
+    args = rules.settled_ranks(args, usual)
+    name = str(args.world_size)
     if args.strategy == "3d":
-        sizes["dp"] = args.dp or ranks_given(args) // (sizes["pp"] * sizes["tp"]) or 1
-        args = rules.settled_ranks(args, math.prod(sizes.values()))
+        sizes["dp"] = args.dp or args.world_size // (sizes["pp"] * sizes["tp"]) or 1
         name = "x".join(map(str, sizes.values()))
     else:
-        args = rules.settled_ranks(args, 1 if args.strategy == "single" else 2)
         sizes[AXES.get(args.strategy, "dp")] = args.world_size
-        name = str(args.world_size)
     return replace(args, **sizes, workdir=args.workdir or Path(f"workdir/{args.strategy}{name}"))
 
 
-def only_for(args: TrainOptions, typed: set[str]) -> Iterator[rules.Row]:
-    """The table of options that only some runs have."""
-    text, strategy, only = args.model != VGG, args.strategy, partial(rules.only, args, typed)
-    yield from of_data(args)
-    yield from only(SENTENCES, text, "a model of sentences, as gpt2-mini,", "model")
-    pictures = "--n_validation sets the number of test pictures"
-    yield from only("n_test", text, "a model of sentences", "model", pictures)
-    yield from only("vgg_width", not text, f"--model {VGG}", "model")
-    yield from only("momentum", args.optimizer == "sgd", "--optimizer sgd", "optimizer")
-    flows = strategy in ("pipeline", "3d")
-    yield from only("schedule chunks", flows, "pipeline or 3d", "strategy")
-    yield from only("balance", flows or strategy == "model", "pipeline, model or 3d", "strategy")
-    several = strategy != "3d" or args.pp > 1
-    names = "schedule chunks balance"
-    yield from only(names, several, "a run with several stages", "strategy pp", "--pp 2 works")
-    yield from only("zero", strategy in ("fsdp", "3d"), "fsdp or 3d", "strategy")
-    instead = "tensor, or 3d --tp 2, works"
-    shares = "a run whose ranks share a matrix"
-    yield from only("sequence_parallel", args.tp > 1, shares, "strategy tp", instead)
-    whole = "single or ddp, where nothing watches the operators of a layer,"
-    yield from only("compile", strategy in ("single", "ddp"), whole, "strategy")
-
-
-def of_data(args: TrainOptions) -> Iterator[rules.Row]:
-    """A model of pictures takes no text."""
-    path, found = Path(args.dataset), Path(args.dataset).suffix == ".txt"
-    with suppress(OSError):  # reading the data will report it
-        found = found or path.is_file() or any(path.glob("*.txt")) or any(path.glob("train.??"))
-    yield (
-        "dataset model", args.model != VGG or not found,
-        f"this is text, and {VGG} learns pictures", "--model gpt2-mini works",
-    )  # fmt: skip
+def option_of(args: TrainOptions, axis: str) -> str:
+    """The option that sets the length of an axis on which there are several ranks."""
+    return axis if args.strategy == "3d" else "world_size"
 
 
 def settled_strategy(args: TrainOptions) -> TrainOptions:
@@ -206,9 +128,35 @@ def settled_strategy(args: TrainOptions) -> TrainOptions:
     return stage_rules.settled_chunks(args)
 
 
+def only_for(args: TrainOptions, typed: set[str]) -> Iterator[rules.Row]:
+    """The table of options that only some runs have."""
+    text, strategy, only = args.model != VGG, args.strategy, partial(rules.only, args, typed)
+    ranks = f"--world_size is the number of ranks of {strategy}"
+    yield from only("dp pp tp", strategy == "3d", "3d", ranks)
+    yield from only(SENTENCES, text, "a model of sentences, as gpt2-mini,")
+    yield from only("vgg_width", not text, f"--model {VGG}")
+    yield from only("momentum", args.optimizer == "sgd", "--optimizer sgd")
+    flows = strategy in ("pipeline", "3d")
+    yield from only("schedule chunks", flows, "pipeline or 3d")
+    yield from only("balance", flows or strategy == "model", "pipeline, model or 3d")
+    several = strategy != "3d" or args.pp > 1
+    names = "schedule chunks balance"
+    yield from only(names, several, "a run with several stages", "--pp 2 works")
+    yield from only("zero", strategy in ("fsdp", "3d"), "fsdp or 3d")
+    instead = "tensor, or 3d --tp 2, works"
+    yield from only("sequence_parallel", args.tp > 1, "a run whose ranks share a matrix", instead)
+    whole = "single or ddp, where nothing watches the operators of a layer,"
+    yield from only("compile", strategy in ("single", "ddp"), whole)
+
+
 def of_strategy(args: TrainOptions) -> Iterator[rules.Row]:
     """What a strategy and its options ask of each other."""
     strategy, zero = args.strategy, args.zero if args.strategy == "3d" else None
+    vgg, ranks = args.model == VGG, args.dp * args.pp * args.tp
+    yield (
+        "strategy world_size", args.world_size == ranks, f"dp x pp x tp is {ranks}",
+        f"start {ranks} ranks",
+    )  # fmt: skip
     yield (
         "strategy world_size", strategy != "single" or args.world_size == 1,
         "single is one process", "ddp takes several",
@@ -216,6 +164,10 @@ def of_strategy(args: TrainOptions) -> Iterator[rules.Row]:
     yield (
         "strategy num_microbatches", strategy != "model" or (args.num_microbatches or 1) == 1,
         "with more than one it is pipeline", "leave it out",
+    )  # fmt: skip
+    yield (
+        "dataset model", not vgg or Path(args.dataset).suffix != ".txt",
+        f"this is text, and {VGG} learns pictures", "--model gpt2-mini works",
     )  # fmt: skip
     mesh = "strategy zero dp pp"
     yield (
@@ -235,15 +187,27 @@ def of_strategy(args: TrainOptions) -> Iterator[rules.Row]:
     checked = args.check_weights or args.check_output
     drawn = args.precision == "bf16" or choose_device(args.device, 0, 1).type != "cpu"
     yield (
-        "dropout check_weights", not (args.model != VGG and args.dropout and checked and drawn),
+        "dropout check_weights", not (args.dropout and checked and drawn),
         "on a GPU, and in bf16, the plain run drops other activations",
         "--dropout 0, or --device cpu and --precision fp32, works",
     )  # fmt: skip
+    trackers_of(args)  # refuses one that is not installed
+    yield from rules.rules(args, args.dp, option_of(args, "dp"))
+    yield from rules.of_recompute(args, one_at_a_time=args.pp == 1 or strategy == "model")
+    if not vgg:
+        yield from rules.of_model(args)
+    if args.pp > 1 or strategy in ("pipeline", "model"):
+        layers = VGG_LAYERS if vgg else None
+        yield from stage_rules.of_stages(args, option_of(args, "pp"), args.pp, layers)
+    if args.tp > 1:
+        yield from of_tensor(args)
+    if strategy not in ("single", "ddp"):
+        yield from rules.of_gpus(args)
 
 
 def of_tensor(args: TrainOptions) -> Iterator[rules.Row]:
     """Only GPT-2's matrices are cut, and evenly."""
-    option = "tp" if args.strategy == "3d" else "world_size"
+    option = option_of(args, "tp")
     yield (
         "strategy model", args.model != VGG, "only GPT-2's matrices are cut",
         "--model gpt2-mini works",
@@ -315,14 +279,12 @@ def read_data(args: TrainOptions) -> Texts | PictureSets:
     if args.model != VGG:
         return read_texts(args)
     pictures = load_pictures(args.dataset, args.n_train, args.n_validation, seed=1234)
-    fewest = min(len(pictures.train), len(pictures.test))
-    if fewest < args.dp:
-        option = "dp" if args.strategy == "3d" else "world_size"
-        raise UserError(
-            f"--{option} {args.dp} --dataset {args.dataset}: it has {fewest} pictures, and each "
-            f"rank needs one; {works(f'--{option}', fewest)}"
-        )
-    rules.require(args, [rules.warmup(args, len(pictures.train))])
+    fewest, option = min(len(pictures.train), len(pictures.test)), option_of(args, "dp")
+    rules.require(args, [
+        (f"{option} dataset", fewest >= args.dp,
+         f"it has {fewest} pictures, and each rank needs one", works(f"--{option}", fewest)),
+        rules.warmup(args, len(pictures.train)),
+    ])  # fmt: skip
     return pictures
 
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from project import rules
-from project.parser import as_typed
 from training.files import show, writing
 from training.launch.errors import RunError, UserError, leave, refuse, signals_end, torchrun
 from training.launch.notice import Ended
@@ -28,7 +27,7 @@ from training.loop import evaluate_loss, train
 from training.options import Options
 from training.results import Results
 from training.resume import Resume
-from training.tasks.generation import evaluate_bleu, translate
+from training.tasks.generation import evaluate_bleu
 from training.tasks.language import LanguageTask
 from training.tasks.sequences import FILES, SequenceTask
 from training.tasks.texts import SPLITS, Texts, load_texts
@@ -36,33 +35,10 @@ from training.tasks.tokens import TOKENS, collate_batch, get_tokenizer
 from training.tasks.translation import TranslationTask
 from training.timeline import Timeline
 
-if TYPE_CHECKING:  # see training/tasks/gpt2.py
-    from transformers import PreTrainedTokenizerFast
-
 __all__ = [
-    "collate_batch", "evaluate_bleu", "evaluate_loss", "generate", "get_tokenizer",
-    "save_grad_weights", "train",
+    "collate_batch", "evaluate_bleu", "evaluate_loss", "get_tokenizer", "save_grad_weights",
+    "train",
 ]  # fmt: skip
-
-
-def generate(
-    model: LaidOutModel,
-    examples: Sequence[dict[str, str]],
-    src_key: str,
-    tgt_key: str,
-    tokenizer: PreTrainedTokenizerFast,
-    model_max_length: int,
-    device: torch.device | str,
-    desc: str,
-    rank: int = 0,
-) -> list[str]:
-    """Translates the examples greedily, many at a time, with cached keys and values. Call it while
-    the model is `evaluating`."""
-    sources = [example[src_key] for example in examples]
-    return translate(
-        model, sources, src_key, tgt_key, tokenizer, model_max_length, device,
-        bar=desc if rank == 0 else None,
-    )  # fmt: skip
 
 
 def save_grad_weights(model: nn.Module, rank: int) -> Path:
@@ -178,5 +154,4 @@ def run_program(main: Callable[[], None]) -> None:
                 leave("", notice.status)
             refuse(f"{notice}\n", notice.status)
         except (UserError, RunError) as error:
-            text = as_typed(str(error), sys.argv)
-            refuse(f"{Path(sys.argv[0]).name}: error: {text}\n", error.status)
+            refuse(f"{Path(sys.argv[0]).name}: error: {error}\n", error.status)

@@ -9,39 +9,66 @@ This module does not import torch, so --help and a mistyped option are answered 
 
 from __future__ import annotations
 
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
-from jsonargparse.typing import restricted_number_type
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 UNSET: Any = None
 
+
+@dataclass(frozen=True)
+class Number:
+    """A kind of number. Called with a word, it returns the number; argparse reports the error."""
+
+    kind: type[int] | type[float]
+    fits: Callable[[Any], bool]
+    rule: str
+
+    def __call__(self, word: str) -> Any:
+        try:
+            fine = self.fits(self.kind(word))
+        except ValueError:
+            fine = False
+        if not fine:
+            raise ArgumentTypeError(f"{word}: it must be {self.rule}")
+        return self.kind(word)
+
+
+MONTH = 30 * 24 * 3600  # seconds; libraries count in milliseconds, which must not overflow
+count = Number(int, lambda n: n >= 1, "a whole number, 1 or more")
+whole = Number(int, lambda n: 0 <= n < 2**32, f"a whole number from 0 to {2**32 - 1}")
+positive = Number(float, lambda x: 0 < x < math.inf, "a positive, finite number, as 0.5")
+fraction = Number(float, lambda x: 0 <= x < 1, "at least 0 and less than 1, as 0.1")
+seconds = Number(float, lambda x: 0 < x <= MONTH, f"more than 0 and at most {MONTH} seconds")
+zero_stage = Number(int, lambda n: n in (1, 2, 3), "1, 2 or 3")
+
+
+def size(word: str) -> int | str:
+    """A count, or all."""
+    return word if word == "all" else int(count(word))
+
+
+def flag(word: str) -> bool:
+    """True or false."""
+    if word.lower() not in ("true", "false"):
+        raise ArgumentTypeError(f"{word}: it must be true or false")
+    return word.lower() == "true"
+
+
+Count = Annotated[int, count]
+Whole = Annotated[int, whole]
+Positive = Annotated[float, positive]
+Fraction = Annotated[float, fraction]
+Seconds = Annotated[float, seconds]
+ZeroStage = Annotated[int, zero_stage]
+Size = Annotated[int | None, size]  # None: all
 if TYPE_CHECKING:
-    Count = int
-    Whole = int
-    Positive = float
-    Fraction = float
-    Seconds = float
-    Size = int | None  # None: all
-    Schedule = str
+    Schedule = str  # run_pipeline.py has one more, for a device at a time
 else:
-    Count = restricted_number_type("Count", int, [(">=", 1)])
-    Whole = restricted_number_type("Whole", int, [(">=", 0), ("<", 2**32)])
-    Positive = restricted_number_type("Positive", float, [(">", 0), ("<", float("inf"))])
-    Fraction = restricted_number_type("Fraction", float, [(">=", 0), ("<", 1)])
-    # At most a month: libraries count in milliseconds, which must not overflow.
-    Seconds = restricted_number_type("Seconds", float, [(">", 0), ("<=", 30 * 24 * 3600)])
-    Size = Count | Literal["all"] | None
     Schedule = Literal["gpipe", "1f1b", "zb", "interleaved", "zbv", "vhalf", "vmin"]
-WORDS = {  # what a value of the type must be
-    "Count": "a whole number, 1 or more",
-    "Whole": f"a whole number from 0 to {2**32 - 1}",
-    "Positive": "a positive, finite number, as 0.5",
-    "Fraction": "at least 0 and less than 1, as 0.1",
-    "Seconds": "a positive number of seconds, at most 2592000 (a month)",
-    "bool": "true or false",
-}
 
 
 @dataclass
@@ -200,7 +227,7 @@ class Axes:
     """of 3d: parts of every matrix; default: 1"""
     sequence_parallel: bool = False
     """of tensor and 3d: between matrices, each rank has a part of the positions"""
-    zero: Literal[1, 2, 3] | None = None
+    zero: ZeroStage | None = None
     """ZeRO: 1 optimizer state, 2 + gradients, 3 (of fsdp the default) + parameters; of 3d 1 or 3"""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """with check_weights prefer sgd: AdamW cannot reveal gradients scaled by a constant"""

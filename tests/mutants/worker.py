@@ -32,7 +32,7 @@ PROJECT = ("runtime", "data_parallel", "pipeline", "tensor_parallel", "training"
 LIBRARIES = (
     "torch", "torch.distributed", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2",
     "transformers", "tokenizers", "datasets", "safetensors.torch", "matplotlib.pyplot", "numpy",
-    "jsonargparse", "sacrebleu", "tqdm", "pytest", "torch.utils.flop_counter",
+    "docstring_parser", "sacrebleu", "tqdm", "pytest", "torch.utils.flop_counter",
     "torch.distributed.checkpoint", "torch.distributed.device_mesh", "torch.export",
 )  # fmt: skip
 

@@ -57,9 +57,7 @@ TABLE = """
 pp --n_chunks 2 => there is no such option; is it --n_chunk?
 pp FLOW --schedule 1fb1 => or vhalf or vmin; is it 1f1b?; --help explains all
 dp --precision tf32 --device cpu => it is how CUDA devices multiply; --precision fp32 works
-dp --model gpt2-min => there is no such model; is it gpt2-mini?; --help explains all
-train pipeline --balance unifrom => there is no such balance; is it uniform?; --help explains all
-dp --schedule zb => an option for stages of a pipeline, which this program does not have
+dp --schedule zb => there is no such option
 train ddpp => it must be single or ddp or fsdp or pipeline or model or tensor or 3d; is it ddp?;
 dp --n_epochs 2 --num_batches=3 => leave one out;
 # what is computed again
@@ -81,8 +79,8 @@ pp FLOW --pipeline blocks --num_devices 5 => has 4 blocks and every stage needs 
 pp FLOW --balance 3,3 => or 2 positive numbers that add up to the 4 blocks (uniform is 2,2)
 pp FLOW --schedule zbv --n_layer 1 --balance uniform => 1 block and every stage needs one; --sched
 # micro-batches
-dp --accumulation_steps 33 => a micro-batch needs an example; --accumulation_steps 1 to 32 works
-pp FLOW --n_chunk 65 => a micro-batch needs an example; --n_chunk 1 to 64 works
+dp --accumulation_steps 33 => a micro-batch needs an example; --num_microbatches 1 to 32 works
+pp FLOW --n_chunk 65 => a micro-batch needs an example; --num_microbatches 1 to 64 works
 train model --num_microbatches 2 => with more than one it is pipeline
 # without effect, or of another strategy
 dp --gradient_sync flat --bucket_mb 8 => only --gradient_sync overlap has it; leave it out
@@ -90,13 +88,13 @@ pp --num_devices 999 => leave it out, or use --model_parallel_mode pipeline_para
 pp FLOW --pipeline blocks --schedule zb => only --pipeline whole has it; leave it out
 pp ONE --pipeline blocks --n_chunk 3 => only --pipeline whole has it; leave it out, or use
 train pipeline --schedule 1f1b --chunks 2 => 1 stage there; schedule interleaved takes any
-train pipeline --schedule interleaved --chunks 9 => every stage needs one; --chunks 2 to 8 works
+train pipeline --schedule interleaved --chunks 9 => every stage needs one; --world_size 1 works
 train fsdp --chunks 2 => only pipeline or 3d has it; leave it out
-train ddp --tp 2 => it is an option of 3d; --world_size is the number of ranks of ddp
-train 3d --dp 2 --pp 2 --world_size 2 => dp x pp x tp is 4; leave --world_size out, or start 4 ranks
+train ddp --tp 2 => only 3d has it; --world_size is the number of ranks of ddp
+train 3d --dp 2 --pp 2 --world_size 2 => dp x pp x tp is 4; start 4 ranks
 train ddp --dataset mine.txt => this is text, and vgg16 learns pictures; --model gpt2-mini works
 train tensor => only GPT-2's matrices are cut; --model gpt2-mini works
-train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --num_workers 2 or 4 works
+train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --world_size 2 or 4 works
 train 3d --tp 4 --model gpt2-mini --sequence_parallel --model_max_length 127 => 128 works
 train fsdp --compile => only single or ddp, where nothing watches the operators of a layer
 train 3d --pp 2 --sequence_parallel => share a matrix has it; tensor, or 3d --tp 2, works
@@ -107,7 +105,6 @@ train 3d --dp 4 --batch_size 3 => each rank needs an example; --dp 1 to 3 works
 train ddp --momentum 0.5 => only --optimizer sgd has it
 train ddp --model gpt2-mini --vgg_width 8 => only --model vgg16 has it
 train ddp --n_layer 2 => only a model of sentences, as gpt2-mini, has it; leave it out
-train ddp --n_test 32 => --n_validation sets the number of test pictures
 dp --dataset a.txt --n_test 8 => it is for pairs of sentences, and this is plain text; leave it out
 dp --dataset empty.jsonl => it is empty; --dataset builtin needs neither files nor network
 train ddp --model gpt2-mini --dropout 0.1 --precision bf16 --check_weights => in bf16, the
@@ -120,7 +117,6 @@ dp --n_train 33 --batch_size 8 --n_epochs 2 --warmup_steps 10 => last; --warmup_
 dp --n_head 3 => the heads must divide the width; --n_head 2 works
 dp --vocab_size 258 => a byte-level vocabulary has at least 259 tokens; --vocab_size 2048 works
 train ddp --model gpt/3 => neither a preset (gpt2-mini, gpt2,
-train ddp --model auto => needs one of vgg16, gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl
 dp --model empty --n_layer 2 => pretrained weights have a fixed size; only the presets can be ch
 dp --model empty => with a GPT-2 and its tokenizer (ValueError Unrecognized
 # folders

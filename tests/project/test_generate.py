@@ -137,7 +137,7 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
         args = generate.parse_generate(["work", "--input", f"{name}.txt"])
         refused(rf"^--input {name}\.txt: {said}", generate.read_lines, args)
     for wrong, why in (
-        (["--num_samples", "0"], "--num_samples: 0: it must be a whole number, 1 or more"),
+        (["--num_samples", "0"], "--num_samples 0: it must be a whole number, 1 or more"),
         (["--temperature=-1"], "--temperature -1: it must be 0 or more"),
         (["--temperature", "0", "--top_k", "3"], "--temperature 0.8 works"),
         (["Ei", "--input", "x"], "there is text on the command line"),
