@@ -22,6 +22,9 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from project.command_line import Parser, count
+from training.options import Number
+
+TEMPERATURE = Number(float, lambda x: 0 <= x < float("inf"), "0 or more, as 0.8")
 
 
 def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,7 +37,7 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--export", type=Path, metavar="NEW",
         help="only write model, tokenizer and model card there, for transformers")  # fmt: skip
     add("--num_samples", type=count, default=1, metavar="N", help="lines out per line in [1]")
-    add("--temperature", type=float, metavar="T",
+    add("--temperature", type=TEMPERATURE, metavar="T",
         help="draw tokens, from logits divided by this; 0 takes the likeliest; default: 0, or 1 "
         "with --top_k or several samples")  # fmt: skip
     add("--top_k", type=count, metavar="K", help="draw from the K likeliest tokens")
@@ -45,8 +48,6 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
         help="auto: a GPU if there is one")  # fmt: skip
     args = parser.parse_intermixed_args(argv)  # text may follow options
-    if args.temperature is not None and not 0 <= args.temperature < float("inf"):
-        parser.error(f"--temperature {args.temperature:g}: it must be 0 or more, as 0.8")
     if args.text and args.input:
         parser.error(f"--input {args.input}: there is text on the command line, too; leave one out")
     if args.export and (args.text or args.input):
@@ -81,14 +82,10 @@ def read_lines(args: argparse.Namespace) -> list[str]:
     try:
         content = sys.stdin.buffer.read() if args.input is None else args.input.read_bytes()
         return content.decode("utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "it is not UTF-8; iconv -f latin1 -t utf-8 converts it")
         raise UserError(
-            f"{where}: cannot be read ({error.strerror}); name a text file, or leave it out to "
-            "read standard input"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where}: it is not UTF-8 ({error}); convert it, as with iconv -f latin1 -t utf-8"
+            f"{where}: it cannot be read ({reason}); a text file in UTF-8 works"
         ) from error
 
 

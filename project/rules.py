@@ -22,7 +22,7 @@ import torch
 
 from runtime.cores import core_slice
 from training.launch.errors import UserError, torchrun, torchrun_world_size, works
-from training.launch.world import choose_backend, choose_device
+from training.launch.world import choose_device
 from training.options import Options
 from training.resume import options_of_checkpoint
 from training.tasks.gpt2 import PRESETS, gpt2_size
@@ -106,60 +106,50 @@ def settled(args: O) -> O:
 
 def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Row]:
     """Of every program. The batch is dealt out in `parts`, whose number the option `dealt` sets."""
-    cores, batch = len(core_slice(0, 1)), args.batch_size
-    share, kind = -(-batch // parts), choose_device(args.device, 0, args.world_size).type
+    cores, share = len(core_slice(0, 1)), -(-args.batch_size // parts)
+    kind = choose_device(args.device, 0, args.world_size).type
     started = torchrun_world_size()
-    for name, decided in (("world_size", started), ("master_port", None)):
-        yield (
-            name, started is None or getattr(args, name) == decided,
-            f"torchrun started {started} ranks and decides it", "leave it out",
-        )  # fmt: skip
-    yield (
-        "cores_per_rank", not cores or (args.cores_per_rank or 0) <= cores,
-        f"{cores} cores may be used here", works("--cores_per_rank", cores),
-    )  # fmt: skip
+    yield from [
+        (name, started is None or getattr(args, name) == decided,
+         f"torchrun started {started} ranks and decides it", "leave it out")
+        for name, decided in (("world_size", started), ("master_port", None))
+    ]  # fmt: skip
     for name in ("batch_size", "n_train", "n_validation"):
         n = getattr(args, name)
-        yield (
-            f"{name} {dealt}", parts == 1 or n is None or n >= parts,
-            "each rank needs an example", works(f"--{dealt}", n or 1),
-        )  # fmt: skip
-    yield (
-        "num_microbatches batch_size" + f" {dealt}" * (parts > 1),
-        args.num_microbatches is None or args.num_microbatches <= share,
-        "a micro-batch needs an example", works("--num_microbatches", share),
-    )  # fmt: skip
+        enough = parts == 1 or n is None or n >= parts
+        yield f"{name} {dealt}", enough, "each rank needs an example", works(f"--{dealt}", n or 1)
+    yield from [
+        ("cores_per_rank", not cores or (args.cores_per_rank or 0) <= cores,
+         f"{cores} cores may be used here", works("--cores_per_rank", cores)),
+        ("num_microbatches batch_size" + f" {dealt}" * (parts > 1),
+         args.num_microbatches is None or args.num_microbatches <= share,
+         "a micro-batch needs an example", works("--num_microbatches", share)),
+        ("precision device", args.precision != "tf32" or kind == "cuda",
+         "it is how CUDA devices multiply", "--precision fp32 works"),
+        ("save_every keep", args.save_every is None or args.keep > 0,
+         "no checkpoint would stay", "--keep 1 works"),
+    ]  # fmt: skip
     if args.num_batches is not None:
         yield warmup(args, 0)
-    yield (
-        "precision device", args.precision != "tf32" or kind == "cuda",
-        "it is how CUDA devices multiply", "--precision fp32 works",
-    )  # fmt: skip
     if args.compile:
         compiler = os.environ.get("CXX", "g++")
         lacks = "a C++ compiler" if kind != "cuda" else "the package triton"
         there = importlib.util.find_spec("triton") if kind == "cuda" else shutil.which(compiler)
         yield "compile", there is not None, f"torch.compile needs {lacks} here", "leave it out"
-    yield (
-        "save_every keep", args.save_every is None or args.keep > 0,
-        "no checkpoint would stay", "--keep 1 works",
-    )  # fmt: skip
 
 
-def of_recompute(args: Options, one_at_a_time: bool) -> Iterator[Row]:
+def of_recompute(args: Options, one_at_a_time: bool) -> list[Row]:
     """`one_at_a_time`: the backward of each micro-batch comes before the forward of the next."""
-    yield (
-        "recompute",
-        args.recompute != "except_last" or not (one_at_a_time or args.num_microbatches == 1),
-        "every micro-batch is the last one held: nothing would be recomputed",
-        "--recompute always works",
-    )
-    yield (
-        "recompute",
-        args.recompute != "sqrt" or not (args.strategy == "fsdp" or args.zero == 3),
-        "shards of segments of several layers would be gathered once more",
-        "--recompute always works",
-    )
+    alone = one_at_a_time or args.num_microbatches == 1
+    sharded = args.strategy == "fsdp" or args.zero == 3
+    return [
+        ("recompute", args.recompute != "except_last" or not alone,
+         "every micro-batch is the last one held: nothing would be recomputed",
+         "--recompute always works"),
+        ("recompute", args.recompute != "sqrt" or not sharded,
+         "shards of segments of several layers would be gathered once more",
+         "--recompute always works"),
+    ]  # fmt: skip
 
 
 def warmup(args: Options, num_examples: int) -> Row:
@@ -172,17 +162,16 @@ def warmup(args: Options, num_examples: int) -> Row:
     )  # fmt: skip
 
 
-def of_plain_text(args: Options) -> Iterator[Row]:
+def of_plain_text(args: Options) -> list[Row]:
     """Plain text has no pairs, and needs a length that leaves a task."""
-    yield (
-        "model_max_length", args.model_max_length >= 2,
-        "it needs a token of context and one to predict", "2 or more works",
-    )  # fmt: skip
-    for name, default in (("src", "de"), ("tgt", "en"), ("n_test", None)):
-        yield (
-            f"{name} dataset", getattr(args, name) == default,
-            "it is for pairs of sentences, and this is plain text", "leave it out",
-        )  # fmt: skip
+    pairs = "it is for pairs of sentences, and this is plain text"
+    return [
+        ("model_max_length", args.model_max_length >= 2,
+         "it needs a token of context and one to predict", "2 or more works"),
+        ("src dataset", args.src == "de", pairs, "leave it out"),
+        ("tgt dataset", args.tgt == "en", pairs, "leave it out"),
+        ("n_test dataset", args.n_test is None, pairs, "leave it out"),
+    ]  # fmt: skip
 
 
 def of_model(args: Options) -> Iterator[Row]:
@@ -203,19 +192,22 @@ def of_model(args: Options) -> Iterator[Row]:
     check_pretrained(args.model, args.model_max_length)
 
 
-def of_gpus(args: Options) -> Iterator[Row]:
+def of_gpus(args: Options) -> list[Row]:
     """Ranks that send each other tensors need a GPU each: NCCL needs it; gloo can sum tensors on a
     GPU, but neither send nor gather them."""
     here = torchrun("LOCAL_WORLD_SIZE", args.world_size)  # ranks of this machine
-    shared = choose_device(args.device, 0, here).type == "cuda"
-    shared = shared and choose_backend(args.device, here) == "gloo"
+    on_gpu = choose_device(args.device, 0, here).type == "cuda"
     gpus = torch.cuda.device_count()
     fewer = f"--world_size {gpus}" if here == args.world_size else f"--nproc-per-node {gpus}"
-    yield (
-        "strategy world_size device", not shared,
-        f"{gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and every rank needs one",
-        f"{fewer}, or --device cpu, works",
-    )  # fmt: skip
+    return [
+        ("strategy world_size device", not on_gpu or here <= gpus,
+         f"{visible(gpus)}, and every rank needs one", f"{fewer}, or --device cpu, works"),
+    ]  # fmt: skip
+
+
+def visible(gpus: int) -> str:
+    """How many GPUs there are, in words."""
+    return f"{gpus} GPU{'s are' if gpus > 1 else ' is'} visible"
 
 
 def size_of_model(args: Options, name: str) -> int:

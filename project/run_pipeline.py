@@ -104,7 +104,7 @@ def of_pipeline(args: PipelineOptions) -> Iterator[rules.Row]:
     most = torch.cuda.device_count() if kind == "cuda" else 1
     yield (
         "num_devices device", kind == "cpu" or n <= most,
-        f"{most} GPU{'s are' if most > 1 else ' is'} visible",
+        rules.visible(most),
         f"--num_devices {most}, or --device cpu, works",
     )  # fmt: skip
     one_at_a_time = args.schedule == "sequential" or n == 1

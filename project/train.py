@@ -82,7 +82,16 @@ from training.tasks.vgg import VGG, PictureTask
 from training.trackers import close_trackers, trackers_of
 from training.workdir import alone_in_workdir, claim_folders
 
-SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
+# Which strategies have an option that others do not.
+STRATEGIES_WITH = {
+    "dp pp tp": ("3d",),
+    "schedule chunks": ("pipeline", "3d"),
+    "balance": ("pipeline", "model", "3d"),
+    "sequence_parallel": ("tensor", "3d"),
+    "zero": ("fsdp", "3d"),
+    "compile": ("single", "ddp"),  # nothing watches the operators of a layer
+}
+OF_SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
 VGG_LAYERS = 16
 AXES = {"pipeline": "pp", "model": "pp", "tensor": "tp"}  # all ranks are on one; otherwise on dp
 
@@ -130,67 +139,50 @@ def settled_strategy(args: TrainOptions) -> TrainOptions:
 
 def only_for(args: TrainOptions, typed: set[str]) -> Iterator[rules.Row]:
     """The table of options that only some runs have."""
-    text, strategy, only = args.model != VGG, args.strategy, partial(rules.only, args, typed)
-    ranks = f"--world_size is the number of ranks of {strategy}"
-    yield from only("dp pp tp", strategy == "3d", "3d", ranks)
-    yield from only(SENTENCES, text, "a model of sentences, as gpt2-mini,")
+    text, only = args.model != VGG, partial(rules.only, args, typed)
+    for names, strategies in STRATEGIES_WITH.items():
+        yield from only(names, args.strategy in strategies, " or ".join(strategies))
+    stages = args.strategy != "3d" or args.pp > 1
+    yield from only("schedule chunks balance", stages, "a run with stages", "--pp 2 works")
+    yield from only(
+        "sequence_parallel", args.tp > 1, "a run whose matrices are cut", "--tp 2 works"
+    )
+    yield from only(OF_SENTENCES, text, "a model of sentences, as gpt2-mini,")
     yield from only("vgg_width", not text, f"--model {VGG}")
     yield from only("momentum", args.optimizer == "sgd", "--optimizer sgd")
-    flows = strategy in ("pipeline", "3d")
-    yield from only("schedule chunks", flows, "pipeline or 3d")
-    yield from only("balance", flows or strategy == "model", "pipeline, model or 3d")
-    several = strategy != "3d" or args.pp > 1
-    names = "schedule chunks balance"
-    yield from only(names, several, "a run with several stages", "--pp 2 works")
-    yield from only("zero", strategy in ("fsdp", "3d"), "fsdp or 3d")
-    instead = "tensor, or 3d --tp 2, works"
-    yield from only("sequence_parallel", args.tp > 1, "a run whose ranks share a matrix", instead)
-    whole = "single or ddp, where nothing watches the operators of a layer,"
-    yield from only("compile", strategy in ("single", "ddp"), whole)
 
 
 def of_strategy(args: TrainOptions) -> Iterator[rules.Row]:
-    """What a strategy and its options ask of each other."""
-    strategy, zero = args.strategy, args.zero if args.strategy == "3d" else None
-    vgg, ranks = args.model == VGG, args.dp * args.pp * args.tp
-    yield (
-        "strategy world_size", args.world_size == ranks, f"dp x pp x tp is {ranks}",
-        f"start {ranks} ranks",
-    )  # fmt: skip
-    yield (
-        "strategy world_size", strategy != "single" or args.world_size == 1,
-        "single is one process", "ddp takes several",
-    )  # fmt: skip
-    yield (
-        "strategy num_microbatches", strategy != "model" or (args.num_microbatches or 1) == 1,
-        "with more than one it is pipeline", "leave it out",
-    )  # fmt: skip
-    yield (
-        "dataset model", not vgg or Path(args.dataset).suffix != ".txt",
-        f"this is text, and {VGG} learns pictures", "--model gpt2-mini works",
-    )  # fmt: skip
-    mesh = "strategy zero dp pp"
-    yield (
-        mesh, zero != 2, "3d has no stage 2",
-        "--zero 1 --dp 2 or, without stages, --zero 3 --dp 2 works",
-    )  # fmt: skip
-    yield (
-        mesh, zero != 3 or args.pp == 1, "stages keep their parameters",
-        "--zero 1, or --pp 1, works",
-    )  # fmt: skip
+    """What a strategy and its options ask of each other, and the rules of its parts."""
+    strategy, vgg = args.strategy, args.model == VGG
+    ranks, zero = args.dp * args.pp * args.tp, args.zero if strategy == "3d" else None
     elastic = torchrun_world_size() is not None  # another host may join later
-    yield mesh, zero is None or args.dp > 1 or elastic, "it shards over replicas", "--dp 2 works"
-    yield (
-        "keep check_weights", args.keep > 0 or not args.check_weights,
-        "it compares the weights that are saved", "--keep 1 works",
-    )  # fmt: skip
     checked = args.check_weights or args.check_output
     drawn = args.precision == "bf16" or choose_device(args.device, 0, 1).type != "cpu"
-    yield (
-        "dropout check_weights", not (args.dropout and checked and drawn),
-        "on a GPU, and in bf16, the plain run drops other activations",
-        "--dropout 0, or --device cpu and --precision fp32, works",
-    )  # fmt: skip
+    mesh = "strategy zero dp pp"
+    yield from [
+        ("strategy world_size", args.world_size == ranks,
+         f"dp x pp x tp is {ranks}", f"start {ranks} ranks"),
+        ("strategy world_size", strategy != "single" or args.world_size == 1,
+         "single is one process", "ddp takes several"),
+        ("strategy num_microbatches", strategy != "model" or args.num_microbatches in (None, 1),
+         "with more than one it is pipeline", "leave it out"),
+        ("dataset model", not vgg or Path(args.dataset).suffix != ".txt",
+         f"this is text, and {VGG} learns pictures", "--model gpt2-mini works"),
+        ("strategy model", not vgg or args.tp == 1,
+         "only GPT-2's matrices are cut", "--model gpt2-mini works"),
+        (mesh, zero != 2,
+         "3d has no stage 2", "--zero 1 --dp 2 or, without stages, --zero 3 --dp 2 works"),
+        (mesh, zero != 3 or args.pp == 1,
+         "stages keep their parameters", "--zero 1, or --pp 1, works"),
+        (mesh, zero is None or args.dp > 1 or elastic,
+         "it shards over replicas", "--dp 2 works"),
+        ("keep check_weights", args.keep > 0 or not args.check_weights,
+         "it compares the weights that are saved", "--keep 1 works"),
+        ("dropout check_weights", not (args.dropout and checked and drawn),
+         "on a GPU, and in bf16, the plain run drops other activations",
+         "--dropout 0, or --device cpu and --precision fp32, works"),
+    ]  # fmt: skip
     trackers_of(args)  # refuses one that is not installed
     yield from rules.rules(args, args.dp, option_of(args, "dp"))
     yield from rules.of_recompute(args, one_at_a_time=args.pp == 1 or strategy == "model")
@@ -206,25 +198,18 @@ def of_strategy(args: TrainOptions) -> Iterator[rules.Row]:
 
 
 def of_tensor(args: TrainOptions) -> Iterator[rules.Row]:
-    """Only GPT-2's matrices are cut, and evenly."""
-    option = option_of(args, "tp")
-    yield (
-        "strategy model", args.model != VGG, "only GPT-2's matrices are cut",
-        "--model gpt2-mini works",
-    )  # fmt: skip
-    heads = rules.size_of_model(args, "n_head")
+    """GPT-2's matrices are cut evenly."""
+    option, heads = option_of(args, "tp"), rules.size_of_model(args, "n_head")
     divisors = degrees(heads, args.vocab_size or 256)
     numbers = " or ".join(map(str, divisors[1:])) or "1"
-    yield (
-        f"{option} model", args.tp in divisors, f"its {heads} heads are dealt out evenly",
-        f"--{option} {numbers} works",
-    )  # fmt: skip
     # more: the positions that a full sequence lacks for equal parts.
     length, more = args.model_max_length, -args.model_max_length % args.tp
-    yield (
-        "sequence_parallel model_max_length", not (args.sequence_parallel and more),
-        f"{args.tp} ranks cannot have equal parts", f"--model_max_length {length + more} works",
-    )  # fmt: skip
+    yield from [
+        (f"{option} model", args.tp in divisors,
+         f"its {heads} heads are dealt out evenly", f"--{option} {numbers} works"),
+        ("sequence_parallel model_max_length", not (args.sequence_parallel and more),
+         f"{args.tp} ranks cannot have equal parts", f"--model_max_length {length + more} works"),
+    ]  # fmt: skip
 
 
 def run_rank(

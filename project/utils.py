@@ -55,8 +55,8 @@ def read_texts(args: Options) -> Texts:
     """The pairs or documents of a run. Raises UserError if they cannot be read or are too few."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
     texts = load_texts(args.dataset, args.src, args.tgt, sizes, args.dp, args.workdir / TOKENS)
-    if texts.plain:
-        rules.require(args, rules.of_plain_text(args))  # its steps are known after tokenization
+    if texts.plain:  # its steps are known after tokenization
+        rules.require(args, rules.of_plain_text(args))
     else:
         rules.require(args, [rules.warmup(args, len(texts.splits["train"]))])
     return texts

@@ -34,8 +34,10 @@ from tests.equivalence.run import check_all
 from tests.equivalence.table import TABLE, Row
 from training.files import write_json
 from training.launch.errors import UserError, torchrun_world_size
+from training.options import Number
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
+STEPS = Number(int, lambda n: n >= 2, "a whole number, 2 or more")
 WIDTH = max(len(row.name) for row in TABLE)
 HEADER = f"{'strategy':{WIDTH}}  steps     loss  gradient   weight  verdict"
 
@@ -69,12 +71,10 @@ def parse_verify(argv: list[str] | None = None) -> argparse.Namespace:
     add("--strategy", action="append", metavar="PATTERN", help="only these rows, as 'fsdp2-*'")
     add("--list", action="store_true", help="print the names of the rows")
     add("--dtype", choices=DTYPES, default="float64", help="float64 hides no wrong factor")
-    add("--steps", type=int, default=10, help="of training")
+    add("--steps", type=STEPS, default=10, metavar="N", help="of training")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="ranks share the GPUs in turn")
     add("--json", type=Path, metavar="FILE", help="write the table there, too")
     args = parser.parse_args(argv)
-    if args.steps < 2:
-        parser.error(f"--steps {args.steps}: at least 2 are needed")
     if torchrun_world_size() is not None:
         raise UserError("verify.py starts its own ranks: run it without torchrun")
     if args.json is not None and not args.json.parent.is_dir():

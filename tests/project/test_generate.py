@@ -131,8 +131,8 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
     refused(r"^line 2 has \d+ tokens, .* sequences of 64; 63 tokens", generated, trained, long)
     Path("latin1.txt").write_bytes("Käse".encode("latin1"))
     for name, said in (
-        ("missing", r"cannot be read \(No such file"),
-        ("latin1", "it is not UTF-8"),
+        ("missing", r"it cannot be read \(No such file"),
+        ("latin1", r"it cannot be read \(it is not UTF-8"),
     ):
         args = generate.parse_generate(["work", "--input", f"{name}.txt"])
         refused(rf"^--input {name}\.txt: {said}", generate.read_lines, args)

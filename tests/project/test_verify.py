@@ -69,4 +69,4 @@ def test_the_list_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
             verify.parse_verify(argv)
     with pytest.raises(SystemExit):
         verify.parse_verify(["--steps", "1"])
-    assert "--steps 1: at least 2 are needed" in capsys.readouterr().err
+    assert "--steps 1: it must be a whole number, 2 or more" in capsys.readouterr().err
