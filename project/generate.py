@@ -96,26 +96,22 @@ def continuations(
 
     Draws depend only on the seed, the number of the line, and the number of the sample.
     """
-    tokenizer, end = trained.tokenizer, trained.source_end
+    tokenizer, end, n = trained.tokenizer, trained.source_end, args.num_samples
     stop = tokenizer.eos_token_id
     prompts: list[list[int]] = []
-    for number, line in enumerate(lines, 1):
+    most: list[int] = []  # new tokens
+    seeds: list[int] = []
+    for number, line in enumerate(lines):
         ids = tokenizer(line + (end or ""), verbose=False)["input_ids"] or [stop]
         if len(ids) >= trained.max_length:
             raise UserError(
-                f"line {number} has {len(ids)} tokens, and the model was trained on sequences of "
-                f"{trained.max_length}; {trained.max_length - 1} tokens or fewer work"
+                f"line {number + 1} has {len(ids)} tokens, and the model was trained on sequences "
+                f"of {trained.max_length}; {trained.max_length - 1} tokens or fewer work"
             )
-        prompts += [ids] * args.num_samples
-    empty = {i for i, line in enumerate(lines) if end and not line.strip()}  # nothing to translate
-    most = [
-        0 if i // args.num_samples in empty
-        else min(args.max_new_tokens, trained.max_length - len(prompt))
-        for i, prompt in enumerate(prompts)
-    ]  # fmt: skip
-    seeds = [
-        stream(args.seed, "generation", *divmod(i, args.num_samples)) for i in range(len(most))
-    ]
+        nothing = end and not line.strip()  # to translate
+        prompts += [ids] * n
+        most += [0 if nothing else min(args.max_new_tokens, trained.max_length - len(ids))] * n
+        seeds += [stream(args.seed, "generation", number, sample) for sample in range(n)]
     rows = continue_all(
         Whole(trained.model, args.temperature, args.top_k), prompts, most, stop, len(tokenizer),
         trained.model.device, args.batch_size, "Generating", seeds if args.temperature else None,
@@ -123,9 +119,9 @@ def continuations(
     found = []
     for i, row in enumerate(rows):
         text = tokenizer.decode(row, skip_special_tokens=True)
-        text = text.strip() if end else lines[i // args.num_samples] + text
+        text = text.strip() if end else lines[i // n] + text
         found.append(" ".join(text.splitlines()))
-    return [found[i : i + args.num_samples] for i in range(0, len(found), args.num_samples)]
+    return [found[i : i + n] for i in range(0, len(found), n)]
 
 
 def main() -> None:

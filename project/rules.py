@@ -10,10 +10,7 @@ in place. Each program puts its own together in its `parse_*`:
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import shlex
-import shutil
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import fields, replace
 from typing import Any
@@ -131,11 +128,6 @@ def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Row]
     ]  # fmt: skip
     if args.num_batches is not None:
         yield warmup(args, 0)
-    if args.compile:
-        compiler = os.environ.get("CXX", "g++")
-        lacks = "a C++ compiler" if kind != "cuda" else "the package triton"
-        there = importlib.util.find_spec("triton") if kind == "cuda" else shutil.which(compiler)
-        yield "compile", there is not None, f"torch.compile needs {lacks} here", "leave it out"
 
 
 def of_recompute(args: Options, one_at_a_time: bool) -> list[Row]:

@@ -14,11 +14,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from project.parser import begin, parse_options
-from training.options import Architecture, Data, Files, Options, Stages, Threads, Training
+from training.options import UNSET, Architecture, Data, Files, Options, Stages, Threads, Training
 
 
 @dataclass
@@ -50,66 +51,63 @@ def parse_pipeline(description: str | None, argv: Sequence[str] | None = None) -
     given, typed = parse_options(PipelineOptions, description, argv)
     args = rules.resumed(given, typed)
     args = replace(args, strategy=args.model_parallel_mode, world_size=1, dp=1, pp=1, tp=1)
-    rules.require(args, only_for_modes(args, typed))
+    rules.require(args, only_for_modes(args))
     args = rules.settled(stage_rules.settled_chunks(settled_stages(args)))
     rules.require(args, of_pipeline(args))
     claim_folders(args)  # last, since it makes folders
     return args
 
 
-def only_for_modes(args: PipelineOptions, typed: set[str]) -> Iterator[rules.Row]:
-    """The options of stages that only some modes have. What a mode does anyway may be typed."""
+def decided(args: PipelineOptions) -> dict[str, Any]:
+    """The options whose value the mode and the course's form decide."""
+    found: dict[str, Any] = {}
+    if args.model_parallel_mode == "none":
+        found |= {"num_devices": 1, "balance": "uniform"}
+    if args.model_parallel_mode != "pipeline_parallel":  # one device computes at a time
+        found |= {"schedule": "sequential", "chunks": 1}
+        if args.pipeline == "blocks":
+            found["num_microbatches"] = 1
+    elif args.pipeline == "blocks":
+        found |= {"schedule": "gpipe", "chunks": 1}
+    return found
+
+
+def only_for_modes(args: PipelineOptions) -> Iterator[rules.Row]:
+    """What a mode decides may be typed, but no other value."""
     started = torchrun_world_size() or 1
     yield (
         "model_parallel_mode", started == 1,
         f"torchrun started {started} ranks, and run_pipeline.py is one process",
         "start it without torchrun, or take project/train.py pipeline, whose stages are ranks",
     )  # fmt: skip
-    stages, blocks = args.model_parallel_mode != "none", args.pipeline == "blocks"
-    flow, m = args.model_parallel_mode == "pipeline_parallel", args.num_microbatches
-    pipelined = "--model_parallel_mode pipeline_parallel"
-    for name, has, who in (
-        ("num_devices", stages or args.num_devices == 1, pipelined),
-        ("balance", stages or args.balance == "uniform", pipelined),
-        ("schedule", flow, pipelined),
-        ("chunks", flow or args.chunks == 1, pipelined),
-        ("schedule", not blocks or args.schedule == "gpipe", "--pipeline whole"),
-        ("chunks", not blocks or args.chunks == 1, "--pipeline whole"),
-        ("num_microbatches", flow or not blocks or m == 1, "--pipeline whole"),
-    ):
-        yield from rules.only(args, typed, name, has, who, f"leave it out, or use {who}")
+    free = "--model_parallel_mode pipeline_parallel --pipeline whole"
+    for name, value in decided(args).items():
+        fits = getattr(args, name) in (UNSET, value)
+        rule = f"with these it is {value}"
+        yield f"{name} model_parallel_mode pipeline", fits, rule, f"leave it out, or use {free}"
 
 
 def settled_stages(args: PipelineOptions) -> PipelineOptions:
     """With the number of stages, their schedule and their micro-batches."""
-    mode, blocks = args.model_parallel_mode, args.pipeline == "blocks"
     on_gpu = choose_device(args.device, 0, 1).type == "cuda"
-    devices = args.num_devices or (torch.cuda.device_count() if on_gpu else 2)
-    schedule = args.schedule or ("gpipe" if blocks else "1f1b")
-    num_microbatches = args.num_microbatches or 4
-    if mode != "pipeline_parallel":  # one device computes at a time
-        schedule, num_microbatches = "sequential", 1 if blocks else num_microbatches
-    balance = args.balance or "auto"
-    if mode == "none":
-        devices, balance = 1, "uniform"
-    return replace(
-        args, num_devices=devices, balance=balance, schedule=schedule,
-        num_microbatches=num_microbatches,
-    )  # fmt: skip
+    usual = {
+        "num_devices": torch.cuda.device_count() if on_gpu else 2, "balance": "auto",
+        "schedule": "1f1b", "num_microbatches": 4,
+    }  # fmt: skip
+    typed = {name: getattr(args, name) for name in usual if getattr(args, name) is not UNSET}
+    return replace(args, **{**usual, **typed, **decided(args)})
 
 
 def of_pipeline(args: PipelineOptions) -> Iterator[rules.Row]:
     """The rules of a run whose options are settled."""
-    kind, n = choose_device(args.device, 0, 1).type, args.num_devices
-    most = torch.cuda.device_count() if kind == "cuda" else 1
+    n, gpus = args.num_devices, torch.cuda.device_count()
+    on_cpu = choose_device(args.device, 0, 1).type == "cpu"
     yield (
-        "num_devices device", kind == "cpu" or n <= most,
-        rules.visible(most),
-        f"--num_devices {most}, or --device cpu, works",
+        "num_devices device", on_cpu or n <= max(1, gpus), rules.visible(gpus),
+        f"--num_devices {max(1, gpus)}, or --device cpu, works",
     )  # fmt: skip
-    one_at_a_time = args.schedule == "sequential" or n == 1
     yield from rules.rules(args, 1)
-    yield from rules.of_recompute(args, one_at_a_time)
+    yield from rules.of_recompute(args, args.schedule == "sequential" or n == 1)
     yield from rules.of_model(args)
     yield from stage_rules.of_stages(args, "num_devices", n)
 

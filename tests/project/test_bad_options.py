@@ -85,8 +85,8 @@ train model --num_microbatches 2 => with more than one it is pipeline
 # without effect, or of another strategy
 dp --gradient_sync flat --bucket_mb 8 => only --gradient_sync overlap has it; leave it out
 pp --num_devices 999 => leave it out, or use --model_parallel_mode pipeline_parallel
-pp FLOW --pipeline blocks --schedule zb => only --pipeline whole has it; leave it out
-pp ONE --pipeline blocks --n_chunk 3 => only --pipeline whole has it; leave it out, or use
+pp FLOW --pipeline blocks --schedule zb => with these it is gpipe; leave it out, or use
+pp ONE --pipeline blocks --n_chunk 3 => with these it is 1; leave it out, or use
 train pipeline --schedule 1f1b --chunks 2 => 1 stage there; schedule interleaved takes any
 train pipeline --schedule interleaved --chunks 9 => every stage needs one; --world_size 1 works
 train fsdp --chunks 2 => only pipeline or 3d has it; leave it out
