@@ -4,7 +4,10 @@ anything starts."""
 from __future__ import annotations
 
 import os
+import resource
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -147,6 +150,38 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     assert wrong == [], wrong
     # Nothing is left behind.
     assert names_in(".") == ["a.txt", "empty", "empty.jsonl", "pairs", "taken"]
+
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """Lets no file become larger: who writes more, Python or Rust, is told so by the system."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_workdir_that_cannot_be_written(capfd: pytest.CaptureFixture[str]) -> None:
+    """A full disk, and files in the place of folders."""
+    Path("file").touch()
+    Path("work").mkdir()
+    Path("work/checkpoints").touch()
+    for program, work, room, place, reason in (
+        ("run_data_parallel", "there", 10_000, "there", "File too large"),
+        ("run_pipeline", "file/here", UNLIMITED, "file/here", "Not a directory"),
+        ("train ddp", "work", UNLIMITED, "work/checkpoints", "File exists"),
+    ):
+        with full_disk(room):
+            assert ended(f"{program} --workdir {work}", capfd) == (
+                2,
+                f"--workdir {work}: nothing can be written to {place} ({reason}); make room there, "
+                "or name a folder of your own, as --workdir workdir\n",
+            )
 
 
 NAME = "000002-epoch1-step4"

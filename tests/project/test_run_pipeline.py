@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from project.figures.recorded import read_timelines
 from tests.project.programs import FLOW, TINY, names_in, run
-from training.layouts.layout import Setup
 
 LINE = f"run_pipeline {FLOW} {TINY} --n_epochs 1 "
 
@@ -51,15 +49,3 @@ def test_a_timeline_has_every_action_of_the_schedule(
     )  # fmt: skip
     assert list(workers) == ["stage 0", "stage 1"]
     assert "optimizer" in {event.kind for event in workers["stage 0"]}
-
-
-def test_a_cpu_without_bf16_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bf16, fp32 = (Setup(torch.optim.SGD, precision) for precision in ("bf16", "fp32"))
-    x86 = {"architecture": "x86_64", "amx_bf16": False}
-    for capabilities, notes in (
-        (x86 | {"avx512_bf16": False}, 1), (x86 | {"avx512_bf16": True}, 0),
-        ({"architecture": "aarch64"}, 0), ({}, 0),
-    ):  # fmt: skip
-        monkeypatch.setattr(torch.cpu, "get_capabilities", capabilities.copy, raising=False)
-        assert len(bf16.notes(torch.device("cpu"))) == notes
-        assert fp32.notes(torch.device("cpu")) == bf16.notes(torch.device("cuda")) == []
