@@ -78,9 +78,9 @@ def resumed(given: O, typed: Set[str]) -> O:
     return replace(given, **options_of_checkpoint(given.workdir, mine))
 
 
-def settled_ranks(args: O, world_size: int | None = None) -> O:
-    """With the number of processes: as typed, as torchrun started, or `world_size`, or 2."""
-    return replace(args, world_size=args.world_size or torchrun_world_size() or world_size or 2)
+def settled_ranks(args: O, usual: int = 2) -> O:
+    """With the number of processes: as typed, as torchrun started, or as usual."""
+    return replace(args, world_size=args.world_size or torchrun_world_size() or usual)
 
 
 def settled(args: O) -> O:

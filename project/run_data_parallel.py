@@ -99,7 +99,7 @@ def run_dp(
     if args.pytest:
         write_gradients(world, args, task, model)
         return
-    announce(world, args, model)
+    announce(world, args, model, wanted.timeline)
     results = run(world, args, task, model, wanted, model.average_gradients, resume)
     finish(world, results, args)  # collective: rank 0 draws, the others wait
     model.close()

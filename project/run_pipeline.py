@@ -125,7 +125,7 @@ def run_pp(args: PipelineOptions, devices: list[torch.device]) -> None:
     texts = read_texts(args)
     resume = find_resume(args, texts.fingerprints()["train"])
     task = text_task(args, world, texts, resume)
-    setup = setup_of(args, world, workers="stage", schedule=args.schedule)
+    setup = setup_of(args, world, workers="stage")
     model: BlocksInThreads | StagesInThreads
     if args.pipeline == "blocks":
         micro_batch = -(-args.batch_size // (args.num_microbatches or 1))  # examples, rounded up
@@ -138,8 +138,7 @@ def run_pp(args: PipelineOptions, devices: list[torch.device]) -> None:
             task, world, setup, devices, args.schedule, args.num_microbatches or 1, args.balance,
             resume.cut, args.chunks,
         )  # fmt: skip
-    setup.timeline.about["ranks"] = model.ranks
-    announce(world, args, model)
+    announce(world, args, model, setup.timeline)
     try:
         results = run(world, args, task, model, setup, resume=resume)
         finish(world, results, args)

@@ -224,11 +224,7 @@ def run_rank(
         task = text_task(args, world, data, resume)
     setup = setup_of(args, world)
     model = lay_out(args, task, world, setup, resume.cut)  # all ranks together
-    setup.timeline.about |= {
-        "schedule": model.schedule, "num_microbatches": model.num_microbatches,
-        "ranks": model.ranks,
-    }  # fmt: skip
-    announce(world, args, model)
+    announce(world, args, model, setup.timeline)
     average = model.average_gradients if isinstance(model, Replicated) else None
     profile = Profile(setup.timeline, args.profile, args.workdir)
     try:

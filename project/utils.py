@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -70,7 +69,7 @@ def text_task(args: Options, world: World, texts: Texts, resume: Resume) -> Sequ
     return task
 
 
-def setup_of(args: Options, world: World, workers: str = "rank", **about: Any) -> Setup:
+def setup_of(args: Options, world: World, workers: str = "rank") -> Setup:
     """What the options ask of a layout. Sets how this process' GPU multiplies."""
     if world.device.type == "cuda":  # torch's own default has tf32 in convolutions alone
         exact = "tf32" if args.precision == "tf32" else "ieee"
@@ -79,7 +78,7 @@ def setup_of(args: Options, world: World, workers: str = "rank", **about: Any) -
     steps = args.timeline + 1 if args.timeline else 0  # pictures leave out the first step
     timeline = Timeline(
         world.rank, world.world_size, num_steps=steps, workers=workers, device=world.device,
-        about={"strategy": args.strategy, **about}, last=world.last,
+        about={"strategy": args.strategy}, last=world.last,
     )  # fmt: skip
     return Setup(
         # Each rank makes its optimizer, of the parameters or shards that it holds.
@@ -88,8 +87,10 @@ def setup_of(args: Options, world: World, workers: str = "rank", **about: Any) -
     )  # fmt: skip
 
 
-def announce(world: World, args: Options, model: LaidOutModel) -> None:
-    """Prints, on rank 0, the layout and the length of the run."""
+def announce(world: World, args: Options, model: LaidOutModel, timeline: Timeline) -> None:
+    """Prints, on rank 0, the layout and the length of the run; and tells them to the timeline."""
+    m = args.num_microbatches or model.num_microbatches
+    timeline.about |= {"schedule": model.schedule, "num_microbatches": m, "ranks": model.ranks}
     n = args.num_devices or args.world_size
     staged = args.num_devices is not None and not model.ranks  # a stage each
     facts = [f"{n} {'stage' if staged else 'rank'}{'s' * (n > 1)}"]
@@ -103,7 +104,7 @@ def announce(world: World, args: Options, model: LaidOutModel) -> None:
         facts.append(f"schedule {model.schedule}")
         if model.ranks:
             facts.append(f"{args.chunks} chunks each, {len(model.ranks)} stages")
-    facts.append(f"micro-batches: {args.num_microbatches or model.num_microbatches or 'automatic'}")
+    facts.append(f"micro-batches: {m or 'automatic'}")
     n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
     facts.append(f"{n} {unit}{'s' * (n > 1)}")
     if world.is_main:

@@ -41,7 +41,8 @@ def test_a_timeline_has_every_action_of_the_schedule(
         "tokenizer_config.json", "tokens",
     ]  # fmt: skip
     workers, told = read_timelines(Path("work"))
-    assert told == dict(zip(("strategy", "schedule"), about, strict=True)) | {"ranks": None}
+    names = ("strategy", "schedule", "num_microbatches", "ranks")
+    assert told == dict(zip(names, (*about, 3, None), strict=True))
     work = [e for events in workers.values() for e in events if e.kind != "optimizer"]
     assert sorted((e.step, e.kind, e.stage, e.microbatch) for e in work) == sorted(
         (step, kind, stage, i)
