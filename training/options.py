@@ -37,15 +37,6 @@ class Number:
         return self.kind(word)
 
 
-MONTH = 30 * 24 * 3600  # seconds; libraries count in milliseconds, which must not overflow
-count = Number(int, lambda n: n >= 1, "a whole number, 1 or more")
-whole = Number(int, lambda n: 0 <= n < 2**32, f"a whole number from 0 to {2**32 - 1}")
-positive = Number(float, lambda x: 0 < x < math.inf, "a positive, finite number, as 0.5")
-fraction = Number(float, lambda x: 0 <= x < 1, "at least 0 and less than 1, as 0.1")
-seconds = Number(float, lambda x: 0 < x <= MONTH, f"more than 0 and at most {MONTH} seconds")
-zero_stage = Number(int, lambda n: n in (1, 2, 3), "1, 2 or 3")
-
-
 def size(word: str) -> int | str:
     """A count, or all."""
     return word if word == "all" else int(count(word))
@@ -58,13 +49,17 @@ def flag(word: str) -> bool:
     return word.lower() == "true"
 
 
+MOST = 2**32 - 1
+MONTH = 30 * 24 * 3600  # seconds; libraries count in milliseconds, which must not overflow
+count = Number(int, lambda n: n >= 1, "a whole number, 1 or more")
+
 Count = Annotated[int, count]
-Whole = Annotated[int, whole]
-Positive = Annotated[float, positive]
-Fraction = Annotated[float, fraction]
-Seconds = Annotated[float, seconds]
-ZeroStage = Annotated[int, zero_stage]
 Size = Annotated[int | None, size]  # None: all
+Whole = Annotated[int, Number(int, lambda n: 0 <= n <= MOST, f"a whole number from 0 to {MOST}")]
+Positive = Annotated[float, Number(float, lambda x: 0 < x < math.inf, "positive and finite")]
+Fraction = Annotated[float, Number(float, lambda x: 0 <= x < 1, "at least 0, below 1, as 0.1")]
+Seconds = Annotated[float, Number(float, lambda x: 0 < x <= MONTH, f"positive, at most {MONTH}")]
+ZeroStage = Annotated[int, Number(int, lambda n: 1 <= n <= 3, "1, 2 or 3")]
 if TYPE_CHECKING:
     Schedule = str  # run_pipeline.py has one more, for a device at a time
 else:

@@ -43,9 +43,9 @@ REFUSED = {  # per kind of value
     "n_epochs": (["0", "-1", "1.5", "many"], "a whole number, 1 or more"),
     "n_train": (["0", "every"], "a whole number, 1 or more"),
     "keep": (["-1", "0.5", str(2**32)], f"a whole number from 0 to {2**32 - 1}"),
-    "bucket_mb": (["0", "-1", "nan", "inf", "big"], "a positive, finite number, as 0.5"),
-    "dropout": (["1", "-0.1", "nan"], "at least 0 and less than 1, as 0.1"),
-    "timeout": (["0", "-1", "nan", "1e12"], "more than 0 and at most 2592000 seconds"),
+    "bucket_mb": (["0", "-1", "nan", "inf", "big"], "positive and finite"),
+    "dropout": (["1", "-0.1", "nan"], "at least 0, below 1, as 0.1"),
+    "timeout": (["0", "-1", "nan", "1e12"], "positive, at most 2592000"),
     "resume": (["perhaps", "2"], "true or false"),
     "on_nan": (["0", "stopp"], "stop or skip"),
 }

@@ -63,7 +63,7 @@ def test_it_trains_what_one_process_trains(ranks: Ranks, line: str) -> None:
 
 
 def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
-    printed, _ = run(f"train ddp {VGG} --num_batches 2 --timeline 0", ranks)
+    run(f"train ddp {VGG} --num_batches 2 --timeline 0", ranks)
     found = summary()
     assert {key: found[key] for key in ("strategy", "world_size", "model", "batch_size")} == {
         "strategy": "ddp", "world_size": 2, "model": "vgg16", "batch_size": 6,
@@ -76,10 +76,6 @@ def test_the_summary_has_what_figures_are_drawn_from(ranks: Ranks) -> None:
     assert found["state_bytes"] == {kind: [whole, whole] for kind in kinds}
     assert len(found["peak_rss_bytes"]) == 2
     assert all(50e6 < peak < 5e9 for peak in found["peak_rss_bytes"])
-    assert printed.startswith(
-        "ddp: 2 ranks, micro-batches: automatic, 2 steps\nvgg16: 16 layers, 0.1 M parameters\n"
-    )
-    assert "time   pictures/s\n" in printed and "tokens/s" not in printed
     assert names_in("work") == [
         "checkpoints", "config.json", "metrics.jsonl", "options.json", "rank0_results_epoch0.json",
         "rank1_results_epoch0.json", "summary.json",
