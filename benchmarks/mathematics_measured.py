@@ -119,19 +119,19 @@ def _sharded_update_step() -> dict[str, float]:
     model, ranks = make_layers(), Ranks(dist.group.WORLD)
     with sharing(False):
         ranks.all_reduce(torch.ones(1))  # finds out what the ranks share
-    optimizer = ShardedOptimizer(
+    sharded = ShardedOptimizer(
         dict(model.named_parameters()), torch.optim.AdamW, ranks, lambda _: None
     )
     x = torch.randn(4, WIDTH)
 
     def step() -> None:
         model(x).sum().backward()
-        optimizer.reduce()
-        optimizer.step()
+        sharded.reduce()
+        sharded.optimizer.step()
 
     sent = _counted(step)
     model(x).sum().backward()  # before the update every rank has all gradients
-    held = sum(state_bytes(model.parameters(), [optimizer.optimizer]).values())
+    held = sum(state_bytes(model.parameters(), [sharded.optimizer]).values())
     return {"sent 1": sent, "held 1": held}
 
 

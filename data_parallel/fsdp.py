@@ -132,10 +132,8 @@ class FullyShardedDataParallel:
             shared = SharedExchange.open(planned, group)  # None on all ranks, or on none
         self.exchange = shared or Exchange(self.device, group)
         self.units = [ShardedUnit(unit, self.exchange, zero) for unit in planned]
-        empty = {  # by unit: as modules hold them between the passes
-            u.unit.index: u.fill(whole, init)
-            for u, whole in zip(self.units, parameters, strict=True)
-        }
+        for u, whole in zip(self.units, parameters, strict=True):
+            u.fill(whole, init)
         for module in model.modules():  # buffers are small: each rank holds them whole
             for key, buffer in module._buffers.items():
                 if buffer is not None:
@@ -143,7 +141,7 @@ class FullyShardedDataParallel:
                     module._buffers[key] = first_value(buffer, name, self.exchange, init)
         self.parameters_changed()  # shared memory: nobody reads before all have filled theirs
         self.layers = [
-            GatheredLayer(k, layer, places[k], self.units, empty, recompute, self.device)
+            GatheredLayer(k, layer, places[k], self.units, recompute, self.device)
             for k, layer in enumerate(layers)
         ]
         self.layers[-1].forget = False  # its backward is next

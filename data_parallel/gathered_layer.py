@@ -19,7 +19,7 @@ Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,7 +59,6 @@ class GatheredLayer:
     """A layer and the units of its parameters.
 
     Args:
-        empty: by unit and entry, parameters without memory: what the modules hold between passes.
         recompute: forget what backward needs and compute it again, if backward gathers all units.
 
     Attributes:
@@ -72,7 +71,6 @@ class GatheredLayer:
         module: nn.Module,
         places: Sequence[Place],
         units: Sequence[ShardedUnit],
-        empty: Mapping[int, Sequence[nn.Parameter]],
         recompute: bool,
         device: torch.device,
     ) -> None:
@@ -83,7 +81,8 @@ class GatheredLayer:
         needed = {p.unit for p in places if not isinstance(p.module, nn.Embedding)}
         self.regathered = [u for u in self.units if u.unit.index in needed]
         self.forget = recompute and self.regathered == self.units
-        self._places, self._empty = places, empty
+        self._places = places
+        self._empty = {u.unit.index: u.empty for u in self.units}
         self._torchs_own = written_by_torch(module)
         self._put(self._empty)
 
@@ -101,7 +100,7 @@ class GatheredLayer:
             refuse_gradient_hooks(
                 (entry.name, p)
                 for u in self.units
-                for entry, p in zip(u.unit.entries, self._empty[u.unit.index], strict=True)
+                for entry, p in zip(u.unit.entries, u.empty, strict=True)
             )
         graph = LayerGraph(self.device)
         forget = self.forget and torch.is_grad_enabled()
@@ -113,7 +112,7 @@ class GatheredLayer:
         graph.recompute(partial(self._run, graph, True))
 
     def _run(self, graph: LayerGraph, forget: bool, entered: Any) -> Any:
-        parameters = self._gathered(self.units)
+        parameters = {u.unit.index: u.parameters() for u in self.units}
         graph.leaves = {u: ps for u, ps in parameters.items() if ps[0].requires_grad}
         trained = [p for ps in graph.leaves.values() for p in ps]
         guard = Guard(runs_again=forget)
@@ -141,7 +140,7 @@ class GatheredLayer:
         """
         flat = [p for leaves in graph.leaves.values() for p in leaves]  # all trainable units'
         if not self._torchs_own:  # else a checkpoint may run its part of the forward again
-            self._put({**self._empty, **self._gathered(self.regathered)})
+            self._put(self._empty | {u.unit.index: u.parameters() for u in self.regathered})
         try:
             of_inputs, found = graph.differentiate(flat, gradients)
         finally:
@@ -149,15 +148,6 @@ class GatheredLayer:
                 self._put(self._empty)
         found = {p: g.to_dense() if g.is_sparse else g for p, g in found.items()}
         return of_inputs, {u: [found.get(p) for p in ps] for u, ps in graph.leaves.items()}
-
-    def _gathered(self, units: Iterable[ShardedUnit]) -> dict[int, list[nn.Parameter]]:
-        """Views of gathered units, by unit and entry."""
-        found = {}  # new leaves for every forward, so each graph has its own
-        for u in units:
-            assert u.whole is not None, "the layer's parameters are not gathered"
-            views = u.unit.views(u.whole)
-            found[u.unit.index] = [nn.Parameter(view, u.unit.trainable) for view in views]
-        return found
 
     def _put(self, parameters: Mapping[int, Sequence[nn.Parameter]]) -> None:
         for place in self._places:

@@ -27,12 +27,14 @@ class ShardedUnit:
         published: the shard in `compute_dtype`, as others gather it; the shard itself if its type
             is the same.
         kept: with zero 2, memory for the whole parameters; with zero 3 it is lent.
+        empty: by entry, parameters without memory: what modules hold between the passes.
         gradient: memory for the shard's grad, from the first backward on.
     """
 
     def __init__(self, unit: Unit, exchange: Exchange, zero: int) -> None:
         self.unit, self.exchange = unit, exchange
         self.whole: Tensor | None = None
+        self.empty: list[nn.Parameter] = []
         numel = unit.shard_numel if zero == 3 else unit.numel
         # zeroed; with SharedExchange at one offset on all ranks, which read each other's
         storage = exchange.storage(numel, unit.compute_dtype)
@@ -49,11 +51,9 @@ class ShardedUnit:
         self._arriving: tuple[Wait, Tensor] | None = None  # the second will be `whole`
 
     @torch.no_grad()
-    def fill(
-        self, parameters: Sequence[nn.Parameter], init: Initialize | None
-    ) -> list[nn.Parameter]:
+    def fill(self, parameters: Sequence[nn.Parameter], init: Initialize | None) -> None:
         """Fills the shard, of which one parameter at a time is whole: one on the meta device by
-        `init`, another by rank 0's values. Returns parameters without memory that replace them."""
+        `init`, another by rank 0's values. `empty` then replaces them."""
         pieces = {p.name: p for p in self.unit.pieces(self.exchange.rank, self.shard.data)}
         for entry, parameter in zip(self.unit.entries, parameters, strict=True):
             if parameter.is_meta and entry.name not in pieces:
@@ -62,7 +62,12 @@ class ShardedUnit:
             if entry.name in pieces:
                 _, _, begin, piece = pieces[entry.name]
                 piece.copy_(whole.flatten()[begin : begin + len(piece)])
-        return [nn.Parameter(p.to("meta"), p.requires_grad) for p in parameters]
+        self.empty = [nn.Parameter(p.to("meta"), p.requires_grad) for p in parameters]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Views of the gathered unit: new leaves each time, so that each graph has its own."""
+        assert self.whole is not None, "the layer's parameters are not gathered"
+        return [nn.Parameter(view, self.unit.trainable) for view in self.unit.views(self.whole)]
 
     def publish(self) -> None:
         """Call after the shard has changed: others gather the new values, and so does this rank."""

@@ -47,7 +47,11 @@ class _Part(NamedTuple):
 
 
 class ShardedOptimizer:
-    """Parts of flat tensors, and their optimizer. All ranks call the same methods together.
+    """Parts of flat tensors, and their optimizer. All ranks call the same methods together:
+
+        loss.backward()
+        sharded.reduce()
+        sharded.optimizer.step()    # then `publish`
 
     Args:
         parameters: of this rank, by name, all of one dtype, the same on all `ranks`. Their data
@@ -57,6 +61,7 @@ class ShardedOptimizer:
 
     Attributes:
         shards: this rank's part of each flat tensor, by kind.
+        optimizer: of the shards. After each step all ranks get the new values.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class ShardedOptimizer:
             self._parts.append(_Part(unit, [p for _, p in group], flat, shard))
         self.shards = {key: part.shard for key, part in zip(named, self._parts, strict=True)}
         self.optimizer = make_optimizer(list(self.shards.values()))
+        self.optimizer.register_step_post_hook(lambda *_: self.publish())
 
     def reduce(self) -> None:
         """Sums the parameters' gradients over the ranks into the gradients of the shards."""
@@ -95,11 +101,6 @@ class ShardedOptimizer:
             for here in part.stretches():
                 shard.grad[here] = self.ranks.reduce_scatter(by_rank[:, here].flatten(), 0)
 
-    def step(self) -> None:
-        """Updates the shards and sends the new values to all ranks."""
-        self.optimizer.step()
-        self.publish()
-
     @torch.no_grad()
     def publish(self) -> None:
         """Sends the shards' values to all ranks."""
@@ -109,18 +110,7 @@ class ShardedOptimizer:
                 new = self.ranks.all_gather(part.shard.detach()[here], 0)
                 by_rank[:, here] = new.view(self.ranks.size, -1)
 
-    def zero_grad(self) -> None:
-        """Frees all gradients."""
-        self.optimizer.zero_grad()
-        for part in self._parts:
-            for p in part.parameters:
-                p.grad = None
-
     def pieces(self, shard: Tensor, values: Tensor) -> list[FlatPiece]:
         """The parts of parameters in `values`, a tensor laid out like `shard`."""
         (unit,) = (part.unit for part in self._parts if part.shard is shard)
         return unit.pieces(self.ranks.rank, values)
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else, such as param_groups and state, is the inner optimizer's."""
-        return getattr(self.optimizer, name)

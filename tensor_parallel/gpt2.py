@@ -136,11 +136,11 @@ def cut_matrices(model: Any, ranks: Ranks, sequence_parallel: bool = False) -> d
     def columns(name: str, layer: Any, blocks: int = 1) -> ColumnParallelLinear:
         weight = part(f"{name}.weight", layer.weight, 1, blocks)  # [K, N/t]
         bias = part(f"{name}.bias", layer.bias, 0, blocks)  # [N/t]
-        return ColumnParallelLinear(weight, bias, ranks, sequence_parallel)
+        return ColumnParallelLinear(weight, ranks, sequence_parallel, bias)
 
     def rows(name: str, layer: Any) -> RowParallelLinear:
         weight = part(f"{name}.weight", layer.weight, 0)  # [K/t, N]
-        return RowParallelLinear(weight, layer.bias, ranks, sequence_parallel)  # whole bias
+        return RowParallelLinear(weight, ranks, sequence_parallel, layer.bias)  # whole bias
 
     body = model.transformer
     for k, block in enumerate(body.h):

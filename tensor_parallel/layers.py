@@ -41,9 +41,18 @@ SEQUENCE = 1  # the dimension of positions
 class _CutLayer(nn.Module):
     """A layer whose `weight` is cut over the `ranks`."""
 
-    def __init__(self, weight: nn.Parameter, ranks: Ranks, sequence_parallel: bool) -> None:
+    bias: nn.Parameter
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        ranks: Ranks,
+        sequence_parallel: bool,
+        bias: nn.Parameter | None = None,
+    ) -> None:
         super().__init__()
         self.weight, self.ranks, self.sequence_parallel = weight, ranks, sequence_parallel
+        self.register_parameter("bias", bias)
 
     @property
     def scattered(self) -> bool:
@@ -61,12 +70,6 @@ class ColumnParallelLinear(_CutLayer):
     Args:
         weight, bias: [K, N/t] and [N/t], this rank's columns.
     """
-
-    def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter, ranks: Ranks, sequence_parallel: bool
-    ) -> None:
-        super().__init__(weight, ranks, sequence_parallel)
-        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
@@ -116,12 +119,6 @@ class RowParallelLinear(_CutLayer):
         bias: [N], the same on all ranks.
     """
 
-    def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter, ranks: Ranks, sequence_parallel: bool
-    ) -> None:
-        super().__init__(weight, ranks, sequence_parallel)
-        self.bias = bias
-
     def forward(self, x: Tensor) -> Tensor:
         y = torch.mm(x.reshape(-1, x.size(-1)), self.weight).view(*x.shape[:-1], len(self.bias))
         return self.summed(y) + self.bias  # after the sum: once, not once per rank
@@ -137,13 +134,8 @@ class VocabularyParallelEmbedding(_CutLayer):
         weight: [rows, C], this rank's rows; those of rank r start at token r * rows.
     """
 
-    def __init__(self, weight: nn.Parameter, ranks: Ranks, sequence_parallel: bool) -> None:
-        super().__init__(weight, ranks, sequence_parallel)
-        self.rows = len(weight)
-        self.first = ranks.rank * self.rows
-
     def forward(self, ids: Tensor) -> Tensor:
-        local = ids - self.first  # [B, T]: rows here, or outside
-        elsewhere = (local < 0) | (local >= self.rows)
+        local = ids - self.ranks.rank * len(self.weight)  # [B, T]: rows here, or outside
+        elsewhere = (local < 0) | (local >= len(self.weight))
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)  # row 0 as a stand-in
         return self.summed(rows.masked_fill(elsewhere[..., None], 0))  # zeros, but on one rank

@@ -38,7 +38,7 @@ from training.checkpoint import (
 from training.launch.errors import RunError
 from training.launch.world import World
 from training.layouts.layout import Piece, whole
-from training.layouts.sharded import flat_pieces
+from training.layouts.tensor import flat_pieces
 from training.resume import Resume
 
 SHARD = "__0_0.distcp"

@@ -29,10 +29,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from runtime.mesh import limit_waits
+from training.launch.memory import state_bytes
 from training.optimization import Run
 from training.tasks.cache import Cache
-from training.tasks.generation import greedy
-from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
 from training.timeline import OFF, Timeline
 
@@ -52,6 +51,14 @@ class Setup:
     def dtype(self) -> torch.dtype:
         """Of weights, gradients and optimizer state."""
         return torch.float64 if self.precision == "fp64" else torch.float32
+
+    def optimizer(
+        self, parameters: Iterable[nn.Parameter], stage: int = -1
+    ) -> torch.optim.Optimizer:
+        """An optimizer whose steps the timeline records."""
+        made = self.make_optimizer(parameters)
+        self.timeline.watch(made, stage)
+        return made
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
@@ -163,11 +170,9 @@ class LaidOutModel(ABC):
         target = tree_map_only(Tensor, to_outputs, target)
         return self.task.measure(output, target)
 
+    @abstractmethod
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """The next token of each sentence; see `training.tasks.task.Decoder`."""
-        logits = self.outputs(newest_tokens(ids, cache))  # [B, V], of the newest position
-        assert logits is not None
-        return greedy(logits, num_tokens)
 
     def end(self, turn: Callable[[], None]) -> None:  # noqa: B027 (most layouts wait for nobody)
         """This rank has no sentences left to translate; see `training.tasks.task.Decoder`."""
@@ -188,15 +193,15 @@ class LaidOutModel(ABC):
     def loaded(self) -> None:  # noqa: B027 (most layouts need do nothing)
         """Call it after new values were written into the `held` tensors."""
 
-    @abstractmethod
     def whole_parameters(self) -> dict[str, Tensor]:
-        """The parameters that this rank holds whole, by their names in the model. Those that
-        several ranks hold must stay the same on all of them. (In tensor parallelism also parts of
-        parameters; their names say which.)"""
+        """The parameters that this rank holds whole, by their names in the model: all of `module`.
+        Those that several ranks hold must stay the same on all of them. (In tensor parallelism also
+        parts of parameters; their names say which.)"""
+        return {} if self.module is None else dict(self.module.named_parameters())
 
-    @abstractmethod
     def state_bytes(self) -> dict[str, int]:
         """Bytes of `parameters`, `gradients` and `optimizer` state that this rank holds."""
+        return state_bytes(self.held(), self.optimizers)
 
     def limit_waits(self, seconds: float) -> None:
         """From now on a rank waits so long for another."""

@@ -1,4 +1,7 @@
-"""Times the layers of a task one by one, for stages of equal cost."""
+"""How many layers each stage has: as asked, as a checkpoint remembers, or measured.
+
+Stages should take equally long. So rank 0 times the layers one by one, on a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.partition import balance, measure_costs
+from pipeline.partition import balance as balanced
+from pipeline.partition import measure_costs
 from runtime.meta import materialize, names_of
 from training.launch.world import World
 from training.tasks.task import TrainingTask
@@ -18,25 +22,44 @@ from training.tasks.task import TrainingTask
 from .layout import Setup
 
 
-def measured_sizes(task: TrainingTask, world: World, setup: Setup, num_stages: int) -> list[int]:
-    """Layers per stage. Rank 0 times the layers one by one on a micro-batch, and tells all."""
+def stage_sizes(
+    task: TrainingTask,
+    world: World,
+    setup: Setup,
+    num_stages: int,
+    num_microbatches: int,
+    balance: str = "auto",
+    cut: Sequence[int] | None = None,
+) -> list[int]:
+    """Layers per stage. All ranks call it together.
+
+    Args:
+        num_microbatches: of a batch; of the first, the last one is what layers are timed on.
+        balance: as --balance; auto: `cut`, if it has as many stages, or measured.
+        cut: the layers per stage of a checkpoint.
+    """
+    if balance == "auto" and cut is not None and len(cut) == num_stages:
+        return list(cut)
+    sizes: list[Any] = [task.sizes(balance, num_stages)]  # None: to be measured
+    if sizes[0] is not None:
+        return sizes[0]
     if num_stages == 1:
         return [len(task.layers(task.skeleton()))]
-    sizes: list[Any] = [None]
     if world.is_main:  # the others wait in the broadcast
-        step = next(task.steps(0, 0, 1, setup.num_microbatches or 4))
+        step = next(task.steps(0, 0, 1, num_microbatches))
         x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
         filled = cast(Sequence[nn.Module], _OneAtATime(task, world.device, setup.dtype))
         with setup.autocast(world.device):
             costs = measure_costs(filled, x, lambda output: task.loss(output, target))
-        sizes = [balance(costs, num_stages)]
+        sizes = [balanced(costs, num_stages)]
     if world.world_size > 1:
         dist.broadcast_object_list(sizes, 0)
     return sizes[0]
 
 
 class _OneAtATime:
-    """Layers on the meta device. Iterating gives each in turn memory and values."""
+    """Layers on the meta device. Iterating gives each in turn memory and values: no rank may have
+    memory for all."""
 
     def __init__(self, task: TrainingTask, device: torch.device, dtype: torch.dtype) -> None:
         model = task.skeleton().to(dtype)

@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.gradients import average_gradients, average_gradients_flat
-from training.launch.memory import state_bytes
 from training.launch.world import World
+from training.tasks.cache import Cache
+from training.tasks.generation import greedy
+from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask, whole_model
 
 from .layout import LaidOutModel, Setup
@@ -76,8 +78,7 @@ class Replicated(LaidOutModel):
             number = {"always": len(layers), "sqrt": round(math.sqrt(len(layers)))}  # of segments
             self.net = Recomputed(layers, number[setup.recompute])
         parameters = list(self.module.parameters())
-        self.optimizers = [setup.make_optimizer(parameters)]
-        setup.timeline.watch(self.optimizers[0])
+        self.optimizers = [setup.optimizer(parameters)]
         # Every rank has the whole gradient when it steps: each counts a part of its norm.
         self.counted = parameters[world.rank :: world.world_size]
         self.average_gradients: Callable[[nn.Module], None] | None = None
@@ -123,10 +124,8 @@ class Replicated(LaidOutModel):
             found: Tensor = self.net(x)  # [N, V] at N targets, or [B, classes]
         return found
 
-    def whole_parameters(self) -> dict[str, Tensor]:
-        """All of them."""
-        return dict(self.module.named_parameters())
-
-    def state_bytes(self) -> dict[str, int]:
-        """Everything, on every rank."""
-        return state_bytes(self.module.parameters(), self.optimizers)
+    def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
+        """Every rank finds its own."""
+        logits = self.outputs(newest_tokens(ids, cache))  # [B, V], of the newest position
+        assert logits is not None
+        return greedy(logits, num_tokens)

@@ -19,15 +19,13 @@ from runtime.ranks import Ranks
 from runtime.recompute import mode_of
 from training.launch.memory import state_bytes
 from training.launch.world import World
-from training.layouts.layout import Piece, whole
 from training.tasks.cache import Cache
 from training.tasks.gpt2 import newest_tokens
 from training.tasks.task import Step, TrainingTask
 
-from .layout import LaidOutModel, Setup
-from .measure import measured_sizes
-from .sharded import everyone, flat_pieces
-from .tensor import CutTask
+from .layout import Piece, Setup, whole
+from .measure import stage_sizes
+from .tensor import MeshLayout, everyone
 
 
 @dataclass(frozen=True)
@@ -43,20 +41,10 @@ class StageSettings:
     sequence_parallel: bool = False
     shard_optimizer: bool = False  # ZeRO 1 over the replicas
 
-    def sizes(
-        self, task: TrainingTask, world: World, setup: Setup, num_stages: int
-    ) -> Sequence[int]:
-        """The layers per stage. All ranks call it together."""
-        if self.balance == "auto" and self.cut is not None and len(self.cut) == num_stages:
-            return self.cut
-        wanted = task.sizes(self.balance, num_stages)  # None: to be measured
-        return wanted or measured_sizes(task, world, setup, num_stages)  # all wait for rank 0
 
-
-class Staged(LaidOutModel):
+class Staged(MeshLayout):
     """The layers in stages on the mesh's pipeline axis; micro-batches flow through them. Ranks of
-    its tensor axis share every layer. Ranks of its data axis are replicas, each with a part of the
-    batch, whose gradients are combined.
+    its data axis are replicas, whose gradients are combined.
 
     Args:
         mesh: by default a stage on every rank.
@@ -71,15 +59,12 @@ class Staged(LaidOutModel):
         mesh: Mesh | None = None,
     ) -> None:
         mesh = mesh or Mesh(pipeline=everyone(world))
-        self.task, self.world, self.setup, self.mesh = task, world, setup, mesh
-        self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
-        self.devices, self.num_microbatches = [world.device], stages.num_microbatches
-        self.schedule = stages.schedule
+        super().__init__(task, world, setup, mesh, stages.sequence_parallel)
+        self.num_microbatches, self.schedule = stages.num_microbatches, stages.schedule
         ranks = places(self.schedule or "1f1b", mesh.pipeline.size, stages.chunks)  # by stage
         self.ranks = ranks if len(ranks) > mesh.pipeline.size else None  # only with chunks
-        self.cut = stages.sizes(task, world, setup, len(ranks))
-        self.cut_task = CutTask(
-            task, mesh.tensor, setup.dtype, stages.sequence_parallel, setup.timeline
+        self.cut = stage_sizes(
+            task, world, setup, len(ranks), self.num_microbatches or 4, stages.balance, stages.cut
         )
         one_at_a_time = len(ranks) == 1 or self.num_microbatches == 1
         self.pipe = ProcessPipe(  # allocates and fills this rank's stages alone
@@ -110,12 +95,11 @@ class Staged(LaidOutModel):
             self.buckets = GradientBuckets(
                 mine.values(), self.mesh.data.group, recorder=self.setup.timeline, apart=tied
             )
-        self.optimizers = [self.setup.make_optimizer(mine.values())]
+        self.optimizers = [self.setup.optimizer(mine.values())]
         owned = self.pipe.owned_parameters().keys()
         counts = [p for name, p in mine.items() if name in owned and self.cut_task.counted(name)]
         # Every replica has the whole gradient: each counts a part of it in the norm.
         self.counted = counts[self.part :: self.parts]
-        self.setup.timeline.watch(self.optimizers[0])
 
     def _shard_optimizer(self, mine: dict[str, nn.Parameter], replicas: Ranks) -> None:
         """ZeRO 1: each replica updates its part of this rank's parameters."""
@@ -127,14 +111,13 @@ class Staged(LaidOutModel):
             return name in self.cut_task.parts, tied
 
         owned = self.pipe.owned_parameters().keys()
-        self.sharded = ShardedOptimizer(mine, self.setup.make_optimizer, replicas, kind)
-        self.optimizers = [cast(torch.optim.Optimizer, self.sharded)]
+        self.sharded = ShardedOptimizer(mine, self.setup.optimizer, replicas, kind)
+        self.optimizers = [self.sharded.optimizer]
         self.counted = [  # shards; of tied and of whole parameters on one rank only
             p
             for (cut, tied), p in self.sharded.shards.items()
             if (tied is None or tied in owned) and (cut or self.shard == 0)
         ]
-        self.setup.timeline.watch(self.sharded.optimizer)
 
     def backward(self, step: Step) -> Tensor:
         """All ranks of a replica get its loss; the first counts it."""
@@ -157,26 +140,16 @@ class Staged(LaidOutModel):
         # `count` undoes the scale: the summed loss of this replica.
         return loss.detach() * (count if first else 0)
 
-    def outputs(self, x: Any) -> Tensor | None:
-        """The last stage sees them."""
-        output = None if x is None else self._eval(x)  # last stage: [N, rows]
-        return None if output is None else self.cut_task.logits(output)
-
-    def measure(self, x: Any, target: Any) -> Tensor | None:
-        """On the last stage."""
+    def forward(self, x: Any, beside: Mapping[str, Any] | None = None) -> Tensor | None:
+        """The last stage sees the outputs."""
         if x is None:  # this replica has no batch left
             return None
-        output = self._eval(self.cut_task.input(x, target, training=False))
-        return None if output is None else self.cut_task.measure(output, target)
-
-    def _eval(self, x: Any, beside: Mapping[str, Any] | None = None) -> Tensor | None:
         with self.setup.autocast(self.devices[0]):
-            output = self.pipe.forward(x, beside)
-        return cast(Tensor | None, output)
+            return cast(Tensor | None, self.pipe.forward(x, beside))
 
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """The last stage has the logits; each rank keeps the cache of its own layers and heads."""
-        logits = self._eval(newest_tokens(ids), beside={"cache": cache})  # last stage: [B, rows]
+        logits = self.forward(newest_tokens(ids), {"cache": cache})  # last stage: [B, rows]
         tokens = None if logits is None else self.cut_task.argmax(logits, num_tokens)
         return self.pipe.from_last(tokens)  # [B], on every stage
 
@@ -190,11 +163,7 @@ class Staged(LaidOutModel):
         """The slices of whole parameters that `t` has."""
         if self.sharded is None:
             return self.cut_task.pieces([whole(self._names[p], t)])
-        return self.cut_task.pieces(
-            x
-            for f in self.sharded.pieces(p, t)
-            for x in flat_pieces(f.name, f.shape, f.offset, f.tensor)
-        )
+        return self.flat_pieces(self.sharded.pieces(p, t))
 
     def loaded(self) -> None:
         """Sends the new values to all replicas."""

@@ -1,4 +1,6 @@
-"""A task's layers, cut over the ranks that share them: what tensor parallelism changes in a layout.
+"""Layouts on a mesh, and what the mesh's tensor axis changes in them.
+
+Ranks of the tensor axis share every layer: `CutTask` cuts a task's layers over them.
 
 Three things change. The layers hold parts of the model's matrices, so initial values, checkpoints
 and exports use `Part`. The head is fused with the loss and needs the labels, so a micro-batch has
@@ -6,26 +8,34 @@ them too, as `Sequences.labels`. A parameter that every rank holds whole is coun
 norms; with sequence parallelism its gradient is summed over the ranks.
 
 With one rank nothing changes.
+
+`MeshLayout` is what layouts have in common that run such layers, as shards or in stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime.mesh import Axis
+from data_parallel.flat import FlatPiece
+from runtime.mesh import Axis, Mesh
 from runtime.ranks import Ranks
 from runtime.recorder import Recorder
 from tensor_parallel.gpt2 import HeadAndLoss, Part, VocabularyParallelHead, cut_matrices
 from tensor_parallel.loss import argmax
-from training.layouts.layout import Piece
+from training.launch.world import World
 from training.tasks.generation import greedy
 from training.tasks.task import TrainingTask
+
+from .layout import LaidOutModel, Piece, Setup
 
 
 class CutTask:
@@ -141,3 +151,63 @@ class CutTask:
         total = self.ranks.all_reduce(torch.cat([g.flatten() for g in gradients]))
         for g, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
             g.copy_(part.view_as(g))  # in place: optimizers and buckets hold this tensor
+
+
+class MeshLayout(LaidOutModel):
+    """A layout on a mesh: its tensor axis cuts the matrices, and its data axis deals the batch out.
+
+    Args:
+        sequence_parallel: see `CutTask`.
+    """
+
+    def __init__(
+        self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh, sequence_parallel: bool
+    ) -> None:
+        self.task, self.setup, self.mesh, self.devices = task, setup, mesh, [world.device]
+        self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
+        self.cut_task = CutTask(  # on the meta device: no memory yet
+            task, mesh.tensor, setup.dtype, sequence_parallel, setup.timeline
+        )
+
+    @abstractmethod
+    def forward(self, x: Any) -> Tensor | None:
+        """What the last layer returns, while `evaluating`; None on ranks that do not see it. `x` is
+        None on a rank that has run out of data."""
+
+    def outputs(self, x: Any) -> Tensor | None:
+        """The logits of all tokens, on the first rank of the tensor axis."""
+        output = self.forward(x)
+        return None if output is None else self.cut_task.logits(output)
+
+    def measure(self, x: Any, target: Any) -> Tensor | None:
+        """Counted on one rank of the tensor axis."""
+        x = None if x is None else self.cut_task.input(x, target, training=False)
+        output = self.forward(x)
+        return None if output is None else self.cut_task.measure(output, target)
+
+    def flat_pieces(self, found: Iterable[FlatPiece]) -> list[Piece]:
+        """The rectangles of whole parameters in a flat shard."""
+        return self.cut_task.pieces(piece for flat in found for piece in flat_pieces(*flat))
+
+
+def everyone(world: World) -> Axis:
+    """All ranks, on one axis."""
+    group = dist.group.WORLD if world.world_size > 1 else None
+    return Axis(world.rank, world.world_size, group)
+
+
+def flat_pieces(name: str, shape: Sequence[int], start: int, values: Tensor) -> list[Piece]:
+    """The pieces of a rank that holds elements start, start + 1, ... of the flattened tensor, as
+    views of `values`. A range of a matrix that begins and ends inside rows gives up to three."""
+    pieces, done, sizes = [], 0, (1, *shape)  # the tensor is a row of its own
+    rows = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements in a row of each level
+    while done < values.numel():
+        at, left = start + done, values.numel() - done  # place in the tensor; elements left
+        d = next(d for d, row in enumerate(rows) if at % row == 0 and row <= left)  # the longest
+        offsets = [at // row % size for row, size in zip(rows, sizes, strict=True)]
+        n = min(left // rows[d], sizes[d] - offsets[d])  # how many rows of that level
+        box = [*(1 for _ in range(d)), n, *sizes[d + 1 :]]  # its shape, in all levels
+        part = values[done : done + n * rows[d]].view(box[1:])
+        pieces.append(Piece(name, part, tuple(offsets[1:]), tuple(shape)))
+        done += n * rows[d]
+    return pieces

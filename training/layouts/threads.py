@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pipeline.microbatch import MicroBatches, batch_size
-from pipeline.partition import balance as balanced
-from pipeline.partition import measure_costs, place_layers
+from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
 from pipeline.schedules.catalogue import places
 from runtime.graph import move
 from runtime.recompute import mode_of
-from training.launch.memory import state_bytes
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
@@ -31,6 +29,7 @@ from training.tasks.gpt2 import Sequences, at_targets, newest_tokens, split_by
 from training.tasks.task import Step, TrainingTask, whole_model
 
 from .layout import LaidOutModel, Setup
+from .measure import stage_sizes
 
 
 class _InOneProcess(LaidOutModel):
@@ -48,14 +47,6 @@ class _InOneProcess(LaidOutModel):
                 device = next(layer.parameters()).device  # cpu, whichever slice of the cores
                 value = layer(tree_map_only(Tensor, partial(Tensor.to, device=device), value))
         return greedy(value, num_tokens)  # of logits [B, V]
-
-    def whole_parameters(self) -> dict[str, Tensor]:
-        """All of them."""
-        return dict(self.module.named_parameters())
-
-    def state_bytes(self) -> dict[str, int]:
-        """The bytes of all stages."""
-        return state_bytes(self.module.parameters(), self.optimizers)
 
 
 class StagesInThreads(_InOneProcess):
@@ -87,15 +78,7 @@ class StagesInThreads(_InOneProcess):
         self.schedule, self.num_microbatches = schedule, num_microbatches
         self.module = whole_model(task, world.device, setup.dtype)  # still on one device
         self.modules = self.layers = layers = task.layers(self.module)
-        if balance != "auto" or cut is None or len(cut) != len(ranks):
-            cut = task.sizes(balance, len(ranks))  # None: to be measured
-        if cut is None:  # layers are timed one by one
-            step = next(task.steps(0, 0, 1, num_microbatches))  # all of the first batch
-            x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
-            with setup.autocast(world.device):
-                costs = measure_costs(layers, x, lambda output: task.loss(output, target))
-            cut = balanced(costs, len(ranks))
-        self.cut = list(cut)
+        self.cut = stage_sizes(task, world, setup, len(ranks), num_microbatches, balance, cut)
         # Moves layers to their devices; a tied weight gets a copy on every other GPU that uses it.
         module, replicas = place_layers(layers, self.cut, [devices[r] for r in ranks])
         one_at_a_time = schedule == "sequential" or len(ranks) == 1
@@ -107,9 +90,8 @@ class StagesInThreads(_InOneProcess):
         where = ", ".join(str(devices[r]) for r in ranks)
         self.description = f"layers per stage: {' | '.join(map(str, self.cut))} on {where}"
         # An optimizer per stage, on the stage's worker; a tied weight is in the first one's.
-        self.optimizers = [setup.make_optimizer(ps) for ps in self.pipe.stage_parameters()]
-        for stage, optimizer in enumerate(self.optimizers):
-            setup.timeline.watch(optimizer, stage)
+        of_stages = enumerate(self.pipe.stage_parameters())
+        self.optimizers = [setup.optimizer(ps, stage) for stage, ps in of_stages]
         self.run = self.pipe.run_on_stages  # all stages update at the same time
 
     def backward(self, step: Step) -> Tensor:
@@ -174,8 +156,7 @@ class BlocksInThreads(_InOneProcess):
         self.module.transformer.h_pp.recompute = mode_of(setup.recompute, split_size is None)
         where = ", ".join(map(str, devices))
         self.description = f"blocks per stage: {' | '.join(map(str, sizes))} on {where}"
-        self.optimizers = [setup.make_optimizer(self.module.parameters())]
-        setup.timeline.watch(self.optimizers[0], 0)
+        self.optimizers = [setup.optimizer(self.module.parameters(), 0)]
 
     def _logits(self, x: Sequences) -> Tensor:
         hidden = self.module.transformer(input_ids=x.hidden, use_cache=False)[0]  # B T C
