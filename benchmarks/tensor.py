@@ -47,7 +47,7 @@ from tensor_parallel.loss import head_loss
 from training.launch.launch import Settings, launch
 from training.launch.world import World
 from training.layouts.layout import Setup
-from training.layouts.stages import Staged, StageSettings
+from training.layouts.stages import Staged
 from training.tasks.gpt2 import (
     Sequences,
     build_model,
@@ -452,8 +452,8 @@ def _mesh_steps(world: World, out: Path) -> None:
     models, replicas = {}, {}
     for dp, pp, tp in MESHES:
         mesh = make_mesh(dp, pp, tp, 300.0)
-        stages = StageSettings(num_microbatches=2 if pp > 1 else 1, cut=CUT)
-        model = Staged(task, world, Setup(_adamw), stages, mesh)
+        m = 2 if pp > 1 else 1
+        model = Staged(task, world, Setup(_adamw), mesh, num_microbatches=m, cut=CUT)
         name = f"{dp} x {pp} x {tp}"
         models[name], replicas[f"arithmetic of {name}"] = model, (dp, 2 if pp > 1 else 1)
     one = _One() if world.is_main else None

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.ranks import all_gather, reduce_scatter, where_hosts_meet
+from runtime.ranks import all_gather, reduce_scatter, start_comparison, where_hosts_meet
 from runtime.shared_memory import SharedBuffers, aligned, sum_into
 
 from .flat import Unit
@@ -144,14 +144,10 @@ class Exchange:
 
         It raises RuntimeError if they have not.
         """
-        said = torch.tensor([what, -what], device=where_hosts_meet(self.group, self.device))
-        work = dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        assert work is not None
+        agreed = start_comparison(what, self.group, where_hosts_meet(self.group, self.device))
 
         def wait() -> None:
-            work.wait()
-            largest, smallest = said.tolist()
-            if largest != -smallest:
+            if not agreed():
                 raise RuntimeError(
                     "the ranks diverged: all must make the same calls, with forward(None) and "
                     "backward(None) where they have no examples"

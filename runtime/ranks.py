@@ -150,13 +150,12 @@ class Ranks:
         views[self.rank].copy_(x)  # before it is announced
         # A rank that announces another number makes another call: its tensor must not be used.
         mine = _KINDS.index(kind) + 4 * self._turn + (x.numel() % 4093 << 40)  # call, turn, size
-        said = torch.tensor([mine, -mine])
-        work = dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        agreed = start_comparison(mine, self.group, x.device)
 
         def wait() -> None:
-            work.wait()
+            same = agreed()
             self._under_way = False
-            if said.sum():  # the largest number less the smallest
+            if not same:
                 raise RuntimeError("the ranks diverged: they make different calls")
 
         def result() -> Tensor:  # after the wait: all ranks' slots are written
@@ -169,6 +168,21 @@ class Ranks:
             return total
 
         return wait, result
+
+
+def start_comparison(
+    number: int, group: dist.ProcessGroup | None, device: torch.device
+) -> Callable[[], bool]:
+    """Begins to compare a number that says what this rank does. The result waits until all have
+    announced theirs, and says whether it is the same."""
+    said = torch.tensor([number, -number], device=device)
+    work = dist.all_reduce(said, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def agreed() -> bool:
+        work.wait()
+        return not said.sum()  # the largest number less the smallest
+
+    return agreed
 
 
 def where_hosts_meet(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:

@@ -33,7 +33,7 @@ from training.launch.world import World
 from training.layouts.layout import LaidOutModel, Setup
 from training.layouts.replicated import Replicated
 from training.layouts.sharded import Sharded
-from training.layouts.stages import Staged, StageSettings
+from training.layouts.stages import Staged
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.tasks.gpt2 import Sequences
 from training.tasks.task import Step, TrainingTask
@@ -103,8 +103,7 @@ def sharded(zero: int) -> Build:
 
 def staged(cut: Cut, schedule: str, m: int, **how: Any) -> Build:
     """A rank per stage, or per ``chunks`` of them; m micro-batches."""
-    stages = StageSettings(schedule, m, cut=cut, **how)
-    return lambda task, world, setup: Staged(task, world, setup, stages)
+    return partial(Staged, schedule=schedule, num_microbatches=m, cut=cut, **how)
 
 
 def mesh(
@@ -124,11 +123,11 @@ def mesh(
         cut = UNEVEN[pp * chunks] if pp > 1 else None  # one stage: all layers, however many
         if zero == 3:
             return Sharded(task, world, setup, 3, places, sequence_parallel, **how)
-        stages = StageSettings(
-            schedule, setup.num_microbatches, cut=cut, chunks=chunks,
-            sequence_parallel=sequence_parallel, shard_optimizer=zero == 1, **how,
+        return Staged(
+            task, world, setup, places, sequence_parallel, schedule=schedule,
+            num_microbatches=setup.num_microbatches, cut=cut, chunks=chunks,
+            shard_optimizer=zero == 1, **how,
         )  # fmt: skip
-        return Staged(task, world, setup, stages, places)
 
     return build
 

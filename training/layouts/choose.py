@@ -22,7 +22,7 @@ from training.tasks.task import TrainingTask
 from .layout import LaidOutModel, Setup
 from .replicated import Replicated
 from .sharded import Sharded
-from .stages import Staged, StageSettings
+from .stages import Staged
 
 
 def lay_out(
@@ -44,8 +44,8 @@ def lay_out(
         num_microbatches = num_microbatches or 4
     elif args.tp > 1:  # each micro-batch costs the latency of its collectives
         num_microbatches = num_microbatches or 1
-    stages = StageSettings(
-        schedule, num_microbatches, args.balance, cut, args.chunks, args.timeout,
-        args.sequence_parallel, shard_optimizer=args.zero == 1,
+    return Staged(
+        task, world, setup, mesh, args.sequence_parallel, schedule=schedule,
+        num_microbatches=num_microbatches, balance=args.balance, cut=cut, chunks=args.chunks,
+        timeout=args.timeout, shard_optimizer=args.zero == 1,
     )  # fmt: skip
-    return Staged(task, world, setup, stages, mesh)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -28,26 +27,17 @@ from .measure import stage_sizes
 from .tensor import MeshLayout, everyone
 
 
-@dataclass(frozen=True)
-class StageSettings:
-    """How the stages are made and run."""
-
-    schedule: str | None = "1f1b"  # None: whole models, one stage; each replica writes results
-    num_microbatches: int | None = 4
-    balance: str = "auto"  # of the layers over the stages; auto: `cut`, or measured
-    cut: Sequence[int] | None = None  # the layers per stage of a checkpoint
-    chunks: int | None = None  # stages per rank; None: the schedule's own number
-    timeout: float = 300.0  # seconds that a stage waits for its neighbour
-    sequence_parallel: bool = False
-    shard_optimizer: bool = False  # ZeRO 1 over the replicas
-
-
 class Staged(MeshLayout):
     """The layers in stages on the mesh's pipeline axis; micro-batches flow through them. Ranks of
     its data axis are replicas, whose gradients are combined.
 
     Args:
         mesh: by default a stage on every rank.
+        schedule: None: whole models, one stage; each replica writes results.
+        balance, cut: see `stage_sizes`.
+        chunks: stages per rank; None: the schedule's own number.
+        timeout: seconds that a stage waits for its neighbour.
+        shard_optimizer: ZeRO 1 over the replicas.
     """
 
     def __init__(
@@ -55,22 +45,28 @@ class Staged(MeshLayout):
         task: TrainingTask,
         world: World,
         setup: Setup,
-        stages: StageSettings = StageSettings(),
         mesh: Mesh | None = None,
+        sequence_parallel: bool = False,
+        *,
+        schedule: str | None = "1f1b",
+        num_microbatches: int | None = 4,
+        balance: str = "auto",
+        cut: Sequence[int] | None = None,
+        chunks: int | None = None,
+        timeout: float = 300.0,
+        shard_optimizer: bool = False,
     ) -> None:
         mesh = mesh or Mesh(pipeline=everyone(world))
-        super().__init__(task, world, setup, mesh, stages.sequence_parallel)
-        self.num_microbatches, self.schedule = stages.num_microbatches, stages.schedule
-        ranks = places(self.schedule or "1f1b", mesh.pipeline.size, stages.chunks)  # by stage
+        super().__init__(task, world, setup, mesh, sequence_parallel)
+        self.num_microbatches, self.schedule = num_microbatches, schedule
+        ranks = places(schedule or "1f1b", mesh.pipeline.size, chunks)  # by stage
         self.ranks = ranks if len(ranks) > mesh.pipeline.size else None  # only with chunks
-        self.cut = stage_sizes(
-            task, world, setup, len(ranks), self.num_microbatches or 4, stages.balance, stages.cut
-        )
-        one_at_a_time = len(ranks) == 1 or self.num_microbatches == 1
+        self.cut = stage_sizes(task, world, setup, len(ranks), num_microbatches or 4, balance, cut)
+        one_at_a_time = len(ranks) == 1 or num_microbatches == 1
         self.pipe = ProcessPipe(  # allocates and fills this rank's stages alone
             nn.Sequential(*self.cut_task.layers), self.cut, world.device, mesh.pipeline.group,
             messages=mesh.messages, ranks=ranks, model=self.cut_task.model,
-            initialize=self.cut_task.initialize, recorder=setup.timeline, timeout=stages.timeout,
+            initialize=self.cut_task.initialize, recorder=setup.timeline, timeout=timeout,
             recompute=mode_of(setup.recompute, one_at_a_time),
         )  # fmt: skip
         self.modules = [self.pipe.module]
@@ -82,7 +78,7 @@ class Staged(MeshLayout):
         self.on_all = [p for name, p in mine.items() if name not in self.cut_task.parts]
         self.sharded: ShardedOptimizer | None = None
         self.buckets: GradientBuckets | None = None
-        if stages.shard_optimizer and self.parts > 1:
+        if shard_optimizer and self.parts > 1:
             self._shard_optimizer(mine, Ranks(mesh.data.group, recorder=setup.timeline))
         else:
             self._whole_optimizer(mine)
