@@ -5,5 +5,4 @@ plain.py        the reference: one process, plain PyTorch
 table.py        the rows: a name, how many ranks, what lays the model out, what it trains
 compare.py      trains a row in the product's loop, and compares it with the reference
 run.py          checks many rows, each on the ranks that it needs
-mutations.py    ways to break training; each must turn rows red
 """

@@ -8,8 +8,7 @@ The table is in the text files of this folder, one for each package. In them
     + loss_sum * count                          what takes its place
 
 `file` and `test` hold until the next; a line that begins with # is a comment. Several lines of - or
-+ are one text. tests/equivalence/mutations.py has what cannot be said in a line: mutations of the
-exchange of gradients, which turn rows of its table red.
++ are one text.
 """
 
 from __future__ import annotations
