@@ -21,7 +21,7 @@ class ShardedUnit:
     """A unit, this rank's shard of it, and the shard's gradient.
 
     Attributes:
-        whole: the flat unit, while it is gathered.
+        whole: the flat unit, while it is gathered or arriving.
         shard: flat; trained by the optimizer. Its grad is the sum over all ranks and all backwards
             since the last update, once fsdp.py has waited for it.
         published: the shard in `compute_dtype`, as others gather it; the shard itself if its type
@@ -48,7 +48,7 @@ class ShardedUnit:
         self.nbytes = storage.nbytes + (shard.nbytes if self.apart else 0)  # held permanently
         self.gradient: Tensor | None = None
         self._lent: Tensor | None = None  # the memory of `whole`
-        self._arriving: tuple[Wait, Tensor] | None = None  # the second will be `whole`
+        self._arrived: Wait | None = None  # of a gather that has started and is not finished
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[nn.Parameter], init: Initialize | None) -> None:
@@ -66,7 +66,7 @@ class ShardedUnit:
 
     def parameters(self) -> list[nn.Parameter]:
         """Views of the gathered unit: new leaves each time, so that each graph has its own."""
-        assert self.whole is not None, "the layer's parameters are not gathered"
+        assert self.whole is not None and not self.arriving, "the parameters are not gathered"
         return [nn.Parameter(view, self.unit.trainable) for view in self.unit.views(self.whole)]
 
     def publish(self) -> None:
@@ -79,24 +79,22 @@ class ShardedUnit:
     @property
     def arriving(self) -> bool:
         """Whether a gather has started and is not finished."""
-        return self._arriving is not None
+        return self._arrived is not None
 
     def start_gather(self) -> None:
         """Does nothing if it is gathered or arriving."""
-        if self.whole is None and self._arriving is None:
-            memory = self.kept
-            if memory is None:
+        if self.whole is None:
+            self.whole = self.kept
+            if self.whole is None:
                 self._lent = self.exchange.parameters.take(self.unit.nbytes)
-                memory = self._lent[: self.unit.nbytes].view(self.unit.compute_dtype)
-            finish = self.exchange.start_gather(self.published, memory)
-            self._arriving = finish, memory
+                self.whole = self._lent[: self.unit.nbytes].view(self.unit.compute_dtype)
+            self._arrived = self.exchange.start_gather(self.published, self.whole)
 
     def finish_gather(self) -> None:
         """Waits for a gather that was started."""
-        if self._arriving is not None:
-            finish, memory = self._arriving
-            finish()
-            self._arriving, self.whole = None, memory
+        if self._arrived is not None:
+            self._arrived()
+            self._arrived = None
 
     def free(self) -> None:
         """Gives lent memory back; zero 2 keeps its own."""

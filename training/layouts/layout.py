@@ -10,6 +10,7 @@ Everything after that (clip, step, save, compare) is the same for all layouts.
     replicated.py   one process, or the whole model on every rank    Replicated
     sharded.py      shards of every layer (ZeRO 2 and 3)             Sharded
     stages.py       stages in processes                              Staged
+    tensor.py       what these two do with a tensor axis             MeshLayout
     threads.py      stages in threads                StagesInThreads, BlocksInThreads
 
 `part` of `parts` is the rank's place on the data-parallel axis: its part of each global batch.
