@@ -177,10 +177,13 @@ def _evaluated(case: Case, model: nn.Module, run: Callable[[Any], Any]) -> Found
 
 
 def _threads(case: Case, _: int) -> Found:
-    """`Pipe.forward` and a plain backward, or `Pipe.train_step`."""
-    model, m = case.model(), case.options["m"]
-    devices = [f"cpu:{s % case.options['workers']}" for s in range(case.n)]
-    with Pipe(cut(model, case.sizes, devices), m) as pipe:
+    """`Pipe.forward` and a plain backward, or `Pipe.train_step`; of the model, or of its trace."""
+    model, m, sizes = case.model(), case.options["m"], list(case.sizes)
+    layers = _traced(case, model) if case.kind == "traced" else model
+    if case.kind == "traced":
+        sizes = [1] * len(layers)
+    devices = [f"cpu:{s % case.options['workers']}" for s in range(len(sizes))]
+    with Pipe(cut(layers, sizes, devices), m) as pipe:
 
         def step(_: int, x: Tensor, target: Tensor, scale: float) -> Tensor:
             if case.kind == "forward":
@@ -188,28 +191,18 @@ def _threads(case: Case, _: int) -> Found:
             return pipe.train_step(x, target, loss_of, case.options["schedule"], m, scale=scale)
 
         found = _train(case, dict(model.named_parameters()), step)
-        return found | _evaluated(case, model, pipe)
+        return found | _evaluated(case, layers, pipe)
 
 
-def _traced(case: Case, _: int) -> Found:
-    """The stages of a trace, in threads; one stage where there is no such cut."""
-    model = case.model()
+def _traced(case: Case, model: nn.Sequential) -> nn.Sequential:
+    """The stages of a trace; one stage where there is no such cut."""
     ends = list(accumulate(case.sizes))[:-1]
     try:
-        stages = split(model, case.batch(0)[0], [str(end) for end in ends])
+        return split(model, case.batch(0)[0], [str(end) for end in ends])
     except ValueError as error:
         if not re.search("nothing is left to compute|calls no such submodule", str(error)):
             raise
-        stages = split(model, case.batch(0)[0], [])
-    devices = [f"cpu:{s % case.options['workers']}" for s in range(len(stages))]
-    m, schedule = case.options["m"], case.options["schedule"]
-    with Pipe(cut(stages, [1] * len(stages), devices), m) as pipe:
-
-        def step(_: int, x: Tensor, target: Tensor, scale: float) -> Tensor:
-            return pipe.train_step(x, target, loss_of, schedule, m, scale=scale)
-
-        found = _train(case, dict(model.named_parameters()), step)
-        return found | _evaluated(case, stages, pipe)
+        return split(model, case.batch(0)[0], [])
 
 
 def _process(case: Case, _: int) -> Found:
@@ -280,7 +273,7 @@ def _fsdp(case: Case, rank: int) -> Found:
 
 KINDS: dict[str, Callable[[Case, int], Found]] = {
     "forward": _threads, "train_step": _threads, "process": _process,
-    "traced": _traced, "ddp": _ddp, "fsdp2": _fsdp, "fsdp3": _fsdp,
+    "traced": _threads, "ddp": _ddp, "fsdp2": _fsdp, "fsdp3": _fsdp,
 }  # fmt: skip
 
 
