@@ -1,11 +1,11 @@
 """The operators of a module in order, as recorded by `torch.export`.
 
 `torch.export` runs ``forward`` once, in Python, on tensors with shapes but without values. The
-trace holds for other sizes under conditions, which `Program.leaves` checks: if ``forward``
+trace holds for other sizes under conditions, which `Program.enter` checks: if ``forward``
 branches on ``x.size(1) > 4``, inputs must take the same branch as the example. A branch on values
 cannot be traced; the error names its line.
 
-Not public: ``_guards_code``, the conditions of torch.export as Python expressions;
+Not public: ``_guards_fn``, which checks the conditions of torch.export;
 ``backed_size_oblivious``, without which torch assumes that a size that may be 1 never is; and
 ``_is_setup_context_defined``, which tells of a call of an autograd function.
 """
@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import io
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,9 +24,11 @@ from unittest.mock import patch
 import torch
 import torch.fx.experimental._config as symbols
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram, export
+from torch.export import Dim, export
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
+
+from runtime.meta import names_of
 
 
 class Program:
@@ -36,53 +39,39 @@ class Program:
         inputs, output: the nodes before and after them.
         tensors: the parameters, buffers and constants they use, with their names.
         starts: for each submodule, by name, the number of operators before its first call.
+        enter: of the first stage's input, the values of ``inputs``.
+        leave: of the values of ``output``, what forward returns.
     """
 
     def __init__(self, module: nn.Module, example: Any, device: torch.device) -> None:
-        self.device, self.exported = device, _export(module, example)
-        specs = self.exported.graph_signature.input_specs  # one per placeholder
-        nodes = list(self.exported.graph.nodes)
-        *self.nodes, self.output = nodes[len(specs) :]  # placeholders come first
-        names = {t: n for n, t in [*module.named_parameters(), *module.named_buffers()]}
+        self.device = device
+        traced = _export(module, example)
+        names = names_of(module)
+        mode = "training" if module.training else "evaluation"
         self.inputs: list[fx.Node] = []
         self.tensors: dict[fx.Node, tuple[str, Tensor]] = {}
-        for spec, node in zip(specs, nodes[: len(specs)], strict=True):
-            if spec.target is None:  # an input of forward
+        self.nodes: list[fx.Node] = []
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
                 self.inputs.append(node)
-            else:
-                name = spec.target.removeprefix("module.")  # added by _AnyInput
-                tensor = _attribute(module, name)
-                if tensor is None:  # a constant made by forward, different in the other mode
-                    name = f"{name}_{'training' if module.training else 'evaluation'}"
-                    tensor = self.exported.constants[spec.target]
-                self.tensors[node] = names.get(tensor, name), tensor  # one name, even if tied
+            elif node.op == "get_attr":
+                tensor = attrgetter(node.target)(traced)
+                # a constant made by forward may be another one in the other mode
+                own = f"{node.target.removeprefix('module.')}_{mode}"
+                self.tensors[node] = names.get(tensor, own), tensor  # one name, even if tied
+            elif node.op == "call_function":
+                self.nodes.append(node)
+            elif node.op == "call_module":  # the check of the conditions, which is in `enter`
+                traced.graph.erase_node(node)
+        self.output = traced.graph.output_node()
         self.starts: dict[str, int] = {}
         for k, node in enumerate(self.nodes):
             # the modules around this operator, the outermost first
             for name, _ in node.meta.get("nn_module_stack", {}).values():
                 self.starts.setdefault(name.removeprefix("module."), k)
         self.order = {node: k for k, node in enumerate([*self.nodes, self.output])}
-        self._outline, self._spec = _outline(example), pytree.tree_structure(example)
-        conditions = self.exported._guards_code
-        self._conditions = [(text, compile(text, "<trace>", "eval")) for text in conditions]
-
-    def leaves(self, value: Any) -> list[Any]:
-        """The first stage's input as a list; ValueError unless it matches the example, except in
-        sizes."""
-        if (found := _outline(value)) != self._outline:
-            raise ValueError(f"the stages were traced for {self._outline}, and are given {found}")
-        leaves = self._spec.flatten_up_to(value)  # the keys of a dict may be in another order
-        # conditions speak of L['value'], and the trace saw at least two examples
-        given = {"value": pytree.tree_map_only(Tensor, at_least_two, value)}
-        for text, code in self._conditions:
-            if not eval(code, {"L": given}):
-                said = text.replace("L['value']", "input").replace(".size()", ".shape")
-                shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-                raise ValueError(
-                    f"inputs of shapes {shapes}: the trace holds only where {said}, on which "
-                    "forward depends; give example_inputs of such shapes"
-                )
-        return leaves
+        self.enter = _checked(pytree.tree_structure(example), traced._guards_fn)
+        self.leave: Callable[[Any], Any] = traced._out_spec.unflatten
 
     def uses(self, node: fx.Node) -> list[int]:
         """The operators that use a value, by number; the output comes after the last."""
@@ -113,13 +102,27 @@ class Program:
                 for given, argument in zip(node.args, arguments, strict=False):
                     # Statistics of a batch norm are written without being declared so.
                     if argument.is_write or argument.name.startswith("running_"):
-                        found |= {given} & self.tensors.keys()
+                        found.update(node for node in self.tensors if node is given)
         return {self.tensors[node][0]: self.uses(node) for node in found}
 
 
-def _outline(value: Any) -> Any:
-    """``value`` with a word for each tensor."""
-    return pytree.tree_map_only(Tensor, lambda _: "Tensor", value)
+def _checked(spec: pytree.TreeSpec, holds: Callable[..., object]) -> Callable[[Any], Sequence[Any]]:
+    """A function that flattens an input; ValueError unless it is like the example, and ``holds``,
+    the conditions of torch.export, says nothing against its sizes and other values."""
+
+    def enter(value: Any) -> Sequence[Any]:
+        try:
+            leaves = spec.flatten_up_to(value)  # the keys of a dict may be in another order
+            holds(*leaves)
+        except (ValueError, AssertionError) as error:
+            sizes = pytree.tree_map_only(Tensor, lambda t: tuple(t.shape), value)
+            raise ValueError(
+                f"the trace does not hold for an input like {sizes} ({error}): give "
+                "example_inputs like it"
+            ) from None
+        return leaves
+
+    return enter
 
 
 class _AnyInput(nn.Module):
@@ -164,7 +167,7 @@ def _only_operators() -> Iterator[None]:
         yield
 
 
-def _export(module: nn.Module, example: Any) -> ExportedProgram:
+def _export(module: nn.Module, example: Any) -> Any:
     """A trace for any sizes; ValueError names the line of user code that prevents it."""
     sizes = pytree.tree_map(  # symbols, unless forward fixes them
         lambda t: dict.fromkeys(range(t.dim()), Dim.AUTO) if isinstance(t, Tensor) else None,
@@ -176,7 +179,8 @@ def _export(module: nn.Module, example: Any) -> ExportedProgram:
             contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph of a failure there
             _only_operators(),
         ):
-            return export(_AnyInput(module), (example,), dynamic_shapes=(sizes,), strict=False)
+            found = export(_AnyInput(module), (example,), dynamic_shapes=(sizes,), strict=False)
+            return found.module()
     except Exception as error:
         raise ValueError(_why(error, module)) from error
 
@@ -201,13 +205,6 @@ def _why(error: Exception, module: nn.Module) -> str:
             "torch.where(condition, a, b) does instead of an if"
         )
     return f"{where}: {line}{said}; or cut the model by hand: nn.Sequential(*layers)"
-
-
-def _attribute(module: Any, name: str) -> Tensor | None:
-    """A parameter, buffer or tensor by its dotted name, if there is one."""
-    for key in name.split("."):
-        module = getattr(module, key, None)
-    return module
 
 
 def at_least_two(t: Tensor) -> Tensor:

@@ -40,11 +40,12 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
-from typing import Any, NoReturn
+from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph_module import _assign_attr
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -122,76 +123,52 @@ class Traced(nn.Module):
     """Consecutive operators of a traced module: a layer like any other.
 
     It takes a tuple of values and returns one, but the first stage takes the module's input, and
-    the last returns the module's output.
+    the last returns the module's output. A copy shares the code, and has tensors of its own.
     """
 
     def __init__(self, programs: dict[bool, Program], begin: Place, end: Place) -> None:
         super().__init__()
-        # both by mode; a tensor is its (owner, key), in the order of code.tensors
-        self._code = {mode: _Code(p, begin[mode], end[mode]) for mode, p in programs.items()}
-        self._tensors = {
-            mode: [self._adopt(*programs[mode].tensors[node]) for node in code.tensors]
-            for mode, code in self._code.items()
-        }
+        self._enter, self._run, self._leave = {}, {}, {}  # by mode
+        for mode, program in programs.items():
+            first, last = begin[mode] == 0, end[mode] == len(program.nodes)
+            self._enter[mode] = program.enter if first else tuple
+            self._leave[mode] = program.leave if last else tuple
+            code = _code(program, begin[mode], end[mode])
+            for name, tensor in (*code.named_parameters(), *code.named_buffers()):
+                _assign_attr(tensor, self, name)  # makes the modules on its way
+            self._run[mode] = type(code).forward  # finds the tensors in `self`, by their names
 
     def forward(self, value: Any) -> Any:
-        code = self._code[self.training]
-        values = code.enter(value)  # a list, one per node of `takes`
-        tensors = [getattr(owner, key) for owner, key in self._tensors[self.training]]
-        device = next((t.device for t in (*values, *tensors) if isinstance(t, Tensor)), None)
-        return code.leave(code.run(device, *tensors, *values))  # in the order of the placeholders
-
-    def _adopt(self, name: str, tensor: Tensor) -> tuple[nn.Module, str]:
-        """Registers a tensor under its dotted name. Returns its owner and its key there, since the
-        tensor may be replaced, as in any module."""
-        owner: nn.Module = self
-        *path, key = name.split(".")
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(key, tensor)
-        else:
-            owner.register_buffer(key, tensor)
-        return owner, key
+        values = self._enter[self.training](value)
+        tensors = chain(values, self.parameters(), self.buffers())
+        device = next((t.device for t in tensors if isinstance(t, Tensor)), None)
+        return self._leave[self.training](self._run[self.training](self, device, *values))
 
 
-class _Code:
-    """Some of a program's operators, as a function of (device, tensors, values)."""
+def _code(program: Program, begin: int, end: int) -> fx.GraphModule:
+    """Some of a program's operators, as a function of a device and the values that enter."""
+    last = end == len(program.nodes)
+    takes = program.crossing(begin) if begin else program.inputs
+    gives = program.output.args[0] if last else tuple(program.crossing(end))
+    graph = fx.Graph()
+    device = graph.placeholder("stage_device")  # generated code calls torch.device "device"
+    # from the program's nodes to this graph's
+    copies = {node: graph.placeholder(node.name) for node in takes}
 
-    def __init__(self, program: Program, begin: int, end: int) -> None:
-        nodes = program.nodes[begin:end]
-        first, last = begin == 0, end == len(program.nodes)  # of all stages
-        takes = program.inputs if first else program.crossing(begin)  # what the stage before gives
-        gives = program.output.args[0] if last else tuple(program.crossing(end))
-        used = {node for n in (*nodes, *[program.output] * last) for node in n.all_input_nodes}
-        self.tensors = [node for node in program.tensors if node in used]
-        self.enter: Callable[[Any], list[Any]] = program.leaves if first else list
-        spec = program.exported.call_spec.out_spec  # of forward's return value
-        self.leave: Callable[[Any], Any] = spec.unflatten if last else tuple
-        graph = fx.Graph()
-        device = graph.placeholder("stage_device")  # generated code calls torch.device "device"
-        # from the program's nodes to this graph's
-        copies = {node: graph.placeholder(node.name) for node in (*self.tensors, *takes)}
+    def copied(leaf: Any) -> Any:
+        # Tensors made by `forward` are made on the stage's device, not the trace's.
+        if isinstance(leaf, torch.device) and leaf == program.device:
+            return device
+        if leaf in program.tensors and leaf not in copies:
+            copies[leaf] = graph.get_attr(program.tensors[leaf][0])
+        return copies.get(leaf) if isinstance(leaf, fx.Node) else leaf
 
-        def copied(leaf: Any) -> Any:
-            # Tensors made by `forward` are made on the stage's device, not the trace's.
-            on_device = isinstance(leaf, torch.device) and leaf == program.device
-            return device if on_device else copies.get(leaf) if isinstance(leaf, fx.Node) else leaf
-
-        for node in nodes:  # in order: arguments are copied before their users
-            args, kwargs = map_aggregate((node.args, node.kwargs), copied)
-            target = _CALLED.get(node.target, node.target)
-            copies[node] = graph.create_node(node.op, target, args, kwargs, node.name)
-        graph.output(map_aggregate(gives, copied))
-        self.run = fx.GraphModule(program.exported.graph_module, graph)
-
-    def __deepcopy__(self, _: object) -> _Code:
-        return self  # copies of a layer share what never changes
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError("a traced stage cannot be pickled: save state_dict(), and trace again")
+    for node in program.nodes[begin:end]:  # in order: arguments are copied before their users
+        args, kwargs = map_aggregate((node.args, node.kwargs), copied)
+        target = _CALLED.get(node.target, node.target)
+        copies[node] = graph.create_node(node.op, target, args, kwargs, node.name)
+    graph.output(map_aggregate(gives, copied))
+    return fx.GraphModule(dict(program.tensors.values()), graph)
 
 
 def _cut(programs: dict[bool, Program], names: Sequence[str]) -> nn.Sequential:
