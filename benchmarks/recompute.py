@@ -89,7 +89,7 @@ def peak(schedule: str, m: int, mode: str, num_ranks: int = K, rank: int = 0) ->
         stage.backward(m, one)  # allocates the parameters' gradients before counting starts
     live, first = LiveBytes(), 0
     with live:
-        for kind, s, i in plan(schedule, ranks, m)[0][rank]:
+        for kind, s, i in plan(schedule, tuple(ranks), m)[0][rank]:
             if kind is FORWARD:
                 stages[s].forward(i, x._replace(hidden=x.hidden.clone()))
                 first = first or live.now
@@ -107,7 +107,7 @@ def promised(schedule: str, m: int, num_ranks: int, first: int) -> float:
     holds its input, one in backward all of ``first``, and one that waits for its W at most as much:
     the inputs of its products and the gradients of their outputs."""
     x, most = BATCH // m * LENGTH * COUNTED * 4, 0
-    for actions in plan(schedule, places(schedule, num_ranks), m)[0]:
+    for actions in plan(schedule, tuple(places(schedule, num_ranks)), m)[0]:
         waiting = begun = 0
         for kind, *_ in actions:
             waiting += kind is FORWARD

@@ -10,7 +10,8 @@ and a parameter on two stages gets the sum of both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,8 +23,6 @@ from runtime.graph import Gradients, move
 from . import microbatch
 from .streams import Streams
 
-Forward = Callable[[list[Any]], None]
-"""Of all micro-batches; outputs replace inputs."""
 Backward = Callable[[list[list[Tensor | None]], bool], Gradients]
 """Of gradients by micro-batch and leaf, and whether graphs are kept. Those of the inputs replace
 those of the outputs; returns those of the parameters."""
@@ -33,32 +32,26 @@ def pipelined(
     x: Any,
     sizes: Sequence[int],
     parameters: Sequence[nn.Parameter],
-    forward: Forward,
+    forward: Callable[[list[Any]], None],
     backward: Backward,
 ) -> Any:
-    """Run ``x``, in micro-batches of ``sizes``, forward through the stages."""
+    """Run ``x``, in micro-batches of ``sizes``, through the stages. ``forward`` gets a list of all
+    micro-batches, and replaces inputs by outputs."""
     batches = microbatch.split_batch(x, sizes)
-    inputs = [leaf for leaf in pytree.tree_leaves(batches) if _has_gradient(leaf)]
-    if not torch.is_grad_enabled() or not (inputs or parameters):
+    if not torch.is_grad_enabled():
         forward(batches)
         return microbatch.join(batches)
+    inputs = pytree.tree_leaves(batches)
+    homes = [leaf.device if isinstance(leaf, Tensor) else None for leaf in inputs]
     batches = pytree.tree_map_only(  # out of the caller's graph: stages have their own
         Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), batches
     )
-    call = _Call(backward, parameters, _marks(batches))
-    forward(batches)  # outputs replace the inputs
-    call.outputs = _marks(batches)
-    outputs = [leaf.detach() for leaf in pytree.tree_leaves(batches) if _has_gradient(leaf)]
-    if outputs:
-        # the parameters are arguments, so that autograd asks for their gradients, too
-        results = iter(_Pipelined.apply(call, outputs, *inputs, *parameters))
-        batches = pytree.tree_map_only(
-            Tensor, lambda t: next(results) if t.requires_grad else t, batches
-        )
-    return microbatch.join(batches)
-
-
-Marks = list[list[torch.device | None]]  # per micro-batch and leaf: its device if it has a gradient
+    forward(batches)
+    outputs, spec = pytree.tree_flatten(batches)
+    call = _Call(backward, parameters, homes, len(sizes), Streams())
+    # the parameters are arguments, so that autograd asks for their gradients, too
+    results = _Pipelined.apply(call, outputs, *inputs, *parameters)
+    return microbatch.join(pytree.tree_unflatten(results, spec))
 
 
 @dataclass
@@ -68,19 +61,22 @@ class _Call:
 
     run: Backward
     parameters: Sequence[nn.Parameter]
-    inputs: Marks
-    outputs: Marks = field(default_factory=list)
-    streams: Streams = field(default_factory=Streams)  # of the forward
+    homes: list[torch.device | None]  # of the leaves of all inputs
+    num_microbatches: int
+    streams: Streams  # of the forward
 
 
 class _Pipelined(torch.autograd.Function):
     """Autograd's node. The forward has run before the node is made."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, outputs: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, outputs: list[Any], *_: Any) -> tuple[Any, ...]:
         ctx.call = call  # without the outputs, which will refer to this node: no cycle
         ctx.set_materialize_grads(False)  # None instead of zeros
-        return tuple(outputs)
+        results = pytree.tree_map_only(Tensor, torch.detach, outputs)
+        pairs = [(y, r) for y, r in zip(outputs, results, strict=True) if isinstance(y, Tensor)]
+        ctx.mark_non_differentiable(*(r for y, r in pairs if not y.requires_grad))
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -88,26 +84,14 @@ class _Pipelined(torch.autograd.Function):
         if torch.is_grad_enabled():  # the second derivatives would be silently wrong
             raise RuntimeError("a pipeline cannot be differentiated twice: no create_graph=True")
         retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        leaves = len(gradients) // call.num_microbatches  # of an output
+        starts = range(0, len(gradients), leaves)
+        pieces = [list(gradients[start : start + leaves]) for start in starts]
         with call.streams.resume():
-            given = iter(gradients)
-            pieces = [[next(given) if mark else None for mark in row] for row in call.outputs]
             sums = call.run(pieces, retain_graph)  # pieces: now the inputs'
-            of_inputs = [
-                dx if dx is None else move(dx, home)  # a stage's is on the stage's device
-                for row, marks in zip(pieces, call.inputs, strict=True)
-                for dx, home in zip(row, marks, strict=True)
-                if home is not None
+            of_inputs = [  # a stage's is on the stage's device
+                None if dx is None or home is None else move(dx, home)
+                for dx, home in zip(chain.from_iterable(pieces), call.homes, strict=True)
             ]
         of_parameters = [sums.get(p) for p in call.parameters]
         return None, None, *of_inputs, *of_parameters  # None: for `call` and `outputs`
-
-
-def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _marks(batches: Sequence[Any]) -> Marks:
-    return [
-        [leaf.device if _has_gradient(leaf) else None for leaf in pytree.tree_leaves(batch)]
-        for batch in batches
-    ]

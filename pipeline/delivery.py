@@ -35,10 +35,8 @@ def trained_parameters(stages: Sequence[Stage], replicas: Replicas) -> list[nn.P
     return list(dict.fromkeys(every))
 
 
-def gradients_by_stage(
-    stages: Sequence[Stage], replicas: Replicas
-) -> tuple[list[Gradients], Gradients]:
-    """Take the sums from the stages: per stage for its own parameters; then for tied ones."""
+def gradients_by_stage(stages: Sequence[Stage], replicas: Replicas) -> list[Gradients]:
+    """Take the sums from the stages: per stage for its own parameters; the last for tied ones."""
     own: list[Gradients] = []
     for stage in stages:
         taken = ((replicas.get(p, p), gradient) for p, gradient in stage.take_gradients().items())
@@ -49,7 +47,7 @@ def gradients_by_stage(
         for p in [p for p in gradients if stages_of[p] > 1]:
             gradient = gradients.pop(p).to_dense()  # an embedding's may be sparse, a head's is not
             tied[p] = tied[p] + gradient if p in tied else gradient
-    return own, tied
+    return [*own, tied]
 
 
 def deliver(gradients: Gradients) -> None:

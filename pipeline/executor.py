@@ -4,7 +4,7 @@ Two channels join neighbours: activations go up, gradients come down. A worker t
 of its list, waits for its one input, computes, and passes the result on: nobody waits for the end
 of a clock. The lists, not timing, determine the order and so every bit of the result.
 
-    batch  ─up[0]─▸ stage 0 ─up[1]─▸ stage 1 ─up[2]─▸ output, if there is no loss
+    batch  ─up[0]─▸ stage 0 ─up[1]─▸ stage 1 ─up[2]─▸ output, or loss
            ◂down[0]─        ◂down[1]─        ◂down[2]─ its gradient
 
 An error on any stage stops all channels: every worker that waits, or is about to, ends at once.
@@ -70,8 +70,11 @@ def channels(stages: Iterable[int]) -> dict[int, Channel]:
 
 
 class Losses:
-    """The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; the batch's loss is
-    ``scale`` times their sum. ``memory``: the device of the last stage's outputs."""
+    """The far end of both channels: the losses arrive here, and their gradients leave.
+
+    The loss of micro-batch i is ``loss_fn(output, targets[i])``, a scalar; the batch's loss is
+    ``scale`` times their sum. ``memory``: the device of the last stage's outputs.
+    """
 
     def __init__(
         self,
@@ -85,10 +88,10 @@ class Losses:
         to_outputs = partial(pytree.tree_map_only, Tensor, lambda t: move(t, memory))
         self._loss_fn, self._targets = loss_fn, [to_outputs(target) for target in targets]
         self._scale = to_outputs(scale)
-        self.values: list[Tensor | None] = [None] * len(targets)  # by micro-batch
+        self._values: list[Tensor | None] = [None] * len(targets)  # by micro-batch
 
     def of(self, i: int, output: Any) -> Tensor:
-        """Runs on the last stage, at the end of its forward."""
+        """The `Stage.tail` of the last stage."""
         loss = self._loss_fn(output, self._targets[i])
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -103,15 +106,21 @@ class Losses:
             )
         return loss
 
-    def gradient(self, i: int) -> list[Tensor | None]:
+    def put(self, i: int, loss: Tensor) -> None:
+        self._values[i] = loss
+
+    def get(self, i: int) -> list[Tensor | None]:
         """The gradient with which the last stage's backward starts."""
-        loss = self.values[i]
+        loss = self._values[i]
         assert loss is not None  # its forward came before, see schedule.validate
         return [torch.ones_like(loss) * self._scale]  # of scale times the loss
 
+    def stop(self) -> None:
+        """Does nothing: nobody waits here."""
+
     def total(self) -> Tensor:
         """``scale`` times the losses, added in the order of the micro-batches."""
-        losses = [loss.detach() for loss in self.values if loss is not None]
+        losses = [loss.detach() for loss in self._values if loss is not None]
         return torch.stack(losses).sum() * self._scale
 
 
@@ -119,7 +128,7 @@ class Dataflow:
     """The stages of this process and the channels around them, for one run of a schedule.
 
     Args:
-        up: activations into stage s; a stage without a channel for its output computes the loss.
+        up: activations into stage s, one more than stages.
         down: gradients out of stage s, to stage s-1; no channel if nobody needs the gradient.
         retain_graph: keep the graphs after backward.
     """
@@ -129,13 +138,11 @@ class Dataflow:
         stages: Sequence[Stage],
         up: Mapping[int, Any],
         down: Mapping[int, Any],
-        losses: Losses | None = None,
         recorder: Recorder | None = None,
         retain_graph: bool = False,
     ) -> None:
         self.up, self.down = up, down
         self._stages = {stage.index: stage for stage in stages}
-        self._losses = losses
         self._recorder = recorder
         self._retain_graph = retain_graph
         self._stopped = False  # set by any thread
@@ -168,16 +175,10 @@ class Dataflow:
 
     def _forward(self, action: Action) -> None:
         _, s, i = action
-        stage, losses = self._stages[s], self._losses
         value = self.up[s].get(i)  # waits outside `_noted`: not recorded
-        if s + 1 in self.up:
-            with self._noted(action):
-                output = stage.forward(i, value)
-            self.up[s + 1].put(i, output)  # detached; the next stage may start
-        else:
-            assert losses is not None  # the last stage: its forward ends with the loss
-            with self._noted(action):
-                losses.values[i] = stage.forward(i, value, lambda output: losses.of(i, output))
+        with self._noted(action):
+            output = self._stages[s].forward(i, value)
+        self.up[s + 1].put(i, output)  # detached; the next stage may start
 
     def _backward(self, action: Action) -> None:
         kind, s, i = action
@@ -185,11 +186,7 @@ class Dataflow:
         if stage.forgot(i):  # while the gradient is in transit
             with self._noted(action, RECOMPUTE):
                 stage.recompute(i)
-        if s + 1 in self.down:
-            gradients = self.down[s + 1].get(i)  # waits
-        else:
-            assert self._losses is not None
-            gradients = self._losses.gradient(i)
+        gradients = self.down[s + 1].get(i)  # waits
         with self._noted(action), _no_autocast():
             if kind is BACKWARD:
                 result = stage.backward(i, gradients, self._retain_graph)
@@ -213,7 +210,8 @@ class Dataflow:
         except BaseException as error:
             what = action.kind.name.lower().replace("_", " ")
             where = f"on stage {action.stage} ({device})"
-            _add_note(error, f"in the {what} of micro-batch {action.microbatch} {where}")
+            note = f"in the {what} of micro-batch {action.microbatch} {where}"
+            error.__notes__ = [*getattr(error, "__notes__", []), note]  # `add_note` of Python 3.11
             raise
 
 
@@ -224,10 +222,3 @@ def _no_autocast() -> Iterator[None]:
         for kind in device_types():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(note)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", []), note]

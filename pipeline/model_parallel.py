@@ -98,8 +98,7 @@ class GPT2ModelParallel(GPT2Model):
         self.h_pp.split_size = split_size
         self.pipeline_parallel = True
 
-    def _finalize_pipeline_parallel(self) -> None:
-        self.deparallelize()
+    _finalize_pipeline_parallel = deparallelize
 
     def _set_pipe(self, pipe: Pipe | None) -> None:
         """Not as a submodule: the blocks are in ``h``, and would be in the state_dict twice."""
@@ -142,8 +141,7 @@ class GPT2LMHeadModelParallel(GPT2LMHeadModel):
             self.parallelize()
         self.transformer._prepare_pipeline_parallel(split_size)
 
-    def _finalize_pipeline_parallel(self) -> None:
-        self.deparallelize()
+    _finalize_pipeline_parallel = deparallelize
 
 
 def _read_map(device_map: DeviceMap | None, num_blocks: int) -> dict[torch.device, list[int]]:

@@ -48,7 +48,7 @@ from .schedules.catalogue import plan
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
 from .streams import Copier
-from .worker import Context, Crew, Queue, Task
+from .worker import Crew, Queue
 
 T = TypeVar("T")
 _clock_cycles = clock_cycles  # the course's name
@@ -154,12 +154,10 @@ class Pipe(nn.Module):
             down = self._down(range(n + 1))  # from the output's gradient to the input's
             for i, gradient in enumerate(gradients):  # one entry per leaf of the output
                 down[n].put(i, gradient)
-            flow = Dataflow(stages, {}, down, None, self.recorder, retain_graph)
-            _, own, sums = self._run_backwards(stages, flow, actions)
+            flow = Dataflow(stages, {}, down, self.recorder, retain_graph)
+            _, sums = self._run_backwards(stages, flow, actions)
             gradients[:] = [down[0].get(i) for i in range(len(gradients))]  # all workers are done
-        for of_stage in own:  # no parameter is in two of them
-            sums.update(of_stage)
-        return sums
+        return {p: g for of_stage in sums for p, g in of_stage.items()}  # a parameter is in one
 
     def compute(
         self,
@@ -177,7 +175,7 @@ class Pipe(nn.Module):
         n = len(self.devices)
         up = self._up(range(n + 1)) if stages else channels(range(n + 1))
         stages = stages or self._new_stages()
-        flow = Dataflow(stages, up, {}, recorder=self.recorder)
+        flow = Dataflow(stages, up, {}, self.recorder)
         reached: dict[int, int] = {}  # by micro-batch, the last partition that it has passed
         for i, j in schedule:
             if i not in reached:
@@ -230,19 +228,16 @@ class Pipe(nn.Module):
         by_worker: dict[int, list[Action]] = {}  # by the first stage of the worker
         for action in actions:
             by_worker.setdefault(self._workers[action.stage], []).append(action)
-        context = Context()  # the caller's, for every worker
-        jobs = [
-            (s, Task(partial(flow.run, mine), context)) for s, mine in sorted(by_worker.items())
-        ]
+        jobs = {s: partial(flow.run, mine) for s, mine in sorted(by_worker.items())}
         return self._crew.run(jobs, stop=flow.stop)  # waits for all; stop wakes those in a channel
 
     def _run_backwards(
         self, stages: Sequence[Stage], flow: Dataflow, actions: Sequence[Action]
-    ) -> tuple[list[int], list[Gradients], Gradients]:
+    ) -> tuple[list[int], list[Gradients]]:
         """`_run_flow`; then the gradients of each stage, and of parameters on several."""
         with hooks_held(trained_parameters(stages, self.replicas)):
             held = self._run_flow(flow, actions)
-        return held, *gradients_by_stage(stages, self.replicas)
+        return held, gradients_by_stage(stages, self.replicas)
 
     def train_step(
         self,
@@ -274,17 +269,18 @@ class Pipe(nn.Module):
         refuse_hooks([("the Pipe", self)])
         with self._call(len(inputs)) as stages:
             losses, n = Losses(loss_fn, targets, scale, stages[-1].memory), len(stages)
-            # up: into every stage, none for the loss; down: out of every stage, the first only if
-            # the input has a gradient
-            up, down = self._up(range(n)), self._down(range(not any(wanted), n))
+            stages[-1].tail = losses.of
+            first = 0 if any(wanted) else 1  # the first stage that hands on its input's gradient
+            up: dict[int, Any] = {**self._up(range(n)), n: losses}
+            down: dict[int, Any] = {**self._down(range(first, n)), n: losses}
             for i, value in enumerate(inputs):
                 up[0].put(i, value)  # all at once: the channel holds them
-            _, actions = plan(schedule, self._ranks, len(targets))  # of all ranks, by clock
-            flow = Dataflow(stages, up, down, losses, self.recorder)
+            _, actions = plan(schedule, tuple(self._ranks), len(targets))  # of all ranks, by clock
+            flow = Dataflow(stages, up, down, self.recorder)
             with torch.enable_grad():
-                self.peak_alive, own, tied = self._run_backwards(stages, flow, actions)
+                self.peak_alive, sums = self._run_backwards(stages, flow, actions)
                 loss = losses.total()
-            for gradients in (*own, tied):
+            for gradients in sums:
                 deliver(gradients)
             if any(wanted):  # on into the caller's graph
                 found = [dx for i in range(len(inputs)) for dx in down[0].get(i)]  # by leaf
@@ -294,10 +290,7 @@ class Pipe(nn.Module):
 
     def run_on_stages(self, function: Callable[[int], T]) -> list[T]:
         """``function(s)`` for every stage s on its worker, in parallel; for optimizer steps."""
-        context = Context()
-        return self._crew.run(
-            [(s, Task(partial(function, s), context)) for s in range(len(self.devices))]
-        )
+        return self._crew.run({s: partial(function, s) for s in range(len(self.devices))})
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:
         """Per stage, the parameters it owns; a tied parameter belongs to its first stage."""

@@ -63,11 +63,12 @@ class _Part:
 
 
 class _Graph(Graph):
-    """A piece of the stage. ``products``: weight gradients that `differentiate` left to compute,
+    """One part of the stage. ``products``: weight gradients that `differentiate` left to compute,
     see zero_bubble.py."""
 
-    def __init__(self, memory: torch.device) -> None:
+    def __init__(self, memory: torch.device, part: _Part) -> None:
         super().__init__(memory)
+        self.part = part
         self.products: list[Product] = []
 
 
@@ -77,14 +78,15 @@ class _Kept:
 
     graphs: list[_Graph] = field(default_factory=list)  # one per part
     sums: Gradients = field(default_factory=dict)  # of parameters that get more from it
-    tail: Callable[[Any], Any] | None = None
 
 
 class Stage:
     """The layers of one device during one step. Only one thread at a time may use it.
 
     Every step makes a new Stage, so a step that fails, or never runs its backward, leaves nothing
-    behind. ``alive`` is the number of micro-batches whose activations are held.
+    behind. ``alive`` is the number of micro-batches whose activations are held. ``tail``, on the
+    last stage the loss, is called with a micro-batch's number and its output; it runs after the
+    layers, in the last layer's graph.
 
     Args:
         index: of the stage.
@@ -115,6 +117,7 @@ class Stage:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         # Per micro-batch, leaves of its input that shared memory on the sending rank.
         self.shared_before: Mapping[int, Sequence[int]] = {}
+        self.tail: Callable[[int, Any], Tensor] | None = None
         self._num_microbatches = num_microbatches
         self._deliver, self._held_back = deliver, held_back
         self._ended = 0  # micro-batches whose backward is over
@@ -135,18 +138,17 @@ class Stage:
     def alive(self) -> int:
         return len(self._kept)
 
-    def forward(self, i: int, value: Any, tail: Callable[[Any], Any] | None = None) -> Any:
+    def forward(self, i: int, value: Any) -> Any:
         """Run micro-batch i; return its output, detached, with the same ``requires_grad``.
 
-        ``tail`` (on the last stage: the loss) runs after the layers, in the last layer's graph.
         Without grad mode nothing is kept.
         """
-        kept, guard = _Kept(tail=tail), self._guard()  # one for all parts
+        kept, guard = _Kept(), self._guard()  # one for all parts
         for part in self._parts:
-            graph = _Graph(self.memory)
+            graph = _Graph(self.memory, part)
             is_first = self.index == 0 and not kept.graphs  # the batch is the caller's
-            run = partial(self._layers, i, part, graph, guard, tail)
-            value = graph.record(value, run, is_first, self._forgets(i, part, tail))
+            run = partial(self._layers, i, graph, guard)
+            value = graph.record(value, run, is_first, self._forgets(i, part))
             kept.graphs.append(graph)  # value: detached, the next part's input
         if torch.is_grad_enabled():
             self._kept[i] = kept
@@ -159,7 +161,7 @@ class Stage:
     def recompute(self, i: int) -> None:
         """Run the forward of micro-batch i, or of its last segment, again. Backward would do it
         too, but here the gradient need not have arrived yet."""
-        self._run_again(i, self._with_graph(i), len(self._parts) - 1)
+        self._run_again(i, self._with_graph(i).graphs[-1])
 
     def backward(
         self, i: int, gradients: Sequence[Tensor | None], retain_graph: bool = False
@@ -172,27 +174,27 @@ class Stage:
         if not retain_graph:
             del self._kept[i]  # no longer alive, even if what follows raises
         kept.sums.clear()  # of a backward that failed
-        for k in reversed(range(len(self._parts))):  # dx is the next part's dy
-            gradients = self._differentiate(i, kept, k, gradients, retain_graph)
-            self._add_products(kept, k)
+        for graph in reversed(kept.graphs):  # dx is the next part's dy
+            gradients = self._differentiate(i, kept, graph, gradients, retain_graph)
+            self._add_products(kept, graph)
             if not retain_graph:
-                kept.graphs.pop()  # freed part by part
+                graph.release()
         self._end(kept)
         return list(gradients)
 
     def backward_input(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """`backward` without the weight gradients of matrix products, left to `backward_weight`."""
         kept = self._with_graph(i)
-        for k in reversed(range(len(self._parts))):
-            gradients = self._differentiate(i, kept, k, gradients)
-            kept.graphs[k].release()  # x and y; products keep what the second half needs
+        for graph in reversed(kept.graphs):
+            gradients = self._differentiate(i, kept, graph, gradients)
+            graph.release()  # x and y; products keep what the second half needs
         return list(gradients)
 
     def backward_weight(self, i: int) -> None:
         """Compute what `backward_input` left; free the micro-batch."""
         kept = self._kept.pop(i)
-        for k in reversed(range(len(self._parts))):  # in the order of the first half
-            self._add_products(kept, k)
+        for graph in reversed(kept.graphs):  # in the order of the first half
+            self._add_products(kept, graph)
         self._end(kept)
 
     def take_gradients(self) -> Gradients:
@@ -200,55 +202,49 @@ class Stage:
         totals, self._totals = self._totals, {}
         return {p: totals[p] for p in self.parameters if p in totals}
 
-    def _add_products(self, kept: _Kept, k: int) -> None:
-        """The second half of the backward of part k. In the last backward, deliver its gradients:
+    def _add_products(self, kept: _Kept, graph: _Graph) -> None:
+        """The second half of the backward of a part. In the last backward, deliver its gradients:
         those in the sums of the micro-batch are not yet complete, and stay."""
-        part, shared = self._parts[k], self._shared
-        add_products(kept.graphs[k].products, self._totals, kept.sums, shared)
+        add_products(graph.products, self._totals, kept.sums, self._shared)
         if self._deliver is not None and self._ended + 1 == self._num_microbatches:
-            later = {*kept.sums, *shared, *self._held_back}  # incomplete, or held back by the pipe
-            whole = [p for p in part.parameters if p in self._totals and p not in later]
+            later = {
+                *kept.sums,
+                *self._shared,
+                *self._held_back,
+            }  # incomplete, or held back by the pipe
+            whole = [p for p in graph.part.parameters if p in self._totals and p not in later]
             self._deliver({p: self._totals.pop(p) for p in whole})  # popped: its owner from now on
 
     def _end(self, kept: _Kept) -> None:
         add(self._totals, kept.sums)
         self._ended += 1
 
-    def _forgets(self, i: int, part: _Part, tail: Callable[[Any], Any] | None) -> bool:
+    def _forgets(self, i: int, part: _Part) -> bool:
         if self._recompute == EXCEPT_LAST:
             return i + 1 != self._num_microbatches  # unknown number (0): all forget
         if self._recompute == LAYERS and part is self._parts[-1]:
-            return tail is None  # after the loss, its backward is next
+            return self.tail is None  # after the loss, its backward is next
         return self._recompute != NEVER
 
-    def _run_again(self, i: int, kept: _Kept, part: int) -> None:
+    def _run_again(self, i: int, graph: _Graph) -> None:
         """Run a part's forward again, if it was forgotten."""
-        graph = kept.graphs[part]
-        run = partial(self._layers, i, self._parts[part], graph, self._guard(), kept.tail)
-        graph.recompute(run)
+        graph.recompute(partial(self._layers, i, graph, self._guard()))
 
     def _guard(self) -> Guard:
         return Guard(runs_again=self._recompute != NEVER)
 
-    def _layers(
-        self,
-        i: int,
-        part: _Part,
-        graph: _Graph,
-        guard: Guard,
-        tail: Callable[[Any], Any] | None,
-        value: Any,
-    ) -> Any:
-        leaves = pytree.tree_leaves(value)
+    def _layers(self, i: int, graph: _Graph, guard: Guard, value: Any) -> Any:
+        part, leaves = graph.part, pytree.tree_leaves(value)
         before = self.shared_before.get(i, ()) if part is self._parts[0] else ()
         shared = [*graph.shared, *(leaves[k] for k in before)]
         guard.enter(shared, [*graph.inputs, *part.parameters])
         layers: list[Callable[[Any], Any]] = list(part.layers)
-        if tail and part is self._parts[-1]:
-            layers.append(tail)
+        if self.tail and part is self._parts[-1]:
+            layers.append(partial(self.tail, i))
         name = ""
         for k, layer in enumerate(layers, part.first_layer):  # k: in the whole model; seeds draws
-            name = f"layer {k} ({type(layer).__name__})" if layer is not tail else "loss_fn"
+            is_tail = not isinstance(layer, nn.Module)
+            name = "loss_fn" if is_tail else f"layer {k} ({type(layer).__name__})"
             value = guard.call(layer, value, name, self._modes(k, i, graph))
         refuse_hidden(value, name)
         graph.products.clear()  # from a layer that differentiates inside its forward
@@ -275,20 +271,21 @@ class Stage:
         self,
         i: int,
         kept: _Kept,
-        k: int,
+        graph: _Graph,
         gradients: Sequence[Tensor | None],
         retain_graph: bool = False,
     ) -> list[Tensor | None]:
-        """The first half of the backward of part k: the gradients of its input. Those of parameters
+        """The first half of the backward of a part: the gradients of its input. Those of parameters
         are added to the totals, or to the sums of this micro-batch if it has more to add: one sum
         per micro-batch, as in autograd."""
-        self._run_again(i, kept, k)
-        graph, part = kept.graphs[k], self._parts[k]
+        self._run_again(i, graph)
         with ExitStack() as modes:
-            if not part.torchs_own or kept.tail:  # code of others may repeat a forward: checkpoints
+            if (
+                not graph.part.torchs_own or self.tail
+            ):  # code of others may repeat a forward: checkpoints
                 modes.enter_context(self._later.into(graph.products))
                 modes.enter_context(NoDraws())
-            result, found = graph.differentiate(part.parameters, gradients, retain_graph)
+            result, found = graph.differentiate(graph.part.parameters, gradients, retain_graph)
         # these get more when the products are computed, or from another part
         later = {p for product in graph.products for p in (product.weight, product.bias)}
         later |= self._shared

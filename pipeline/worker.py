@@ -26,7 +26,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -177,22 +177,24 @@ class Crew:
         self._end()
 
     def run(
-        self, jobs: Sequence[tuple[int, Task]], stop: Callable[[], None] = lambda: None
+        self, jobs: Mapping[int, Callable[[], Any]], stop: Callable[[], None] = lambda: None
     ) -> list[Any]:
-        """Run each task on the worker of its stage, in parallel; return the results in order.
+        """Run each function on the worker of its stage, in parallel, under this thread's `Context`;
+        return the results in order.
 
-        Raises the error of the first failing task, with its traceback, after all have ended.
+        Raises the error of the first that fails, with its traceback, after all have ended.
         """
+        context = Context()
         with self.alone():
             if self.closed:
                 raise RuntimeError("the Pipe is closed: make a new one")
             if not self._end.alive:  # the last call was interrupted
                 self._start()
             try:
-                for s, task in jobs:  # all start before the first answer is awaited
-                    self.in_queues[s].put(task)
+                for s, job in jobs.items():  # all start before the first answer is awaited
+                    self.in_queues[s].put(Task(job, context))
                 # of two jobs of one worker, the first is answered first
-                answers = [self._answer(s) for s, _ in jobs]
+                answers = [self._answer(s) for s in jobs]
             except BaseException:  # Ctrl-C here, or a worker is gone
                 stop()  # wakes workers that wait for each other
                 self._end()  # uncollected answers may still come: the next call has new workers

@@ -3,7 +3,7 @@
 `Dataflow` sends activations and gradients. Also sent are the loss, known only to the rank with the
 last stage, and the gradients of parameters shared by several ranks. All use the same links, so a
 rank that fails or dies ends every kind of wait alike. Two ranks have one link, however many of
-their stages are neighbours: the key of a message names its kind, the receiver and the micro-batch.
+their stages are neighbours: the key of a message names its kind, its ends and the micro-batch.
 """
 
 from __future__ import annotations
@@ -30,35 +30,32 @@ Acting = Callable[..., AbstractContextManager[None]]  # runtime.recorder.acting,
 
 
 class PeerChannel:
-    """Values of one kind over a link, from the first of the two ``ends`` to the second.
-    ``places`` says what these are: "stage", for the channels of `Dataflow`, or "rank".
+    """Values of one kind over a link, from the first of the two ``ends`` to the second: stages, for
+    the channels of `Dataflow`, or ranks. ``what`` names the kind and the ends.
 
     ``peer``: the global rank at the other end, for the recorder. ``shared``: by micro-batch, the
     leaves of a received value that shared memory on the sender.
     """
 
     def __init__(
-        self, link: Link, peer: int, acting: Acting, what: str, ends: tuple[int, int], places: str
+        self, link: Link, peer: int, acting: Acting, what: str, ends: tuple[int, int]
     ) -> None:
         self._link, self._peer, self._acting = link, peer, acting
-        self._what, self._ends, self._places = what, ends, places
+        self._what, self._ends = what, ends
         self.shared: dict[int, tuple[int, ...]] = {}
 
     def put(self, i: int, value: Any) -> None:
         """Send micro-batch i (-1: none); does not wait until it is received."""
-        begin, end = self._ends
         shared = overlapping(pytree.tree_leaves(value)) if torch.is_grad_enabled() else ()
-        way = f"handing {self._what} from {self._places} {begin} to {self._places} {end}"
-        with _told(way, i), self._acting("send", begin, i, self._peer):
+        with _told(f"handing {self._what}", i), self._acting("send", self._ends[0], i, self._peer):
             # every tensor arrives as a copy, which does not show what it shared
-            self._link.put((self._what, end, i), (value, shared))
+            self._link.put((self._what, i), (value, shared))
 
     def get(self, i: int) -> Any:
         """Wait for micro-batch i. Messages may arrive before the schedule needs them."""
-        begin, end = self._ends
-        way = f"{self._places} {end} waited for {self._what} of {self._places} {begin}"
-        with _told(way, i), self._acting("receive", end, i, self._peer):
-            value, self.shared[i] = self._link.get((self._what, end, i))  # shared: for the stage
+        _, end = self._ends
+        with _told(f"waiting for {self._what}", i), self._acting("receive", end, i, self._peer):
+            value, self.shared[i] = self._link.get((self._what, i))  # shared: for the stage
         return value
 
     def stop(self) -> None:
@@ -66,8 +63,8 @@ class PeerChannel:
 
 
 class Neighbours:
-    """All links of one rank of a pipeline: with ranks of neighbouring stages, with ranks r - 1 and
-    r + 1, and with ranks that share parameters with it.
+    """All links of one rank of a pipeline: with ranks of neighbouring stages, with the rank of the
+    last stage, and with ranks that share parameters with it.
 
     ``ranks``: the rank of each stage. ``tied``: for each parameter used by several stages, its name
     and the ranks of those. ``messages``: groups from `message_groups`; without them all ranks of
@@ -86,9 +83,9 @@ class Neighbours:
         timeout: float,
         acting: Acting,
     ) -> None:
-        self.rank, self._last, self._group, self._acting = rank, ranks[-1], group, acting
+        self._ranks, self.rank, self._group, self._acting = ranks, rank, group, acting
         self._tied = {name: users for name, users in sorted(tied.items()) if rank in users}
-        linked = [*pairwise(ranks), *pairwise(range(max(ranks) + 1))]  # the latter for `from_last`
+        linked = [*pairwise(ranks), *((r, ranks[-1]) for r in ranks)]  # the latter for `from_last`
         linked += [pair for users in tied.values() for pair in combinations(users, 2)]
         # the lower rank first
         pairs = sorted({(min(pair), max(pair)) for pair in linked if pair[0] != pair[1]})
@@ -97,7 +94,7 @@ class Neighbours:
             links = open_shared_links(pairs, group, timeout)  # None: on several machines
         if links is None:  # all ranks agree on this
             links = open_group_links(pairs, messages or _of_all(group, timeout), device)
-        self._links = links  # by peer
+        self.links = links  # by peer
         # For `Dataflow`: activations into stage s, and gradients out of it.
         self.up: dict[int, PeerChannel] = {}
         self.down: dict[int, PeerChannel] = {}
@@ -108,15 +105,14 @@ class Neighbours:
                 self.down[s] = self._channel(peer, "gradients", (s, s - 1), "stage")
 
     def from_last(self, value: Tensor | None) -> Tensor:
-        """A tensor from the rank with the last stage, passed on from rank to rank."""
-        away = (self.rank > self._last) - (self.rank < self._last)  # 0: this rank has it
-        what = "what the last stage found"
-        if away:  # from one rank nearer to it
-            value = self._from(self.rank - away, what)
+        """A tensor from the rank with the last stage, on all ranks."""
+        what, last = "what the last stage found", self._ranks[-1]
+        if self.rank != last:
+            value = self._from(last, what)
         assert value is not None
-        for way in (away,) if away else (-1, 1):  # away from it; if it is here, both ways
-            if self.rank + way in self._links:
-                self._to(self.rank + way, what, value)
+        if self.rank == last:
+            for peer in sorted({*self._ranks} - {last}):
+                self._to(peer, what, value)
         return value
 
     def sum_tied(
@@ -144,24 +140,19 @@ class Neighbours:
 
     def flush(self) -> None:
         """At the end of a step: see `Link.flush`."""
-        for peer, link in self._links.items():
+        for peer, link in self.links.items():
             with _told(f"handing messages from rank {self.rank} to rank {peer}"):
                 link.flush()
 
-    def limit_waits(self, seconds: float) -> None:
-        """See `Link.timeout`."""
-        for link in self._links.values():
-            link.timeout = seconds
-
     def fail(self, reason: str) -> None:
         """Tell all neighbours why nothing more will come, and hang up."""
-        for link in self._links.values():  # all are told before any link closes
+        for link in self.links.values():  # all are told before any link closes
             link.fail(reason)
         self.close()
 
     def close(self) -> None:
         """Hang up. The neighbours notice when they next wait for this rank."""
-        for link in self._links.values():
+        for link in self.links.values():
             link.close()
 
     def _to(self, peer: int, what: str, value: Any) -> None:
@@ -172,7 +163,8 @@ class Neighbours:
 
     def _channel(self, peer: int, what: str, ends: tuple[int, int], places: str) -> PeerChannel:
         name = peer if self._group is None else dist.get_global_rank(self._group, peer)
-        return PeerChannel(self._links[peer], name, self._acting, what, ends, places)
+        what = f"{what} from {places} {ends[0]} to {places} {ends[1]}"
+        return PeerChannel(self.links[peer], name, self._acting, what, ends)
 
 
 def _of_all(group: dist.ProcessGroup | None, timeout: float) -> list[dist.ProcessGroup]:

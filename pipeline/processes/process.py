@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from pipeline import microbatch
 from pipeline.delivery import deliver, hooks_held
-from pipeline.executor import Dataflow, Losses, LossFunction, channels
+from pipeline.executor import Channel, Dataflow, Losses, LossFunction, channels
 from pipeline.partition import containers, split_into
 from pipeline.schedules.catalogue import plan
 from pipeline.schedules.schedule import BuildSchedule, Schedule, forwards
@@ -110,6 +110,7 @@ class ProcessPipe:
         self.layers = layers
         self._parts = split_into(layers, sizes)  # by stage, other ranks' too
         self._own = [s for s, r in enumerate(self.ranks) if r == self.rank]
+        self._is_last = self.rank == self.ranks[-1]  # has the last stage
         self.module = nn.Sequential(*(layer for s in self._own for layer in self._parts[s]))
         self._uncalled = [*containers(layers, "layers"), ("module", self.module)]
         self._recompute = recompute
@@ -131,7 +132,8 @@ class ProcessPipe:
 
     def limit_waits(self, seconds: float) -> None:
         """From now on a neighbour may be silent for so long. (Groups have limits of their own.)"""
-        self._neighbours.limit_waits(seconds)
+        for link in self._neighbours.links.values():
+            link.timeout = seconds
 
     def close(self) -> None:
         """Hang up. Call it after the last step of all ranks, when every message was received."""
@@ -168,7 +170,7 @@ class ProcessPipe:
             seed.get()  # even if no layer draws, so that all ranks draw equally often
             sizes = partial(microbatch.sizes_by_number, num_microbatches=num_microbatches)
             inputs, targets = microbatch.cut_batch(x, target, sizes)
-            lists, _ = plan(schedule, self.ranks, len(inputs))  # by rank
+            lists, _ = plan(schedule, tuple(self.ranks), len(inputs))  # by rank
             mine = self.named_parameters()
             tied = {name: mine[name] for name in self._tied if name in mine}
             # During the last backward a stage delivers layer by layer, so that data-parallel
@@ -179,8 +181,13 @@ class ProcessPipe:
                 seed, recompute=self._recompute, num_microbatches=len(inputs),
                 deliver=deliver, held_back=held_back,
             )  # fmt: skip
+            losses = Losses(loss_fn, targets, scale, stages[-1].memory)
+            if self._is_last:
+                stages[-1].tail = losses.of
             with hooks_held(list(mine.values())):
-                loss = self._run(stages, inputs, targets, loss_fn, lists, scale)
+                self._run(stages, inputs, lists, losses)
+            # every rank waits here until the last stage has the loss
+            loss = self._neighbours.from_last(losses.total().double() if self._is_last else None)
             # what is left; of tied parameters, by name and stage
             left = {stage.index: stage.take_gradients() for stage in stages}
             parts = {
@@ -199,16 +206,12 @@ class ProcessPipe:
         ``module.eval()`` before and ``module.train()`` after. ``beside`` (e.g. a cache) belongs to
         this rank: its layers get it as these fields of a NamedTuple, and it is not sent on.
         """
-        outputs: list[Any] = []  # empty without the last stage
-
-        def keep(output: Any, _: None) -> Tensor:
-            outputs.append(output)
-            return torch.zeros(())  # passed on as the loss is, so that every rank waits for it
-
         with self._step(), torch.no_grad():
-            stages = self._stages(StepSeed(peek=True), beside)
-            self._run(stages, [x], [None], keep, forwards(self.ranks, 1), scale=1.0)
-        return outputs[0] if outputs else None
+            stages, end = self._stages(StepSeed(peek=True), beside), Channel()
+            self._run(stages, [x], forwards(self.ranks, 1), end)
+            # every rank waits here until the last stage has the output
+            self._neighbours.from_last(torch.zeros(()) if self._is_last else None)
+            return end.get(0) if self._is_last else None
 
     def from_last(self, value: Tensor | None) -> Tensor:
         """``value`` from the rank with the last stage, on all ranks."""
@@ -265,25 +268,18 @@ class ProcessPipe:
         return stages
 
     def _run(
-        self,
-        stages: Sequence[Stage],
-        inputs: Sequence[Any],
-        targets: Sequence[Any],
-        loss_fn: LossFunction,
-        lists: Schedule,
-        scale: float | Tensor,
-    ) -> Tensor:
-        losses = Losses(loss_fn, targets, scale, stages[-1].memory)  # used by the last stage only
+        self, stages: Sequence[Stage], inputs: Sequence[Any], lists: Schedule, end: Losses | Channel
+    ) -> None:
+        """This rank's list. ``end``: what the last stage hands its results to."""
+        n = len(self.ranks)
         here = [s for s in self._own if s > 0 and s - 1 in self._own]  # fed by a stage of this rank
-        up: dict[int, Any] = {**channels([0, *here]), **self._neighbours.up}
-        down = {**channels(here), **self._neighbours.down}  # within this rank; to others
-        flow = Dataflow(stages, up, down, losses, self.recorder)
+        # within this rank; to others
+        up: dict[int, Any] = {**channels([0, *here]), **self._neighbours.up, n: end}
+        down: dict[int, Any] = {**channels(here), **self._neighbours.down, n: end}
+        flow = Dataflow(stages, up, down, self.recorder)
         for i, value in enumerate(inputs):
             up[0].put(i, value)  # without stage 0 on this rank, nobody takes it
         flow.run(lists[self.rank])  # on the calling thread
-        last = self.rank == self.ranks[-1]
-        # every rank waits here until the last stage has the loss
-        return self._neighbours.from_last(losses.total().double() if last else None)
 
 
 class _With(nn.Module):

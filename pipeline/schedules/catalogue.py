@@ -12,7 +12,6 @@ A schedule that is given as a function runs as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache, partial
 
 from .chunks import interleaved_1f1b, v_half, v_min, zb_v
@@ -85,20 +84,14 @@ def places(name: str, num_ranks: int, chunks: int | None = None) -> list[int]:
     return stage_ranks(find(name, chunks)(num_ranks, 1))
 
 
+@lru_cache(maxsize=256)  # all callers get the same lists, and only read them
 def plan(
-    schedule: str | BuildSchedule, ranks: Sequence[int], num_microbatches: int
+    schedule: str | BuildSchedule, ranks: tuple[int, ...], num_microbatches: int
 ) -> tuple[Schedule, list[Action]]:
     """The validated lists of a schedule, a name or a function, and its actions `in_order`.
 
-    ``ranks[s]`` has stage s. Results for names are cached.
+    ``ranks[s]`` has stage s.
     """
-    make = _known if isinstance(schedule, str) else _plan  # a function is called each time
-    return make(schedule, tuple(ranks), num_microbatches)
-
-
-def _plan(
-    schedule: str | BuildSchedule, ranks: tuple[int, ...], num_microbatches: int
-) -> tuple[Schedule, list[Action]]:
     num_ranks = len(set(ranks))
     if isinstance(schedule, str):
         schedule = find(schedule, len(ranks) // num_ranks)  # stages per rank
@@ -110,6 +103,3 @@ def _plan(
         )
     validate(lists, num_microbatches)
     return lists, in_order(lists)
-
-
-_known = lru_cache(maxsize=256)(_plan)  # all callers get the same lists, and only read them

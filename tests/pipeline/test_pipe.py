@@ -197,27 +197,6 @@ def test_hooks_see_each_gradient_once_and_whole_on_the_calling_thread_in_order()
             assert step is forward_backward or {*seen[:2]} == {*names[:2]}
 
 
-def test_a_copy_of_a_tied_parameter_on_another_device_follows_the_original() -> None:
-    """What two GPUs need, played on one CPU: the copy is its own tensor."""
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
-    same = deepcopy(plain)
-    plain[2].weight = plain[0].weight
-    original, copy = same.get_parameter("0.weight"), same.get_parameter("2.weight")
-    x, _ = batch()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, same)]
-    with Pipe(cut(same, (1, 2)), split_size=3, replicas={copy: original}) as pipe:
-        for step in STEPS:
-            square_error(plain(x), x).backward()
-            step(pipe, x, x)
-            assert copy.grad is None
-            assert_close({"tied": original.grad}, {"tied": plain.get_parameter("0.weight").grad})
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        torch.testing.assert_close(pipe(x), plain(x))
-        assert [len(owned) for owned in pipe.stage_parameters()] == [2, 1]
-
-
 # Copies
 
 

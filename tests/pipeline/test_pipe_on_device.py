@@ -77,6 +77,9 @@ def test_a_tied_weight_gets_the_sum_of_both_stages(devices: tuple[str, ...]) -> 
     layers, replicas = split(model, devices)
     assert len(replicas) == 1
     with Pipe(layers, split_size=2, replicas=replicas) as pipe:
+        (copy,) = replicas  # belongs to nobody
+        owned = [p for parameters in pipe.stage_parameters() for p in parameters]
+        assert set(owned) == {*model.parameters()} - {copy} and len(owned) == len(set(owned))
         for step in ("autograd", "1f1b", "zb"):
             cross_entropy(reference(ids), target).backward()
             if step == "autograd":

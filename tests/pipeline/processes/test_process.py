@@ -29,8 +29,6 @@ from tests.pipeline.pipeline_models import (
     assert_close,
     assert_same_bits,
     batch,
-    cut,
-    gradients,
     in_one_process,
     square_error,
     take_gradients,
@@ -121,7 +119,7 @@ def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:
         ranks, share = catalogue.places(name, n, v), way == "memory"
         with sharing(share), ProcessPipe(model(), SIZES[n * v], ranks=ranks, timeout=20) as pipe:
             if groups:  # as between GPUs
-                link: Any = pipe._neighbours._links[1 - rank]
+                link: Any = pipe._neighbours.links[1 - rank]
                 link._bodies = groups if rank == 0 else groups[::-1]
             seen: list[tuple[str, Tensor]] = []
             for m in NUMBERS:
@@ -162,66 +160,6 @@ def test_two_processes_give_the_same_bits_and_draw_equally_often(ranks: Ranks, w
 def test_three_processes_and_one_do_too(three_ranks: Ranks) -> None:
     check(merged(three_ranks.run(_on_ranks, "memory")), 3)
     check(merged([_on_ranks(0, 1, "memory")]), 1)  # no process group, nothing is sent
-
-
-class Fork(nn.Module):
-    """To a tuple: a part that is used, one that is not, integers, a constant."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
-
-    def forward(self, x: Tensor) -> Any:
-        return {"h": self.used(x), "rest": (self.unused(x), (x > 0).sum(1), None, "constant")}
-
-
-class Join(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(4, 3).double()
-
-    def forward(self, value: Any) -> Tensor:
-        aside, count, nothing, text = value["rest"]
-        assert aside.requires_grad and count.dtype == torch.int64
-        assert (nothing, text) == (None, "constant")
-        return self.last(value["h"]) * count[:, None]
-
-
-def fork_and_join() -> nn.Sequential:
-    torch.manual_seed(0)
-    join = Join()
-    join.last.bias.requires_grad_(False)
-    return nn.Sequential(Fork(), nn.Identity(), join)
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    """Messages of some bytes, and of some that no buffer has had room for."""
-    return [batch(rows) for rows in (5, 300, 20, 900, 7)]
-
-
-def _forked(_: int, __: int) -> dict[Any, Found]:
-    results = {}
-    for share, schedule in product((True, False), ("1f1b", "zb")):
-        with sharing(share), ProcessPipe(fork_and_join(), [1, 2], timeout=20) as pipe:
-            for x, y in batches():
-                loss = pipe.train_step(x, y, square_error, schedule, 3)
-            results[share, schedule] = of(pipe) | {"loss": loss}
-    return results
-
-
-def test_a_stage_hands_on_tuples_of_any_length_and_what_nobody_needs(ranks: Ranks) -> None:
-    """What has no gradient in one process has none in threads and none in processes."""
-    plain, same = fork_and_join(), fork_and_join()
-    with Pipe(cut(same, (1, 2)), split_size=3) as pipe:
-        for x, y in batches():
-            loss = square_error(plain(x), y)
-            loss.backward()
-            square_error(pipe(x), y).backward()
-    expected = ordered(gradients(plain) | {"loss": loss.detach()})
-    assert expected["0.unused.weight"] is expected["2.last.bias"] is None
-    assert_close(ordered(gradients(same) | {"loss": loss.detach()}), expected)
-    for found in merged(ranks.run(_forked)).values():
-        assert_close(found, expected)
 
 
 def _recorded(rank: int, _: int, schedule: str | sched.BuildSchedule) -> str:
