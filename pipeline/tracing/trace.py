@@ -41,7 +41,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -62,7 +62,6 @@ _CALLED: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: F.linear,
     _aten.addmm.default: torch.addmm,
 }
-Place = dict[bool, int]  # by mode (training or not): the number of operators before it
 
 
 def split(
@@ -119,6 +118,16 @@ def _refuse_what_a_trace_loses(module: nn.Module) -> None:
             )
 
 
+class _Code(NamedTuple):
+    """Some of a program's operators: ``leave(run(stage, device, *enter(value)))``, where ``stage``
+    has the tensors, by their names."""
+
+    enter: Callable[[Any], Sequence[Any]]
+    run: Callable[..., Any]
+    leave: Callable[[Any], Any]
+    tensors: dict[str, Tensor]
+
+
 class Traced(nn.Module):
     """Consecutive operators of a traced module: a layer like any other.
 
@@ -126,29 +135,26 @@ class Traced(nn.Module):
     the last returns the module's output. A copy shares the code, and has tensors of its own.
     """
 
-    def __init__(self, programs: dict[bool, Program], begin: Place, end: Place) -> None:
+    def __init__(self, codes: dict[bool, _Code]) -> None:
         super().__init__()
-        self._enter, self._run, self._leave = {}, {}, {}  # by mode
-        for mode, program in programs.items():
-            first, last = begin[mode] == 0, end[mode] == len(program.nodes)
-            self._enter[mode] = program.enter if first else tuple
-            self._leave[mode] = program.leave if last else tuple
-            code = _code(program, begin[mode], end[mode])
-            for name, tensor in (*code.named_parameters(), *code.named_buffers()):
+        # by mode, training or not; without the tensors, which may be replaced, as in any module
+        self._calls = {mode: (code.enter, code.run, code.leave) for mode, code in codes.items()}
+        for code in codes.values():
+            for name, tensor in code.tensors.items():
                 _assign_attr(tensor, self, name)  # makes the modules on its way
-            self._run[mode] = type(code).forward  # finds the tensors in `self`, by their names
 
     def forward(self, value: Any) -> Any:
-        values = self._enter[self.training](value)
+        enter, run, leave = self._calls[self.training]
+        values = enter(value)
         tensors = chain(values, self.parameters(), self.buffers())
         device = next((t.device for t in tensors if isinstance(t, Tensor)), None)
-        return self._leave[self.training](self._run[self.training](self, device, *values))
+        return leave(run(self, device, *values))
 
 
-def _code(program: Program, begin: int, end: int) -> fx.GraphModule:
-    """Some of a program's operators, as a function of a device and the values that enter."""
-    last = end == len(program.nodes)
-    takes = program.crossing(begin) if begin else program.inputs
+def _code(program: Program, begin: int, end: int) -> _Code:
+    """The operators ``begin`` to ``end``."""
+    first, last = begin == 0, end == len(program.nodes)  # of all stages
+    takes = program.inputs if first else program.crossing(begin)  # what the stage before gives
     gives = program.output.args[0] if last else tuple(program.crossing(end))
     graph = fx.Graph()
     device = graph.placeholder("stage_device")  # generated code calls torch.device "device"
@@ -168,36 +174,39 @@ def _code(program: Program, begin: int, end: int) -> fx.GraphModule:
         target = _CALLED.get(node.target, node.target)
         copies[node] = graph.create_node(node.op, target, args, kwargs, node.name)
     graph.output(map_aggregate(gives, copied))
-    return fx.GraphModule(dict(program.tensors.values()), graph)
+    tensors = {name: t for node, (name, t) in program.tensors.items() if node in copies}
+    run = type(fx.GraphModule(tensors, graph)).forward  # the generated code
+    return _Code(program.enter if first else tuple, run, program.leave if last else tuple, tensors)
 
 
 def _cut(programs: dict[bool, Program], names: Sequence[str]) -> nn.Sequential:
     """The stages that begin at the first calls of these submodules."""
-    places: list[Place] = [dict.fromkeys(programs, 0)]  # the first stage begins at 0
+    codes = {mode: _codes(program, names) for mode, program in programs.items()}
+    stages = range(len(names) + 1)
+    return nn.Sequential(*(Traced({mode: codes[mode][s] for mode in codes}) for s in stages))
+
+
+def _codes(program: Program, names: Sequence[str]) -> list[_Code]:
+    """The code of all stages, in one mode."""
+    begins = [0]  # by stage, the number of operators before it
     for name in names:
-        for program in programs.values():
-            if name not in program.starts:
-                # [2:]: after the wrapper and the whole module
-                known = ", ".join(list(program.starts)[2:10])
-                raise ValueError(f"at={name}: forward calls no such submodule, but {known}, ...")
-        place = {mode: program.starts[name] for mode, program in programs.items()}
-        # in one of the modes, no operator lies between the two names
-        if any(place[mode] <= places[-1][mode] for mode in programs):
+        if name not in program.starts:
+            # [2:]: after the wrapper and the whole module
+            known = ", ".join(list(program.starts)[2:10])
+            raise ValueError(f"at={name}: forward calls no such submodule, but {known}, ...")
+        if program.starts[name] <= begins[-1]:  # no operator lies between the two
             raise ValueError(
                 f"at={list(names)}: nothing is left to compute before {name}; name the submodules "
                 "in the order in which forward calls them, and not the first of all"
             )
-        places.append(place)
-    for mode, program in programs.items():
-        begins = [place[mode] for place in places]  # operators before each stage
-        for buffer, uses in program.written().items():
-            if len({bisect(begins, k) for k in uses}) > 1:  # by operator: its stage, from 1
-                raise ValueError(
-                    f"at={list(names)}: the buffer {buffer} is written to and used on several "
-                    "stages, which would have different values of it; cut elsewhere"
-                )
-    places.append({mode: len(program.nodes) for mode, program in programs.items()})
-    return nn.Sequential(*(Traced(programs, a, b) for a, b in pairwise(places)))
+        begins.append(program.starts[name])
+    for buffer, uses in program.written().items():
+        if len({bisect(begins, k) for k in uses}) > 1:  # by operator: its stage, from 1
+            raise ValueError(
+                f"at={list(names)}: the buffer {buffer} is written to and used on several "
+                "stages, which would have different values of it; cut elsewhere"
+            )
+    return [_code(program, *place) for place in pairwise([*begins, len(program.nodes)])]
 
 
 def _balanced(programs: dict[bool, Program], example: Any, num_stages: int) -> list[str]:

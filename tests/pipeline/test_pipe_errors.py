@@ -165,37 +165,38 @@ def test_outputs_are_put_together_or_refused(last: Callable[[Tensor], Any], said
 
 
 X, Y = batch(4)
+PLACED = ["cpu:0", "cpu:1"]
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda pipe: pipe((X, X[:3])), "first dimension of every tensor, but there: 3, 4"),
-        (lambda pipe: pipe(3.0), "there: no tensor"),
-        (lambda pipe: pipe.train_step(X, Y, lambda o, t: o - t), r"loss_fn returned \(1, 3\)"),
-        (
-            lambda pipe: pipe.train_step(X, Y, lambda o, t: square_error(o.detach(), t)),
-            "the loss does not depend on anything",
-        ),
-        (
-            lambda pipe: pipe.train_step(X, Y, square_error, lambda _, m: sched.gpipe(3, m)),
-            r"on the ranks \[0, 1, 2\], and the pipeline on \[0, 1\]",
-        ),
-        (lambda _: Pipe(cut(tower()), split_size=0), "split_size=0: at least 1"),
-        (lambda pipe: (pipe.close(), pipe(X)), "the Pipe is closed: make a new one"),
-        (
-            lambda _: Pipe(
-                place_layers(list(tower()), (3, 3), ["cpu:0", "cpu:1"])[0], sizes=(2, 4)
-            ),
-            "a stage is on one device",
-        ),
-        (
-            lambda _: place_layers(list(tower()), [2, 2], ["cpu:0", "cpu:1"]),
-            r"sizes \[2, 2\] for 6 layers",
-        ),
-        (lambda pipe: pipe(BatchEncoding({"x": X})), "the batch holds a BatchEncoding"),
-    ],
-)
+def closed(pipe: Pipe) -> None:
+    pipe.close()
+    pipe(X)
+
+
+MISTAKES: list[tuple[Callable[[Pipe], Any], str]] = [
+    (lambda pipe: pipe((X, X[:3])), "first dimension of every tensor, but there: 3, 4"),
+    (lambda pipe: pipe(3.0), "there: no tensor"),
+    (lambda pipe: pipe.train_step(X, Y, lambda o, t: o - t), r"loss_fn returned \(1, 3\)"),
+    (
+        lambda pipe: pipe.train_step(X, Y, lambda o, t: square_error(o.detach(), t)),
+        "the loss does not depend on anything",
+    ),
+    (
+        lambda pipe: pipe.train_step(X, Y, square_error, lambda _, m: sched.gpipe(3, m)),
+        r"on the ranks \[0, 1, 2\], and the pipeline on \[0, 1\]",
+    ),
+    (lambda _: Pipe(cut(tower()), split_size=0), "split_size=0: at least 1"),
+    (closed, "the Pipe is closed: make a new one"),
+    (
+        lambda _: Pipe(place_layers([*tower()], (3, 3), PLACED)[0], sizes=(2, 4)),
+        "a stage is on one device",
+    ),
+    (lambda _: place_layers([*tower()], [2, 2], PLACED), r"sizes \[2, 2\] for 6 layers"),
+    (lambda pipe: pipe(BatchEncoding({"x": X})), "the batch holds a BatchEncoding"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), MISTAKES)
 def test_a_mistake_says_what_is_needed(call: Callable[[Pipe], Any], said: str) -> None:
     with Pipe(cut(tower())) as pipe, pytest.raises(Exception, match=said):
         call(pipe)

@@ -283,7 +283,6 @@ def test_pipes_of_some_ranks_are_made_one_after_another_and_hold_nothing(
     answers = three_ranks.run(_one_pipe_after_another)
     for found in merged([found for found, _ in answers]).values():
         assert_close(found, expected)
-    for _, held in answers[
-        1:
-    ]:  # the first of a kind opens what stays; sockets close a moment later
+    # the first of a kind opens what stays; sockets close a moment later
+    for _, held in answers[1:]:
         assert held[2] <= held[1] and held[5] <= held[4]

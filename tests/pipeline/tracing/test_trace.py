@@ -275,38 +275,34 @@ class Counts(nn.Module):
 LINE = Chooses.forward.__code__.co_firstlineno + 1
 
 
-@pytest.mark.parametrize(
-    ("module", "how", "said"),
-    [
-        (
-            Chooses,
-            {"stages": 1},
-            rf"test_trace.py:{LINE}: `if x.sum\(\) > 0:.*asks for the values .* torch.where",
-        ),
-        (
-            Short,
-            {"stages": 1, "example_inputs": noise(2, 3)},
-            r"`return self.b.*` cannot be traced \(a and b must",
-        ),
-        (Counts, {"stages": 1}, "it sets the buffer calls anew: write to it"),
-        (Short, {}, "at=None, stages=None: give one of the two, as stages=2"),
-        (Short, {"at": ["c"]}, "at=c: forward calls no such submodule, but a, b"),
-        (Short, {"at": ["a"]}, "nothing is left to compute before a"),
-        (
-            Reverse,
-            {"stages": 1},
-            r"the backward of a torch.autograd.Function would be lost.*; or cut the model by hand",
-        ),
-        (
-            lambda: nn.Sequential(nn.Linear(4, 4), Hooks()),
-            {"stages": 1},
-            r"`y.register_hook.*a hook on a tensor would be lost.* by hand",
-        ),
-        (partial(Hooked, 4), {"stages": 1}, r"linear \(Linear\) has a hook on its backward, which"),
-        (Modes, {"stages": 1}, r"dropout \(Dropout\) is in evaluation, the model in training"),
-        (TwoNorms, {"at": ["a"]}, "buffer norm.running_.* is written to and used on several"),
-    ],
-)
+UNTRACED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+    (
+        Chooses, {"stages": 1},
+        rf"test_trace.py:{LINE}: `if x.sum\(\) > 0:.*asks for the values .* torch.where",
+    ),
+    (
+        Short, {"stages": 1, "example_inputs": noise(2, 3)},
+        r"`return self.b.*` cannot be traced \(a and b must",
+    ),
+    (Counts, {"stages": 1}, "it sets the buffer calls anew: write to it"),
+    (Short, {}, "at=None, stages=None: give one of the two, as stages=2"),
+    (Short, {"at": ["c"]}, "at=c: forward calls no such submodule, but a, b"),
+    (Short, {"at": ["a"]}, "nothing is left to compute before a"),
+    (
+        Reverse, {"stages": 1},
+        r"the backward of a torch.autograd.Function would be lost.*; or cut the model by hand",
+    ),
+    (
+        lambda: nn.Sequential(nn.Linear(4, 4), Hooks()), {"stages": 1},
+        r"`y.register_hook.*a hook on a tensor would be lost.* by hand",
+    ),
+    (partial(Hooked, 4), {"stages": 1}, r"linear \(Linear\) has a hook on its backward, which"),
+    (Modes, {"stages": 1}, r"dropout \(Dropout\) is in evaluation, the model in training"),
+    (TwoNorms, {"at": ["a"]}, "buffer norm.running_.* is written to and used on several"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "how", "said"), UNTRACED)
 def test_what_cannot_be_traced_or_cut_is_said(
     module: Callable[[], nn.Module], how: dict[str, Any], said: str
 ) -> None:
