@@ -40,10 +40,10 @@ def test_what_differs_or_raises_makes_the_status_1_and_says_where(
         return train_step(pipe, x, *args, **kwargs)
 
     def first_use_only(stages: Any, replicas: Any) -> Any:
-        own, tied = gradients_by_stage(stages[:-1], replicas)
+        *own, tied = gradients_by_stage(stages[:-1], replicas)
         last, _ = gradients_by_stage(stages[-1:], replicas)
-        last[0] = {p: g for p, g in last[0].items() if not any(p in found for found in own)}
-        return [*own, *last], tied
+        last = {p: g for p, g in last.items() if not any(p in found for found in own)}
+        return [*own, last, tied]
 
     monkeypatch.setattr(Pipe, "train_step", fail)
     monkeypatch.setattr("pipeline.pipe.gradients_by_stage", first_use_only)
