@@ -7,7 +7,7 @@ import os
 
 def core_slice(index: int, slices: int, cores_each: int | None = None) -> list[int]:
     """The cores of slice `index`: this process' cores in `slices` equal, consecutive parts. With
-    more slices than cores the deal turns back at each end (0 1 1 0), so that in a mesh the first
+    more slices than cores they are assigned boustrophedon (0 1 1 0), so that in a mesh the first
     and the last stage share a core: one of them works while the other waits. Empty if the system
     does not report which cores a process may use (macOS)."""
     if not hasattr(os, "sched_getaffinity"):

@@ -147,7 +147,7 @@ class Optimizers:
         wrong = self._wrong(losses)  # so all ranks take the same way from here
         if wrong and self.recipe.on_nan == "stop":
             raise RunError(f"{where}: {wrong}; {ADVICE}")
-        self.in_a_row = self.in_a_row + 1 if wrong else 0  # a batch without targets ends the row
+        self.in_a_row = self.in_a_row + 1 if wrong else 0  # a batch without targets resets it
         if self.in_a_row == MOST_IN_A_ROW:
             raise RunError(f"{where}: {wrong}, as were {MOST_IN_A_ROW - 1} before it; {ADVICE}")
         self.steps += 1

@@ -203,7 +203,7 @@ class Tools:
     """other tools"""
 
     profile: Whole = 0
-    """what every operator took in N steps after the first, per rank, for ui.perfetto.dev"""
+    """profile every operator for N steps, skipping the first; per rank, for ui.perfetto.dev"""
     tensorboard: bool = False
     """write metrics.jsonl for TensorBoard, too"""
     wandb: bool = False

@@ -79,7 +79,7 @@ def _while_others_wait(world: World, work: Callable[[], None] | None) -> None:
     done = torch.zeros(())  # reduced again and again, until it is 1
     if work is None:
         while not done.item():
-            dist.all_reduce(done.fill_(1), dist.ReduceOp.MIN)  # meets one of `tell`
+            dist.all_reduce(done.fill_(1), dist.ReduceOp.MIN)  # pairs with one in `tell`
         return
     finished = threading.Event()
 

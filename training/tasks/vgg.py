@@ -1,4 +1,4 @@
-"""VGG16 for 32 x 32 pictures: a network as unlike GPT-2 as possible.
+"""VGG16 for 32 x 32 pictures: deliberately unlike GPT-2.
 
 Its first layers have few parameters and large activations, its last layers the opposite; no two
 stages or shards are alike.
