@@ -16,6 +16,7 @@ import os
 import re
 import runpy
 import select
+import signal
 import sys
 import tempfile
 import time
@@ -96,7 +97,8 @@ class Terminal:
 def _program(
     command: list[str], folder: Path, environment: dict[str, str], out: str, err: str
 ) -> None:
-    os.setsid()  # a terminal becomes this process' own, and sends it Ctrl-C
+    os.setsid()  # a terminal becomes this process' own, and sends it Ctrl-C,
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background ignores
     for number, name in ((1, out), (2, err)):
         os.dup2(os.open(name, os.O_RDWR), number)
     os.environ.clear()
