@@ -41,7 +41,7 @@ from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
 from pipeline.schedules.catalogue import places
-from project.figures.steps import bubbles, ideal_of
+from project.figures.compared import compare
 from training.launch.launch import Settings, launch
 from training.launch.world import World, gather_over_ranks
 from training.timeline import Event
@@ -161,9 +161,9 @@ class _Bench:
 
         return turn
 
-    def idle(self, name: str, m: int, threads: bool) -> tuple[float, float] | None:
+    def idle(self, name: str, m: int, threads: bool) -> tuple[float, float]:
         """The mean idle share of the ranks in a recorded step, and the idle share of the schedule
-        itself. On rank 0."""
+        itself."""
         events: Recorded = []
         pipe: Any = self.threads if threads else self.pipes[name]
         ranks = places(name, K)
@@ -176,11 +176,8 @@ class _Bench:
         rows: dict[str, list[Event]] = {f"rank {r}": [] for r in range(K)}
         for event in (Event(*e) for of_rank in found for e in of_rank):
             rows[f"rank {ranks[event.stage]}"].append(event)
-        ideal = ideal_of(rows, name, ranks)
-        if ideal is None:
-            return None
-        shares = [statistics.fmean(bubbles(workers).values()) for workers in (rows, ideal)]
-        return shares[0], shares[1]
+        step = compare(rows, name, list(range(K)))
+        return step.bubble, step.predicted.equal().bubble
 
     def check(self) -> None:
         """Raises AssertionError if a loss or gradient is not the plain one: see pipeline.py."""

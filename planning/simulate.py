@@ -212,7 +212,7 @@ class Simulation:
 
     def gaps(self) -> list[Gap]:
         """Every idle gap, with its causes, in the order of ranks and time."""
-        level, equal = self._without_messages(), self._equal()
+        level, equal = self._without_messages(), self.equal()
         found = []
         for r, row in enumerate(self.rows):
             for timed, uneven, even in zip(row, level.rows[r], equal.rows[r], strict=True):
@@ -233,8 +233,8 @@ class Simulation:
         work = self.work
         return self.simulator.run(Work(work.seconds, recompute=work.recompute))
 
-    def _equal(self) -> Simulation:
-        """Without messages, and every action takes as long as the mean of its kind."""
+    def equal(self) -> Simulation:
+        """The same without messages, and every action takes as long as the mean of its kind."""
         seconds, stages = self.work.seconds, len(self.simulator.ranks)
         sums: defaultdict[Kind, list[float]] = defaultdict(list)
         for action in self.simulator.actions:

@@ -25,7 +25,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.schedules.catalogue import SCHEDULES, in_words
+from pipeline.schedules.catalogue import SCHEDULES
 from project.command_line import Parser, count
 
 OUTPUT = Path("submit_figures")
@@ -44,19 +44,21 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     def command(name: str, text: str) -> Callable[..., argparse.Action]:
         added = commands.add_parser(name, help=text)
-        added.add_argument("--output", type=Path, metavar="PATH",
-            help=f"the picture, or a folder for it ({OUTPUT}; of training: the run's)")  # fmt: skip
+        added.add_argument("--output", type=Path, metavar="PATH", default=OUTPUT,
+            help="the picture, or a folder for it (%(default)s)")  # fmt: skip
         return added.add_argument
 
     # fmt: off
     run: dict[str, Any] = {"type": Path, "metavar": "DIR", "help": "workdir of this run"}
+    root: dict[str, Any] = {"type": Path, "metavar": "DIR", "default": Path("workdir"),
+                            "help": "folder of the runs' folders (%(default)s)"}
     option = command("data_parallel", "time and throughput of one process against several")
     option("--single", required=True, **run)
     option("--multiple", required=True, **run)
     option = command("pipeline", "time and throughput of a pipeline against one stage at a time")
     option("--model_parallel", required=True, **run)
     option("--pipeline_parallel", required=True, **run)
-    option = command("training", "loss and score of a run after each epoch; of runs, their losses")
+    option = command("training", "losses and score of runs after each epoch")
     option("workdir", nargs="+", **run)
     option = command("schedule", "clock table of a pipeline schedule, printed and drawn")
     option("--schedule", choices=list(SCHEDULES), default="1f1b", help="which (1f1b)")
@@ -64,26 +66,23 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--num_microbatches", "--n_chunk", type=count, metavar="M", default=8,
            help="micro-batches (8)")
     option("--chunks", type=count, metavar="V", help="chunks per rank, of interleaved (2)")
-    root: dict[str, Any] = {"type": Path, "metavar": "DIR", "default": Path("workdir"),
-                            "help": "folder of the runs' folders (%(default)s)"}
-    for name, text in OF_TRAIN.items():
-        option = command(name, text)
-        option("runs", nargs="+", help="e.g. ddp=1,ddp=2, or ddp=1 ddp=2")
-        option("--workdir", **root)
     option = command("timeline", "what each worker did when in one step, beside the ideal")
     option("run", help="the workdir of a run with --timeline, or e.g. pipeline=3")
     option("--step", type=count, metavar="K", help="which step, from 1 (a typical one)")
     option("--workdir", **root)
+    for name, text in OF_TRAIN.items():
+        option = command(name, text)
+        option("runs", nargs="+", help="e.g. ddp=1,ddp=2, or ddp=1 ddp=2")
+        option("--workdir", **root)
     # fmt: on
     args = parser.parse_args(argv)
     if args.figure == "schedule":
         n, m = args.num_devices, args.num_microbatches
         if n > MOST_STAGES or n * m > MOST_CELLS:
-            few = min(n, MOST_STAGES)
             parser.error(
                 f"--num_devices {n} --num_microbatches {m}: a picture has room for {MOST_STAGES} "
-                f"stages, and for {MOST_CELLS} micro-batches over all stages; --num_devices {few} "
-                f"--num_microbatches {min(m, MOST_CELLS // few)} works"
+                f"stages, and for {MOST_CELLS} micro-batches over all stages; --num_devices 4 "
+                "--num_microbatches 8 works"
             )
     return args
 
@@ -91,20 +90,28 @@ def parse_plot(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     parse_plot()  # before torch and matplotlib are imported, which takes seconds
 
-from project.figures.bars import LINES, Bar, draw_bars, unit_of
-from project.figures.epochs import read_epochs
+from project.figures.bars import Bar, draw_bars
+from project.figures.compared import compare_step
+from project.figures.gantt import draw_step, plot_schedule
 from project.figures.perfetto import write_trace
-from project.figures.recorded import THROUGHPUT, TIME, Run, mean_and_std, speed_up
-from project.figures.steps import draw_step, in_step, plot_schedule, shares, steps_of
-from project.figures.style import finish_panel, picture, plot_training, readable
+from project.figures.recorded import Run, mean_and_std, speed_up
+from project.figures.steps import in_step, shares, steps_of
+from project.figures.style import plot_training, readable
 from training.files import SUMMARY
 from training.launch.errors import UserError
 
 STRATEGIES = ("single", "ddp", "model", "fsdp", "pipeline", "tensor")
-YLABELS = {TIME: "training time of an epoch (s)", THROUGHPUT: "tokens per second, with padding"}
+YLABELS = {
+    "training_time": "training time of an epoch (s)",
+    "tokens_per_sec": "tokens per second, with padding",
+}
 ALIKE = (  # options that must be the same in all runs of a figure
     "model", "precision", "vgg_width", "n_layer", "n_embd", "n_head", "vocab_size", "dataset",
     "n_train",
+)  # fmt: skip
+FACTS = (  # of the line below a picture
+    "model", "strategy", "world_size", "pp", "tp", "num_devices", "schedule", "num_microbatches",
+    "batch_size",
 )  # fmt: skip
 FORMATS = (".png", ".pdf", ".svg")
 TIMES = ("forward", "recompute", "backward", "optimizer", "communication", "idle")
@@ -115,7 +122,7 @@ def plot(
     stds: Sequence[float],
     labels: Sequence[str],
     fig_name: str | Path,
-    ylabel: str = YLABELS[TIME],
+    ylabel: str = YLABELS["training_time"],
 ) -> Path:
     """The course's function: a bar with its error bar per label, saved as `fig_name`. Raises
     ValueError if the three differ in length."""
@@ -143,18 +150,9 @@ def plot_results(
 
 
 def describe(run: Run) -> str:
-    """What was trained and how, in a line."""
-    options = run.summary
-    facts = [options["model"]] if "model" in options else []
-    if "batch_size" in options:
-        facts.append(f"batches of {options['batch_size']}")
-    if options.get("strategy") == "3d":
-        facts.append("data {dp} x pipeline {pp} x tensor {tp}".format(**options))
-    stages = options.get("num_devices") or options.get("pp") or options.get("world_size", 1)
-    if options.get("schedule") and stages > 1:
-        words = in_words(stages, options.get("chunks") or 1)
-        facts.append(f"{words}, {options['schedule']}, {options['num_microbatches']} micro-batches")
-    return "; ".join(facts)
+    """What was trained and how, in a line: options that are not 1."""
+    used = {name: run.summary.get(name) for name in FACTS}
+    return ", ".join(f"{name} {value}" for name, value in used.items() if value not in (None, 1))
 
 
 def check_alike(runs: Sequence[Run], names: Sequence[str] = ALIKE) -> None:
@@ -180,7 +178,8 @@ def plot_data_parallel(single: Run, multiple: Run, output: Path) -> list[Path]:
             f"--single {single.folder} has {one} rank(s), --multiple {multiple.folder} has {n}; "
             "needed are 1 and 2 or more"
         )
-    return compare("data_parallel", (single, multiple), ("1 process", f"{n} processes"), n, output)
+    labels = ("1 process", f"{n} processes")
+    return plot_speed_up("data_parallel", (single, multiple), labels, n, output)
 
 
 def plot_pipeline(model_parallel: Run, pipeline_parallel: Run, output: Path) -> list[Path]:
@@ -193,13 +192,13 @@ def plot_pipeline(model_parallel: Run, pipeline_parallel: Run, output: Path) -> 
     for run, mode in zip(runs, ("model_parallel", "pipeline_parallel"), strict=True):
         if (found := run.summary.get("model_parallel_mode")) != mode:
             raise UserError(f"--{mode} {run.folder}: that run has --model_parallel_mode {found}")
-    check_alike(runs, (*ALIKE, "batch_size"))
+    check_alike(runs, ["batch_size"])
     m, n = (pipeline_parallel.summary[name] for name in ("num_microbatches", "num_devices"))
-    labels, ideal = ("model parallel", "pipeline"), n * m / (m + n - 1)
-    return compare("pipeline", runs, labels, ideal, output)
+    labels = ("model parallel", "pipeline")
+    return plot_speed_up("pipeline", runs, labels, n * m / (m + n - 1), output)
 
 
-def compare(
+def plot_speed_up(
     name: str, runs: tuple[Run, Run], labels: tuple[str, str], ideal: float, output: Path
 ) -> list[Path]:
     """Draws {name}_training_time.png and {name}_throughput.png of a baseline and a measured run:
@@ -207,56 +206,35 @@ def compare(
     processes have equally many cores, and batches are of one size, in both."""
     check_alike(runs)
     baseline, measured = runs
-    if min(len(run.epochs()) for run in runs) < 2:
+    if min(len(run.epochs) for run in runs) < 2:
         raise UserError(
             f"{baseline.folder} and {measured.folder}: both need 2 epochs or more, as the first is "
             "left out"
         )
     alike = all(len({run.summary.get(key) for run in runs}) == 1 for key in ("cores", "batch_size"))
     paths = []
-    for metric, file in ((TIME, "training_time"), (THROUGHPUT, "throughput")):
-        (base, std), after = (run.over_epochs(metric) for run in runs)
-        shown = {labels[1]: after}
-        if metric == TIME and 1 < len(measured.ranks) <= 4:
-            times = ([epoch[TIME] for epoch in rank[1:]] for rank in measured.ranks)
-            shown = {f"rank {r}": mean_and_std(seconds) for r, seconds in enumerate(times)}
-        sign = -1 if metric == TIME else 1  # of time, less is better
-        bars = [Bar(labels[0], {"baseline": base}, std)]
-        bars += [
-            Bar(label, {"measured": mean}, std, f"{(mean / base) ** sign:.2f}x")
-            for label, (mean, std) in shown.items()
-        ]
-        verb = "as fast as" if metric == TIME else "the tokens/s of"
-        title = f"{labels[1]}: {speed_up(measured, baseline, metric):.2f}x {verb} {labels[0]}"
+    for metric, file, power in (
+        ("training_time", "training_time", -1),
+        ("tokens_per_sec", "throughput", 1),
+    ):
+        base, spread = baseline.over_epochs(metric)
+        shown = {labels[1]: measured.over_epochs(metric)}
+        if metric == "training_time" and len(measured.epochs[0]) > 1:
+            ranks = zip(*measured.epochs[1:], strict=True)
+            shown = {
+                f"rank {r}": mean_and_std([epoch[metric] for epoch in rank])
+                for r, rank in enumerate(ranks)
+            }
+        bars = [Bar(labels[0], {"baseline": base}, spread)]
+        for label, (mean, std) in shown.items():
+            bars.append(Bar(label, {"measured": mean}, std, f"{(mean / base) ** power:.2f}x"))
         if alike:
-            bars.append(Bar("ideal", {"ideal": base * ideal**sign}, inside=f"{ideal:.3g}x"))
-            title += f" (ideal {ideal:.3g}x)"
+            bars.append(Bar("ideal", {"ideal": base * ideal**power}, inside=f"{ideal:.3g}x"))
+        title = f"speed-up of {labels[1]} over {labels[0]}: "
+        title += f"{speed_up(measured, baseline, metric):.2f}x"
         paths.append(output / f"{name}_{file}.png")
         draw_bars(paths[-1], bars, title=title, foot=describe(measured), ylabel=YLABELS[metric])
     return paths
-
-
-def plot_losses(runs: Sequence[Run], path: Path, names: Sequence[str] | None = None) -> Path:
-    """Draws the losses of runs side by side, labelled by `names`, or by their folders."""
-    names = names or [run.folder.name for run in runs]
-    if len({*names}) < len(names):
-        names = [str(run.folder) for run in runs]
-    losses = {name: read_epochs(run.folder) for name, run in zip(names, runs, strict=True)}
-    ends = ", ".join(
-        f"{epochs[-1]['validation_loss']:.3f} ({name}, epoch {epochs[-1]['epoch']})"
-        for name, epochs in losses.items()
-    )
-    with picture(path, f"validation loss: {ends}", "", (12, 5.6), ncols=2) as (_, axes):
-        for ax, kind in zip(axes, ("training", "validation"), strict=True):
-            for k, (name, epochs) in enumerate(losses.items()):
-                width = max(1.5, 9 - 2.3 * k)  # a wide line shows under the narrow ones on it
-                numbers = [epoch["epoch"] for epoch in epochs]
-                values = [epoch[f"{kind}_loss"] for epoch in epochs]
-                look: dict[str, Any] = {"color": LINES[k % len(LINES)], "lw": width, "marker": "o"}
-                ax.plot(numbers, values, ms=width + 4, label=name, **look)
-            finish_panel(ax, f"{kind} loss (nats per target)")
-        axes[0].legend()
-    return path
 
 
 # Runs of train.py
@@ -284,69 +262,52 @@ def named(name: str, root: Path) -> Run:
 
 def plot_split_time(runs: Sequence[Run], path: Path) -> Path:
     """Draws where the time of a step goes: a stacked bar per run."""
-    times = {}
+    bars = []
     for run in runs:
-        workers, _ = run.timeline
-        steps = [shares(in_step(workers, step)) for step in steps_of(workers)]
-        times[run.label] = {kind: fmean(step[kind] for step in steps) for kind in TIMES}
-    factor, unit = unit_of(max(sum(parts.values()) for parts in times.values()))
-    bars = [
-        Bar(label, {kind: factor * value for kind, value in parts.items() if value})
-        for label, parts in times.items()
-    ]
+        steps = [shares(in_step(run.timeline, step)) for step in steps_of(run.timeline)]
+        bars.append(Bar(run.name, {kind: 1e3 * fmean(s[kind] for s in steps) for kind in TIMES}))
     last = bars[-1]
-    sent, idle = (last.parts.get(kind, 0) / last.total for kind in ("communication", "idle"))
-    return draw_bars(
-        path,
-        bars,
-        ylabel=f"a step ({unit})",
-        title=f"{last.label}: communication {sent:.0%} of a step, idle {idle:.0%}",
-        foot="communication: exchange and waiting that no computation hides",
-    )
+    sent, idle = (last.parts[kind] / last.total for kind in ("communication", "idle"))
+    title = f"{last.label}: communication {sent:.0%} of a step, idle {idle:.0%}"
+    foot = "communication: exchange and waiting that no computation hides"
+    return draw_bars(path, bars, title=title, foot=foot, ylabel="a step (ms)")
 
 
 def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
     """Draws the examples per second of each run. The ideal scales the run of the same strategy with
     the fewest workers by the number of workers."""
-    title = "; ".join(f"{run.label}: {readable(run.speed()[0])} examples/s" for run in runs)
     bars = []
     for run in runs:
+        mean, std = run.speed()
         alike = [other for other in runs if other.summary["strategy"] == run.summary["strategy"]]
         base = min(alike, key=lambda other: other.summary["world_size"])
-        mean, std = run.speed()
         if run is base:
             role = "baseline" if len(alike) > 1 else "measured"
-            bars.append(Bar(run.label, {role: mean}, std))
+            bars.append(Bar(run.name, {role: mean}, std))
             continue
-        one, n = (r.summary["world_size"] for r in (base, run))
         before, _ = base.speed()
-        bars.append(Bar(run.label, {"measured": mean}, std, f"{mean / before:.2f}x"))
-        bars.append(Bar("ideal", {"ideal": before * n / one}, inside=f"{n / one:.3g}x"))
-        title = f"{run.label}: {mean / before:.2f}x the examples/s of "
-        title += f"{'one' if one == 1 else one} (ideal {n / one:.3g}x)"
-    return draw_bars(
-        path, bars, title=title, foot="", ylabel="examples per second, all workers together"
-    )
+        ideal = run.summary["world_size"] / base.summary["world_size"]
+        bars.append(Bar(run.name, {"measured": mean}, std, f"{mean / before:.2f}x"))
+        bars.append(Bar("ideal", {"ideal": before * ideal}, inside=f"{ideal:.3g}x"))
+    found = ", ".join(f"{run.name} {readable(run.speed()[0])}" for run in runs)
+    ylabel = "all workers together"
+    return draw_bars(path, bars, title=f"examples per second: {found}", foot="", ylabel=ylabel)
 
 
 def plot_memory(runs: Sequence[Run], path: Path) -> Path:
     """Draws parameters, gradients, optimizer state and peak in bytes, for each rank of each run."""
-    bars, most = [], {}
+    bars, most = [], list[str]()
     for run in runs:
         state, peaks = run.summary["state_bytes"], run.summary["peak_rss_bytes"]
         for rank, peak in enumerate(peaks):
             parts = {kind: values[rank] / 1e6 for kind, values in state.items()}
-            bars.append(Bar(f"{run.label}, rank {rank}", parts))
+            bars.append(Bar(f"{run.name}, rank {rank}", parts))
             bars.append(Bar("peak", {"peak resident": peak / 1e6}))
-        most[run.label] = max(bar.total for bar in bars[-2 * len(peaks) :: 2])
-    first, last = runs[0].label, runs[-1].label
-    title = f"{first}: {readable(most[first])} MB of state per rank"
-    if first != last:
-        title = f"{last}: {most[last] / most[first]:.0%} of the state per rank of {first}"
-    return draw_bars(
-        path, bars, title=title, ylabel="MB",
-        foot="peak resident: of the whole process, with Python, libraries and activations",
-    )  # fmt: skip
+        held = max(map(sum, zip(*state.values(), strict=True)))
+        most.append(f"{run.name} {readable(held / 1e6)}")
+    title = f"MB of state per rank: {', '.join(most)}"
+    foot = "peak resident: of the whole process, with Python, libraries and activations"
+    return draw_bars(path, bars, title=title, foot=foot, ylabel="MB")
 
 
 # The command line
@@ -358,16 +319,10 @@ COMPARED = {
 
 def draw_figure(args: argparse.Namespace) -> list[Path]:
     """Draws what the command line asks for; returns the paths."""
-    name, output = args.figure, args.output or OUTPUT
-
-    is_picture = output.suffix.lower() in FORMATS and not output.is_dir()
+    name, output = args.figure, args.output
+    is_picture = output.suffix in FORMATS
     if is_picture and name in ("data_parallel", "pipeline"):
         raise UserError(f"--output {output}: {name} draws two pictures; name a folder")
-    if output.suffix and not is_picture and not output.is_dir():
-        raise UserError(
-            f"--output {output}: it must be a folder, or a picture that ends in "
-            f"{', '.join(FORMATS)}"
-        )
 
     def path(stem: str) -> Path:
         return output if is_picture else output / f"{stem}.png"
@@ -377,21 +332,16 @@ def draw_figure(args: argparse.Namespace) -> list[Path]:
     if name == "pipeline":
         return plot_pipeline(Run(args.model_parallel), Run(args.pipeline_parallel), output)
     if name == "training":
-        runs = [Run(folder) for folder in args.workdir]
-        if len(runs) > 1:
-            return [plot_losses(runs, path("losses"))]
-        (run,) = runs
-        steps = run.summary.get("num_batches")
-        return [plot_training(run.folder, describe(run), steps, args.output and path("training"))]
+        stem = "losses" if len(args.workdir) > 1 else "training"
+        return [plot_training(path(stem), args.workdir, describe(Run(args.workdir[-1])))]
     if name == "schedule":
         sizes = args.num_devices, args.num_microbatches, args.chunks
         return [plot_schedule(args.schedule, *sizes, path(f"schedule_{args.schedule}"))]
     if name == "timeline":
         run = named(args.run, args.workdir) if "=" in args.run else Run(Path(args.run))
-        workers, about = run.timeline
-        step = args.step and args.step - 1  # files count from 0
-        drawn = draw_step(path(f"timeline_{run.folder.name}"), workers, about, describe(run), step)
-        print(f"wrote {write_trace(run.folder, workers)}: open it in https://ui.perfetto.dev")
+        step = compare_step(run, step=args.step and args.step - 1)  # files count from 0
+        drawn = draw_step(path(f"timeline_{run.name}"), step, "ideal", foot=describe(run))
+        print(f"wrote {write_trace(run.folder, run.timeline)}: open it in https://ui.perfetto.dev")
         return [drawn]
     runs = [named(run, args.workdir) for run in ",".join(args.runs).split(",")]
     check_alike(runs)

@@ -17,37 +17,43 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from torch import Tensor
 
 from pipeline.schedules.catalogue import SCHEDULES, find
-from planning import describe, search
+from pipeline.schedules.schedule import Kind
+from planning import describe
 from planning.cost import GIB, Prediction, PricedStep
 from project.command_line import Parser
 from project.figures.compared import Compared, compare_step, micro_batches
 from project.figures.epochs import read_json
-from project.figures.recorded import THROUGHPUT, TIME, Run, speed_up
-from project.figures.style import readable, with_error
+from project.figures.gantt import draw_step
+from project.figures.recorded import Run, speed_up
+from project.figures.style import LINES, picture, readable, with_error
 from project.plot import describe as in_words
+from project.plot import plot_memory
 from training.files import OPTIONS, SUMMARY, writing
 from training.launch.errors import UserError
 from training.results import read_metrics
-from training.timeline import KINDS
 
 PAGE = Path(__file__).parent / "page"
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # micro-batches that the sliders offer
 
 
 def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -64,31 +70,40 @@ def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def inline(draw: Callable[[Path], Path]) -> str:
+    """A picture as an address that needs no file."""
+    with TemporaryDirectory() as folder:
+        drawn = draw(Path(folder) / "picture.svg")
+        return f"data:image/svg+xml;base64,{b64encode(drawn.read_bytes()).decode()}"
+
+
 @dataclass(frozen=True)
 class Reported(Run):
     """A run as the page shows it."""
 
     machine: describe.Machine | None = None
 
+    def read(self, name: str) -> dict[str, Any]:
+        """A file in JSON; empty if there is none."""
+        path = self.folder / name
+        return read_json(path) if path.is_file() else {}
+
     @cached_property
     def config(self) -> dict[str, Any]:
         """The model's sizes; empty if it is no GPT-2."""
-        path = self.folder / "config.json"
-        return read_json(path) if path.is_file() else {}
+        return self.read("config.json")
 
     @property
     def command(self) -> str:
         """The command line that made it."""
-        path = self.folder / OPTIONS
-        return read_json(path).get("command", "") if path.is_file() else ""
+        return self.read(OPTIONS).get("command", "")
 
     @cached_property
     def step(self) -> Compared | None:
         """A recorded step beside its prediction; None: there is none."""
         if not any(self.folder.glob("timeline_rank*.json")):
             return None
-        planned = self.priced
-        return compare_step(self, planned.work() if planned else None)
+        return compare_step(self, self.priced.work() if self.priced else None)
 
     @cached_property
     def positions(self) -> float:
@@ -141,81 +156,105 @@ class Reported(Run):
         """The planner's prediction."""
         return self.priced.predict(explain=False) if self.priced else None
 
-    def shown(self, metric: str, unit: str = "") -> str:
+    def planned_memory(self) -> list[float]:
+        """The planner's GiB of each rank; none of stages that are threads of one rank."""
+        ranks = self.summary["world_size"]
+        if self.planned is None or ranks < self.shape[1]:
+            return []
+        stages = [held.gib for held in self.planned.memory]
+        return [stages[r // self.shape[2] % len(stages)] for r in range(ranks)]
+
+    def shown(self, metric: str) -> str:
         """The mean over all epochs but the first and its spread: of the slowest rank's time, or of
         the ranks' sum."""
-        mean, std = self.over_epochs(metric)
-        return f"{with_error(mean, std if len(self.ranks[0]) > 2 else 0.0)}{unit}"
+        return with_error(*self.over_epochs(metric))
 
-    def links(self) -> list[tuple[str, float]]:
+    def links(self) -> dict[str, float]:
         """What a rank sends in a step, in bytes, by closed forms: docs/mathematics.md."""
-        used, (dp, pp, tp), found = self.summary, self.shape, list[tuple[str, float]]()
-        width = self.config.get("n_embd", 0)
-        hidden = self.positions / dp * width * (8 if used.get("precision") == "fp64" else 4)
-        if pp > 1 and width and used["world_size"] > 1:  # threads share their memory
-            found.append(("a stage to the next: activations", hidden))
-            found.append(("a stage to the one before: their gradients", hidden))
-        if tp > 1 and width:
-            blocks = self.config["n_layer"] / pp
-            ring = 2 * (tp - 1) / tp
-            found.append(("tensor parallel: 4 all-reduces of a block", 4 * blocks * ring * hidden))
-        if dp > 1:
-            held = used["state_bytes"]["gradients"][0]
-            zero, part = used.get("zero") or 0, (dp - 1) / dp
-            whole = held * (dp if zero >= 2 else 1)
-            found.append((f"gradients to {dp} replicas", (1 if zero else 2) * part * whole))
-            if zero:
-                times = 2 if zero == 3 else 1
-                found.append(("parameters, gathered", times * part * whole))
-        return found
+        used, (dp, pp, tp) = self.summary, self.shape
+        width = 8 if used.get("precision") == "fp64" else 4
+        hidden = self.positions / dp * self.config.get("n_embd", 0) * width
+        stages = pp if used["world_size"] > 1 else 1  # threads share their memory
+        zero, blocks = used.get("zero") or 0, self.config.get("n_layer", 0) / pp
+        whole = used["state_bytes"]["gradients"][0] * (dp if zero >= 2 else 1)
+        part = (dp - 1) / dp * whole
+        sent = {
+            "activations to the next stage": hidden if stages > 1 else 0,
+            "gradients of activations to the stage before": hidden if stages > 1 else 0,
+            "tensor parallel: 4 all-reduces of a block": 8 * (tp - 1) / tp * blocks * hidden,
+            "gradients to replicas": part if zero else 2 * part,
+            "parameters, gathered": (0, 1, 1, 2)[zero] * part,
+        }
+        return {link: size for link, size in sent.items() if size}
+
+    def pictures(self) -> dict[str, str]:
+        """By what they show."""
+        step, found = self.step, {}
+        if step is not None:
+            foot = "numbers: micro-batches; of sharded runs, layers"
+            found["step"] = inline(lambda path: draw_step(path, step, "predicted", foot=foot))
+        return found | {"memory": inline(lambda path: plot_memory([self], path))}
 
     def sliders(self) -> dict[str, Any] | None:
-        """What page/page.js simulates; None without stages."""
+        """What page/page.js simulates, from measured seconds; None without stages."""
         step = self.step
-        if step is None or len(step.predicted.rows) < 2:
+        if step is None or len(step.ranks) == 1:
             return None
-        ranks, taken = step.pipeline.simulator.ranks, step.seconds
-        n, m = len(step.predicted.rows), micro_batches(step.events)
-        lists = {name: schedules(name, n, m, len(ranks) // n) for name in SCHEDULES}
+        n, m, own = 1 + max(step.ranks), micro_batches(step.events), self.summary["schedule"]
+        sizes = list(range(m % n or n, max(6 * n, m) + 1, n))
+        lists = {}
+        for name in SCHEDULES:
+            chunks = step.seconds.chunks if name == own else None
+            with suppress(ValueError):  # e.g. no multiple of the ranks
+                lists[name] = {size: find(name, chunks)(n, size) for size in sizes}
+
+        def of_ranks(values: Sequence[float]) -> list[float]:
+            found = [0.0] * n
+            for rank, value in zip(step.ranks, values, strict=True):
+                found[rank] += value
+            return found
+
+        def halves(kind: Kind) -> list[float]:
+            wholes = taken.actions[Kind.BACKWARD]
+            return [x or y / 2 for x, y in zip(taken.actions[kind], wholes, strict=True)]
+
+        taken = step.seconds
+        batch = {
+            "F": taken.actions[Kind.FORWARD], "I": halves(Kind.BACKWARD_INPUT),
+            "W": halves(Kind.BACKWARD_WEIGHT), "R": taken.recompute,
+        }  # fmt: skip
+        layers = re.findall(r"\d+", self.summary["layout"].split(" on ")[0])  # 5 | 3 on cpu:0
         return {
-            "ranks": ranks, "layers": step.pipeline.cut, "m": m,
-            "schedule": self.summary["schedule"], "transfer": taken.transfer,
-            "exchange": taken.exchange, "update": taken.update, "measured": step.measured,
-            "bubble": step.bubble, "lists": {name: found for name, found in lists.items() if found},
-            "batch": {kind.value: [m * x for x in each] for kind, each in taken.actions.items()},
-            "recompute": [m * x for x in taken.recompute],
+            "lists": lists, "sizes": sizes, "m": m, "schedule": own,
+            "layers": of_ranks([int(size) for size in layers]),
+            "batch": {kind: [m * x for x in of_ranks(each)] for kind, each in batch.items()},
+            "transfer": taken.transfer, "exchange": taken.exchange, "update": taken.update,
+            "measured": step.measured, "bubble": step.bubble,
         }  # fmt: skip
 
 
-def schedules(name: str, n: int, m: int, chunks: int) -> dict[int, str]:
-    """A schedule's lists, by micro-batches, as text: `F0.1 B0.1|F0.0`, micro-batch and stage."""
-    make, found = find(name, max(2, chunks) if name == "interleaved" else None), {}
-    for size in sorted({*SIZES, m}):
-        with suppress(ValueError):  # e.g. no multiple of the ranks
-            rows = ([f"{a.kind.value}{a.microbatch}.{a.stage}" for a in r] for r in make(n, size))
-            found[size] = "|".join(map(" ".join, rows))
-    return found
+def furthest(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of two sets of gradients, and the parameter where it is."""
+    return max((float((ours[name] - theirs[name]).abs().max()), name) for name in theirs)
 
 
 def gradients(runs: Sequence[Reported]) -> list[dict[str, Any]]:
     """Of the runs that left the gradients of their first step (--pytest): the largest difference
     between their ranks, and from the first such run, and the parameter where it is."""
-    import torch
-
     found: list[dict[str, Any]] = []
-    first: dict[str, Any] = {}
+    first: dict[str, Tensor] = {}
     for run in runs:
         paths = sorted((run.folder / "tests").glob("model*_gradients.pth"))
         if not paths:
             continue
         ranks = [torch.load(path, weights_only=True) for path in paths]
         first = first or ranks[0]
-        apart = {name: float((ranks[0][name] - g).abs().max()) for name, g in first.items()}
-        between = (float((r[name] - ranks[0][name]).abs().max()) for r in ranks for name in first)
-        worst = max(apart, key=apart.__getitem__)
+        between, _ = max(furthest(rank, ranks[0]) for rank in ranks)
+        apart, worst = furthest(ranks[0], first)
+        largest = max(float(g.abs().max()) for g in first.values())
         found.append({
-            "name": run.folder.name, "ranks": len(ranks), "between": max(between), "worst": worst,
-            "apart": apart[worst], "largest": max(float(g.abs().max()) for g in first.values()),
+            "name": run.name, "ranks": len(ranks), "between": between, "apart": apart,
+            "worst": worst, "largest": largest,
         })  # fmt: skip
     return found
 
@@ -227,6 +266,16 @@ def apart(run: Run, first: Run) -> str:
     if run is first or len(ours) != len(theirs) or None in (*ours, *theirs):
         return "-"
     return f"{max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)):.1e}"
+
+
+def draw_losses(path: Path, runs: Sequence[Run]) -> Path:
+    """Draws the training loss of every step."""
+    with picture(path, "", "training loss, nats per target, of each step") as (_, (ax,)):
+        for k, run in enumerate(runs):
+            ax.plot(run.summary["loss"], label=run.name, color=LINES[k % len(LINES)])
+        ax.set_ylim(bottom=0)
+        ax.legend()
+    return path
 
 
 def render(runs: Sequence[Reported], template: Path) -> str:
@@ -241,32 +290,17 @@ def render(runs: Sequence[Reported], template: Path) -> str:
         "share": lambda value: f"{value:.1%}",
         "ms": lambda value: f"{1e3 * value:.1f}",
     }
-    scripts = [(PAGE / name).read_text("utf-8") for name in ("simulate.js", "page.js")]
     finished = [run for run in runs if "step_seconds" in run.summary]
-    top = max((x or 0.0 for run in finished for x in run.summary["loss"]), default=1.0)
-    first = next((run.priced for run in finished if run.priced), None)
-    best = list[Prediction]()
-    if first is not None:
-        layout = first.layout
-        with suppress(ValueError):  # nothing fits
-            best, _ = search.search(
-                first.model, layout.gpus, first.machine, layout.batch_size, 5,
-                precision=layout.precision,
-            )  # fmt: skip
     return environment.get_template(template.name).render(
-        runs={run.folder.name: run for run in runs},
+        runs={run.name: run for run in runs},
         finished=finished,
         gradients=gradients(runs),
         about=in_words,
         busy=max((run.summary["load"] / (os.cpu_count() or 1) for run in finished), default=0.0),
-        best=[(search.options(found.layout), found) for found in best],
-        top=top,
+        losses=inline(lambda path: draw_losses(path, finished)),
         apart=apart,
-        kinds=KINDS,
         speed_up=speed_up,
-        script=Markup("\n".join(scripts)),
-        TIME=TIME,
-        THROUGHPUT=THROUGHPUT,
+        scripts=[Markup((PAGE / name).read_text("utf-8")) for name in ("simulate.js", "page.js")],
         GIB=GIB,
     )
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from project import rules
-from training.files import show, writing
+from training.files import PICTURE, show, writing
 from training.launch.errors import RunError, UserError, leave, refuse, signals_end, torchrun
 from training.launch.notice import Ended
 from training.launch.world import World, on_main, quiet_libraries
@@ -130,7 +130,7 @@ def _show(results: Results, args: Options) -> None:
 
     results.close()
     foot = "; ".join(results.task.describe().splitlines()[:2])
-    picture = plot_training(args.workdir, foot, args.num_batches)
+    picture = plot_training(args.workdir / PICTURE, [args.workdir], foot)
     if any(args.workdir.glob("timeline_rank*.json")):
         results.say(
             f"The recorded steps: python project/plot.py timeline {shlex.quote(str(args.workdir))} "

@@ -10,9 +10,21 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from .style import BLUE, FAINT, GREEN, GREY, INK, picture, with_error
+from .style import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    YELLOW,
+    picture,
+    with_error,
+)
 
-ORANGE, SKY, PURPLE, VERMILION, YELLOW = "#E69F00", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
 COLOURS = {  # by kind, in the order of the legend
     "parameters": BLUE, "gradients": ORANGE,
     "forward": BLUE, "recompute": YELLOW, "backward": ORANGE, "backward (input)": "#F5CE85",
@@ -21,12 +33,6 @@ COLOURS = {  # by kind, in the order of the legend
     "reduce-scatter": "#5E3C99", "wait for all ranks": INK, "idle": FAINT, "peak resident": "white",
     "baseline": GREY, "measured": BLUE, "ideal": "white",
 }  # fmt: skip
-LINES = (GREY, ORANGE, SKY, BLUE, GREEN, PURPLE, VERMILION, INK)  # of curves
-
-
-def unit_of(span: float) -> tuple[float, str]:
-    """A unit for a time in seconds: how many make a second, and its name."""
-    return (1.0, "s") if span >= 1 else (1e3, "ms") if span >= 1e-3 else (1e6, "µs")
 
 
 def text_colour(colour: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +12,7 @@ from training.files import OPTIONS, SUMMARY
 from training.launch.errors import UserError
 from training.timeline import Event
 
-from .epochs import Epochs, read_epochs, read_json
-
-TIME, THROUGHPUT = "training_time", "tokens_per_sec"
+from .epochs import read_epochs, read_json
 
 
 def mean_and_std(values: list[float]) -> tuple[float, float]:
@@ -26,31 +23,25 @@ def mean_and_std(values: list[float]) -> tuple[float, float]:
 def read_timelines(workdir: Path) -> tuple[dict[str, list[Event]], dict[str, Any]]:
     """The events of a run's workers by name (`rank 0`, or `stage 0`), and the `about` of rank 0's
     timeline. An event without a stage counts for the first one. If threads have several stages,
-    `ranks` in `about` gives each stage's rank, and workers are called `rank 0`.
-
-    Raises:
-        FileNotFoundError: a rank's file is missing.
-        ValueError: a file is not a timeline.
-    """
+    `ranks` in `about` gives each stage's rank, and workers are called `rank 0`. Raises UserError if
+    the file of a rank is missing or cannot be read."""
     workers: dict[str, list[Event]] = {}
     about: dict[str, Any] = {}
     rank, world_size = 0, 1
     while rank < world_size:  # an earlier, larger run may have left more files
         path = workdir / f"timeline_rank{rank}.json"
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            events = [Event(*event) for event in content["events"]]
-            world_size, by_rank = content["world_size"], content["workers"] == "rank"
-            about = about or content["about"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a timeline, or only half of one") from error
+        if not path.is_file():
+            raise UserError(f"{path} is missing; make the run again, with --timeline 10")
+        content = read_json(path)
+        events = [Event(*event) for event in content["events"]]
+        about, world_size = about or content["about"], content["world_size"]
         ranks = about.get("ranks")
-        for event in [] if by_rank else events:
+        for event in events:
             s = max(0, event.stage)
             name = f"rank {ranks[s]}" if ranks else f"stage {s}"
+            if content["workers"] == "rank":
+                name = f"rank {rank}"
             workers.setdefault(name, []).append(event)
-        if by_rank:
-            workers[f"rank {rank}"] = events
         rank += 1
     return dict(sorted(workers.items(), key=lambda item: int(item[0].split()[1]))), about
 
@@ -60,6 +51,11 @@ class Run:
     """What a run left in its folder. Its files are read when they are first asked for, and once."""
 
     folder: Path
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.folder.resolve().name
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -71,48 +67,29 @@ class Run:
         return read_json(found[0]) if found else {}
 
     @cached_property
-    def ranks(self) -> list[Epochs]:
-        """The results of every rank, or of the pipeline. Raises UserError if some are missing."""
+    def epochs(self) -> list[tuple[dict[str, float], ...]]:
+        """Per epoch, the results of the ranks, or of the pipeline. Raises UserError if some are
+        missing."""
         if any(self.folder.glob("eval_results_*")):
-            return [read_epochs(self.folder, "eval_results")]
+            return [(epoch,) for epoch in read_epochs(self.folder, "eval_results")]
         numbers = range(self.summary.get("world_size", 1))
         ranks = [read_epochs(self.folder, f"rank{rank}_results") for rank in numbers]
         if len({len(rank) for rank in ranks}) > 1:  # interrupted, or resumed on another number
             raise UserError(
                 f"{self.folder}: its ranks have results of different epochs; make it again"
             )
-        return ranks
+        return list(zip(*ranks, strict=True))
 
     @cached_property
-    def timeline(self) -> tuple[dict[str, list[Event]], dict[str, Any]]:
-        """The events of its workers, and its options. Raises UserError if it recorded none."""
-        options, again = self.summary, "make the run again, with --timeline 10"
-        try:
-            workers, about = read_timelines(self.folder)
-        except FileNotFoundError as error:
-            missing = Path(error.filename).name
-            raise UserError(f"{self.folder}: no step was recorded ({missing}); {again}") from None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{error}; {again}") from None
-        if not any(workers.values()):
-            raise UserError(f"{self.folder}: no step was recorded; {again}")
-        return workers, options | about
-
-    @property
-    def label(self) -> str:
-        """The name of a run of train.py in a picture."""
-        n = self.summary["world_size"]
-        return f"{self.summary['strategy']}, {n} worker{'s' * (n > 1)}"
-
-    def epochs(self) -> list[tuple[dict[str, float], ...]]:
-        """Per epoch, the results of the ranks."""
-        return list(zip(*self.ranks, strict=True))
+    def timeline(self) -> dict[str, list[Event]]:
+        """The events of its workers. Raises UserError like `read_timelines`."""
+        return read_timelines(self.folder)[0]
 
     def over_epochs(self, metric: str) -> tuple[float, float]:
         """Mean and standard deviation over all epochs but the first: of the slowest rank's time, or
         of the throughput summed over the ranks."""
-        combine = max if metric == TIME else sum
-        return mean_and_std([combine(rank[metric] for rank in e) for e in self.epochs()[1:]])
+        combine = max if metric == "training_time" else sum
+        return mean_and_std([combine(rank[metric] for rank in e) for e in self.epochs[1:]])
 
     def speed(self) -> tuple[float, float]:
         """Of a run of train.py: examples per second over all steps but the first, and the deviation
@@ -125,4 +102,4 @@ class Run:
 def speed_up(run: Run, baseline: Run, metric: str) -> float:
     """How much faster than the baseline a run is: of time, less is better; of throughput, more."""
     (before, _), (after, _) = baseline.over_epochs(metric), run.over_epochs(metric)
-    return before / after if metric == TIME else after / before
+    return before / after if metric == "training_time" else after / before

@@ -19,11 +19,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from training.files import PICTURE, writing
+from training.files import writing
 
 from .epochs import read_epochs
 
 BLUE, GREEN, INK, GREY, FAINT = "#0072B2", "#009E73", "#1F2933", "#6B7785", "#E8EBEE"
+ORANGE, SKY, PURPLE, VERMILION, YELLOW = "#E69F00", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442"
+LINES = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, GREY, INK)  # of curves
+CURVES = {  # results of an epoch
+    "training_loss": "training loss", "validation_loss": "validation loss",
+    "bleu": "BLEU", "accuracy": "accuracy", "perplexity": "perplexity",
+}  # fmt: skip
 STYLE = {
     "font.size": 13, "text.color": INK, "axes.labelcolor": GREY, "axes.edgecolor": GREY,
     "xtick.color": GREY, "ytick.color": GREY, "xtick.major.size": 0, "ytick.major.size": 0,
@@ -66,45 +72,27 @@ def with_error(mean: float, std: float, plus_minus: str = " ± ") -> str:
     return f"{mean:,.{digits}f}{plus_minus}{std:,.{digits}f}"
 
 
-def plot_training(
-    workdir: Path, foot: str, steps: int | None = None, output: Path | None = None
-) -> Path:
-    """Draws loss and score of a run after each epoch, by default in workdir/training.png; returns
-    the path. Raises UserError if results are missing.
-
-    Args:
-        foot: what was trained and how.
-        steps: of a run whose length was given in steps; None: in epochs.
-    """
-    epochs = read_epochs(workdir)
-    done, last = [epoch["epoch"] for epoch in epochs], epochs[-1]
-    colours = {"training_loss": GREY, "validation_loss": BLUE}
-    # --benchmark_only validates nothing.
-    losses = {key: x for key, x in colours.items() if not math.isnan(last[key])} or colours
-    panels = {"loss (nats per target)": losses}
-    shown = [*losses][-1]
-    found = f"{shown.replace('_', ' ')} {last[shown]:.2f}"
-    for name, split in (("BLEU", "test"), ("accuracy", "test"), ("perplexity", "validation")):
-        score = last.get(name.lower(), math.nan)
-        if math.isfinite(score):
-            panels[f"{name} on the {split} split"] = {name.lower(): GREEN}
-            found = f"{name} {score:.1f}, {found}"
-    n, unit = (steps, "step") if steps else (done[-1], "epoch")
-    title = f"{found} after {n} {unit}{'s' * (n > 1)}"
-    path = output or workdir / PICTURE
-    with picture(path, title, foot, ncols=len(panels)) as (_, axes):
-        for ax, (heading, keys) in zip(axes, panels.items(), strict=True):
-            for key, colour in keys.items():
-                name = key.removesuffix("_loss").replace("bleu", "BLEU")
-                label = f"{name} {readable(last[key])}"
-                values = [epoch[key] for epoch in epochs]
-                ax.plot(done, values, color=colour, marker="o", label=label, clip_on=False)
-            finish_panel(ax, heading)
-            ax.legend(labelcolor="linecolor", prop={"weight": "bold"})
+def plot_training(path: Path, workdirs: Sequence[Path], foot: str) -> Path:
+    """Draws losses and score of runs after each epoch: a panel per result, a curve per run. Returns
+    the path. Raises UserError if results are missing."""
+    runs = {str(workdir): read_epochs(workdir) for workdir in workdirs}
+    results = [epoch for epochs in runs.values() for epoch in epochs]
+    # --benchmark_only validates nothing; only one of the scores is there.
+    finite = [k for k in CURVES if any(math.isfinite(r.get(k, math.nan)) for r in results)]
+    shown = finite or ["training_loss"]
+    name, last = [*runs][-1], [*runs.values()][-1][-1]
+    found = ", ".join(f"{CURVES[key]} {readable(last.get(key, math.nan))}" for key in shown)
+    title, foot = f"{name}: {found}", f"{foot}; losses in nats per target"
+    with picture(path, title, foot, (5 * max(2, len(shown)), 5.6), ncols=len(shown)) as (_, axes):
+        for ax, key in zip(axes, shown, strict=True):
+            for k, (name, epochs) in enumerate(runs.items()):
+                width = max(1.5, 2.3 * (len(runs) - k))  # a wide line shows under the narrow ones
+                done = [epoch["epoch"] for epoch in epochs]
+                values = [epoch.get(key, math.nan) for epoch in epochs]
+                colour = LINES[k % len(LINES)]
+                ax.plot(done, values, label=name, color=colour, lw=width, marker="o", ms=width + 4)
+            ax.set(title=CURVES[key], xlabel="epoch", ylim=(0, 1.1 * ax.get_ylim()[1]))
+            ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+        if len(runs) > 1:
+            axes[0].legend()
     return path
-
-
-def finish_panel(ax: Axes, heading: str) -> None:
-    """Finishes a panel of curves over epochs: axes from 0, whole epochs."""
-    ax.set(title=heading, xlabel="epoch", ylim=(0, 1.1 * ax.get_ylim()[1]))
-    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))

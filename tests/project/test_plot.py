@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 
 from project import plot
 from project.figures.recorded import Run
-from project.figures.steps import bubbles, ideal_of, in_step, shares, steps_of
+from project.figures.steps import bubbles, in_step, shares, steps_of
 from project.figures.style import STYLE, plot_training, with_error
 from project.utils import run_program
 from tests.project.made_up import (
@@ -150,7 +150,7 @@ def test_data_parallel(
     spread = 2**0.5  # of 19 and 21, of 9 and 11, of 10 and 12
     assert error_bars(ax) == [pytest.approx((m - spread, m + spread)) for m in (20, 10, 11)]
     assert (
-        title(time) == "2 processes: 1.82x as fast as 1 process (ideal 2x)"
+        title(time) == "speed-up of 2 processes over 1 process: 1.82x"
     )  # 20 s to the slowest's 11
     assert [text for text in inside(ax) if text.endswith("x")] == ["2.00x", "1.82x", "2x"]
     (ax,) = throughput.axes
@@ -160,7 +160,7 @@ def test_data_parallel(
     assert heights(ax) == pytest.approx([one, two, 2 * one])
     low, high = error_bars(ax)[1]
     assert (high - low) / 2 == pytest.approx((886.6667 - 731.8182) / 2**0.5, rel=1e-4)
-    assert title(throughput) == "2 processes: 1.92x the tokens/s of 1 process (ideal 2x)"
+    assert title(throughput) == "speed-up of 2 processes over 1 process: 1.92x"
     # One process had both cores, two have one each: there is no ideal.
     for run, options in (
         (single, {"batch_size": 64, "cores": 2}),
@@ -168,72 +168,45 @@ def test_data_parallel(
     ):
         (run / "options.json").write_text(json.dumps(options))
     plot.draw_figure(plot.parse_plot(line))
-    time = drawn[names[0]]
-    assert labels(time.axes[0]) == ["1 process", "rank 0", "rank 1"]
-    assert title(time) == "2 processes: 1.82x as fast as 1 process"
+    assert labels(drawn[names[0]].axes[0]) == ["1 process", "rank 0", "rank 1"]
 
 
 def test_pipeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    options: dict[str, Any] = {"num_devices": 3, "schedule": "zb", "batch_size": 64}
-
-    def figure(model: tuple[int, list[float]], pipe: tuple[int, list[float]]) -> Figure:
-        """Of runs with so many micro-batches and these seconds per epoch."""
-        line = ["pipeline", "--output", str(tmp_path)]
-        for name, (m, times) in (("model_parallel", model), ("pipeline_parallel", pipe)):
-            options.update(num_microbatches=m, model_parallel_mode=name)
-            line += [
-                f"--{name}",
-                str(write_epochs(tmp_path / name, "eval_results", times, **options)),
-            ]
-        plot.draw_figure(plot.parse_plot(line))
-        return drawn["pipeline_training_time.png"]
-
-    fig = figure((8, [50.0, 36.0, 36.0]), (8, [40.0, 23.0, 25.0]))
+    options: dict[str, Any] = {"num_devices": 3, "schedule": "zb", "num_microbatches": 8}
+    line = ["pipeline", "--output", str(tmp_path)]
+    for mode, times in (("model", [50.0, 36.0, 36.0]), ("pipeline", [40.0, 23.0, 25.0])):
+        name = f"{mode}_parallel"
+        options.update(model_parallel_mode=name, batch_size=64)
+        line += [f"--{name}", str(write_epochs(tmp_path / name, "eval_results", times, **options))]
+    plot.draw_figure(plot.parse_plot(line))
+    fig = drawn["pipeline_training_time.png"]
     assert labels(fig.axes[0]) == ["model parallel", "pipeline", "ideal"]
     assert heights(fig.axes[0]) == pytest.approx([36.0, 24.0, 36 / 2.4])  # 3*8 / 10
-    assert title(fig) == "pipeline: 1.50x as fast as model parallel (ideal 2.4x)"
-    assert foot(fig) == "batches of 64; 3 stages, zb, 8 micro-batches"
+    assert title(fig) == "speed-up of pipeline over model parallel: 1.50x"
+    assert foot(fig) == "num_devices 3, schedule zb, num_microbatches 8, batch_size 64"
     (ax,) = drawn["pipeline_throughput.png"].axes
     rates = [8400 / 36, (8400 / 23 + 8400 / 25) / 2, 8400 / 36 * 2.4]
     assert heights(ax) == pytest.approx(rates)
 
 
 def test_training(single: Path, tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    summary = {"batch_size": 128, "cores": 1, "model": "gpt2-mini", "n_layer": 2, "n_embd": None}
-    (single / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    args = plot.parse_plot(["training", str(single)])
-    assert plot.draw_figure(args) == [single / "training.png"]
-    fig = drawn["training.png"]
-    assert curves(fig) == [
-        {"training 2.00": [4.0, 3.0, 2.0], "validation 2.50": [4.5, 3.5, 2.5]},
-        {"BLEU 20.0": [0.0, 10.0, 20.0]},
-    ]
+    fig = draw(tmp_path, drawn, "training", str(single))
+    assert curves(fig) == [{str(single): values} for values in (
+        [4.0, 3.0, 2.0], [4.5, 3.5, 2.5], [0.0, 10.0, 20.0]
+    )]  # fmt: skip
+    assert [ax.get_title(loc="left") for ax in fig.axes] == [
+        "training loss", "validation loss", "BLEU"
+    ]  # fmt: skip
     epochs = [np.asarray(line.get_xdata()).tolist() for ax in fig.axes for line in ax.lines]
     assert epochs == [[1, 2, 3]] * 3
-    assert title(fig) == "BLEU 20.0, validation loss 2.50 after 3 epochs"
-    assert foot(fig) == "gpt2-mini; batches of 128"
-    # Losses of several are beside each other, named by their folders.
-    a, b = (
-        write_epochs(tmp_path / name, "rank0_results", [1.0] * 2, batch_size=size)
-        for size, name in enumerate("ab", 1)
-    )
-    (b / "rank0_results_epoch1.json").write_text('{"training_loss": 1.0, "validation_loss": 2.0}')
-    fig = draw(tmp_path, drawn, "training", str(a), str(b))
-    assert curves(fig) == [
-        {"a": [4.0, 3.0], "b": [4.0, 1.0]}, {"a": [4.5, 3.5], "b": [4.5, 2.0]}
-    ]  # fmt: skip
-    assert title(fig) == "validation loss: 3.500 (a, epoch 2), 2.000 (b, epoch 2)"
-    # Of pictures, after so many steps; and where nothing is a number.
-    last = {"training_loss": 1.0, "validation_loss": 2.0, "accuracy": 50.0}
-    for result, found in (
-        (last, "accuracy 50.0, validation loss 2.00"),
-        (dict.fromkeys(last), "validation loss nan"),
-    ):
-        for path in single.glob("*_epoch*.json"):
-            path.write_text(json.dumps(result))
-        plot_training(single, "", 5)
-        assert title(drawn["training.png"]) == f"{found} after 5 steps"
-        assert len(drawn["training.png"].axes) == 1 + ("accuracy" in found)
+    assert title(fig).endswith("one: training loss 2.00, validation loss 2.50, BLEU 20.0")
+    other = write_epochs(tmp_path / "other", "eval_results", [1.0] * 2)
+    fig = draw(tmp_path, drawn, "training", str(single), str(other))
+    assert curves(fig)[0] == {str(single): [4.0, 3.0, 2.0], str(other): [4.0, 3.0]}
+    for path in single.glob("*_epoch*.json"):  # where nothing is a number
+        path.write_text('{"training_loss": null, "validation_loss": null}')
+    plot_training(tmp_path / "nan.png", [single], "")
+    assert title(drawn["nan.png"]).endswith("one: training loss nan")
 
 
 def test_a_schedule_is_printed_and_drawn_from_the_same_table(
@@ -243,10 +216,7 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
     line = f"schedule --schedule=1f1b --num_devices=3 --n_chunk=4 --output={path}"
     assert plot.draw_figure(plot.parse_plot(line.split())) == [path]
     *printed, meaning = capsys.readouterr().out.splitlines()
-    assert meaning == (
-        "F0 forward; B0 backward, two clocks; I0 backward, gradient of the input; W0 backward, "
-        "gradients of the weights; 0: the micro-batch; . idle"
-    )
+    assert meaning.startswith("F0 forward; B0 backward, two clocks beside I and W; I0 backward, ")
     assert printed == [
         "stage 0: F0 F1 F2 .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3",
         "stage 1: .  F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 .  I3 W3 .",
@@ -263,30 +233,25 @@ def test_a_schedule_is_printed_and_drawn_from_the_same_table(
         kind, width = kinds[colours.index(box.get_facecolor())], round(box.get_width())
         cells[row][clock : clock + width] = [kind + number] * width
     assert [line.split()[2:] for line in printed] == cells
-    assert title(fig) == "1f1b: 3 stages, 4 micro-batches, 16 clocks, 25% idle"
-    assert foot(fig).endswith("at most, by each stage: 3, 2, 1 micro-batches")
+    assert title(fig) == "1f1b: 3 stages, 4 micro-batches, 25% idle"
+    assert foot(fig).endswith("at most, in micro-batches of a stage: 3, 2, 1")
     halves = ["backward (input)", "backward (weight)"]
     assert legend(fig) == ["forward", "backward", *halves, "idle"]
-    assert labels(ax) == [str(k) for k in range(16)]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["stage 0", "stage 1", "stage 2"]
+    rows = [label.get_text() for label in ax.get_yticklabels()]
+    assert rows == [f"stage {r}\n25% idle" for r in range(3)]
 
 
-def test_several_stages_per_rank_have_one_vocabulary(
+def test_several_stages_per_rank_have_letters(
     tmp_path: Path, drawn: dict[str, Figure], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Printed and drawn; and a deviation has one digit, or whole ones."""
-    line = f"schedule --schedule=zbv --num_devices=2 --n_chunk=3 --output={tmp_path}/zbv.png"
-    plot.draw_figure(plot.parse_plot(line.split()))
-    first, second, meaning = capsys.readouterr().out.splitlines()
+    fig = draw(tmp_path, drawn, "schedule", "--schedule", "zbv", "--num_devices=2", "--n_chunk=3")
+    first, second, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("rank 0: F0a F1a ") and second.startswith("rank 1: ")
-    assert meaning.startswith("F0a forward; I0a ") and "; a, b: the rank's chunks; " in meaning
-    words = "2 ranks, 2 chunks each, 4 stages"
-    assert title(drawn["zbv.png"]).startswith(f"zbv: {words}, 3 micro-batches, ")
-    write_epochs(
-        tmp_path, "eval_results", SINGLE, schedule="zbv", num_devices=2, chunks=2,
-        num_microbatches=3,
-    )  # fmt: skip
-    assert plot.describe(Run(tmp_path)) == f"{words}, zbv, 3 micro-batches"
+    assert title(fig).startswith("zbv: 2 ranks, 2 chunks each, 4 stages, 3 micro-batches, ")
+    assert {"0a", "2b"} <= {*inside(fig.axes[0])}
+
+
+def test_a_deviation_has_one_digit_or_whole_ones() -> None:
     pairs = [(8.8, 0.0426), (5748.2, 133.4), (21.84, 0.5), (12.3, 0.96), (4.567, 0.0)]
     found = [with_error(*pair) for pair in pairs]
     assert found == ["8.80 ± 0.04", "5,748 ± 133", "21.8 ± 0.5", "12.3 ± 1.0", "4.57"]
@@ -300,17 +265,18 @@ def test_split_time_throughput_and_memory(tmp_path: Path, drawn: dict[str, Figur
     write_run(tmp_path, "fsdp2", step_seconds=[3.0], cores=2, state_bytes=state)
     fig = draw(tmp_path, drawn, "split_time", "ddp=1", "ddp=2")  # or with a comma between them
     (ax,) = fig.axes
-    found = [(b.get_x() + b.get_width() / 2, b.get_y(), b.get_height()) for b in boxes(ax)]
+    drawn_parts = [box for box in boxes(ax) if box.get_height()]
+    found = [(b.get_x() + b.get_width() / 2, b.get_y(), b.get_height()) for b in drawn_parts]
     assert found == [
         pytest.approx(box)
         for box in [
-            (0, 0, 6), (0, 6, 10), (0, 16, 4),
-            (1, 0, 2.5), (1, 2.5, 4.5), (1, 7, 1), (1, 8, 1.5), (1, 9.5, 0.5),
+            (0, 0, 6000), (0, 6000, 10000), (0, 16000, 4000),
+            (1, 0, 2500), (1, 2500, 4500), (1, 7000, 1000), (1, 8000, 1500), (1, 9500, 500),
         ]
     ]  # fmt: skip
-    assert labels(ax) == ["ddp 1 worker", "ddp 2 workers"]
-    assert title(fig) == "ddp, 2 workers: communication 15% of a step, idle 5%"
-    shares = ["30%", "50%", "20%", "20.0", "25%", "45%", "15%", "10.0"]  # where there is room
+    assert labels(ax) == ["ddp1", "ddp2"]
+    assert title(fig) == "ddp2: communication 15% of a step, idle 5%"
+    shares = ["30%", "50%", "20%", "20,000", "25%", "45%", "15%", "10,000"]  # where there is room
     assert inside(ax) == shares
     assert legend(fig) == ["forward", "backward", "optimizer", "communication", "idle"]
 
@@ -318,37 +284,32 @@ def test_split_time_throughput_and_memory(tmp_path: Path, drawn: dict[str, Figur
     # fewest workers of a strategy; of fsdp2, one step is all there is.
     fig = draw(tmp_path, drawn, "throughput", "ddp=4,ddp=1,fsdp=2")
     (ax,) = fig.axes
-    assert labels(ax) == ["ddp 4 workers", "ideal", "ddp 1 worker", "fsdp 2 workers"]
+    assert labels(ax) == ["ddp4", "ideal", "ddp1", "fsdp2"]
     assert heights(ax) == [12.0, 16.0, 4.0, 4.0]
     assert error_bars(ax) == [pytest.approx((4 - 4.5**0.5, 4 + 4.5**0.5))]
-    assert title(fig) == "ddp, 4 workers: 3.00x the examples/s of one (ideal 4x)"
+    assert title(fig) == "examples per second: ddp4 12.0, ddp1 4.00, fsdp2 4.00"
     assert len({bar.get_facecolor() for bar in boxes(ax)}) == 3  # baseline, measured, ideal
     of_two = draw(tmp_path, drawn, "throughput", "ddp=4,ddp=2")  # the ideal: twice the two's
     assert heights(of_two.axes[0]) == [12.0, 8.0, 4.0]
-    alone = draw(tmp_path, drawn, "throughput", "fsdp=2")
-    assert title(alone) == "fsdp, 2 workers: 4.00 examples/s"
 
     fig = draw(tmp_path, drawn, "memory", "ddp=1,fsdp=2")
     (ax,) = fig.axes
     megabytes = [40, 40, 80, 700, 40, 40, 0, 700, 40, 20, 0, 700.000001]
     assert heights(ax) == pytest.approx(megabytes)
-    ranks = ["ddp 1 worker rank 0", "fsdp 2 workers rank 0", "fsdp 2 workers rank 1"]
+    ranks = ["ddp1 rank 0", "fsdp2 rank 0", "fsdp2 rank 1"]
     assert labels(ax) == [label for rank in ranks for label in (rank, "peak")]
-    assert title(fig) == "fsdp, 2 workers: 50% of the state per rank of ddp, 1 worker"
+    assert title(fig) == "MB of state per rank: ddp1 160, fsdp2 80.0"
     assert legend(fig) == ["parameters", "gradients", "optimizer", "peak resident"]
 
 
 def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     """Measured: 6 of 9.5 busy on both stages. Ideal: 6 of 8, 2(n-1)/(3m+2(n-1)) = 1/4 idle."""
-    folder = write_run(tmp_path, "pipeline2", PIPELINE, schedule="gpipe", num_microbatches=2)
+    folder = write_run(tmp_path, "pipeline2", PIPELINE, schedule="gpipe", num_microbatches=2, pp=2)
     fig = draw(tmp_path, drawn, "timeline", "pipeline=2")
     measured, ideal = fig.axes
-    assert title(fig) == "pipeline, gpipe, 2 stages: 36.8% idle, ideal 25.0%"
-    assert "2 stages, gpipe, 2 micro-batches; step 2; " in foot(fig)
-    assert foot(fig).endswith("; numbers: micro-batches")
-    heading = "measured: 9.50 s, 37% idle"
-    assert measured.get_title(loc="left") == heading
-    assert ideal.get_title(loc="left") == "ideal: 8.00 s, 25% idle"
+    assert title(fig) == ("step 2: measured 10000.0 ms, 36.8% idle; ideal 8000.0 ms, 25.0% idle")
+    assert "world_size 2, pp 2, schedule gpipe, num_microbatches 2" in foot(fig)
+    assert [ax.get_title(loc="left") for ax in fig.axes] == ["measured", "ideal"]
     rows = [label.get_text() for label in measured.get_yticklabels()]
     assert rows == ["rank 0\n37% idle", "rank 1\n37% idle"]
     halves = ["backward (input)", "backward (weight)"]
@@ -365,46 +326,18 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
         ]
     ]  # fmt: skip
     assert (folder / "trace.json").is_file()
-    assert "; step 1; " in foot(draw(tmp_path, drawn, "timeline", str(folder), "--step", "1"))
-    # Without a schedule there is no ideal.
+    first = draw(tmp_path, drawn, "timeline", str(folder), "--step", "1")
+    assert title(first).startswith("step 1: ")
+    # Without stages there is no ideal.
     write_run(tmp_path, "ddp2", DDP2)
     fig = draw(tmp_path, drawn, "timeline", "ddp=2")
-    assert len(fig.axes) == 1
-    assert title(fig) == "ddp, 2 workers: optimizer 10%, communication 15%, idle 5%"
-    work = [b for b in boxes(fig.axes[0]) if b.get_y() > 0.55 and b.get_height() < 0.2]
-    assert len({b.get_y() for b in work}) == 2  # all-reduces that overlap
-    replicas = [[("F", 0, 0, 0, 1), ("B", 0, 0, 1, 3)]] * 2  # several ranks of one stage
-    write_run(tmp_path, "pipeline2", replicas, schedule="1f1b")
-    assert len(draw(tmp_path, drawn, "timeline", "pipeline=2").axes) == 1
+    assert title(fig) == "step 2: measured 10000.0 ms, 12.5% idle"
+    strips = [b for b in boxes(fig.axes[0]) if b.get_y() > 0.55 and b.get_height() < 0.2]
+    assert len({b.get_y() for b in strips}) == 2  # all-reduces that overlap
 
 
 def row(*events: tuple[str, float, float], step: int = 0, stage: int = 0) -> list[Event]:
     return [Event(kind, stage, 0, start, end, step) for kind, start, end in events]
-
-
-def test_the_ideal_counts_recomputation_and_both_halves_as_backward() -> None:
-    last = row(("F", 0, 1), ("R", 1, 2), ("I", 2, 3), ("W", 3, 4), stage=1)
-    for backward in ([("R", 1, 2), ("B", 2, 4)], [("R", 1, 2), ("B", 1, 4)], [("B", 1, 4)]):
-        workers = {"rank 0": row(("F", 0, 1), *backward), "rank 1": last}
-        ideal = ideal_of(workers, "1f1b")
-        assert ideal is not None
-        assert [[(e.kind, e.start, e.end) for e in events] for events in ideal.values()] == [
-            [("F", 0, 1), ("B", 4, 7)], [("F", 1, 2), ("I", 2, 4), ("W", 4, 5)]
-        ]  # fmt: skip
-        assert ideal_of(workers, "one of one's own") is None
-
-
-def test_the_ideal_of_two_chunks() -> None:
-    """A V: stages 0 and 3 on one worker, all actions a second."""
-    ranks = [0, 1, 1, 0]
-    actions = [row(("F", k, k + 1), ("I", k + 1, k + 2), ("W", k + 2, k + 3), stage=s)
-               for s, k in enumerate(range(0, 36, 9))]  # fmt: skip
-    workers = {"rank 0": actions[0] + actions[3], "rank 1": actions[1] + actions[2]}
-    ideal = ideal_of(workers, "zbv", ranks)
-    assert ideal is not None
-    assert [(e.kind, e.stage, e.start) for e in ideal["rank 0"]] == [
-        ("F", 0, 0), ("F", 3, 3), ("I", 3, 4), ("W", 3, 5), ("I", 0, 7), ("W", 0, 8)
-    ]  # fmt: skip
 
 
 def test_where_the_time_of_a_step_went() -> None:
@@ -426,7 +359,7 @@ def test_where_the_time_of_a_step_went() -> None:
     # The first step is left out where there are others.
     workers = {"a": [*row(("F", 0, 9)), *row(("F", 20, 23), step=2)], "b": row(("F", 9, 9), step=3)}
     assert steps_of(workers) == [2, 3]
-    assert in_step(workers, 2) == {"a": row(("F", 20, 23), step=2), "b": []}
+    assert in_step(workers, 2) == {"a": row(("F", 0, 3), step=2), "b": []}
     assert steps_of({"a": row(("F", 0, 1), step=4)}) == [4]
 
 
@@ -485,50 +418,34 @@ def test_runs_that_are_missing_or_differ(tmp_path: Path, drawn: dict[str, Figure
     differ = f"these differ: {tmp_path}/ddp1 bf16, {tmp_path}/ddp2 fp32"
     check(f"only runs of the same precision compare, and {differ}", "memory", "ddp=1,ddp=2")
     timeline = ("timeline", "ddp=2", "--step", "7")
-    check("--step 7: it was not recorded; take 1 to 2", *timeline)
+    check("--step 7: not recorded; take 1 to 2", *timeline)
     assert not (folder / "trace.json").exists()
     (folder / "timeline_rank1.json").unlink()
-    missing = f"{folder}: no step was recorded (timeline_rank1.json); make"
+    missing = f"{folder}/timeline_rank1.json is missing; make the run again, with --timeline 10"
     check(missing, "split_time", "ddp=2")
     check(f"no finished run in {tmp_path}/ddp3; make it with: python ", "timeline", "ddp=3")
-    (tmp_path / "none").mkdir()
-    check(
-        f"{tmp_path}/none: no step was recorded (timeline_rank0.json); make the run again, "
-        "with --timeline 10", "timeline", f"{tmp_path}/none",
-    )  # fmt: skip
     with pytest.raises(UserError, match=r" --workdir 'my runs/ddp3'$"):
         plot.named("ddp=3", Path("my runs"))
     check("/no/such: there is no such folder; name the --workdir", "timeline", "/no/such")
     for name in ("dp=2", "ddp=2,", "ddp=-1"):
         check("it must be a strategy (single, ddp, model, fsdp, pipeline, ", "throughput", name)
-    (folder / "timeline_rank0.json").write_text("{}")
-    check("timeline_rank0.json is not a timeline", "timeline", str(folder))
     (folder / "summary.json").write_text("{")
     check("summary.json cannot be read", "memory", "ddp=2")
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (
-            "schedule --num_devices 100000",
-            "--num_devices 100000 --num_microbatches 8: a picture has room for 64 stages, and for "
-            "2048 micro-batches over all stages; --num_devices 64 --num_microbatches 8 works",
-        ),
-        (
-            "schedule --output x.txt",
-            "--output x.txt: it must be a folder, or a picture that ends in .png, .pdf",
-        ),
-        (
-            "pipeline --model_parallel a --pipeline_parallel b --output x.png",
-            "--output x.png: pipeline draws two pictures; name a folder",
-        ),
-    ],
-)
-def test_a_mistyped_line(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises((UserError, SystemExit)) as caught:
+def test_a_mistyped_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plot.parse_plot(["schedule", "--num_devices", "100000"])
+    assert capsys.readouterr().err.endswith(
+        "--num_devices 100000 --num_microbatches 8: a picture has room for 64 stages, and for 2048 "
+        "micro-batches over all stages; --num_devices 4 --num_microbatches 8 works; --help "
+        "explains all\n"
+    )
+    line = "pipeline --model_parallel a --pipeline_parallel b --output x.png"
+    with pytest.raises(
+        UserError, match=r"--output x.png: pipeline draws two pictures; name a fold"
+    ):
         plot.draw_figure(plot.parse_plot(line.split()))
-    assert said in f"{caught.value}{capsys.readouterr().err}"
 
 
 def test_a_reader_that_has_ended_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,7 +489,7 @@ def test_nothing_overlaps(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     for name in names:
         write_run(tmp_path, name, [*DDP2, *DDP2], step_seconds=[1, 1e-3, 2e-3])
     runs = ",".join(f"{name[:-1]}={name[-1]}" for name in names)
-    write_run(tmp_path, "pipeline2", PIPELINE, schedule="gpipe")
+    write_run(tmp_path, "pipeline2", PIPELINE, schedule="gpipe", pp=2)
     for name, schedule, kinds in (  # legends of all that a run records, or could
         ("pipeline3", "1f1b", "F B I W R optimizer send receive all_reduce barrier"),
         ("fsdp3", None, "F R B optimizer all_reduce all_gather reduce_scatter barrier"),

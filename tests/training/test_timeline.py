@@ -14,6 +14,7 @@ import pytest
 from project.figures.perfetto import write_trace
 from project.figures.recorded import read_timelines
 from tests.ranks import Ranks
+from training.launch.errors import UserError
 from training.timeline import Event, Timeline, clock_offset
 
 
@@ -49,15 +50,14 @@ def record(rank: int, workdir: Path, offset: float = 0.0) -> None:
 
 
 def test_files_are_read_back_on_the_clock_of_rank_0_and_traced(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"timeline_rank0\.json"):
+    with pytest.raises(UserError, match=r"timeline_rank0\.json is missing"):
         read_timelines(tmp_path)
     record(0, tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"timeline_rank1\.json"):
+    with pytest.raises(UserError, match=r"timeline_rank1\.json is missing"):
         read_timelines(tmp_path)
-    for text in ("{", "[]", "{}", '{"events": [[1, 2]]}'):
-        (tmp_path / "timeline_rank1.json").write_text(text)
-        with pytest.raises(ValueError, match=r"timeline_rank1\.json is not a timeline"):
-            read_timelines(tmp_path)
+    (tmp_path / "timeline_rank1.json").write_text("{")
+    with pytest.raises(UserError, match=r"timeline_rank1\.json cannot be read"):
+        read_timelines(tmp_path)
     record(1, tmp_path, -5000.0)
     (tmp_path / "timeline_rank2.json").write_text("an earlier run had three")
     workers, about = read_timelines(tmp_path)
@@ -69,23 +69,21 @@ def test_files_are_read_back_on_the_clock_of_rank_0_and_traced(tmp_path: Path) -
         Event("all_reduce", 1, -1, 100.75, 101.75, 0),
     ]
     assert workers == {"rank 0": events, "rank 1": events}
-    # The trace: a process per rank, a thread per lane, and another for what crosses; microseconds.
+    # The trace: a process per rank, a thread per lane, and another for what overlaps; microseconds.
     # No thread has the number of another, be it in another process: Perfetto names threads by it.
     assert write_trace(tmp_path, workers) == tmp_path / "trace.json"
     entries = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
-    threads = {e["tid"]: e["args"]["name"] for e in entries if e["name"] == "thread_name"}
-    assert threads == {
-        1000 * pid + lane: name
-        for pid in (1, 2)
-        for lane, name in ((1, "compute"), (101, "communication"), (102, "communication 2"))
-    }
+    named = [(e["pid"], e.get("tid"), e["args"]["name"]) for e in entries if e["ph"] == "M"]
+    assert named == [
+        (1, None, "rank 0"), (1, 1, "compute"), (1, 2, "communication"), (1, 3, "communication"),
+        (2, None, "rank 1"), (2, 4, "compute"), (2, 5, "communication"), (2, 6, "communication"),
+    ]  # fmt: skip
     slices = [e for e in entries if e["ph"] == "X" and e["pid"] == 2]
-    both = {"stage or layer": 0, "step": 0}
-    assert [(e["name"], e["tid"], e["ts"], e["dur"], e["args"]) for e in slices] == [
-        ("forward 0", 2001, 0, 250000, {"micro-batch": 0, **both}),
-        ("backward 0", 2001, 250000, 750000, {"micro-batch": 0, **both}),
-        ("all-reduce", 2101, 500000, 1000000, both),
-        ("all-reduce", 2102, 750000, 1000000, {"stage or layer": 1, "step": 0}),
+    assert [(e["name"], e["tid"], e["ts"], e["dur"], e["args"]["stage"]) for e in slices] == [
+        ("forward 0", 4, 0, 250000, 0),
+        ("backward 0", 4, 250000, 750000, 0),
+        ("all-reduce", 5, 500000, 1000000, 0),
+        ("all-reduce", 6, 750000, 1000000, 1),
     ]
 
 
