@@ -77,7 +77,7 @@ def left_by_make_report() -> None:
     write_epochs(root / "dp1", "rank0_results", SINGLE, world_size=1)
     for rank, times in enumerate(RANKS):
         write_epochs(root / "dp2", f"rank{rank}_results", times, world_size=2)
-    sizes: dict[str, Any] = {"num_microbatches": 2, "num_devices": 2}
+    sizes: dict[str, Any] = {"num_microbatches": 2, "num_devices": 2, "schedule": "gpipe"}
     for name, mode in (("mp", "model_parallel"), ("pp", "pipeline_parallel")):
         write_epochs(root / name, "eval_results", SINGLE, model_parallel_mode=mode, **sizes)
         write_timelines(root / name, PIPELINE, schedule="gpipe")
