@@ -55,7 +55,7 @@ class Run:
     @property
     def name(self) -> str:
         """Of its folder."""
-        return self.folder.resolve().name
+        return self.folder.absolute().name
 
     @cached_property
     def summary(self) -> dict[str, Any]:
