@@ -294,20 +294,26 @@ def plot_throughput(runs: Sequence[Run], path: Path) -> Path:
     return draw_bars(path, bars, title=f"examples per second: {found}", foot="", ylabel=ylabel)
 
 
-def plot_memory(runs: Sequence[Run], path: Path) -> Path:
-    """Draws parameters, gradients, optimizer state and peak in bytes, for each rank of each run."""
+def plot_memory(
+    runs: Sequence[Run], path: Path, predicted: Sequence[float] = (), limit: float = 0.0
+) -> Path:
+    """Draws parameters, gradients, optimizer state and the rest of the peak, for each rank of each
+    run; and lines for the bytes that a planner `predicted` of the ranks, and for their limit."""
     bars, most = [], list[str]()
     for run in runs:
         state, peaks = run.summary["state_bytes"], run.summary["peak_rss_bytes"]
         for rank, peak in enumerate(peaks):
             parts = {kind: values[rank] / 1e6 for kind, values in state.items()}
-            bars.append(Bar(f"{run.name}, rank {rank}", parts))
-            bars.append(Bar("peak", {"peak resident": peak / 1e6}))
+            parts["rest of the peak"] = peak / 1e6 - sum(parts.values())
+            planned = predicted[rank] / 1e6 if predicted else 0.0
+            bars.append(Bar(f"{run.name}, rank {rank}", parts, predicted=planned))
         held = max(map(sum, zip(*state.values(), strict=True)))
         most.append(f"{run.name} {readable(held / 1e6)}")
     title = f"MB of state per rank: {', '.join(most)}"
-    foot = "peak resident: of the whole process, with Python, libraries and activations"
-    return draw_bars(path, bars, title=title, foot=foot, ylabel="MB")
+    foot = "rest of the peak: activations, Python and libraries"
+    if limit:
+        foot += f"; the limit is {readable(limit / 1e6)} MB"
+    return draw_bars(path, bars, title=title, foot=foot, ylabel="MB", limit=limit / 1e6)
 
 
 # The command line

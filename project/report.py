@@ -19,7 +19,6 @@ import argparse
 import os
 import re
 import sys
-from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,11 +69,14 @@ def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def inline(draw: Callable[[Path], Path]) -> str:
-    """A picture as an address that needs no file."""
+def inline(draw: Callable[[Path], Path]) -> Markup:
+    """A picture as a part of the page: without what makes it a file, and without the names of its
+    parts, which are in other pictures, too."""
     with TemporaryDirectory() as folder:
-        drawn = draw(Path(folder) / "picture.svg")
-        return f"data:image/svg+xml;base64,{b64encode(drawn.read_bytes()).decode()}"
+        svg = draw(Path(folder) / "picture.svg").read_text("utf-8")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", svg)
+    return Markup(re.sub(r"\s+", " ", svg))
 
 
 @dataclass(frozen=True)
@@ -157,11 +159,11 @@ class Reported(Run):
         return self.priced.predict(explain=False) if self.priced else None
 
     def planned_memory(self) -> list[float]:
-        """The planner's GiB of each rank; none of stages that are threads of one rank."""
+        """The planner's bytes of each rank; none of stages that are threads of one rank."""
         ranks = self.summary["world_size"]
         if self.planned is None or ranks < self.shape[1]:
             return []
-        stages = [held.gib for held in self.planned.memory]
+        stages = [held.gib * GIB for held in self.planned.memory]
         return [stages[r // self.shape[2] % len(stages)] for r in range(ranks)]
 
     def shown(self, metric: str) -> str:
@@ -187,13 +189,16 @@ class Reported(Run):
         }
         return {link: size for link, size in sent.items() if size}
 
-    def pictures(self) -> dict[str, str]:
+    def pictures(self) -> dict[str, Markup]:
         """By what they show."""
         step, found = self.step, {}
         if step is not None:
-            foot = "numbers: micro-batches; of sharded runs, layers"
+            foot = "measured: colour by distance from prediction, upper edge by kind; "
+            foot += "numbers: micro-batches; of sharded runs, layers"
             found["step"] = inline(lambda path: draw_step(path, step, "predicted", foot=foot))
-        return found | {"memory": inline(lambda path: plot_memory([self], path))}
+        held = self.planned_memory()
+        limit = self.machine.memory_gb * GIB if self.machine else 0.0
+        return found | {"memory": inline(lambda path: plot_memory([self], path, held, limit))}
 
     def sliders(self) -> dict[str, Any] | None:
         """What page/page.js simulates, from measured seconds; None without stages."""
@@ -284,6 +289,7 @@ def render(runs: Sequence[Reported], template: Path) -> str:
         loader=FileSystemLoader([template.parent, PAGE]), autoescape=True,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters |= {
         "number": readable,
         "tiny": lambda value: f"{value:.1e}" if value else "0",

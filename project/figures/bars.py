@@ -30,7 +30,11 @@ COLOURS = {  # by kind, in the order of the legend
     "forward": BLUE, "recompute": YELLOW, "backward": ORANGE, "backward (input)": "#F5CE85",
     "backward (weight)": GREEN, "optimizer": GREY, "communication": VERMILION,
     "send": PURPLE, "receive": SKY, "all-reduce": VERMILION, "all-gather": "#8C510A",
-    "reduce-scatter": "#5E3C99", "wait for all ranks": INK, "idle": FAINT, "peak resident": "white",
+    "reduce-scatter": "#5E3C99", "wait for all ranks": INK, "idle": FAINT,
+    "over 25 % shorter than predicted": "#4F9BD0", "over 10 % shorter": "#A9D0EE",
+    "within 10 % of predicted": "#D3D8DE", "over 10 % longer": "#F4B3BC",
+    "over 25 % longer than predicted": "#DB4A68",
+    "rest of the peak": FAINT, "predicted by the planner": VERMILION, "limit": INK,
     "baseline": GREY, "measured": BLUE, "ideal": "white",
 }  # fmt: skip
 
@@ -64,6 +68,7 @@ class Bar:
     parts: Mapping[str, float]
     std: float = 0.0
     inside: str = ""  # what is written into it, such as a speed-up
+    predicted: float = 0.0  # the height of a line across it
 
     @property
     def total(self) -> float:
@@ -71,30 +76,42 @@ class Bar:
         return sum(self.parts.values())
 
 
-def draw_bars(path: Path, bars: Sequence[Bar], *, title: str, foot: str, ylabel: str) -> Path:
-    """Draws bars side by side, the sum of each above it, and a legend if they have parts."""
-    top = max((bar.total + bar.std for bar in bars), default=0.0) or 1.0
+def draw_bars(
+    path: Path, bars: Sequence[Bar], *, title: str, foot: str, ylabel: str, limit: float = 0.0
+) -> Path:
+    """Draws bars side by side, the sum of each above it, and a legend if they have parts. There is
+    a line at the `limit`, unless that is far above the bars."""
+    top = max((max(bar.total + bar.std, bar.predicted) for bar in bars), default=0.0) or 1.0
+    near = 0 < limit < 2 * top
+    top = max(top, limit) if near else top
     size, plus_minus = (15, " ± ") if len(bars) < 5 else (12, "\n± ")
     with picture(path, title, foot, (max(10, 1.25 * len(bars)), 5.6)) as (fig, (ax,)):
         for x, bar in enumerate(bars):
             base = 0.0
             for kind, value in bar.parts.items():
                 colour = COLOURS[kind]
-                edge = BLUE if colour == "white" else "white"  # the ideal, and the peak
+                edge = BLUE if colour == "white" else "white"  # the ideal
                 box = ax.bar(x, value, 0.64, base, color=colour, edgecolor=edge, linewidth=1.5)
                 inside = f"{value / bar.total:.0%}" if len(bar.parts) > 1 else bar.inside
                 if inside and value > 0.07 * top:
                     ink = text_colour(colour)
                     ax.bar_label(box, [inside], label_type="center", color=ink, size=size)
                 base += value
+            if bar.predicted:
+                colour = COLOURS["predicted by the planner"]
+                ax.hlines(bar.predicted, x - 0.42, x + 0.42, colour, lw=3)
             if bar.std:
                 ax.errorbar(x, base, bar.std, color=INK, capsize=7, elinewidth=1.8)
             above = with_error(base, bar.std, plus_minus)
             ax.text(x, base + bar.std + 0.02 * top, above, ha="center", va="bottom", size=size)
+        if near:
+            ax.axhline(limit, color=COLOURS["limit"])
         labels = [bar.label.replace(", ", "\n") for bar in bars]
         ax.set_xticks(range(len(bars)), labels, color=INK, size=size)
         ax.set(xlim=(-0.6, max(1, len(bars)) - 0.4), ylim=(0, 1.2 * top), title=ylabel)
         ax.yaxis.set_major_formatter(lambda y, _: f"{y:,.10g}")
         if any(len(bar.parts) > 1 for bar in bars):
-            legend(fig, {kind for bar in bars for kind, value in bar.parts.items() if value}, 4.5)
+            kinds = {kind for bar in bars for kind, value in bar.parts.items() if value}
+            lines = {"predicted by the planner": any(bar.predicted for bar in bars), "limit": near}
+            legend(fig, kinds | {line for line, drawn in lines.items() if drawn}, 4.5)
     return path

@@ -59,15 +59,20 @@ def micro_batches(workers: Workers) -> int:
     return len({e.microbatch for events in workers.values() for e in events if e.kind == "F"})
 
 
+def action_of(event: Event, num_stages: int) -> Action:
+    """The action of an F, B, I or W. Without stages, a layer's events are parts of one."""
+    stage = event.stage if num_stages > 1 else 0
+    return Action(Kind(event.kind), stage, max(0, event.microbatch))
+
+
 def rows_of(workers: Workers, num_stages: int) -> list[Row]:
-    """The actions of a step, per worker. Without stages, a layer's events are parts of one."""
+    """The actions of a step, per worker."""
     rows = []
     for events in workers.values():
         times: defaultdict[Action, list[float]] = defaultdict(list)
         for e in events:
             if e.kind in ("F", "B", "I", "W"):
-                stage = e.stage if num_stages > 1 else 0
-                times[Action(Kind(e.kind), stage, max(0, e.microbatch))] += [e.start, e.end]
+                times[action_of(e, num_stages)] += [e.start, e.end]
         rows.append({action: (min(found), max(found)) for action, found in times.items()})
     return rows
 
@@ -150,6 +155,19 @@ class Compared:
     def bubble(self) -> float:
         """The share of the time from the first action to the last in which a worker has none."""
         return fmean(bubbles(self.events).values())
+
+    @cached_property
+    def longer(self) -> dict[str, dict[Action, float]]:
+        """Per worker, by how much its actions took longer than predicted: 0.1 is 10 %."""
+        predicted = {t.action: t.end - t.start for row in self.predicted.rows for t in row}
+        return {
+            name: {
+                action: (end - start) / predicted[action] - 1
+                for action, (start, end) in row.items()
+                if predicted.get(action)
+            }
+            for name, row in zip(self.events, rows_of(self.events, len(self.ranks)), strict=True)
+        }
 
     @cached_property
     def waits(self) -> dict[str, list[Gap]]:

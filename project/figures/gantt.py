@@ -23,10 +23,13 @@ from training.launch.errors import UserError
 from training.timeline import COMMUNICATION, KINDS, Event
 
 from .bars import COLOURS, legend, text_colour
-from .compared import Compared
+from .compared import Compared, action_of
 from .perfetto import without_overlaps
 from .steps import ACTIONS, Workers, bubbles, duration
 from .style import FAINT, INK, picture
+
+MEASURED = "measured"  # heading of a panel
+Longer = Mapping[Action, float]  # by how much it took longer than predicted: 0.1 is 10 %
 
 MEANING = (
     "F0 forward; B0 backward, two clocks beside I and W; I0 backward, gradient of the input; W0 "
@@ -58,14 +61,16 @@ def plot_schedule(
 
 
 def draw_step(path: Path, step: Compared, below: str, *, foot: str) -> Path:
-    """Draws a recorded step and below it a simulated one, which is `ideal` or `predicted`."""
+    """Draws a recorded step and below it a simulated one, which is `ideal` or `predicted`. Beside
+    the predicted one, colours show how far each action is from its prediction."""
     simulated = step.predicted.equal() if below == "ideal" else step.predicted
-    panels: dict[str, Workers] = {"measured": step.events}
+    panels: dict[str, Workers] = {MEASURED: step.events}
     title = f"step {step.step + 1}: measured {1e3 * step.measured:.1f} ms, {step.bubble:.1%} idle"
     if below == "predicted" or len(step.ranks) > 1:  # without stages, the ideal is just the mean
         panels[below] = events_of(simulated)
         title += f"; {below} {1e3 * simulated.seconds:.1f} ms, {simulated.bubble:.1%} idle"
-    return draw_gantt(path, panels, step.ranks, title=title, foot=foot)
+    longer = step.longer if below == "predicted" else {}
+    return draw_gantt(path, panels, step.ranks, title=title, foot=foot, longer=longer)
 
 
 def events_of(step: Simulation) -> dict[str, list[Event]]:
@@ -94,22 +99,25 @@ def draw_gantt(
     title: str,
     foot: str,
     unit: str = "s",
+    longer: Mapping[str, Longer] | None = None,
 ) -> Path:
     """Draws panels by their headings, one below the other, on one scale, with a row per worker.
-    `ranks`: of the stages of the schedule."""
+    `ranks`: of the stages of the schedule; `longer`: of the workers of a measured panel."""
     total = max(map(duration, panels.values())) or 1.0
     scale = EngFormatter(unit, sep="" if unit.startswith(" ") else " ")
     heights = [0.65 * len(workers) + 0.4 for workers in panels.values()]
     grid = {"nrows": len(panels), "height_ratios": heights, "sharex": True}
-    found = {"idle"}
+    found, num_stages = {"idle"}, len(ranks)
     with picture(path, title, foot, (13.33, 2.3 + sum(heights)), **grid) as (fig, axes):
         for ax, (heading, workers) in zip(axes, panels.items(), strict=True):
             idle = bubbles(workers)
             labels = [f"{worker}\n{idle[worker]:.0%} idle" for worker in workers]
-            for y, events in enumerate(workers.values()):
+            coloured = longer if longer and heading == MEASURED else {}
+            for y, (worker, events) in enumerate(workers.items()):
                 ax.barh(y, duration(workers), 0.86, color=FAINT)
-                draw_row(ax, y, events, 72 * 11.5 / total, ranks)
-                found |= {KINDS[event.kind][0] for event in events}
+                far = coloured.get(worker, {})
+                draw_row(ax, y, events, 72 * 11.5 / total, ranks, far)
+                found |= {name_of_colour(event, far, num_stages) for event in events}
             ax.grid(visible=False)
             ax.set_title(heading, size=13, weight="bold")
             ax.set_yticks(range(len(workers)), labels, color=INK)
@@ -119,13 +127,26 @@ def draw_gantt(
     return path
 
 
+def name_of_colour(event: Event, longer: Longer, num_stages: int) -> str:
+    """What an event is in the legend: its kind, or how far it is from its prediction."""
+    if event.kind not in ("F", "B", "I", "W") or not longer:
+        return KINDS[event.kind][0]
+    far = longer.get(action_of(event, num_stages), 0.0)
+    if abs(far) <= 0.1:
+        return "within 10 % of predicted"
+    if abs(far) <= 0.25:
+        return f"over 10 % {'longer' if far > 0 else 'shorter'}"
+    return f"over 25 % {'longer' if far > 0 else 'shorter'} than predicted"
+
+
 def draw_row(
-    ax: Axes, y: float, events: Sequence[Event], points: float, ranks: Sequence[int]
+    ax: Axes, y: float, events: Sequence[Event], points: float, ranks: Sequence[int], longer: Longer
 ) -> None:
     """Draws a box per event, `points` of the page per second. If it is legible there, an action has
     the number of its micro-batch, with the letter of its chunk if there are several; or of its
-    layer, if a worker has several and no stages. Transfers are thinner, at the foot of the row, one
-    below the other if they overlap."""
+    layer, if a worker has several and no stages. If colours show how much `longer` it took, the
+    letter of its kind comes first, and its upper edge has the colour of its kind. Transfers are
+    thinner, at the foot of the row, one below the other if they overlap."""
     strips = without_overlaps(event for event in events if event.lane == COMMUNICATION)
     height, thin = 0.62 if strips else 0.86, 0.22 / max(1, len(strips))
     work = [event for event in events if event.lane != COMMUNICATION]
@@ -134,7 +155,7 @@ def draw_row(
     layers = len({event.stage for event in events if event.kind in ACTIONS}) > 1
     for event, top, high in boxes:
         width = event.end - event.start
-        colour = COLOURS[KINDS[event.kind][0]]
+        colour = COLOURS[name_of_colour(event, longer, len(ranks))]
         box = ax.barh(
             top, width, high, event.start, align="edge", color=colour, edgecolor="white",
             linewidth=min(1.2, width * points / 8, high * 40 / 8),  # a row has 40 points or more
@@ -144,6 +165,10 @@ def draw_row(
         number = str(event.stage if layers else event.microbatch)
         if len(ranks) > 1:
             number = name_of(Action(FORWARD, event.stage, event.microbatch), ranks)[1:]
+        if longer:
+            number = event.kind + number
+            kind = COLOURS[KINDS[event.kind][0]]
+            ax.barh(top, width, 0.1, event.start, align="edge", color=kind)
         size = min(14, 1.2 * width * points / max(2, len(number)))
         if size >= 6:
             ink = text_colour(colour)

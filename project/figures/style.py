@@ -37,6 +37,7 @@ STYLE = {
     "axes.grid": True, "axes.grid.axis": "y", "grid.color": FAINT, "axes.axisbelow": True,
     "axes.titlelocation": "left", "axes.titlesize": 14, "lines.linewidth": 2.5,
     "legend.frameon": False, "savefig.dpi": 150,
+    "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"],  # letters are no paths
     "figure.constrained_layout.h_pad": 0.16, "figure.constrained_layout.w_pad": 0.16,
 }  # fmt: skip
 

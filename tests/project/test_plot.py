@@ -11,10 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from planning.simulate import Work, with_times
 from project import plot
+from project.figures.bars import COLOURS
+from project.figures.compared import compare_step
+from project.figures.gantt import draw_step
 from project.figures.recorded import Run
 from project.figures.steps import bubbles, in_step, shares, steps_of
 from project.figures.style import STYLE, plot_training, with_error
@@ -294,12 +299,22 @@ def test_split_time_throughput_and_memory(tmp_path: Path, drawn: dict[str, Figur
 
     fig = draw(tmp_path, drawn, "memory", "ddp=1,fsdp=2")
     (ax,) = fig.axes
-    megabytes = [40, 40, 80, 700, 40, 40, 0, 700, 40, 20, 0, 700.000001]
+    megabytes = [40, 40, 80, 540, 40, 40, 0, 620, 40, 20, 0, 640.000001]
     assert heights(ax) == pytest.approx(megabytes)
-    ranks = ["ddp1 rank 0", "fsdp2 rank 0", "fsdp2 rank 1"]
-    assert labels(ax) == [label for rank in ranks for label in (rank, "peak")]
+    assert labels(ax) == ["ddp1 rank 0", "fsdp2 rank 0", "fsdp2 rank 1"]
     assert title(fig) == "MB of state per rank: ddp1 160, fsdp2 80.0"
-    assert legend(fig) == ["parameters", "gradients", "optimizer", "peak resident"]
+    assert legend(fig) == ["parameters", "gradients", "optimizer", "rest of the peak"]
+    # What a planner predicted, and the limit; a limit far above is only said.
+    run, path = Run(tmp_path / "fsdp2"), tmp_path / "p.svg"
+    for limit, height, drawn_limits in ((1e9, 1200, [1000]), (9e9, 1080, [])):
+        plot.plot_memory([run], path, [800e6, 900e6], limit)
+        fig = drawn["p.svg"]
+        (ax,) = fig.axes
+        assert error_bars(ax) == [(800, 800), (900, 900)]
+        assert [float(np.asarray(line.get_ydata())[0]) for line in ax.lines] == drawn_limits
+        assert ax.get_ylim() == (0, height)
+        assert legend(fig)[3:] == ["predicted by the planner", "limit"][: 1 + len(drawn_limits)]
+        assert foot(fig).endswith(f"the limit is {limit / 1e6:,.0f} MB")
 
 
 def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
@@ -326,6 +341,27 @@ def test_timeline(tmp_path: Path, drawn: dict[str, Figure]) -> None:
         ]
     ]  # fmt: skip
     assert (folder / "trace.json").is_file()
+    # On the page, colours say how far an action is from its prediction, and edges what it is.
+    work = Work(with_times([1.2, 1.05], [1.5, 0.5], [1.5, 0.85]))
+    draw_step(tmp_path / "page.svg", compare_step(Run(folder), work), "predicted", foot="")
+    measured, predicted = drawn["page.svg"].axes
+    filled = [
+        "over 10 % shorter", "over 25 % shorter than predicted", "within 10 % of predicted",
+        "over 25 % longer than predicted", "over 10 % longer",
+    ]  # fmt: skip
+    kinds = ["forward", "backward", *halves, "optimizer", "send", "receive", "idle"]
+    assert legend(drawn["page.svg"])[len(kinds) :] == [name for name in COLOURS if name in filled]
+    of_kinds = [to_hex(COLOURS[kind]) for kind in kinds[:4]]
+    of_distances = [to_hex(COLOURS[name]) for name in filled]
+    found = [to_hex(box.get_facecolor()) for box in boxes(measured)]
+    assert [c for c in found if c in of_distances] == [
+        of_distances[k] for k in (0, 0, 1, 1, 2, 2, 3, 4, 3, 4)
+    ]
+    assert [c for c in found if c in of_kinds] == [
+        of_kinds[k] for k in (0, 0, 1, 1, 0, 0, 2, 3, 2, 3)
+    ]
+    assert inside(measured) == ["F0", "F1", "B0", "B1", "F0", "F1", "I0", "W0", "I1", "W1"]
+    assert inside(predicted) == inside(ideal)
     first = draw(tmp_path, drawn, "timeline", str(folder), "--step", "1")
     assert title(first).startswith("step 1: ")
     # Without stages there is no ideal.
