@@ -77,7 +77,7 @@ def rows_of(workers: Workers, num_stages: int) -> list[Row]:
     return rows
 
 
-def measure(ranks: Sequence[int], place: Sequence[int], steps: Iterable[Workers]) -> Seconds:
+def median_seconds(ranks: Sequence[int], place: Sequence[int], steps: Iterable[Workers]) -> Seconds:
     """The seconds of some recorded steps. `ranks`: of the stages; `place`: of the workers."""
     taken: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     again: defaultdict[int, list[float]] = defaultdict(list)  # by rank
@@ -244,7 +244,7 @@ def compare(
     stages = 1 + max(e.stage for row in actions_of(workers).values() for e in row) if n > 1 else 1
     simulator = Simulator(find(schedule, stages // n)(n, m))
     alike = [found for found in steps.values() if micro_batches(found) == m]
-    seconds = measure(simulator.ranks, place, alike or [shown])
+    seconds = median_seconds(simulator.ranks, place, alike or [shown])
     return Compared(step, place, shown, seconds, simulator.run(work or seconds.work()))
 
 

@@ -28,7 +28,6 @@ from .perfetto import without_overlaps
 from .steps import ACTIONS, Workers, bubbles, duration
 from .style import FAINT, INK, picture
 
-MEASURED = "measured"  # heading of a panel
 Longer = Mapping[Action, float]  # by how much it took longer than predicted: 0.1 is 10 %
 
 MEANING = (
@@ -64,7 +63,7 @@ def draw_step(path: Path, step: Compared, below: str, *, foot: str) -> Path:
     """Draws a recorded step and below it a simulated one, which is `ideal` or `predicted`. Beside
     the predicted one, colours show how far each action is from its prediction."""
     simulated = step.predicted.equal() if below == "ideal" else step.predicted
-    panels: dict[str, Workers] = {MEASURED: step.events}
+    panels: dict[str, Workers] = {"measured": step.events}
     title = f"step {step.step + 1}: measured {1e3 * step.measured:.1f} ms, {step.bubble:.1%} idle"
     if below == "predicted" or len(step.ranks) > 1:  # without stages, the ideal is just the mean
         panels[below] = events_of(simulated)
@@ -112,7 +111,7 @@ def draw_gantt(
         for ax, (heading, workers) in zip(axes, panels.items(), strict=True):
             idle = bubbles(workers)
             labels = [f"{worker}\n{idle[worker]:.0%} idle" for worker in workers]
-            coloured = longer if longer and heading == MEASURED else {}
+            coloured = longer if longer and heading == "measured" else {}
             for y, (worker, events) in enumerate(workers.items()):
                 ax.barh(y, duration(workers), 0.86, color=FAINT)
                 far = coloured.get(worker, {})
