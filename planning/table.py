@@ -74,7 +74,8 @@ class Cells(dict[str, str]):
     """What a row says, in this project's words; without the cells that say nothing."""
 
     def __init__(self, row: Row) -> None:
-        words = {name: text.strip().lower() for name, text in row.items()}
+        # pandas writes 2.0 for 2 where another cell of the column is empty
+        words = {name: text.strip().lower().removesuffix(".0") for name, text in row.items()}
         super().__init__(
             {name: SPELLINGS.get(text, text) for name, text in words.items() if text not in SILENT}
         )
@@ -118,6 +119,9 @@ def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
     """The model, layout and nodes of a row."""
     cells = Cells(row)
     preset, number = PRESETS.get(cells.get("model", "")), cells.number
+    if not preset and "model" in cells and "layers" not in cells:
+        known = ", ".join(PRESETS)
+        raise ValueError(f"model is {cells['model']!r}, and known are {known}; or give its layers")
     layers, hidden, heads, seq = (
         number(name, getattr(preset, name) if preset else None) for name in REQUIRED[:4]
     )
@@ -168,8 +172,13 @@ def compared(table: Sequence[Row], machine: Machine) -> list[dict[str, Any]]:
             fits = cells.fits()
         except ValueError as error:
             raise ValueError(f"row {k}: {error}") from None
+        settled = (
+            model.layers, model.hidden, model.heads, model.ffn, model.vocab, model.seq,
+            layout.gpus, layout.batch_size,
+        )  # fmt: skip
         found.append(
-            {name: row.get(name, "") for name in COLUMNS} | measured | {
+            {name: row.get(name, "") for name in COLUMNS} | measured
+            | dict(zip(MODEL, settled, strict=True)) | {
                 "fits": fits, "predicted_seconds": step.seconds,
                 "predicted_memory_gb": step.memory_gb, "predicted_fits": step.fits,
             }
@@ -189,7 +198,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     ):
         if errors := [abs(row[ours] / row[name] - 1) for row in rows if row[name]]:
             found |= {f"{what}_error": fmean(errors), f"{what}_worst": max(errors)}
-    groups: defaultdict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    groups: defaultdict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         if row["seconds_per_step"]:
             key = tuple(row[name] for name in MODEL)

@@ -44,12 +44,17 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args(underscored(words), namespace)
 
+    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The same: since Python 3.12.8 it does not call the one above."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_intermixed_args(underscored(words), namespace)
+
     def error(self, message: str) -> NoReturn:
         """Ends the program. An option is named as it is first declared."""
         message = re.sub(r"^argument ([^/:]+)[^:]*: ", r"\1 ", message)
-        if wrong := re.fullmatch(r"(.*) invalid choice: '(.*)' \(choose from (.*)\)", message):
+        if wrong := re.fullmatch(r"(.*) invalid choice: (.*) \(choose from (.*)\)", message):
             option, value, listed = wrong.groups()
-            choices = listed.replace("'", "").split(", ")
+            value, choices = value.strip("'\""), listed.replace("'", "").split(", ")
             message = f"{option} {value}: it must be {' or '.join(choices)}{is_it(value, choices)}"
         elif unknown := re.match(r"unrecognized arguments: (--\w+)", message):
             message = f"{unknown[1]}: there is no such option{is_it(unknown[1], self._known())}"

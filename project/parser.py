@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import yaml
 from docstring_parser import parse_from_object
 
-from project.command_line import Parser, underscored
+from project.command_line import Parser, is_it, underscored
 from training.options import Options, flag
 
 # What options are called by the courses.
@@ -77,13 +77,21 @@ def begin(kind: type[Options], description: str | None) -> None:
 
 
 def words_of_file(parser: Parser, path: str) -> list[str]:
-    """The options in a YAML file, as they are typed. None is the default."""
+    """The options in a YAML file, as they are typed. null is the default."""
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-        return [f"--{name}={value}" for name, value in found.items() if value is not None]
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        found = dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {})
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or "it is no YAML file of options"
         parser.error(f"--config {path}: {reason}; --print_config writes one")
+    for name, value in found.items():
+        option = underscored([f"--{name}"])[0]
+        action = parser._option_string_actions.get(option)
+        if action is None or action.dest in ("help", "config", "print_config"):
+            near = is_it(option, parser._option_string_actions)
+            parser.error(f"--config {path}: {name}: no file has such an option{near}")
+        if isinstance(value, bool) and action.type is not flag:
+            parser.error(f"--config {path}: {name}: YAML reads a word as {value}; put it in quotes")
+    return [f"--{name}={value}" for name, value in found.items() if value is not None]
 
 
 def make_parser(kind: type[Options], description: str | None) -> Parser:

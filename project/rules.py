@@ -10,7 +10,10 @@ in place. Each program puts its own together in its `parse_*`:
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shlex
+import shutil
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import fields, replace
 from typing import Any
@@ -126,6 +129,11 @@ def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Row]
         ("save_every keep", args.save_every is None or args.keep > 0,
          "no checkpoint would stay", "--keep 1 works"),
     ]  # fmt: skip
+    if args.compile:
+        needs = "the package triton" if kind == "cuda" else "a C++ compiler"
+        compiler = shutil.which(os.environ.get("CXX", "g++"))
+        there = importlib.util.find_spec("triton") if kind == "cuda" else compiler
+        yield "compile", there is not None, f"torch.compile needs {needs} here", "leave it out"
     if args.num_batches is not None:
         yield warmup(args, 0)
 

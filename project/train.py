@@ -162,7 +162,7 @@ def of_strategy(args: TrainOptions) -> Iterator[rules.Row]:
     mesh = "strategy zero dp pp"
     yield from [
         ("strategy world_size", args.world_size == ranks,
-         f"dp x pp x tp is {ranks}", f"start {ranks} ranks"),
+         f"dp x pp x tp is {ranks}", f"start {ranks} ranks: --world_size {ranks} works"),
         ("strategy world_size", strategy != "single" or args.world_size == 1,
          "single is one process", "ddp takes several"),
         ("strategy num_microbatches", strategy != "model" or args.num_microbatches in (None, 1),

@@ -77,11 +77,18 @@ def training_pieces(model: LaidOutModel) -> list[Piece]:
     found = _named("model", weights)
     for optimizer in model.optimizers:
         for p, slots in optimizer.state.items():  # p: a parameter, or a flat shard
-            for slot, value in slots.items():
-                held = model.pieces(p, value if value.dim() else p.detach())
-                if not value.dim():  # a flat buffer's number is saved for each parameter in it
-                    held = [whole(name, value) for name in sorted({piece.name for piece in held})]
-                found += _named(f"optimizer.{slot}", held)
+            found += _state(model, p, slots)
+    return found
+
+
+def _state(model: LaidOutModel, p: Tensor, slots: Mapping[str, Tensor]) -> list[Piece]:
+    """The optimizer state of one of this rank's parameters or flat buffers."""
+    found = []
+    for slot, value in slots.items():
+        held = model.pieces(p, value if value.dim() else p.detach())
+        if not value.dim():  # a flat buffer's number is saved for each parameter in it
+            held = [whole(name, value) for name in sorted({piece.name for piece in held})]
+        found += _named(f"optimizer.{slot}", held)
     return found
 
 
@@ -97,9 +104,14 @@ def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> 
         for group in optimizer.param_groups:
             for p in group["params"]:
                 optimizer.state[p] = _blank(p, slots, group.get("fused"))
-    # A parameter that had no gradient has no saved state, and its state stays blank.
     pieces = [x for x in training_pieces(model) if x.name in stored or x.name.startswith("model.")]
     saver.load(checkpoint, pieces)
+    # A parameter that had no gradient has no saved state. In a flat buffer with others its state
+    # stays zero; alone it has none, as before, so that no later checkpoint has a step of 0 of it.
+    for optimizer in model.optimizers:
+        for p, slots in [*optimizer.state.items()]:
+            if not any(piece.name in stored for piece in _state(model, p, slots)):
+                del optimizer.state[p]
     model.loaded()
 
 
@@ -218,8 +230,8 @@ class Saver:
 
         Raises:
             RunError: this checkpoint, or the one before it in the background, cannot be written: on
-                the rank that failed, and on all where the library writes. Earlier checkpoints stay
-                intact; the temporary folder is removed as the run ends (`clean`).
+                the rank that failed, and on all where the library writes. No part of it is left.
+                Earlier checkpoints stay intact.
         """
         self.wait()  # at most one is being written
         last = names(self.folder)[-1:]
@@ -245,16 +257,21 @@ class Saver:
 
         aside, held = aside_of(self.folder / name), held_by_name(pieces)
         sent: dict[str, bytes] = {}
-        with self._writes(name), _unwrapped():
-            if aside.exists():  # rank 0 has made it
-                save(held, storage_writer=FileSystemWriter(aside), **self._all_ranks)
-            else:  # this host has other folders
-                with TemporaryDirectory() as own:
-                    save(held, storage_writer=FileSystemWriter(own), **self._all_ranks)
-                    sent = {path.name: path.read_bytes() for path in Path(own).iterdir()}
-            received = gather_over_ranks(sent, self.world, self._group)
-            if self.world.is_main:
-                self._complete(name, texts, *received)
+        try:
+            with self._writes(name), _unwrapped():
+                if aside.exists():  # rank 0 has made it
+                    save(held, storage_writer=FileSystemWriter(aside), **self._all_ranks)
+                else:  # this host has other folders
+                    with TemporaryDirectory() as own:
+                        save(held, storage_writer=FileSystemWriter(own), **self._all_ranks)
+                        sent = {path.name: path.read_bytes() for path in Path(own).iterdir()}
+                received = gather_over_ranks(sent, self.world, self._group)
+                if self.world.is_main:
+                    self._complete(name, texts, *received)
+        except BaseException:
+            if self.world.is_main:  # torchrun's next attempt needs the room on the disk
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
         gather_over_ranks(None, self.world, self._group)  # rank 0 has renamed the folder
 
     def _complete(self, name: str, *more: Mapping[str, bytes]) -> None:

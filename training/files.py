@@ -23,7 +23,7 @@ def writing(path: Path | str) -> Iterator[None]:
     except Exception as error:
         # Libraries in Rust raise plain exceptions: No space left on device (os error 28).
         # torch's zip writer gives positions in the file: unexpected pos 704 vs 598.
-        text = str(error)
+        text = getattr(error, "strerror", None) or str(error)
         reason = "its disk is full" if "unexpected pos" in text else text
         if not (isinstance(error, OSError) or "os error" in text or reason != text):
             raise

@@ -40,9 +40,25 @@ def test_a_table_may_be_short_and_speak_the_words_of_train() -> None:
         ({"tp": "inf"}, "tp is 'inf', and must be a whole number"),
         ({"micro_batch": "0"}, "micro_batch is 0, and must be 1 or more"),
         ({"zero": "4"}, "zero is '4', and must be one of 0, 1, 2, 3"),
+        ({"model": "gpt-5", "layers": ""}, "model is 'gpt-5', and known are gpt2-mini, gpt2,"),
     ):
         with pytest.raises(ValueError, match=message):
             row_of(row | change, A100)
+
+
+def test_layouts_of_one_model_are_compared_and_whole_numbers_may_have_a_point() -> None:
+    """As pandas writes them if a cell is empty. Sizes count, not what a row calls them."""
+    runs = [("gpt2", 8, 2.0), ("gpt2", 4, 1.0), ("gpt2-xl", 8, 9.0), ("gpt2-xl", 16, 9.5)]
+    table = [
+        {"model": model, "dp": f"{dp}.0", "zero": "1.0", "fits": "1.0",
+         "seconds_per_step": str(seconds), "global_batch": "64.0"}
+        for model, dp, seconds in runs
+    ]  # fmt: skip
+    found = compared(table, A100)
+    assert [(row["layers"], row["gpus"], row["fits"]) for row in found] == [
+        (12, 8, True), (12, 4, True), (48, 8, True), (48, 16, True)
+    ]  # fmt: skip
+    assert "regret" not in summary(found)  # no two rows have the same model, GPUs and batch
 
 
 def test_the_columns_of_a_table_have_other_names(tmp_path: Path) -> None:

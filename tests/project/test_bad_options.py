@@ -120,6 +120,8 @@ dp --n_train 33 --batch_size 8 --n_epochs 2 --warmup_steps 10 => last; --warmup_
 dp --n_head 3 => the heads must divide the width; --n_head 2 works
 dp --vocab_size 258 => a byte-level vocabulary has at least 259 tokens; --vocab_size 2048 works
 train ddp --model gpt/3 => neither a preset (gpt2-mini, gpt2,
+train ddp --model gpt2-min => there is no such model; is it gpt2-mini?
+dp --model ./nowhere/model => there is no such folder, and no name on the hub is so
 dp --model empty --n_layer 2 => pretrained weights have a fixed size; only the presets can be ch
 dp --model empty => with a GPT-2 and its tokenizer (ValueError Unrecognized
 # folders

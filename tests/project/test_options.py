@@ -101,7 +101,19 @@ def test_options_come_from_a_file_and_the_line_goes_first(
         assert (args.strategy, args.world_size, args.zero, args.n_epochs) == ("fsdp", 3, 1, 1)
     for wrong, said in (
         ("batch_size: many", "--batch_size many: it must be a whole number, 1 or more"),
-        ("batchsize: 8", "--batchsize: there is no such option; is it --batch_size?"),
+        (
+            "batchsize: 8",
+            "--config run.yaml: batchsize: no file has such an option; is it --batch_size?",
+        ),
+        (
+            "datset: my folder",
+            "--config run.yaml: datset: no file has such an option; is it --dataset?",
+        ),
+        (
+            "config: run.yaml",
+            "--config run.yaml: config: no file has such an option; is it --config?",
+        ),
+        ("src: no", "--config run.yaml: src: YAML reads a word as False; put it in quotes"),
     ):
         Path("run.yaml").write_text(f"{wrong}\n")
         assert refused(DP + "--config run.yaml", capsys) == said
@@ -196,7 +208,7 @@ MACHINES: list[tuple[int, tuple[int, int] | None, str, int | str]] = [
     (0, (4, 4), TRAIN.replace("ddp", "3d") + "--pp 2 --zero 1", 4),  # two replicas, or one:
     (0, (2, 2), TRAIN.replace("ddp", "3d") + "--pp 2 --zero 1", 2),  # dp follows
     (0, (3, 3), TRAIN.replace("ddp", "3d") + "--pp 2",
-     "3d --world_size 3: dp x pp x tp is 2; start 2 ranks"),
+     "3d --world_size 3: dp x pp x tp is 2; start 2 ranks: --world_size 2 works"),
     *((0, (4, 4), f"{TRAIN} {given}", f"{given}: torchrun started 4 ranks and decides it; leave "
        "it out") for given in ("--world_size 2", "--master_port 99")),
     (0, (4, 4), PP, "--model_parallel_mode none: torchrun started 4 ranks, and run_pipeline.py is "

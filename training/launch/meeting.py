@@ -135,8 +135,11 @@ def meet(rank: int, world_size: int, timeout: float) -> Any:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
+    began = time.monotonic()
+
     def come() -> Any:
-        return fresh_part(connect(host, port, timeout, hosted_here), rank, world_size, timeout)
+        store = connect(host, port, timeout, hosted_here)
+        return fresh_part(store, rank, world_size, timeout, began)
 
     try:
         return in_time(timeout + 1, come)  # it gives up by itself if the store answers
@@ -147,13 +150,16 @@ def meet(rank: int, world_size: int, timeout: float) -> Any:
         ) from None
 
 
-def fresh_part(store: Any, rank: int, world_size: int, timeout: float) -> Any:
+def fresh_part(
+    store: Any, rank: int, world_size: int, timeout: float, began: float | None = None
+) -> Any:
     """The part of torchrun's store that only the ranks of this attempt have. All call it together.
 
     Raises:
-        RunError: a rank did not come within `timeout` seconds; it names those that are missing.
+        RunError: a rank did not come within `timeout` seconds, counted from `began` (now); it names
+            those that are missing.
     """
-    word, end = uuid4().hex, time.monotonic() + timeout
+    word, end = uuid4().hex, (began or time.monotonic()) + timeout
     words = [f"word {r} of {world_size}" for r in range(world_size)]
     proposed = f"list of {world_size}"
     store.set(words[rank], word)

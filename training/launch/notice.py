@@ -54,11 +54,12 @@ def heeded(on_signal: str = "save", processes: Sequence[Any] = ()) -> Iterator[C
     with ExitStack() as stack:
 
         def heed(number: int, _: Any) -> None:
+            heard = bool(_given)
             first = _given.setdefault(number, time.monotonic())
             if number == signal.SIGTERM and time.monotonic() > first + TOGETHER:
                 stack.close()  # what was there before is there again
                 os.kill(os.getpid(), number)
-            for process in processes:
+            for process in () if heard else processes:  # a second might find them at their end
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR1)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,14 @@ def check_pretrained(name: str, max_length: int) -> None:
     Downloads the hub's files."""
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
+    if not Path(name).is_dir():  # before the hub is asked, which takes a minute without a network
+        near = get_close_matches(name, PRESETS, 1, cutoff=0.65)
+        if near and name not in PRESETS and "/" not in name:
+            raise UserError(f"--model {name}: there is no such model; is it {near[0]}?")
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+            raise UserError(
+                f"--model {name}: there is no such folder, and no name on the hub is so"
+            )
     try:
         config = AutoConfig.from_pretrained(name)
         if config.model_type != "gpt2":

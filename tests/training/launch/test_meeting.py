@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import enumerate as enumerate_threads
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -39,6 +39,9 @@ def test_who_is_missing_is_named() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     with pytest.raises(RunError, match=r"^rank 0 has waited 0.1 s .* ranks 1, 2 of 3 did not come"):
         fresh_part(store, 0, 3, 0.1)
+    began = monotonic() - 9.95  # the store itself came late
+    with pytest.raises(RunError, match=r"^rank 0 has waited 10 s .* ranks 1, 2 of 3 did not come"):
+        fresh_part(store, 0, 3, 10.0, began)
     meet_all(store, late=0)  # now all were there once
     for rank, missing in ((0, "ranks 1, 2"), (1, "rank 0")):
         with pytest.raises(RunError, match=f"and {missing} of 3 did not come: look at their hosts"):

@@ -54,6 +54,17 @@ def rank_1(run: Terminal) -> int:
     return max(child.pid for child in children if not child.children())
 
 
+def test_notice_is_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one, as SIGTERM after SIGUSR1, might find a process at its end, and kill it."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.kill", lambda *call: sent.append(call))
+    with heeded(processes=[psutil.Process()]) as came:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        assert [*came] == [signal.SIGUSR1, signal.SIGTERM]
+    assert sent == [(os.getpid(), signal.SIGUSR1)]
+
+
 def test_notice_costs_no_step(tmp_path: Path) -> None:
     """To one rank. The losses are those of a run that was left alone, bit for bit."""
     program = "train pipeline --world_size 2 --async_save true"
