@@ -103,7 +103,7 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_half_written(
     with pytest.raises(RunError) as error:
         write_json(path, {"loss": 2})
     assert str(error.value) == (
-        f"{path}: cannot be written ({FULL}); make room there, or write elsewhere"
+        f"{path}: cannot be written ({FULL.strerror}); make room there, or write elsewhere"
     )
     assert read_json(path) == {"loss": 1} and names_in(tmp_path) == ["summary.json"]
 
