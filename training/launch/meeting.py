@@ -156,8 +156,8 @@ def fresh_part(
     """The part of torchrun's store that only the ranks of this attempt have. All call it together.
 
     Raises:
-        RunError: a rank did not come within `timeout` seconds, counted from `began` (now); it names
-            those that are missing.
+        RunError: a rank did not come within `timeout` seconds of `began`, by default of the call;
+            it names those that are missing.
     """
     word, end = uuid4().hex, (began or time.monotonic()) + timeout
     words = [f"word {r} of {world_size}" for r in range(world_size)]
