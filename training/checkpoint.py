@@ -106,8 +106,8 @@ def load_training(saver: Saver, checkpoint: Checkpoint, model: LaidOutModel) -> 
                 optimizer.state[p] = _blank(p, slots, group.get("fused"))
     pieces = [x for x in training_pieces(model) if x.name in stored or x.name.startswith("model.")]
     saver.load(checkpoint, pieces)
-    # A parameter that never had a gradient has no saved state. Its blank state goes again: saved, its
-    # step of 0 would become that of a flat buffer. In a flat buffer with others it stays zero.
+    # A parameter that never had a gradient has no saved state. Its blank state goes again: saved,
+    # its step of 0 would become that of a flat buffer. In a flat buffer with others it stays zero.
     for optimizer in model.optimizers:
         for p, slots in [*optimizer.state.items()]:
             if not any(piece.name in stored for piece in _state(model, p, slots)):
