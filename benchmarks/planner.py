@@ -40,7 +40,8 @@ UNSEEN = {  # its machine, and its network if that is another
     "mtnlg2022": ("a100-80gb", None), "bigscience2022": ("a100-80gb", "50"),
     "mosaicml2023_a100-40gb": ("a100-40gb", None), "mosaicml2023_a100-80gb": ("a100-80gb", None),
     "mosaicml2023_h100": ("h100", None), "torchtitan2024_a100-80gb": ("a100-80gb", None),
-    "torchtitan2024_h100": ("h100", None), "megatron2020": ("v100", None),
+    "torchtitan2024_h100": ("h100", "infiniband-8x400"), "megatron2020": ("v100", None),
+    "nemo2024_h100": ("h100-megatron", None), "oneflow2021_v100": ("v100", "12.5"),
 }  # fmt: skip
 ROWS = 300  # of a table at most in a fit, drawn at random
 Row = dict[str, str]

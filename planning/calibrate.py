@@ -144,7 +144,7 @@ def calibrate() -> dict[str, Any]:
         "memory_efficiency": round(found["moved"] / found["added"], 3),
         "kernel_us": round(found["kernel"] * 1e6, 2), "host_us": 0.0, "link_efficiency": 1.0,
         "link_us": round(hop * 1e6, 1), "network_efficiency": 0.8, "network_us": 50.0,
-        "collective_us": 0.0, "message_us": round(hop * 1e6, 1), "step_ms": 1.0, "overlap": 1,
-        "reserve_gb": round(found["peak"], 3), "attention": "flash", "balance": "auto",
-        "gathered": "again",
+        "network_falls": 0.0, "collective_us": 0.0, "message_us": round(hop * 1e6, 1),
+        "step_ms": 1.0, "overlap": 1, "reserve_gb": round(found["peak"], 3), "attention": "flash",
+        "loss": "fused", "balance": "auto", "gathered": "again",
     }  # fmt: skip

@@ -12,7 +12,6 @@ Glossary: t tokens of a micro-batch, h width, f width of the MLP, v vocabulary, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,7 +31,9 @@ UPDATE_BYTES = (
     48  # read and written per parameter by unscaling, clipping, AdamW, the copy to 16 bits
 )
 GIB = 2**30
-LOGITS_HELD, LOGITS_WORKING = 6, 6  # bytes per logit: in 16 bits and in fp32; their gradients
+# Bytes per logit that wait for backward, and those that are added when it begins. plain: 16 bits
+# and the log-softmax in fp32, their gradients likewise. fused: one kernel, all in 16 bits.
+LOGITS = {"plain": (6, 6), "fused": (2, 2)}
 FRAGMENTS = 0.05  # of a GPU's memory that no tensor can use
 WHOLE = ("gpipe", "1f1b", "interleaved")  # schedules whose backwards are in one piece
 SHARP = 4  # a pass is longer than the longer of the two: now and then each waits for the other
@@ -83,13 +84,8 @@ class Group(NamedTuple):
         return size * (self.size - 1) / self.size / self.bandwidth + hops
 
     def reduce(self, size: float) -> float:
-        """Seconds of an all-reduce, by a ring or by a tree over the nodes: which is faster."""
-        ring = 2 * self.scatter(size)
-        nodes = self.size // self.inside
-        if nodes < 3:
-            return ring
-        hops = (self.inside - 1) * self.link + math.log2(nodes) * self.network
-        return min(ring, 2 * (size / self.bandwidth + hops))
+        """Seconds of an all-reduce of ``size`` bytes, by a ring."""
+        return 2 * self.scatter(size)
 
 
 def group(machine: Machine, size: int, stride: int) -> Group:
@@ -101,6 +97,7 @@ def group(machine: Machine, size: int, stride: int) -> Group:
     bandwidth = machine.link_gbs * 1e9 * machine.link_efficiency
     if inside < size:
         network = machine.network_gbs * 1e9 * machine.network_efficiency * inside / per_node
+        network *= (2 * inside / size) ** machine.network_falls
         bandwidth = min(bandwidth, network) if inside > 1 else network
     return Group(size, inside, bandwidth, machine.link_us * 1e-6, machine.network_us * 1e-6)
 
@@ -302,7 +299,10 @@ class PricedStep:
         self.replicas = group(machine, dp, tp if outer else tp * pp)
         self.size = BYTES[layout.precision]
         self.whole, self.entry = activations(model, layout, machine)
-        self.logits = layout.micro_batch * model.seq * model.vocab / tp
+        self.logits, self.loss = (
+            layout.micro_batch * model.seq * model.vocab / tp,
+            LOGITS[machine.loss],
+        )
         kinds = [(blocks, s == 0, s == n - 1) for s, blocks in enumerate(self.blocks)]
         priced = {kind: self._stage(*kind) for kind in set(kinds)}
         self.stages = [priced[kind] for kind in kinds]
@@ -351,7 +351,7 @@ class PricedStep:
             update += scatter  # the parameters that others have updated
         held = blocks * (self.entry if layout.recompute == "always" else self.whole)
         if last:  # halves of backward: what waits for W is the gradient of the logits alone
-            held += self.logits * (LOGITS_HELD if layout.schedule in WHOLE else self.size)
+            held += self.logits * (self.loss[0] if layout.schedule in WHOLE else self.size)
         passes = Passes(forward, backward, late)
         return PricedStage(passes, exchange, update, held, number, first or last, last)
 
@@ -395,13 +395,14 @@ class PricedStep:
         # parameters, whose 16 bits are only gathered.
         single = self.size == 4 or layout.zero == 3
         states = (4, 4, 8) if single else (self.size, gradient_bytes(layout), 12)
-        loss = LOGITS_WORKING + (layout.schedule not in WHOLE) * LOGITS_HELD
+        waiting = self.loss[0] if layout.schedule in WHOLE else 0
+        loss = sum(self.loss) - waiting
         for mine, peak in zip(self.of_ranks, peaks, strict=False):
             number = sum(stage.parameters for stage in mine)
             a, b, c = (number * size * part for size, part in zip(states, share, strict=True))
             working = self.whole if layout.recompute == "always" else 0.0
-            if any(stage.last for stage in mine):
-                working = max(working, loss * self.logits)
+            if any(stage.last for stage in mine):  # a block is computed again without the logits
+                working = max(working - waiting * self.logits, loss * self.logits)
             if any(stage.table for stage in mine):  # its gradient, twice
                 working += 2 * self.size * model.table / layout.tp
             if layout.zero == 3:  # the block that computes, and the next
@@ -458,13 +459,16 @@ def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, 
     # Inputs of both norms, masks of dropout, and what the norms give to the matrices.
     outside = (2 * size + 2 * unfused) * model.hidden / shared
     outside += 2 * size * model.hidden / (shared if machine.gathered == "again" else 1)
-    # q k v and the heads' output, q and k once more if rotated; the MLP's.
-    gated = model.gated_mlp
-    heads = (3 if gated else 2) * (1 + model.kv_share) * model.hidden
-    inside = size * (heads + (5 if gated else 2) * model.ffn) / tp
-    if layout.recompute == "selective" and layout.zero > 1:  # torch's keeps every other product
-        inside = size * (2 * model.hidden + (1 if gated else 0.5) * model.ffn) / tp
-        outside = size * model.hidden / shared
+    # q k v and the heads' output; of the MLP what its last product and its activation need. With
+    # gated MLPs nanotron has q and k also before they are rotated, and a copy of the gate.
+    gated, copies = model.gated_mlp, model.gated_mlp and layout.zero < 2
+    heads = (3 if copies else 2) * (1 + model.kv_share) * model.hidden
+    inside = size * (heads + (2 + 2 * gated + copies) * model.ffn) / tp
+    if layout.recompute == "selective" and layout.zero > 1:
+        # torch's keeps every other product, of q k v, output, up, gate, down: q, v, up and, if
+        # gated, down; the heads' output, and the block's input.
+        inside = size * ((2 + model.kv_share) * model.hidden + model.ffn) / tp
+        outside = (1 + gated) * size * model.hidden / shared
     scores = 0.0
     if unfused and layout.recompute != "selective":
         scores = (2 * size + 1) * model.heads * model.seq / tp

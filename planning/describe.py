@@ -169,12 +169,14 @@ class Machine:
     link_us: float
     network_efficiency: float
     network_us: float
+    network_falls: float  # rings over n nodes have (2 / n) to this power of the bandwidth of two
     collective_us: float
     message_us: float
     step_ms: float
     overlap: float
     reserve_gb: float
     attention: str  # flash or unfused
+    loss: str  # fused or plain
     balance: str  # of stages: uniform or auto
     gathered: str  # what sequence parallelism gathers for the matrices: kept for backward, or again
 
@@ -212,6 +214,8 @@ def machine(name: str, network: str | None = None, link: str | None = None) -> M
         if given is not None:
             figures = (f"{option}_gbs", f"{option}_us")
             found |= dict(zip(figures, _line(option, given, lines), strict=False))
+    if network is not None:
+        found["network_falls"] = 0  # a line rate
     known = {field.name: field.type for field in fields(Machine)}
     for figure in sorted(found.keys() ^ known.keys()):
         near = "".join(f"; did you mean {n}?" for n in get_close_matches(figure, known, 1))

@@ -21,14 +21,15 @@ from typing import Any
 
 from pipeline.schedules.catalogue import SCHEDULES
 
-from .cost import PricedStep
+from .cost import LOGITS, PricedStep
 from .describe import PRESETS, Layout, Machine, Model, is_number
 
 REQUIRED = ("layers", "hidden", "heads", "seq", "global_batch")  # or a model, and global_batch
 COLUMNS = (
     "model", "layers", "hidden", "heads", "kv_heads", "ffn", "gated_mlp", "vocab", "tied", "seq",
     "gpus", "gpus_per_node", "dp", "tp", "pp", "chunks", "micro_batch", "global_batch", "schedule",
-    "zero", "sequence_parallel", "recompute", "precision", "seconds_per_step", "memory_gb", "fits",
+    "zero", "sequence_parallel", "recompute", "loss", "precision", "seconds_per_step", "memory_gb",
+    "fits",
 )  # fmt: skip
 SPELLINGS = {  # of columns, and of words in them
     "n_layer": "layers", "n_embd": "hidden", "n_head": "heads", "n_kv_head": "kv_heads",
@@ -154,9 +155,12 @@ def row_of(row: Row, machine: Machine) -> tuple[Model, Layout, Machine]:
     )  # fmt: skip
     per = number("gpus_per_node", machine.gpus_per_node)  # a GPU keeps its part of the network
     share = machine.network_gbs * per / machine.gpus_per_node
-    # ZeRO-2 and 3 are torch's, and gated MLPs came with fused attention.
-    software = "flash" if zero > 1 or model.gated_mlp else machine.attention
-    nodes = replace(machine, gpus_per_node=per, network_gbs=share, attention=software)
+    # ZeRO-2 and 3 are torch's with fused kernels, and gated MLPs came with fused attention.
+    attention = "flash" if zero > 1 or model.gated_mlp else machine.attention
+    loss = cells.word("loss", "fused" if zero > 1 else machine.loss, LOGITS)
+    nodes = replace(machine, gpus_per_node=per, network_gbs=share, attention=attention, loss=loss)
+    if layout.schedule == "interleaved":  # Megatron-LM's: equal stages, inputs gathered again
+        nodes = replace(nodes, balance="uniform", gathered="again")
     return model, layout, nodes
 
 

@@ -93,6 +93,20 @@ def test_a_table_may_be_silent(tmp_path: Path) -> None:
     ]
 
 
+def test_a_table_may_say_whose_loss_it_is() -> None:
+    """Where it is silent, ZeRO-2 and 3 have a fused loss, everything else the machine's. Chunks are
+    Megatron-LM's on every machine."""
+    row = {"model": "gpt2", "gpus": "8", "global_batch": "64"}
+    for change, loss in (
+        ({}, "plain"), ({"zero": "3"}, "fused"), ({"zero": "3", "loss": "plain"}, "plain"),
+    ):  # fmt: skip
+        assert row_of(row | change, A100)[2].loss == loss
+    with pytest.raises(ValueError, match="loss is 'sharded', and must be one of plain, fused"):
+        row_of(row | {"loss": "sharded"}, A100)
+    nodes = row_of(row | {"pp": "2", "chunks": "2"}, machine("h100"))[2]
+    assert (nodes.balance, nodes.gathered) == ("uniform", "again")
+
+
 @pytest.mark.parametrize(("layers", "chunks"), [(22, 3), (30, 2), (62, 2)])
 def test_embedding_and_head_may_count_as_a_block_each(layers: int, chunks: int) -> None:
     """24, 32 and 64 equal parts, of which the first and the last have a block less: the sizes of
