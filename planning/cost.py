@@ -460,8 +460,9 @@ def activations(model: Model, layout: Layout, machine: Machine) -> tuple[float, 
     outside = (2 * size + 2 * unfused) * model.hidden / shared
     outside += 2 * size * model.hidden / (shared if machine.gathered == "again" else 1)
     # q k v and the heads' output; of the MLP what its last product and its activation need. With
-    # gated MLPs nanotron has q and k also before they are rotated, and a copy of the gate.
-    gated, copies = model.gated_mlp, model.gated_mlp and layout.zero < 2
+    # gated MLPs nanotron's runs held more, as much as q and k and the gate once again.
+    gated = model.gated_mlp
+    copies = gated and layout.zero < 2 and machine.gathered == "kept"
     heads = (3 if copies else 2) * (1 + model.kv_share) * model.hidden
     inside = size * (heads + (2 + 2 * gated + copies) * model.ffn) / tp
     if layout.recompute == "selective" and layout.zero > 1:

@@ -120,6 +120,17 @@ def test_queries_that_share_keys_and_values_cost_less() -> None:
     assert less.memory_gb < more.memory_gb
 
 
+def test_what_a_llama_holds_was_counted_and_nanotron_holds_more() -> None:
+    """Numbers of a token and block: inputs and results of both norms, q k v and the heads' output,
+    gate, up, SiLU and product. The same with what nanotron's runs held besides."""
+    model, layout = model_of("llama-2-7b"), Layout(8, dp=8, batch_size=8)
+    megatron, nanotron = (
+        PricedStep(model, layout, machine(name)) for name in ("h100-megatron", "h100")
+    )
+    assert megatron.whole == 2 * 4096 * (4 * 4096 + 4 * 4096 + 4 * 11008)
+    assert nanotron.whole - megatron.whole == 2 * 4096 * (2 * 4096 + 11008)
+
+
 def test_torch_computes_every_other_product_again() -> None:
     """Of FSDP, `selective` holds less than never, and takes less time than always. It keeps the
     products q, v, up and down, the heads' output and the block's input: of 4096 numbers a token 1,
