@@ -14,9 +14,8 @@ all-reduced asynchronously while backward continues with earlier layers.
     backward:    block 3 | block 2 | block 1 | block 0 | embedding |
     network:             | bucket 0 .... | bucket 1 ...... | bucket 2 |
 
-CPU ranks of one machine keep the buckets in shared memory and average them there: a small
-all-reduce of its flags says that a bucket is full on every rank, and a barrier that all have been
-averaged.
+CPU ranks of one machine keep the buckets in shared memory and average them there. They announce
+that a bucket is full, and at the end that all have been averaged.
 
 Cost: a ring all-reduce of G bytes over W ranks sends 2 * G * (W-1)/W bytes from each rank, for any
 grouping; fewer buckets pay the latency less often, more buckets overlap better. Memory: the buckets
@@ -98,8 +97,8 @@ class _Bucket:
         self.waiting = len(parameters)  # gradients that this backward has yet to produce
         self.arrived = 0  # of backwards that send nothing
         self.complete = True  # every parameter has a gradient on this rank
-        self.work: dist.Work | None = None
-        self.sent = flat  # the tensor in transit: all, only the flags, or a copy
+        self.wait: Callable[[], object] | None = None  # until it has come from all ranks
+        self.sent = flat  # the tensor in transit, or a copy
         self.sent_at = 0.0
 
     def adopt(self) -> None:
@@ -135,7 +134,7 @@ class _Bucket:
         somewhere = [True] * len(self.views) if self.complete else self.flags.tolist()
         for p, view, has in zip(self.parameters, self.views, somewhere, strict=True):
             p.grad = view if has else None
-        self.work, self.sent, self.waiting = None, self.flat, len(self.parameters)
+        self.wait, self.sent, self.waiting = None, self.flat, len(self.parameters)
 
 
 class GradientBuckets:
@@ -225,7 +224,8 @@ class GradientBuckets:
             self._receive(i)
         if self.shared is not None:
             with acting(self.recorder, "barrier"):
-                dist.barrier(self.group)  # until all ranks have written their parts of my buckets
+                # until all ranks have written their parts of my buckets
+                self.shared.announce(-1)()
         for bucket in self.buckets:
             bucket.hand_back()
         self._next = 0
@@ -237,7 +237,7 @@ class GradientBuckets:
 
     def _make_hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
-            if bucket.work is not None:
+            if bucket.wait is not None:
                 raise RuntimeError(
                     "call finish() after each backward, or accumulate inside no_sync()"
                 )
@@ -256,20 +256,21 @@ class GradientBuckets:
         bucket.complete_locally()
         bucket.sent_at = time.perf_counter()
         if self.shared is not None:
-            bucket.sent = bucket.flags  # says that this rank's bucket is full
-        elif self.comm_dtype is not None:
-            bucket.sent = bucket.flat.to(self.comm_dtype)
-        bucket.work = dist.all_reduce(bucket.sent, group=self.group, async_op=True)  # see _receive
+            bucket.wait = self.shared.announce(self._next)  # it is full
+        else:
+            if self.comm_dtype is not None:
+                bucket.sent = bucket.flat.to(self.comm_dtype)
+            bucket.wait = dist.all_reduce(bucket.sent, group=self.group, async_op=True).wait
         self._next += 1
 
     def _receive(self, i: int) -> None:
         bucket = self.buckets[i]
-        assert bucket.work is not None
+        assert bucket.wait is not None
         start, device = bucket.sent_at, bucket.flat.device
         with acting(self.recorder, "all_reduce", i, device=device, start=start):
-            bucket.work.wait()  # shared memory: by now every rank's bucket is full
-            if self.shared is not None:
-                self.shared.average(bucket.gradients)  # one of W parts
+            bucket.wait()
+            if self.shared is not None:  # every rank's bucket is full
+                self.shared.average(bucket.flat)  # one of W parts
             else:
                 if bucket.sent is not bucket.flat:
                     bucket.flat.copy_(bucket.sent)  # comm_dtype: back to the gradients' own type

@@ -4,8 +4,8 @@ Problem. Exchanges in the middle of a layer have hardly any work to overlap with
 copies every byte into the kernel and out again.
 
 Idea. CPU ranks of one host exchange through memory that all of them map (shared_memory.py). Each
-writes its tensor into its own stretch, announces it by a small all-reduce, and reads what it needs
-from the others' stretches:
+writes its tensor into its own stretch, announces it, and reads what it needs from the others'
+stretches:
 
     rank 0   write slot 0 | announce | read slots 0 | write slot 1 | announce | read slots 1 | ...
 
@@ -150,7 +150,7 @@ class Ranks:
         views[self.rank].copy_(x)  # before it is announced
         # A rank that announces another number makes another call: its tensor must not be used.
         mine = _KINDS.index(kind) + 4 * self._turn + (x.numel() % 4093 << 40)  # call, turn, size
-        agreed = start_comparison(mine, self.group, x.device)
+        agreed = self._memory.announce(mine)
 
         def wait() -> None:
             same = agreed()

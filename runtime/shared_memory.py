@@ -3,22 +3,27 @@
 Problem: on one machine gloo sends through the loopback interface. The kernel copies every byte in
 and out; with one core per rank, these copies take the core that should compute.
 
-Idea: ranks put their data in memory that the others can read. Only the signal that it is ready is
-sent, as a small message of the process group, so a dead rank is noticed as with gloo.
+Idea: ranks put their data in memory that the others can read. Only the announcement that it is
+ready is sent: eight bytes, through a pipe to each other rank. The system closes a pipe when its
+process ends, in whatever way, so a rank that waits for it notices.
 
-Cost: none of its own; pages that are never written to take no memory.
+Cost: an announcement takes 20 microseconds between two ranks, where an all-reduce of gloo takes
+400 to 700. Pages that are never written to take no memory.
 
-Ownership: the memory is anonymous (a memfd). It has no name that could be left behind, and it is
-freed with the last process that maps it, however that process ends. Other ranks open it through
-/proc (one machine, one user, Linux only); elsewhere `SharedBuffers.open` returns None.
+Ownership: the memory (a memfd) and the pipes are anonymous. They have no name that could be left
+behind, and are freed with the last process that has them, however that process ends. Other ranks
+open them through /proc (one machine, one user, Linux only); elsewhere `SharedBuffers.open` returns
+None.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import select
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -74,19 +79,32 @@ def aligned(nbytes: int) -> int:
 
 
 class SharedBuffers:
-    """One stretch of memory per rank, each mapped by all ranks.
+    """One stretch of memory per rank, each mapped by all ranks; and what says that it is written.
+
+    Args:
+        files: descriptors of the memory, by rank.
+        inboxes, outboxes: ends of the pipes from and to every other rank, by its number.
 
     Attributes:
         ranks: by rank, its memory as bytes.
     """
 
-    def __init__(self, files: list[int], nbytes: int, rank: int) -> None:
+    def __init__(
+        self,
+        files: list[int],
+        nbytes: int,
+        rank: int,
+        inboxes: Mapping[int, int],
+        outboxes: Mapping[int, int],
+        group: dist.ProcessGroup | None,
+    ) -> None:
         maps = [mmap.mmap(file, ALIGNMENT + nbytes) for file in files]
         self.ranks = [torch.frombuffer(m, dtype=torch.uint8, offset=ALIGNMENT) for m in maps]
-        self.rank = rank
+        self.rank, self.group = rank, group
         self._taken = 0  # bytes of this rank's memory, see `take`
         self._files = files  # descriptors by rank, for `read`
-        for file in files:
+        self._inboxes, self._outboxes = inboxes, outboxes
+        for file in (*files, *inboxes.values(), *outboxes.values()):
             weakref.finalize(self, os.close, file)
 
     @classmethod
@@ -97,17 +115,54 @@ class SharedBuffers:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         secret = os.urandom(16)  # tells this run's file from another one at the same path
         mine = _create(secret, nbytes)
-        places: list[Any] = [None] * world_size
-        dist.all_gather_object(places, (f"/proc/{os.getpid()}/fd/{mine}", secret), group)
-        files = [mine if r == rank else _attach(*places[r]) for r in range(world_size)]
+        pipes = {r: os.pipe() for r in range(world_size) if r != rank}  # (to read, to write)
+        everyone: list[Any] = [None] * world_size  # by rank: its memory, and where to write to it
+        here = f"/proc/{os.getpid()}/fd"
+        writing = {r: f"{here}/{writer}" for r, (_, writer) in pipes.items()}
+        dist.all_gather_object(everyone, (f"{here}/{mine}", secret, writing), group)
+        files, outboxes = [mine] * world_size, dict[int, int]()
+        for r in pipes:
+            path, secret, writers = everyone[r]
+            files[r] = _attach(path, secret)
+            outboxes[r] = -1 if files[r] == -1 else os.open(writers[rank], os.O_WRONLY)
         everywhere = torch.tensor(int(-1 not in files))  # so far, on this rank
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)
+        for _, writer in pipes.values():  # all have opened theirs: only the others can write now
+            os.close(writer)
+        inboxes = {r: reader for r, (reader, _) in pipes.items()}
         if everywhere:
-            return cls(files, nbytes, rank)
-        for file in files:  # after the all-reduce nobody opens mine any more
+            return cls(files, nbytes, rank, inboxes, outboxes, group)
+        for file in (*files, *inboxes.values(), *outboxes.values()):
             if file != -1:
                 os.close(file)
         return None
+
+    def announce(self, number: int) -> Callable[[], bool]:
+        """Tells all ranks that this one has written its memory, with a number that says what. The
+        result waits until all have announced as often, and says whether their number is the same.
+        It raises a DistError if a rank has ended, or is silent for longer than the group waits."""
+        said = number.to_bytes(8, "little", signed=True)
+        for outbox in self._outboxes.values():
+            with suppress(BrokenPipeError):  # it has ended: the wait below says so
+                os.write(outbox, said)
+
+        def agreed() -> bool:
+            heard = {self._hear(r) for r in self._inboxes}  # of all, though one differs
+            return heard <= {said}
+
+        return agreed
+
+    def _hear(self, rank: int) -> bytes:
+        """Waits for the next announcement of a rank."""
+        seconds = timeout_of(self.group)
+        poll = select.poll()
+        poll.register(self._inboxes[rank], select.POLLIN)
+        if not poll.poll(1000 * seconds):
+            raise dist.DistError(f"rank {rank} of the group has been silent for {seconds:g} s")
+        heard = os.read(self._inboxes[rank], 8)
+        if not heard:
+            raise dist.DistError(f"rank {rank} of the group has ended")
+        return heard
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -154,6 +209,13 @@ class SharedBuffers:
         done = 0
         while done < len(target):  # a read may stop early; the secret comes before the buffer
             done += os.preadv(self._files[rank], [target[done:]], ALIGNMENT + offset + done)
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> float:
+    """Seconds that a rank waits for another one of the group."""
+    members: Any = group or dist.group.WORLD
+    seconds: float = members._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
 
 
 def _create(secret: bytes, nbytes: int) -> int:

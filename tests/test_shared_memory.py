@@ -1,0 +1,56 @@
+"""Announcements through pipes: from ranks that say the same, say something else, end, or say
+nothing. What is done with the memory: tests/tensor_parallel, tests/data_parallel."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from runtime.shared_memory import SharedBuffers
+from tests.ranks import Ranks
+
+
+def opened(group: dist.ProcessGroup | None = None) -> SharedBuffers:
+    memory = SharedBuffers.open(64, group)
+    assert memory is not None
+    return memory
+
+
+def announce(rank: int, _world_size: int) -> list[bool]:
+    """Twice before the first is waited for; the last one differs on rank 2."""
+    memory = opened()
+    started = [memory.announce(number) for number in (-7, 1 << 60)]
+    return [agreed() for agreed in started] + [memory.announce(rank == 2)()]
+
+
+def test_announcements_are_compared_in_order(three_ranks: Ranks) -> None:
+    assert three_ranks.run(announce) == [[True, True, False]] * 3
+
+
+def one_ends(rank: int, _world_size: int) -> None:
+    memory = opened()
+    if rank == 1:
+        del memory  # as its process does when it ends
+    else:
+        agreed = memory.announce(0)
+        with pytest.raises(dist.DistError, match="rank 1 of the group has ended"):
+            agreed()
+    dist.barrier()
+
+
+def one_says_nothing(rank: int, _world_size: int) -> None:
+    memory = opened(dist.new_group(timeout=timedelta(minutes=1)))
+    assert memory.group is not None
+    memory.group.set_timeout(timedelta(seconds=0.2))  # as the loop does after the first step
+    if rank != 1:
+        agreed = memory.announce(0)
+        with pytest.raises(dist.DistError, match=r"rank 1 of the group has been silent for 0\.2 s"):
+            agreed()
+    dist.barrier()
+
+
+def test_a_rank_that_is_lost_is_named(three_ranks: Ranks) -> None:
+    three_ranks.run(one_ends)
+    three_ranks.run(one_says_nothing)
