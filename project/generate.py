@@ -13,7 +13,6 @@ beginning of a new text.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,6 +137,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends with its reader, such as `head`
     run_program(main)

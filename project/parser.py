@@ -25,10 +25,9 @@ from training.options import Options, flag
 
 # What options are called by the courses.
 ALIASES = {
-    "num_workers": "world_size",
-    "cores_per_worker": "cores_per_rank",
-    "accumulation_steps": "num_microbatches",
-    "n_chunk": "num_microbatches",
+    "--world_size": ["--num_workers"],
+    "--cores_per_rank": ["--cores_per_worker"],
+    "--num_microbatches": ["--accumulation_steps", "--n_chunk"],
 }
 
 O = TypeVar("O", bound=Options)  # noqa: E741
@@ -45,7 +44,8 @@ def parse_options(
     Prints help and ends with status 0, or prints one line on a mistake and ends with status 2.
     """
     line = underscored(sys.argv[1:] if argv is None else argv)
-    parser = make_parser(kind, description)
+    strategy = next((word for word in line if word in kind.PAGES), "")
+    parser = make_parser(kind, description, strategy)
     if {"--n_epochs", "--num_batches"} <= {word.partition("=")[0] for word in line}:
         parser.error("--n_epochs and --num_batches both say when the run ends: leave one out")
     files = getattr(parser.parse_args(line), "config", [])
@@ -94,27 +94,32 @@ def words_of_file(parser: Parser, path: str) -> list[str]:
     return [f"--{name}={value}" for name, value in found.items() if value is not None]
 
 
-def make_parser(kind: type[Options], description: str | None) -> Parser:
-    """A parser of the options of a program, which finds those that were typed alone."""
+def make_parser(kind: type[O], description: str | None, strategy: str = "") -> Parser:
+    """A parser of the options of a program, which finds those that were typed alone. --help is on
+    the given strategy; without one it shows no options if the program has strategies."""
+    text, hidden = kind.PAGES.get(strategy, (description, shown(kind) if kind.PAGES else ()))
+    which = f" {strategy or 'STRATEGY'}" if kind.PAGES else ""
     parser = Parser(
-        description=description, usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS,
-        formatter_class=partial(
+        usage=f"python project/%(prog)s{which} [--OPTION VALUE ...]", description=text,
+        argument_default=argparse.SUPPRESS, formatter_class=partial(
             argparse.RawDescriptionHelpFormatter, max_help_position=28, width=118
         ),
     )  # fmt: skip
+    if kind.PAGES:
+        parser.add_argument(
+            "strategy", choices=list(kind.PAGES), metavar="STRATEGY", help=argparse.SUPPRESS
+        )
     hints, helps = get_type_hints(kind, include_extras=True), helps_of(kind)
     defaults = {field.name: field.default for field in fields(kind)}
-    if get_origin(hints["strategy"]) is Literal:
-        choices = get_args(hints["strategy"])
-        parser.add_argument("strategy", choices=choices, help=helps["strategy"])
     for group in kind.GROUPS:
         section = parser.add_argument_group(group.__doc__)
         for name in [field.name for field in fields(group)]:
             text, default = helps[name], defaults[name]
             if not (default is None or isinstance(default, bool) or "default" in text):
                 text += f" [{default}]"
-            names = [name, *(alias for alias, option in ALIASES.items() if option == name)]
-            section.add_argument(*(f"--{n}" for n in names), help=text, **values_of(hints[name]))
+            text, option = argparse.SUPPRESS if name in hidden else text, f"--{name}"
+            names = [option, *ALIASES.get(option, [])]
+            section.add_argument(*names, help=text, **values_of(hints[name]))
     parser.add_argument("--config", action="append", help="YAML file with options")
     parser.add_argument(
         "--print_config", action="store_true", help="print the options as a file for --config"

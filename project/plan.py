@@ -62,7 +62,7 @@ MACHINE: tuple[Option, ...] = (
     ("--link", str, f"GB/s of a GPU in its node, or {', '.join(LINKS)}"),
 )  # fmt: skip
 MODEL: tuple[Option, ...] = (
-    ("--model", str, f"a preset: {', '.join(PRESETS)}"),
+    ("--model", tuple(PRESETS), "a preset, whose sizes the next options change; or give them all"),
     ("--n_layer --layers", count, "blocks"),
     ("--n_embd --hidden", count, "width"),
     ("--n_head --heads", count, "attention heads"),

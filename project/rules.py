@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import fields, replace
@@ -21,9 +20,9 @@ from typing import Any
 import torch
 
 from runtime.cores import core_slice
-from training.launch.errors import UserError, torchrun, torchrun_world_size, works
+from training.launch.errors import UserError, counted, torchrun, torchrun_world_size, works
 from training.launch.world import choose_device
-from training.options import Options
+from training.options import Options, spelt
 from training.resume import options_of_checkpoint
 from training.tasks.gpt2 import PRESETS, gpt2_size
 from training.tasks.pretrained import check_pretrained
@@ -45,19 +44,8 @@ def require(args: Options, rows: Iterable[Row]) -> None:
     """Raises UserError for the first row that is not fulfilled."""
     for names, fulfilled, rule, instead in rows:
         if not fulfilled:
-            raise UserError(f"{spelt(args, names)}: {rule}; {instead}")
-
-
-def spelt(args: Options, names: str) -> str:
-    """Options as they are typed. The strategy of train.py has no dashes."""
-    words = []
-    for name in names.split():
-        value: Any = getattr(args, name)
-        if isinstance(value, float):
-            value = f"{value:g}"
-        text = "all" if value is None else shlex.quote(str(value))
-        words.append(text if name == "strategy" else f"--{name}" + f" {text}" * (value is not True))
-    return " ".join(words)
+            words = " ".join(spelt(name, getattr(args, name)) for name in names.split())
+            raise UserError(f"{words}: {rule}; {instead}")
 
 
 def only(
@@ -120,7 +108,7 @@ def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Row]
         yield f"{name} {dealt}", enough, "each rank needs an example", works(f"--{dealt}", n or 1)
     yield from [
         ("cores_per_rank", not cores or (args.cores_per_rank or 0) <= cores,
-         f"{cores} cores may be used here", works("--cores_per_rank", cores)),
+         f"{counted(cores, 'core')} may be used here", works("--cores_per_rank", cores)),
         ("num_microbatches batch_size" + f" {dealt}" * (parts > 1),
          args.num_microbatches is None or args.num_microbatches <= share,
          "a micro-batch needs an example", works("--num_microbatches", share)),
@@ -157,7 +145,7 @@ def warmup(args: Options, num_examples: int) -> Row:
     steps = args.num_batches or args.n_epochs * steps_of_epoch(args, num_examples)
     return (
         "warmup_steps", not args.warmup_steps or args.warmup_steps < steps,
-        f"the run has {steps} steps, and the warm-up must end before the last",
+        f"the run has {counted(steps, 'step')}, and the warm-up must end before the last",
         works("--warmup_steps", steps - 1, least=0),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipeline.schedules.catalogue import chunks_of
-from training.launch.errors import UserError, works
+from training.launch.errors import UserError, counted, works
 from training.options import Options
 from training.tasks.gpt2 import split_by
 
@@ -26,23 +26,23 @@ def of_stages(args: Options, option: str, n: int, num_layers: int | None = None)
     """The model must have a layer for each stage of `n` ranks or devices, whose number `option`
     sets. A model that is not a GPT-2 has `num_layers`."""
     if num_layers is not None:
-        units, unit, parts = num_layers, "layers", ""
+        units, unit, parts = num_layers, "layer", ""
     elif args.balance == "auto" and args.pipeline == "whole":
-        units, unit = 2 * size_of_model(args, "n_layer") + 2, "layers"
+        units, unit = 2 * size_of_model(args, "n_layer") + 2, "layer"
         parts = " (embedding, halves of blocks, head)"
     else:
-        units, unit, parts = size_of_model(args, "n_layer"), "blocks", ""
+        units, unit, parts = size_of_model(args, "n_layer"), "block", ""
     stages, chunks = n * args.chunks, args.chunks
     least = 2 if option == "pp" else 1  # 3d has no schedule without stages
     if units >= least * chunks:
         fewer = works(f"--{option}", units // chunks, least)
     else:
         fewer = works(f"--schedule 1f1b --{option}", units, least) + ", without --chunks"
-    has = f"{units} {unit if units > 1 else unit.removesuffix('s')}{parts}"
     names = f"{option} chunks balance" if chunks > 1 else f"{option} balance"
+    has = f"{counted(units, unit)}{parts}"
     yield names, stages <= units, f"the model has {has} and every stage needs one", fewer
     if args.balance != "auto":
         try:
-            split_by(args.balance, units, stages, unit)
+            split_by(args.balance, units, stages, f"{unit}s")
         except ValueError as error:  # it begins with its own option
             raise UserError(f"--{option} {n} --{error}") from None

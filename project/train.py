@@ -1,5 +1,7 @@
 """Trains VGG16 or GPT-2 under any strategy, on processes that exchange tensors.
 
+The strategies:
+
 single     one process
 ddp        the whole model on every rank, a part of each batch on each
 fsdp       a shard of every layer on each rank, a part of each batch on each
@@ -8,7 +10,7 @@ model      the same with one micro-batch: one rank computes at a time
 tensor     a part of every matrix on each rank, all of the batch (GPT-2)
 3d         replicas of stages of layers that are cut: --dp 2 --pp 2 --tp 2
 
-python project/train.py ddp --num_workers 2 --num_batches 2 --check_weights --check_output
+python project/train.py ddp --help      explains ddp and its options, with examples
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 if __package__ in (None, ""):  # run as a script: the packages are beside this folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from project.parser import begin, parse_options
+from project.strategies import PAGES, STRATEGIES_WITH
 from training.options import (
     UNSET,
     Architecture,
@@ -33,6 +36,7 @@ from training.options import (
     Files,
     Fraction,
     Options,
+    Positive,
     Processes,
     Stages,
     Tools,
@@ -45,14 +49,19 @@ class TrainOptions(Options):
     """Of train.py."""
 
     GROUPS = (Training, Data, Architecture, Files, Processes, Axes, Stages, Tools)
-    strategy: Literal["single", "ddp", "fsdp", "pipeline", "model", "tensor", "3d"] = "ddp"
-    """how the model is laid out on the processes; see above"""
+    PAGES = PAGES
     n_epochs: Count = 1
     batch_size: Count = 32
+    learning_rate: Positive = UNSET
+    """peak rate; default: 1e-3 for gpt2-mini, 3e-4 for vgg16, else 1e-4; with sgd 30 times that"""
+    dataset: str = "builtin"
+    """of text as in run_data_parallel.py; of pictures builtin, a folder (Parquet, or train/CLASS/
+    and test/CLASS/), or a hub name"""
     model: str = "vgg16"
     """vgg16 on pictures, or gpt2-mini, gpt2, ... on text, as in run_data_parallel.py"""
     dropout: Fraction = 0.0
     cores_per_rank: Count | None = 1
+    """CPU cores per process"""
     workdir: Path = UNSET
     """folder for results; default: workdir/STRATEGY and WORLD_SIZE, or as workdir/3d2x2x2"""
 
@@ -67,7 +76,7 @@ from project.utils import announce, finish, read_texts, run_program, setup_of, t
 from tensor_parallel.gpt2 import degrees
 from training.check import check, outputs_on_main
 from training.files import SUMMARY, write_json
-from training.launch.errors import RunError, torchrun_world_size, works
+from training.launch.errors import RunError, counted, torchrun_world_size, works
 from training.launch.launch import Settings, launch
 from training.launch.world import World, choose_device, on_main
 from training.layouts.choose import lay_out
@@ -82,15 +91,6 @@ from training.tasks.vgg import VGG, PictureTask
 from training.trackers import close_trackers, trackers_of
 from training.workdir import alone_in_workdir, claim_folders
 
-# Which strategies have an option that others do not.
-STRATEGIES_WITH = {
-    "dp pp tp": ("3d",),
-    "schedule chunks": ("pipeline", "3d"),
-    "balance": ("pipeline", "model", "3d"),
-    "sequence_parallel": ("tensor", "3d"),
-    "zero": ("fsdp", "3d"),
-    "compile": ("single", "ddp"),  # nothing watches the operators of a layer
-}
 OF_SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
 VGG_LAYERS = 16
 AXES = {"pipeline": "pp", "model": "pp", "tensor": "tp"}  # all ranks are on one; otherwise on dp
@@ -263,7 +263,8 @@ def read_data(args: TrainOptions) -> Texts | PictureSets:
     fewest, option = min(len(pictures.train), len(pictures.test)), option_of(args, "dp")
     rules.require(args, [
         (f"{option} dataset", fewest >= args.dp,
-         f"it has {fewest} pictures, and each rank needs one", works(f"--{option}", fewest)),
+         f"it has {counted(fewest, 'picture')}, and each rank needs one",
+         works(f"--{option}", fewest)),
         rules.warmup(args, len(pictures.train)),
     ])  # fmt: skip
     return pictures

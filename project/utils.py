@@ -17,8 +17,18 @@ import torch
 from torch import nn
 
 from project import rules
+from project.command_line import as_typed, underscored
+from project.parser import ALIASES
 from training.files import PICTURE, show, writing
-from training.launch.errors import RunError, UserError, leave, refuse, signals_end, torchrun
+from training.launch.errors import (
+    RunError,
+    UserError,
+    counted,
+    leave,
+    refuse,
+    signals_end,
+    torchrun,
+)
 from training.launch.notice import Ended
 from training.launch.world import World, on_main, quiet_libraries
 from training.layouts.layout import LaidOutModel, Setup
@@ -93,7 +103,7 @@ def announce(world: World, args: Options, model: LaidOutModel, timeline: Timelin
     timeline.about |= {"schedule": model.schedule, "num_microbatches": m, "ranks": model.ranks}
     n = args.num_devices or args.world_size
     staged = args.num_devices is not None and not model.ranks  # a stage each
-    facts = [f"{n} {'stage' if staged else 'rank'}{'s' * (n > 1)}"]
+    facts = [counted(n, "stage" if staged else "rank")]
     if args.strategy == "3d":
         facts.append(f"data {args.dp} x pipeline {args.pp} x tensor {args.tp}")
     if args.sequence_parallel:
@@ -106,7 +116,7 @@ def announce(world: World, args: Options, model: LaidOutModel, timeline: Timelin
             facts.append(f"{args.chunks} chunks each, {len(model.ranks)} stages")
     facts.append(f"micro-batches: {m or 'automatic'}")
     n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
-    facts.append(f"{n} {unit}{'s' * (n > 1)}")
+    facts.append(counted(n, unit))
     if world.is_main:
         strategy = "one device" if args.strategy == "none" else args.strategy
         show(f"{strategy}: {', '.join(facts)}")
@@ -155,4 +165,5 @@ def run_program(main: Callable[[], None]) -> None:
                 leave("", notice.status)
             refuse(f"{notice}\n", notice.status)
         except (UserError, RunError) as error:
-            refuse(f"{Path(sys.argv[0]).name}: error: {error}\n", error.status)
+            message = as_typed(str(error), underscored(sys.argv[1:]), ALIASES)
+            refuse(f"{Path(sys.argv[0]).name}: error: {message}\n", error.status)

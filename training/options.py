@@ -10,8 +10,9 @@ This module does not import torch, so --help and a mistyped option are answered 
 from __future__ import annotations
 
 import math
+import shlex
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -49,6 +50,14 @@ def flag(word: str) -> bool:
     return word.lower() == "true"
 
 
+def spelt(name: str, value: Any) -> str:
+    """An option as it is typed. The strategy of train.py has no dashes."""
+    if value is None and name not in ("n_train", "n_validation", "n_test"):
+        return f"no --{name}"
+    text = "all" if value is None else shlex.quote(str(value))
+    return text if name == "strategy" else f"--{name}" + f" {text}" * (value is not True)
+
+
 MOST = 2**32 - 1
 MONTH = 30 * 24 * 3600  # seconds; libraries count in milliseconds, which must not overflow
 count = Number(int, lambda n: n >= 1, "a whole number, 1 or more")
@@ -73,9 +82,9 @@ class Training:
     n_epochs: Count = 8
     """passes over the training data"""
     batch_size: Count = 64
-    """examples per step, over all ranks and micro-batches"""
+    """examples per step, before they are split into parts and micro-batches"""
     learning_rate: Positive = UNSET
-    """peak rate; default: 1e-3 for gpt2-mini, 3e-4 for vgg16, else 1e-4; with sgd 30 times that"""
+    """peak rate; default: 1e-3 for gpt2-mini, else 1e-4"""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """after warm-up: constant, or linear or cosine decay to 0"""
     warmup_steps: Whole = 0
@@ -83,7 +92,7 @@ class Training:
     max_grad_norm: Positive | None = None
     """clip the global gradient norm to this, e.g. 1.0; off by default"""
     on_nan: Literal["stop", "skip"] = "stop"
-    """if a loss or gradient is not finite: stop the run, or skip the step on all ranks"""
+    """if a loss or gradient is not finite: stop the run, or skip the step"""
     precision: Literal["fp32", "tf32", "bf16", "fp64"] = "fp32"
     """bf16: matrix products in bfloat16, weights and optimizer in fp32; tf32: products of CUDA
     devices with 10 bits of their factors' fractions"""
@@ -112,7 +121,7 @@ class Data:
     n_validation: Size = None
     """validation examples, likewise; default: 1000 of builtin, else all"""
     n_test: Size = None
-    """test examples, likewise; default: 100 of builtin, else all"""
+    """test examples, likewise; default: 100 of builtin, else all; plain text has none"""
     src: str = "de"
     """language to translate from"""
     tgt: str = "en"
@@ -177,8 +186,7 @@ class Processes:
     master_port: Whole | None = None
     """port on 127.0.0.1 where the processes meet; default: a free one"""
     compile: bool = False
-    """of whole models (single, ddp): torch.compile each layer and the loss; faster on a GPU, after
-    half a minute"""
+    """torch.compile each layer and the loss; faster on a GPU, after half a minute"""
     timeout: Seconds = 300.0
     """seconds after which a process that does not answer ends the run"""
     step_timeout: Seconds | None = None
@@ -191,9 +199,9 @@ class Stages:
     """stages of a pipeline"""
 
     schedule: Schedule = UNSET
-    """gpipe, 1f1b (default), zb; several stages per rank: interleaved, zbv, vhalf, vmin"""
+    """gpipe, 1f1b (default), zb; several stages per device: interleaved, zbv, vhalf, vmin"""
     chunks: Count = UNSET
-    """stages per rank, of interleaved; default: 2"""
+    """stages per device, of interleaved; default: 2"""
     balance: str = UNSET
     """auto (default): by measured time, halves of blocks too; uniform; or 3,5: blocks of each"""
 
@@ -212,7 +220,7 @@ class Tools:
 
 @dataclass
 class Axes:
-    """strategy"""
+    """layout, optimizer, checks"""
 
     dp: Count = UNSET
     """of 3d: replicas, each with a part of the batch; default: as many as the ranks make"""
@@ -271,5 +279,8 @@ class Options(
     """All options. A program's own class says which groups it shows, and its defaults."""
 
     GROUPS: ClassVar[tuple[type, ...]] = ()
+    PAGES: ClassVar[Mapping[str, tuple[str, Set[str]]]] = {}
+    """of a program that has several strategies: what --help says of each, and which options it does
+    not show"""
     strategy: str = "single"
     """how the model is laid out on the processes"""

@@ -16,7 +16,6 @@ No result includes the time of saving.
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -26,11 +25,11 @@ from typing import Any
 from training.checkpoint import Checkpoint, Saver, clean, load_training, newest, training_pieces
 from training.files import CHECKPOINTS, ENDED, writing
 from training.optimization import Optimizers
-from training.options import Options
+from training.options import Options, spelt
 from training.results import NOTHING_YET, Totals, options_of
 
 from .launch import notice
-from .launch.errors import UserError, torchrun
+from .launch.errors import UserError, counted, torchrun
 from .launch.world import World, gather_over_ranks, sum_over_parts
 from .layouts.layout import LaidOutModel
 from .tasks.task import TrainingTask
@@ -104,9 +103,9 @@ def find_resume(args: Options, fingerprint: str) -> Resume:
     # Options of this program alone are its own affair; another's may have other defaults.
     differ = [key for key in now if key in fixed and now[key] != was.get(key, now[key])]
     if differ:
-        then = " ".join(_spelt(key, was[key]) for key in differ)
+        then = " ".join(spelt(key, was[key]) for key in differ)
         raise UserError(
-            f"{' '.join(_spelt(key, now[key]) for key in differ)} with --resume: {name} was saved "
+            f"{' '.join(spelt(key, now[key]) for key in differ)} with --resume: {name} was saved "
             f"with {then}; use {then}, or another --workdir to start a new run"
         )
     if state["data"] != fingerprint:
@@ -120,18 +119,12 @@ def find_resume(args: Options, fingerprint: str) -> Resume:
         option, given, least = "num_batches", args.num_batches, done
     if given < least:
         raise UserError(
-            f"--{option} {given} with --resume: {name} has done {done} steps; --{option} {least} "
-            "or more works"
+            f"--{option} {given} with --resume: {name} has done {counted(done, 'step')}; "
+            f"--{option} {least} or more works"
         )
     notes = [f"Skipped a damaged checkpoint: {reason}" for reason in refused]
-    return Resume(checkpoint, (*notes, f"Resumed from {checkpoint.folder}: {done} steps done."))
-
-
-def _spelt(option: str, value: Any) -> str:
-    """An option as it is typed."""
-    if value is None and option not in ("n_train", "n_validation", "n_test"):
-        return f"no --{option}"
-    return f"--{option} {'all' if value is None else shlex.quote(str(value))}"
+    notes.append(f"Resumed from {checkpoint.folder}: {counted(done, 'step')} done.")
+    return Resume(checkpoint, tuple(notes))
 
 
 class Saving:

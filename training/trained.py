@@ -25,7 +25,7 @@ from .launch.errors import UserError
 from .tasks.cache import Cache
 from .tasks.generation import greedy, sample
 from .tasks.gpt2 import gpt2_layers, newest_tokens
-from .tasks.pretrained import check_pretrained
+from .tasks.pretrained import check_pretrained, first_sentence
 from .tasks.tokens import TOKENIZER_FILES, load_tokenizer
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
@@ -127,10 +127,12 @@ def _of_transformers(name: str) -> Trained:
         model = GPT2LMHeadModel.from_pretrained(name)
         gpt2_layers(model)  # refuses variants of GPT-2 that it does not compute
     except (UserError, ValueError) as error:
-        reason = str(error).removeprefix(f"--model {name}: ")
+        why = str(error).removeprefix(f"--model {name}: ")
+        if error.__cause__:  # what `transformers` says
+            why = first_sentence(error.__cause__)
         raise UserError(
-            f"{name}: neither the workdir of a run, nor a checkpoint ({reason}); the --workdir of "
-            "a run works"
+            f"{name}: neither the workdir of a run, nor a checkpoint, nor a GPT-2 of transformers "
+            f"({why}); the --workdir of a run works"
         ) from error
     tokenizer = AutoTokenizer.from_pretrained(name)
     return Trained(model, tokenizer, min(tokenizer.model_max_length, model.config.n_positions))

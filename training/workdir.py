@@ -32,6 +32,11 @@ def claim_folders(args: Options) -> None:
         if args.keep:
             folder /= CHECKPOINTS  # something else may be in its place
             folder.mkdir(exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        raise UserError(
+            f"--workdir {args.workdir}: {file} is not a folder; --workdir workdir works"
+        ) from error
     except OSError as error:
         raise UserError(
             f"--workdir {args.workdir}: nothing can be written to {folder} ({error.strerror}); "

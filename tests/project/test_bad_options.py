@@ -74,7 +74,7 @@ train fsdp --zero 2 --recompute sqrt => would be gathered once more; --recompute
 # ranks and examples
 dp --cores_per_rank 999 => {cores} cores may be used here; --cores_per_rank {works} works
 dp --world_size 4 --n_train 3 => each rank needs an example; --world_size 1 to 3 works
-train fsdp --num_workers 8 --model gpt2-mini --dataset pairs => 8 ranks needs one
+train fsdp --num_workers 8 --model gpt2-mini --dataset pairs => a run of 8 ranks needs 8 or more
 train single --num_workers 2 => single is one process; ddp takes several
 # stages and layers
 pp FLOW --num_devices 11 => the model has 10 layers (embedding, halves of blocks, head) and every
@@ -82,8 +82,8 @@ pp FLOW --pipeline blocks --num_devices 5 => has 4 blocks and every stage needs 
 pp FLOW --balance 3,3 => or 2 positive numbers that add up to the 4 blocks (uniform is 2,2)
 pp FLOW --schedule zbv --n_layer 1 --balance uniform => 1 block and every stage needs one; --sched
 # micro-batches
-dp --accumulation_steps 33 => a micro-batch needs an example; --num_microbatches 1 to 32 works
-pp FLOW --n_chunk 65 => a micro-batch needs an example; --num_microbatches 1 to 64 works
+dp --accumulation_steps 33 => a micro-batch needs an example; --accumulation_steps 1 to 32 works
+pp FLOW --n_chunk 65 => a micro-batch needs an example; --n_chunk 1 to 64 works
 train model --num_microbatches 2 => with more than one it is pipeline
 # without effect, or of another strategy
 dp --gradient_sync flat --bucket_mb 8 => only --gradient_sync overlap has it; leave it out
@@ -97,7 +97,7 @@ train ddp --tp 2 => only 3d has it; leave it out
 train 3d --dp 2 --pp 2 --world_size 2 => dp x pp x tp is 4; start 4 ranks
 train ddp --dataset mine.txt => this is text, and vgg16 learns pictures; --model gpt2-mini works
 train tensor => only GPT-2's matrices are cut; --model gpt2-mini works
-train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --world_size 2 or 4 works
+train tensor --num_workers 3 --model gpt2-mini => are dealt out evenly; --num_workers 2 or 4 works
 train 3d --tp 4 --model gpt2-mini --sequence_parallel --model_max_length 127 => 128 works
 train fsdp --compile => only single or ddp has it; leave it out
 train 3d --pp 2 --sequence_parallel => only a run whose matrices are cut has it; --tp 2 works
@@ -173,17 +173,17 @@ def test_a_workdir_that_cannot_be_written(capfd: pytest.CaptureFixture[str]) -> 
     Path("file").touch()
     Path("work").mkdir()
     Path("work/checkpoints").touch()
-    for program, work, room, place, reason in (
-        ("run_data_parallel", "there", 10_000, "there", "File too large"),
-        ("run_pipeline", "file/here", UNLIMITED, "file/here", "Not a directory"),
-        ("train ddp", "work", UNLIMITED, "work/checkpoints", "File exists"),
-    ):
+    full = "nothing can be written to there (File too large); make room there, or name a folder of "
+    for program, work, room, said in (
+        ("run_data_parallel", "there", 10_000, full + "your own, as --workdir workdir"),
+        ("run_pipeline", "file", UNLIMITED, "file is not a folder; --workdir workdir works"),
+        ("run_pipeline", "file/here", UNLIMITED, "file is not a folder; --workdir workdir works"),
+        ("train ddp", "work", UNLIMITED,
+         "work/checkpoints is not a folder; --workdir workdir works"),
+    ):  # fmt: skip
         with full_disk(room):
-            assert ended(f"{program} --workdir {work}", capfd) == (
-                2,
-                f"--workdir {work}: nothing can be written to {place} ({reason}); make room there, "
-                "or name a folder of your own, as --workdir workdir\n",
-            )
+            line = f"{program} --workdir {work}"
+            assert ended(line, capfd) == (2, f"--workdir {work}: {said}\n")
 
 
 NAME = "000002-epoch1-step4"

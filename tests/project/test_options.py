@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,20 +14,16 @@ import torch
 from project.parser import ALIASES, shown
 from project.run_data_parallel import DataParallelOptions
 from project.run_pipeline import PipelineOptions, choose_devices
+from project.strategies import PAGES
 from project.train import TrainOptions
 from tests.project.programs import FLOW, ROOT, parse
 from training.launch.errors import UserError
 from training.launch.launch import Settings
-from training.options import Options, Processes
+from training.options import Processes
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 DP, PP, TRAIN = "run_data_parallel ", "run_pipeline ", "train ddp "
-OPTIONS: dict[str, type[Options]] = {
-    DP: DataParallelOptions,
-    PP: PipelineOptions,
-    TRAIN: TrainOptions,
-}
 
 
 def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -43,7 +40,7 @@ REFUSED = {  # per kind of value
     "n_epochs": (["0", "-1", "1.5", "many"], "a whole number, 1 or more"),
     "n_train": (["0", "every"], "a whole number, 1 or more"),
     "keep": (["-1", "0.5", str(2**32)], f"a whole number from 0 to {2**32 - 1}"),
-    "bucket_mb": (["0", "-1", "nan", "inf", "big"], "positive and finite"),
+    "bucket_mb": (["0", "-1", "-1e-3", "-.5", "nan", "-inf", "big"], "positive and finite"),
     "dropout": (["1", "-0.1", "nan"], "at least 0, below 1, as 0.1"),
     "timeout": (["0", "-1", "nan", "1e12"], "positive, at most 2592000"),
     "resume": (["perhaps", "2"], "true or false"),
@@ -57,8 +54,17 @@ def test_a_value_that_an_option_cannot_have(capsys: pytest.CaptureFixture[str]) 
         for value in values:
             said = refused(f"{DP}--{name} {value}", capsys)
             assert said.startswith(f"--{name} {value}: it must be {rule}")
-    assert refused(DP + "twice", capsys) == "unrecognized arguments: twice"
-    assert refused("train ", capsys) == "the following arguments are required: strategy"
+    for line, said in (
+        (DP + "twice", "twice: no option has this value; quote what has blanks"),
+        ("train ", "STRATEGY: it is missing"),
+        (DP + "--workdir", "--workdir: it needs a value"),
+        (DP + "--workdir --resume", "--workdir: it needs a value"),
+        (DP + "--print_config=yes", "--print_config yes: it takes no value"),
+        (PP + "--n_chunk 0", "--n_chunk 0: it must be a whole number, 1 or more"),
+        (PP + "--num_microbatches=0", "--num_microbatches 0: it must be a whole number, 1 or more"),
+        (DP + "--num-workers two", "--num_workers two: it must be a whole number, 1 or more"),
+    ):
+        assert refused(line, capsys) == said
 
 
 def test_flags_and_values() -> None:
@@ -76,10 +82,10 @@ def test_flags_and_values() -> None:
     line = "--world_size 4 --device cpu --master_port 1234 --timeout 5 --cores_per_rank 1"
     settings = Settings.of(parse(DP + line))
     assert replace(settings, libraries=()) == Settings(4, "cpu", 1234, 5.0, 1)
-    for alias, name in ALIASES.items():
+    for option, (alias, *_) in ALIASES.items():
         for equals in (" ", "="):
-            args = parse(f"{DP}--{alias}{equals}1")
-            assert getattr(args, name) == 1 and not hasattr(args, alias)
+            args = parse(f"{DP}{alias}{equals}1")
+            assert getattr(args, option[2:]) == 1 and not hasattr(args, alias[2:])
 
 
 def test_options_come_from_a_file_and_the_line_goes_first(
@@ -125,8 +131,9 @@ def test_options_come_from_a_file_and_the_line_goes_first(
 HELP = """
 import runpy, sys
 
-for program in ("run_data_parallel", "run_pipeline", "train"):
-    sys.argv = [program + ".py", "--help"]
+for line in sys.argv[1:]:
+    program, *strategy = line.split()
+    sys.argv = [program + ".py", *strategy, "--help"]
     try:
         runpy.run_path(f"project/{program}.py", run_name="__main__")
     except SystemExit as end:
@@ -142,22 +149,47 @@ print(*(name for name in ("torch", "transformers", "matplotlib") if name in sys.
 """
 
 
+# Each has a page of help of its own, which shows the options of one program, or of one strategy.
+EXPLAINED = {
+    DP: (DataParallelOptions, set[str]()),
+    PP: (PipelineOptions, set[str]()),
+    **{f"train {name}": (TrainOptions, lacks) for name, (_, lacks) in PAGES.items()},
+}
+# Words that would be of other programs.
+FOREIGN = {
+    DP: "vgg16 sgd stages fsdp", PP: "vgg16 sgd rank ranks ddp", "train tensor": "--n_chunks --dp",
+    "train ddp": "--zero --pp", "train fsdp": "--schedule --tp", "train single": "--num_workers",
+}  # fmt: skip
+
+
 def test_help_is_short_complete_and_answered_without_torch() -> None:
     """For which everybody would wait, for seconds. So are misspelt values."""
     done = subprocess.run(
-        [sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    *pages, imported = done.stdout.split("=====\n")
+        [sys.executable, "-c", HELP, *EXPLAINED, "train"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    *pages, strategies, imported = done.stdout.split("=====\n")
     assert imported.split() == []
     said = [line.split("; ") for line in done.stderr.splitlines()]
     assert [words[-2:] for words in said] == [
         [f"is it {word}?", "--help explains all"] for word in ("1f1b", "timeline")
     ]
-    for page, kind in zip(pages, OPTIONS.values(), strict=True):
+    for page, (line, (kind, lacks)) in zip(pages, EXPLAINED.items(), strict=True):
+        assert page.startswith(f"usage: python project/{line.split()[0]}.py ")
         assert 40 < page.count("\n") < 110
         assert max(map(len, page.splitlines())) <= 118
-        assert [name for name in shown(kind) if f"--{name}" not in page] == []
-        assert ("--num_workers N" in page) == (Processes in kind.GROUPS)
+        there = {*re.findall(r"^  --(\w+)", page, re.MULTILINE)} - {"config", "print_config"}
+        assert there == {*shown(kind)} - lacks, line
+        assert ("--num_workers N" in page) == (Processes in kind.GROUPS and "single" not in line)
+        assert {*FOREIGN.get(line, "").split()} & {*re.findall(r"(?:--)?\w+", page)} == set()
+    assert strategies.count("\n") < 25 and "train.py ddp --help" in strategies
+    assert re.findall(r"^(\w+) {2}", strategies, re.MULTILINE) == list(PAGES)
+
+
+def test_examples_of_help_can_be_typed() -> None:
+    for strategy, (page, _) in PAGES.items():
+        examples = re.findall(r"^python project/train\.py (.*)$", page, re.MULTILINE)
+        assert [parse(f"train {line}").strategy for line in examples] == [strategy] * 2
 
 
 MODEL = "--model_parallel_mode model_parallel "

@@ -15,7 +15,8 @@ from project.plan import main
     ("words", "message"),
     [
         ("predict --model gpt2 --batch_size 8 --machine a10", "a YAML file, or one of a100-40gb"),
-        ("predict --model gpt --batch_size 8", "--model gpt: one of gpt2-mini, gpt2"),
+        ("predict --model gpt --batch_size 8", "--model gpt: it must be gpt2-mini or gpt2 or"),
+        ("search --model gpt2-xxl --batch_size 8", "or llama-3-405b; is it gpt2-xl?"),
         ("predict --n_layer 2 --batch_size 8", "hidden, heads, vocab, seq missing"),
         ("predict --model gpt2 --batch_size 8 --gpus 6 --dp 4", "tp is 4; --gpus 4 works"),
         ("predict --model gpt2 --batch_size 9 --dp 4", "--batch_size 12 works"),

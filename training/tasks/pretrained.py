@@ -61,16 +61,21 @@ def check_pretrained(name: str, max_length: int) -> None:
         if not 256 <= tokens <= config.vocab_size:  # every byte is a token
             raise ValueError(f"its tokenizer has {tokens} tokens, not 256 to {config.vocab_size}")
     except Exception as error:  # its readers raise many kinds
-        reason = " ".join(f"{type(error).__name__} {error}".split())[:160]
         raise UserError(
             f"--model {name}: neither a preset ({', '.join(PRESETS)}), nor a folder or a name on "
-            f"the hub with a GPT-2 and its tokenizer ({reason})"
+            f"the hub with a GPT-2 and its tokenizer ({first_sentence(error)})"
         ) from error
     if config.n_positions < max_length:
         raise UserError(
             f"--model_max_length {max_length} --model {name}: the model has {config.n_positions} "
             f"positions; --model_max_length {config.n_positions} works"
         )
+
+
+def first_sentence(error: BaseException) -> str:
+    """The kind of an error of `transformers`, and what it says, without the advice that follows."""
+    first, *_ = re.split(r"\. |\n", str(error), maxsplit=1)
+    return f"{type(error).__name__} {first[:160]}"
 
 
 def pretrained_config(name: str, num_tokens: int, dropout: float) -> GPT2Config:

@@ -30,6 +30,7 @@ from data_parallel.dataset import even_slices, partition_dataset, shuffled_indic
 from runtime.dropout import Keys
 from training.files import writing
 from training.launch.compare_ranks import check_same
+from training.launch.errors import counted
 from training.launch.world import World, gather_over_ranks, on_all, on_main
 from training.options import Options
 from training.progress import moving
@@ -246,7 +247,7 @@ class SequenceTask(TrainingTask, ABC):
         """Sizes of the model and of the splits."""
         args, config = self.args, self.config
         parameters = sum(p.numel() for p in self.skeleton().parameters())
-        blocks = f"{config.n_layer} block{'s' * (config.n_layer > 1)}"
+        blocks = counted(config.n_layer, "block")
         digits = 1 if parameters > 1e5 else 3
         return (
             f"{args.model}: {blocks} of width {config.n_embd}, "

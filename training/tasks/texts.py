@@ -26,7 +26,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from training.launch.errors import UserError
+from training.launch.errors import UserError, counted
 
 from .stored import StoredRows, store
 
@@ -125,8 +125,9 @@ def load_texts(
     for split, pairs in texts.splits.items():
         if len(pairs) < world_size:
             raise UserError(
-                f"--dataset {dataset}: {split} has {len(pairs)} pairs with text on both sides, and "
-                f"each of {world_size} ranks needs one; more pairs work, or {NO_NETWORK}"
+                f"--dataset {dataset}: {split} has {counted(len(pairs), 'pair')} with text on both "
+                f"sides, and a run of {counted(world_size, 'rank')} needs {world_size} or more; "
+                f"more pairs work, or {NO_NETWORK}"
             )
     return texts
 
@@ -182,9 +183,9 @@ class _ParallelLines:
                 longer = number + 1 + sum(1 for side in sides for _ in side)
                 source, target = (number if text is None else longer for text in pair)
                 raise UserError(
-                    f"--dataset {self.dataset}: {self.split}.{self.src} has {source} lines and "
-                    f"{self.split}.{self.tgt} has {target}: line i of one must translate line i of "
-                    f"the other; {NO_NETWORK}"
+                    f"--dataset {self.dataset}: {self.split}.{self.src} has "
+                    f"{counted(source, 'line')} and {self.split}.{self.tgt} has {target}: line i "
+                    f"of one must translate line i of the other; {NO_NETWORK}"
                 )
             yield dict(zip((self.src, self.tgt), pair, strict=True))
 
@@ -284,7 +285,8 @@ def _without_empty(rows: Sequence[Pair], split: str, notes: list[str]) -> Sequen
     else:
         usable = [row for row in rows if all(row.values())]
     if len(usable) < len(rows):
-        notes.append(f"{split}: skipped {len(rows) - len(usable)} rows with an empty text.")
+        empty = counted(len(rows) - len(usable), "row")
+        notes.append(f"{split}: skipped {empty} with an empty text.")
     return usable
 
 
@@ -298,7 +300,8 @@ def _pairs(rows: dict[str, Sequence[Pair]], sizes: Sizes) -> Texts:
             count = min(sizes[split] or TAKEN[split], tenth)
             at = len(train) - count
             rows["train"], rows[split] = train[:at], train[at:]
-            texts.notes.append(f"no {split} split: the last {count} pairs are taken out of train.")
+            taken = counted(count, "pair")
+            texts.notes.append(f"no {split} split: the end of train is taken, {taken}.")
     for split in SPLITS:
         usable = _without_empty(rows.get(split, []), split, texts.notes)
         texts.splits[split] = usable[: sizes[split]]

@@ -70,7 +70,7 @@ def test_line_i_translates_line_i(folder: Path) -> None:
         "validation": pairs([(f"de validation {i}", f"en validation {i}") for i in range(2)]),
         "test": pairs([(f"de test {i}", f"en test {i}") for i in range(3)]),
     }
-    assert texts.notes == ["train: skipped 1 rows with an empty text."]
+    assert texts.notes == ["train: skipped 1 row with an empty text."]
 
 
 def to_parquet(rows: Rows) -> bytes:
@@ -107,8 +107,7 @@ def test_a_single_file_is_cut_into_splits(tmp_path: Path, ending: str) -> None:
     expected = [rows[:30], rows[32:36], rows[36:40]]
     assert texts.splits == dict(zip(SPLITS, map(pairs, expected), strict=True))
     assert texts.notes == [
-        f"no {split} split: the last 4 pairs are taken out of train."
-        for split in ("test", "validation")
+        f"no {split} split: the end of train is taken, 4 pairs." for split in ("test", "validation")
     ]
 
 
@@ -178,7 +177,7 @@ def test_a_folder_or_a_column_of_texts(tmp_path: Path, hub: Callable[..., Mock])
     (tmp_path / "empty.txt").write_text(" \n")
     found = load(tmp_path)
     splits = {"train": ["This is a.", "This is b."], "validation": ["This is validation_1."]}
-    assert (found.splits, found.notes) == (splits, ["train: skipped 1 rows with an empty text."])
+    assert (found.splits, found.notes) == (splits, ["train: skipped 1 row with an empty text."])
     assert len(set(found.fingerprints().values())) == 2
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
     assert load(tmp_path / "a.jsonl").splits == {"train": ["one", "t"], "validation": ["wo"]}
@@ -248,7 +247,7 @@ def test_a_copy_of_documents_has_an_end_after_each_and_lines_of_a_file_stay_in_o
     ended = [text + END for text in texts]
     assert [*found.documents("train")] == ended[:38]
     assert [*found.documents("validation")] == ended[38:]
-    assert found.notes[0] == "train: skipped 1 rows with an empty text."
+    assert found.notes[0] == "train: skipped 1 row with an empty text."
     whole = "".join(f"line {i}\n{END * (i % 1500 == 7)}\n" for i in range(30000))
     (tmp_path / "a.txt").write_text(whole)
     found = load_texts(str(tmp_path / "a.txt"), "de", "en", ALL, 1, tmp_path / "copies")
@@ -266,8 +265,8 @@ SPOILT = [  # a file of the folder above
     ("test.en", "one\ntwo\n", "--dataset {}: test.de has 3 lines and test.en has 2: line i "),
     ("train.de", "eins\nzwei\nfünf\n", NOT_UTF8.format("{}/train.de") + "0xfc in position 11"),
     ("train.de", "", "--dataset {}: train.de has 0 lines and train.en has 3: line i of one must "),
-    ("test.de", "\n \n \n", "--dataset {}: test has 0 pairs with text on both sides, and each "),
-    ("train.de", "a\n" * 3, "--dataset {}: train has 3 pairs with text on both sides, and each "),
+    ("test.de", "\n \n \n", "--dataset {}: test has 0 pairs with text on both sides, and a run "),
+    ("train.de", "a\n" * 3, "--dataset {}: train has 3 pairs with text on both sides, and a run "),
 ]  # fmt: skip
 ALONE = [
     ("a.jsonl", '{"eo": "a", "en": "b"}\n' * 9, "--dataset {}: its columns are eo, en, and not de "
@@ -277,7 +276,7 @@ ALONE = [
     ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
     ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, UNREADABLE + "ArrowInvalid: JSON parse error"),
     ("a.jsonl", ROW * 2, "--dataset {}: validation has 0 pairs with text on both "
-     "sides, and each of 1 ranks needs one; more pairs work"),
+     "sides, and a run of 1 rank needs 1 or more; more pairs work"),
     ("a.jsonl", ROW + '{"de": "ü"}', NOT_UTF8),
     ("a.csv", "de,en\n" + "ä,b\n" * 20, NOT_UTF8),
     ("a.txt", "vierfünf", NOT_UTF8),
