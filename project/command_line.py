@@ -28,7 +28,7 @@ def underscored(words: Sequence[str]) -> list[str]:
 
 def is_it(word: str, known: Iterable[str]) -> str:
     """The end of a message on a misspelt word: the known one that is most like it, if any is."""
-    near = get_close_matches(word.lower(), list(known), 1, cutoff=0.65)
+    near = get_close_matches(word.lower(), list(known), 1, cutoff=0.7)
     return "".join(f"; is it {found}?" for found in near)
 
 
@@ -47,7 +47,8 @@ REWORDED = {
     r"(.*) expected (one|at least one) argument": r"\1: it needs a value",
     r"(.*) ignored explicit argument '(.*)'": r"\1 \2: it takes no value",
     r"the following arguments are required: (.*)": r"\1: it is missing",
-    r"unrecognized arguments: (?!--)(.*)": r"\1: no option has this value; quote what has blanks",
+    r"(.*) invalid (int|float) value: '(.*)'": r"\1 \3: it must be a number",
+    r"unrecognized arguments: (?!--\w)(.*)": r"\1: no option has this value; quote what has blanks",
 }
 
 

@@ -21,7 +21,7 @@ if __package__ in (None, ""):  # run as a script: the packages are beside this f
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from project.command_line import Parser, count
-from training.options import Number
+from training.options import Number, whole
 
 TEMPERATURE = Number(float, lambda x: 0 <= x < float("inf"), "0 or more, as 0.8")
 
@@ -40,7 +40,7 @@ def parse_generate(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="draw tokens, from logits divided by this; 0 takes the likeliest; default: 0, or 1 "
         "with --top_k or several samples")  # fmt: skip
     add("--top_k", type=count, metavar="K", help="draw from the K likeliest tokens")
-    add("--seed", type=int, default=0, help="of the draws [0]")
+    add("--seed", type=whole, default=0, help="of the draws [0]")
     add("--max_new_tokens", type=count, default=128, metavar="N",
         help="per line out, as far as the model's length allows [128]")  # fmt: skip
     add("--batch_size", type=count, default=128, metavar="N", help="lines at a time [128]")

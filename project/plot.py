@@ -98,7 +98,7 @@ from project.figures.recorded import Run, mean_and_std, speed_up
 from project.figures.steps import in_step, shares, steps_of
 from project.figures.style import plot_training, readable
 from training.files import SUMMARY
-from training.launch.errors import UserError
+from training.launch.errors import UserError, counted
 
 STRATEGIES = ("single", "ddp", "model", "fsdp", "pipeline", "tensor")
 YLABELS = {
@@ -175,8 +175,8 @@ def plot_data_parallel(single: Run, multiple: Run, output: Path) -> list[Path]:
     one, n = (run.summary.get("world_size", 1) for run in (single, multiple))
     if one != 1 or n == 1:
         raise UserError(
-            f"--single {single.folder} has {one} rank(s), --multiple {multiple.folder} has {n}; "
-            "needed are 1 and 2 or more"
+            f"--single {single.folder} has {counted(one, 'rank')}, --multiple {multiple.folder} "
+            f"has {n}; needed are 1 and 2 or more"
         )
     labels = ("1 process", f"{n} processes")
     return plot_speed_up("data_parallel", (single, multiple), labels, n, output)

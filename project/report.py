@@ -66,7 +66,10 @@ def parse_report(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--template", type=Path, default=PAGE / "report.html", metavar="FILE",
         help="another page, such as a course's [%(default)s]")  # fmt: skip
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.template.is_file():
+        parser.error(f"--template {args.template}: there is no such file; it may be left out")
+    return args
 
 
 def inline(draw: Callable[[Path], Path]) -> Markup:
@@ -279,7 +282,8 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> Path:
         for k, run in enumerate(runs):
             ax.plot(run.summary["loss"], label=run.name, color=LINES[k % len(LINES)])
         ax.set_ylim(bottom=0)
-        ax.legend()
+        if runs:  # that have finished
+            ax.legend()
     return path
 
 

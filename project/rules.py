@@ -169,6 +169,7 @@ def of_model(args: Options) -> Iterator[Row]:
         f"a byte-level vocabulary has at least {LEAST_VOCABULARY} tokens",
         "--vocab_size 2048 works",
     )  # fmt: skip
+    yield "model", args.model != "vgg16", "it is for pictures", "project/train.py ddp trains it"
     if args.model in PRESETS:
         gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
         return

@@ -99,6 +99,9 @@ AXES = {"pipeline": "pp", "model": "pp", "tensor": "tp"}  # all ranks are on one
 def parse_train(description: str | None, argv: Sequence[str] | None = None) -> TrainOptions:
     """The options, each with its value. Raises UserError if they do not fit together."""
     given, typed = parse_options(TrainOptions, description, argv)
+    for names, who in STRATEGIES_WITH.items():
+        has = given.strategy in who
+        rules.require(given, rules.only(given, typed, names, has, " or ".join(who)))
     args = rules.resumed(settled_axes(given), typed)
     rules.require(args, only_for(args, typed))
     args = rules.settled(settled_strategy(args))
@@ -138,10 +141,8 @@ def settled_strategy(args: TrainOptions) -> TrainOptions:
 
 
 def only_for(args: TrainOptions, typed: set[str]) -> Iterator[rules.Row]:
-    """The table of options that only some runs have."""
+    """The table of options that only some runs have, of any strategy that has them."""
     text, only = args.model != VGG, partial(rules.only, args, typed)
-    for names, strategies in STRATEGIES_WITH.items():
-        yield from only(names, args.strategy in strategies, " or ".join(strategies))
     stages = args.strategy != "3d" or args.pp > 1
     yield from only("schedule chunks balance", stages, "a run with stages", "--pp 2 works")
     yield from only(

@@ -77,8 +77,8 @@ def parse_verify(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if torchrun_world_size() is not None:
         raise UserError("verify.py starts its own ranks: run it without torchrun")
-    if args.json is not None and not args.json.parent.is_dir():
-        raise UserError(f"--json {args.json}: there is no folder {args.json.parent}; make it first")
+    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise UserError(f"--json {args.json}: it must be a file in a folder that exists")
     patterns = [name for given in args.strategy or ["*"] for name in given.split(",") if name]
     args.chosen = choose(patterns)
     return args

@@ -60,11 +60,12 @@ def spelt(name: str, value: Any) -> str:
 
 MOST = 2**32 - 1
 MONTH = 30 * 24 * 3600  # seconds; libraries count in milliseconds, which must not overflow
-count = Number(int, lambda n: n >= 1, "a whole number, 1 or more")
+count = Number(int, lambda n: 1 <= n <= MOST, f"a whole number from 1 to {MOST}")
+whole = Number(int, lambda n: 0 <= n <= MOST, f"a whole number from 0 to {MOST}")
 
 Count = Annotated[int, count]
 Size = Annotated[int | None, size]  # None: all
-Whole = Annotated[int, Number(int, lambda n: 0 <= n <= MOST, f"a whole number from 0 to {MOST}")]
+Whole = Annotated[int, whole]
 Positive = Annotated[float, Number(float, lambda x: 0 < x < math.inf, "positive and finite")]
 Fraction = Annotated[float, Number(float, lambda x: 0 <= x < 1, "at least 0, below 1, as 0.1")]
 Seconds = Annotated[float, Number(float, lambda x: 0 < x <= MONTH, f"positive, at most {MONTH}")]

@@ -50,7 +50,7 @@ class Trained:
     def source_end(self) -> str | None:
         """The token after which a translation begins; None: the model continues texts."""
         tokenizer = self.tokenizer
-        ends = [t for t in tokenizer.all_special_tokens if re.fullmatch(r"<eos_\w+>", t)]
+        ends = [t for t in tokenizer.all_special_tokens if re.fullmatch(r"<eos_.+>", t)]
         return next((t for t in ends if t != tokenizer.eos_token), None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shlex
@@ -17,6 +18,7 @@ from training.options import Options
 from .launch.errors import Interrupted, UserError, say, torchrun, torchrun_world_size
 
 ROOM = 1 << 20  # bytes
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def claim_folders(args: Options) -> None:
@@ -33,14 +35,15 @@ def claim_folders(args: Options) -> None:
             folder /= CHECKPOINTS  # something else may be in its place
             folder.mkdir(exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        file = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        wrong = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         raise UserError(
-            f"--workdir {args.workdir}: {file} is not a folder; --workdir workdir works"
+            f"--workdir {args.workdir}: {wrong} is not a folder; --workdir workdir works"
         ) from error
     except OSError as error:
         raise UserError(
             f"--workdir {args.workdir}: nothing can be written to {folder} ({error.strerror}); "
-            "make room there, or name a folder of your own, as --workdir workdir"
+            f"{'make room there, or ' * (error.errno in FULL)}name a folder of your own, as "
+            "--workdir workdir"
         ) from error
 
 

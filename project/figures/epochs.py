@@ -12,11 +12,11 @@ from training.launch.errors import UserError
 Epochs = list[dict[str, float]]  # the results of one rank, per epoch
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> dict[str, Any]:
     """The content of a file that a run wrote. Raises UserError."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}); make the run again") from None
 
 

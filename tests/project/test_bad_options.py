@@ -94,6 +94,7 @@ train pipeline --schedule 1f1b --chunks 2 => 1 stage there; schedule interleaved
 train pipeline --schedule interleaved --chunks 9 => every stage needs one; --world_size 1 works
 train fsdp --chunks 2 => only pipeline or 3d has it; leave it out
 train ddp --tp 2 => only 3d has it; leave it out
+train ddp --dp 5 => only 3d has it; leave it out
 train 3d --dp 2 --pp 2 --world_size 2 => dp x pp x tp is 4; start 4 ranks
 train ddp --dataset mine.txt => this is text, and vgg16 learns pictures; --model gpt2-mini works
 train tensor => only GPT-2's matrices are cut; --model gpt2-mini works
@@ -116,7 +117,11 @@ train 3d --dp 2 --balance 2,2 --model gpt2-mini => only a run with stages has it
 dp --save_every 9 --keep 0 => no checkpoint would stay; --keep 1 works
 train ddp --num_batches 5 --warmup_steps 5 => end before the last; --warmup_steps 0 to 4 works
 dp --n_train 33 --batch_size 8 --n_epochs 2 --warmup_steps 10 => last; --warmup_steps 0 to 9 works
+# languages
+dp --src fr => it has no train.fr; --dataset builtin has --src de --tgt en, and the reverse
+dp --dataset builtin --n_test 1 => test has 1 pair with text on both sides, and a run of 2 ranks
 # models
+dp --model vgg16 => it is for pictures; project/train.py ddp trains it
 dp --n_head 3 => the heads must divide the width; --n_head 2 works
 dp --vocab_size 258 => a byte-level vocabulary has at least 259 tokens; --vocab_size 2048 works
 train ddp --model gpt/3 => neither a preset (gpt2-mini, gpt2,

@@ -110,6 +110,13 @@ def test_workdir_checkpoint_and_export_give_the_same(
     refused("^work: this run has no checkpoint yet; there is one aft", load_trained, "work")
 
 
+def test_a_language_may_have_any_name(trained: Trained) -> None:
+    """It is the key of its column, such as zh-CN."""
+    tokenizer = train_tokenizer([{"zh-CN": "a", "en": "b"}], 300, "zh-CN", "en")
+    assert Trained(trained.model, tokenizer, 64).source_end == "<eos_zh-CN>"
+    assert trained.source_end == "<eos_de>"
+
+
 def refused(said: str, call: Callable[..., Any], *args: Any) -> None:
     with pytest.raises(UserError, match=said):
         call(*args)
@@ -118,12 +125,14 @@ def refused(said: str, call: Callable[..., Any], *args: Any) -> None:
 def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     run(f"train single {VGG} --num_batches 1")
     Path("other").mkdir()
+    Path("empty").mkdir()
     Path("other/config.json").write_text("{}")
     nothing = "neither the workdir of a run, nor a checkpoint"
     for name, said in (
         ("work", "it is of a model of pictures, and not of text"),
         ("other", f"^other: {nothing}"),
-        ("./nowhere", rf"^\./nowhere: {nothing}"),
+        ("./nowhere", rf"^\./nowhere: {nothing}.*there is no such folder, and no name on the hub"),
+        ("empty", rf"^empty: {nothing}[^.]*Unrecognized model in empty\); the --workdir of a run"),
         ("work/config.json", rf"^work/config\.json: {nothing}"),
     ):
         refused(said, load_trained, name)
@@ -137,7 +146,8 @@ def test_what_cannot_generate(trained: Trained, capsys: pytest.CaptureFixture[st
         args = generate.parse_generate(["work", "--input", f"{name}.txt"])
         refused(rf"^--input {name}\.txt: {said}", generate.read_lines, args)
     for wrong, why in (
-        (["--num_samples", "0"], "--num_samples 0: it must be a whole number, 1 or more"),
+        (["--num_samples", "0"], "--num_samples 0: it must be a whole number from 1 to"),
+        (["--seed", "-1.5"], "--seed -1.5: it must be a whole number from 0 to"),
         (["--temperature=-1"], "--temperature -1: it must be 0 or more"),
         (["--temperature", "0", "--top_k", "3"], "--temperature 0.8 works"),
         (["Ei", "--input", "x"], "there is text on the command line"),

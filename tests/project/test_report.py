@@ -205,8 +205,11 @@ def test_what_the_planner_predicts(course: Path) -> None:
     assert "predicted by the planner" in text and "the limit is 79.3 GiB" in text
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit):
+        report.main([str(tmp_path / "empty"), "--template", "none.html"])
+    assert "--template none.html: there is no such file; it may be" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"empty: it has no summary.json; name the --workdir of"):
         report.main([str(tmp_path / "empty")])
 

@@ -69,7 +69,7 @@ def test_the_list_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert names == [row.name for row in TABLE if row.name.startswith("module")] != []
     for argv, words in (
         (["--strategy", "dp2-*"], r"--strategy dp2-\*: no row"),
-        (["--json", "nowhere/rows.json"], "there is no folder nowhere; make it first"),
+        (["--json", "nowhere/rows.json"], "it must be a file in a folder that exists"),
     ):
         with pytest.raises(UserError, match=words):
             verify.parse_verify(argv)

@@ -37,10 +37,10 @@ def check_pretrained(name: str, max_length: int) -> None:
     from transformers import AutoConfig, AutoTokenizer, GPT2LMHeadModel
 
     if not Path(name).is_dir():  # before the hub is asked, which takes a minute without a network
-        near = get_close_matches(name, PRESETS, 1, cutoff=0.65)
+        near = get_close_matches(name.lower(), PRESETS, 1, cutoff=0.65)
         if near and name not in PRESETS and "/" not in name:
             raise UserError(f"--model {name}: there is no such model; is it {near[0]}?")
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
             raise UserError(
                 f"--model {name}: there is no such folder, and no name on the hub is so"
             )

@@ -127,7 +127,7 @@ def load_texts(
             raise UserError(
                 f"--dataset {dataset}: {split} has {counted(len(pairs), 'pair')} with text on both "
                 f"sides, and a run of {counted(world_size, 'rank')} needs {world_size} or more; "
-                f"more pairs work, or {NO_NETWORK}"
+                f"a larger --n_{split}, or more text, works"
             )
     return texts
 
@@ -138,7 +138,13 @@ def _read(
     """The rows of each split; where to copy them to if they are many; whether a row of text is a
     document, and not some of its lines."""
     folder = BUILTIN_FOLDER if dataset == BUILTIN else Path(dataset)
-    if dataset == BUILTIN or any((folder / f"train.{key}").exists() for key in (src, tgt)):
+    missing = [key for key in (src, tgt) if not (folder / f"train.{key}").exists()]
+    if dataset == BUILTIN or len(missing) < 2:
+        if missing:
+            raise UserError(
+                f"--dataset {dataset} --src {src} --tgt {tgt}: it has no train.{missing[0]}; "
+                f"--dataset {BUILTIN} has --src de --tgt en, and the reverse"
+            )
         lines = {split: _ParallelLines(dataset, folder, split, src, tgt) for split in SPLITS}
         files = [folder / f"{split}.{key}" for split in SPLITS for key in (src, tgt)]
         return lines, _copy_of_files(copies, files), True
@@ -146,7 +152,8 @@ def _read(
         return _rows_of_files(folder, src, tgt, copies)
     if folder.suffix in READERS or dataset.startswith((".", "/", "~")):  # no name on the hub
         raise UserError(f"--dataset {dataset}: there is no such file or folder; {NO_NETWORK}")
-    found = load_splits(dataset)
+    with refused_if_unreadable(f"{dataset} (on the hub)"):
+        found = load_splits(dataset)
     if copies is None:
         return found, None, True
     size = sum(rows.data.nbytes for rows in found.values())

@@ -145,7 +145,7 @@ def test_the_built_in_text_has_no_sentence_twice_and_teaches_every_word() -> Non
         assert words[0] - words[1] == set()
     assert load_texts("builtin", "en", "de", {**ALL, "train": 1}, 1).splits["train"]
     for tgt, said in (
-        ("fr", r"/train.fr: it cannot be read \(FileNotFoundError: "),
+        ("fr", "^--dataset builtin --src de --tgt fr: it has no train.fr; --dataset builtin has "),
         ("de", "--src de --tgt de: two languages are needed, as --src de --tgt en$"),
     ):
         with pytest.raises(UserError, match=said):
@@ -276,7 +276,7 @@ ALONE = [
     ("a.jsonl", ROW + '{"de": 5, "en": "five"}\n' + ROW, "--dataset {}: row 2 of train: de is 5, "),
     ("a.jsonl", ROW * 2 + '{"de": "x", \n' + ROW, UNREADABLE + "ArrowInvalid: JSON parse error"),
     ("a.jsonl", ROW * 2, "--dataset {}: validation has 0 pairs with text on both "
-     "sides, and a run of 1 rank needs 1 or more; more pairs work"),
+     "sides, and a run of 1 rank needs 1 or more; a larger --n_validation"),
     ("a.jsonl", ROW + '{"de": "ü"}', NOT_UTF8),
     ("a.csv", "de,en\n" + "ä,b\n" * 20, NOT_UTF8),
     ("a.txt", "vierfünf", NOT_UTF8),
@@ -303,7 +303,7 @@ def test_places_where_nothing_can_be_read(tmp_path: Path, monkeypatch: pytest.Mo
         said = f"--dataset {missing}: there is no such file or folder{NO_NETWORK}"
         assert error_of(missing) == said
     (tmp_path / "train.de").touch()
-    said = f"--dataset {tmp_path}/train.en: it cannot be read (FileNotFoundError: [Errno 2] No such"
+    said = f"--dataset {tmp_path} --src de --tgt en: it has no train.en; --dataset builtin has "
     assert error_of(tmp_path).startswith(said)
     assert "(OSError: [Errno 36] File name too long" in error_of("x" * 300)
     closed = Mock(side_effect=PermissionError(13, "Permission denied", "this"))
@@ -341,6 +341,6 @@ def test_a_dataset_of_the_hub(hub: Callable[..., Mock]) -> None:
     splits = load("somebody/iwslt", train=4).splits
     assert splits == dict(zip(SPLITS, map(pairs, expected), strict=True))
     assert error_of("a/b") == (
-        "--dataset a/b: it cannot be read (ConnectionError: Couldn't reach 'a/b' on the Hub)"
-        + NO_NETWORK
+        "--dataset a/b (on the hub): it cannot be read (ConnectionError: Couldn't reach 'a/b' on "
+        "the Hub)" + NO_NETWORK
     )
