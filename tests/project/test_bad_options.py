@@ -17,7 +17,7 @@ import pytest
 from project.utils import read_texts, run_program
 from tests.project.conftest import write_pairs
 from tests.project.programs import FLOW, KINDS, PROGRAMS, TINY, names_in, parse, run
-from training.launch.errors import UserError
+from training.launch.errors import UserError, counted
 from training.options import Options
 from training.resume import DECIDE, NO_RESUME, find_resume
 from training.workdir import alone_in_workdir
@@ -72,7 +72,7 @@ train 3d --dp 2 --recompute except_last => nothing would be recomputed; --recomp
 train model --recompute except_last => nothing would be recomputed; --recompute always works
 train fsdp --zero 2 --recompute sqrt => would be gathered once more; --recompute always works
 # ranks and examples
-dp --cores_per_rank 999 => {cores} cores may be used here; --cores_per_rank {works} works
+dp --cores_per_rank 999 => {cores} may be used here; --cores_per_rank {works} works
 dp --world_size 4 --n_train 3 => each rank needs an example; --world_size 1 to 3 works
 train fsdp --num_workers 8 --model gpt2-mini --dataset pairs => a run of 8 ranks needs 8 or more
 train single --num_workers 2 => single is one process; ddp takes several
@@ -142,7 +142,7 @@ def test_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     Path("empty.jsonl").touch()
     Path("a.txt").write_text("A line.\nAnd one.\n")
     some = f"1 to {CORES}" if CORES > 1 else "1"
-    text, wrong = TABLE.format(cores=CORES, works=some), []
+    text, wrong = TABLE.format(cores=counted(CORES, "core"), works=some), []
     with alone_in_workdir(Options(workdir=Path("taken"))):
         for row in text.strip().splitlines():
             line, arrow, words = row.partition(" => ")

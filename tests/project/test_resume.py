@@ -26,7 +26,7 @@ from tests.project.programs import (
     written,
 )
 from tests.ranks import Ranks
-from training.launch.errors import UserError
+from training.launch.errors import UserError, counted
 from training.loop import seeded
 from training.optimization import Recipe
 from training.results import read_metrics
@@ -111,7 +111,7 @@ def test_any_program_resumes_what_any_other_has_saved(
         last = None if stop_at == len(STEPS) else stop_at
         printed, error = run(f"{layout} {one.line} --save_every 1 --resume", on, stop_at=last)
         assert error is None, printed
-        assert stop_at == 1 or f"{stop_at - 1} steps done." in printed
+        assert stop_at == 1 or f": {counted(stop_at - 1, 'step')} done." in printed
     assert losses() == pytest.approx(losses(one.workdir), rel=SAME, nan_ok=True)
     assert written("work") == written(one.workdir)
 
