@@ -33,8 +33,7 @@ import torch.distributed as dist
 from runtime.recorder import acting
 from training.files import write_text
 
-from .launch.last_actions import LastAction
-from .launch.world import World, gather_over_ranks
+from .launch.world import LastAction, World, gather_over_ranks
 
 T = TypeVar("T")
 COMPUTE, COMMUNICATION = "compute", "communication"
