@@ -11,7 +11,7 @@ from training.options import Options
 from training.tasks.gpt2 import split_by
 
 from .parser import O
-from .rules import Row, size_of_model
+from .rules import Row
 
 
 def settled_chunks(args: O) -> O:
@@ -22,16 +22,17 @@ def settled_chunks(args: O) -> O:
         raise UserError(f"--{error}") from None
 
 
-def of_stages(args: Options, option: str, n: int, num_layers: int | None = None) -> Iterator[Row]:
+def of_stages(
+    args: Options, option: str, n: int, blocks: int | None, layers: int = 0
+) -> Iterator[Row]:
     """The model must have a layer for each stage of `n` ranks or devices, whose number `option`
-    sets. A model that is not a GPT-2 has `num_layers`."""
-    if num_layers is not None:
-        units, unit, parts = num_layers, "layers", ""
+    sets. It is a GPT-2 of so many blocks, or another model, of so many layers."""
+    if blocks is None:
+        units, unit, parts = layers, "layers", ""
     elif args.balance == "auto" and args.pipeline == "whole":
-        units, unit = 2 * size_of_model(args, "n_layer") + 2, "layers"
-        parts = " (embedding, halves of blocks, head)"
+        units, unit, parts = 2 * blocks + 2, "layers", " (embedding, halves of blocks, head)"
     else:
-        units, unit, parts = size_of_model(args, "n_layer"), "blocks", ""
+        units, unit, parts = blocks, "blocks", ""
     stages, chunks = n * args.chunks, args.chunks
     least = 2 if option == "pp" else 1  # 3d has no schedule without stages
     if units >= least * chunks:

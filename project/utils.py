@@ -25,13 +25,9 @@ from training.layouts.layout import LaidOutModel, Setup
 from training.loop import evaluate_loss, train
 from training.options import Options
 from training.results import Results
-from training.resume import Resume
 from training.tasks.generation import evaluate_bleu
-from training.tasks.language import LanguageTask
-from training.tasks.sequences import FILES, SequenceTask
-from training.tasks.texts import SPLITS, Texts, load_texts
-from training.tasks.tokens import TOKENS, collate_batch, get_tokenizer
-from training.tasks.translation import TranslationTask
+from training.tasks.texts import SPLITS, Texts, load_pairs
+from training.tasks.tokens import collate_batch, get_tokenizer
 from training.timeline import Timeline
 
 __all__ = [
@@ -50,23 +46,12 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
     return path
 
 
-def read_texts(args: Options) -> Texts:
-    """The pairs or documents of a run. Raises UserError if they cannot be read or are too few."""
+def read_pairs(args: Options) -> Texts:
+    """The pairs of a run. Raises UserError if they cannot be read or are too few."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    texts = load_texts(args.dataset, args.src, args.tgt, sizes, args.dp, args.workdir / TOKENS)
-    if texts.plain:  # its steps are known after tokenization
-        rules.require(args, rules.of_plain_text(args))
-    else:
-        rules.require(args, [rules.warmup(args, len(texts.splits["train"]))])
+    texts = load_pairs(args.dataset, args.src, args.tgt, sizes, args.dp)
+    rules.require(args, [rules.warmup(args, len(texts.splits["train"]))])
     return texts
-
-
-def text_task(args: Options, world: World, texts: Texts, resume: Resume) -> SequenceTask:
-    """The task of a text: translation, or language modelling."""
-    kind = LanguageTask if texts.plain else TranslationTask
-    task = kind(args, world, texts, resume.files(FILES) if world.is_main else None)
-    rules.require(args, [rules.warmup(args, len(task.examples["train"]))])
-    return task
 
 
 def setup_of(args: Options, world: World, workers: str = "rank") -> Setup:
