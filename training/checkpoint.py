@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.mesh import CHECKPOINTS
+from runtime.waits import CHECKPOINTS
 from training.files import json_text, writing
 
 from .launch.errors import UserError

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from runtime.mesh import limit_waits
+from runtime.waits import limit_waits
 from training.launch.memory import state_bytes
 from training.optimization import Run
 from training.tasks.cache import Cache

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pipeline.microbatch import MicroBatches, batch_size
-from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
+from pipeline.replicas import place_layers
 from pipeline.schedules.catalogue import places
 from runtime.graph import move
 from runtime.recompute import mode_of

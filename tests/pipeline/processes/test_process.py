@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.gradients import GradientBuckets
-from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
+from pipeline.replicas import place_layers
 from pipeline.schedules import catalogue
 from pipeline.schedules import schedule as sched
 from pipeline.schedules.schedule import Action
