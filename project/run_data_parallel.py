@@ -40,6 +40,7 @@ from data_parallel.gradients import average_gradients, default_bucket_bytes
 from project import rules
 from project.utils import announce, finish, read_pairs, run_program, save_grad_weights, setup_of
 from training.files import OPTIONS, show, write_json
+from training.launch.clocks import clock_offset
 from training.launch.errors import torchrun
 from training.launch.launch import Settings, launch
 from training.launch.meeting import setup
@@ -83,7 +84,8 @@ def run_dp(
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
     resume = resume.of_main(world)  # collective
     task = TranslationTask(args, world, texts, resume.files(FILES) if world.is_main else None)
-    wanted = setup_of(args, world)
+    offset = clock_offset(world) if args.timeline else 0.0  # collective
+    wanted = setup_of(args, world, offset=offset)
     model = Replicated(
         task, world, wanted, args.gradient_sync,
         bucket_bytes=max(1, int(min(args.bucket_mb, 2**30) * 2**20)),

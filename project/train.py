@@ -67,6 +67,7 @@ from project import rules, stage_rules, train_rules
 from project.utils import announce, finish, run_program, setup_of
 from training.check import check, outputs_on_main
 from training.files import SUMMARY, write_json
+from training.launch.clocks import clock_offset
 from training.launch.errors import RunError, works
 from training.launch.launch import Settings, launch
 from training.launch.world import World, on_main
@@ -138,7 +139,8 @@ def run_rank(
         task = PictureTask(args, world, data)
     else:
         task = text_task(args, world, data, resume.files(FILES) if world.is_main else None)
-    setup = setup_of(args, world)
+    offset = clock_offset(world) if args.timeline else 0.0  # collective
+    setup = setup_of(args, world, offset=offset)
     model = lay_out(args, task, world, setup, resume.cut)  # all ranks together
     announce(world, args, model, setup.timeline)
     average = model.average_gradients if isinstance(model, Replicated) else None

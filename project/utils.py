@@ -54,8 +54,9 @@ def read_pairs(args: Options) -> Texts:
     return texts
 
 
-def setup_of(args: Options, world: World, workers: str = "rank") -> Setup:
-    """What the options ask of a layout. Sets how this process' GPU multiplies."""
+def setup_of(args: Options, world: World, workers: str = "rank", offset: float = 0.0) -> Setup:
+    """What the options ask of a layout. Sets how this process' GPU multiplies. `workers` and
+    `offset` are of the `Timeline`."""
     if world.device.type == "cuda":  # torch's own default has tf32 in convolutions alone
         exact = "tf32" if args.precision == "tf32" else "ieee"
         torch.backends.cuda.matmul.fp32_precision = exact
@@ -63,7 +64,7 @@ def setup_of(args: Options, world: World, workers: str = "rank") -> Setup:
     steps = args.timeline + 1 if args.timeline else 0  # pictures leave out the first step
     timeline = Timeline(
         world.rank, world.world_size, num_steps=steps, workers=workers, device=world.device,
-        about={"strategy": args.strategy}, last=world.last,
+        about={"strategy": args.strategy}, last=world.last, offset=offset,
     )  # fmt: skip
     return Setup(
         # Each rank makes its optimizer, of the parameters or shards that it holds.
