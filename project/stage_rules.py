@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from pipeline.schedules.catalogue import chunks_of
 from training.launch.errors import UserError, works
+from training.layouts.measure import split_by
 from training.options import Options
-from training.tasks.gpt2 import split_by
 
 from .parser import O
 from .rules import Row
