@@ -41,6 +41,7 @@ from project import rules
 from project.utils import announce, finish, read_pairs, run_program, save_grad_weights, setup_of
 from training.files import OPTIONS, show, write_json
 from training.launch.clocks import clock_offset
+from training.launch.compare_ranks import check_same, run_things
 from training.launch.errors import torchrun
 from training.launch.launch import Settings, launch
 from training.launch.meeting import setup
@@ -84,6 +85,9 @@ def run_dp(
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
     resume = resume.of_main(world)  # collective
     task = TranslationTask(args, world, texts, resume.files(FILES) if world.is_main else None)
+    if world.world_size > 1:  # all ranks go on, or none
+        content = task.model_content()
+        check_same(world, run_things(vars(args), task.fingerprints(), content))
     offset = clock_offset(world) if args.timeline else 0.0  # collective
     wanted = setup_of(args, world, offset=offset)
     model = Replicated(

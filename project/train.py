@@ -68,6 +68,7 @@ from project.utils import announce, finish, run_program, setup_of
 from training.check import check, outputs_on_main
 from training.files import SUMMARY, write_json
 from training.launch.clocks import clock_offset
+from training.launch.compare_ranks import check_same, run_things
 from training.launch.errors import RunError, works
 from training.launch.launch import Settings, launch
 from training.launch.world import World, on_main
@@ -139,6 +140,9 @@ def run_rank(
         task = PictureTask(args, world, data)
     else:
         task = text_task(args, world, data, resume.files(FILES) if world.is_main else None)
+    if world.world_size > 1:  # all ranks go on, or none
+        content = task.model_content()
+        check_same(world, run_things(vars(args), task.fingerprints(), content))
     offset = clock_offset(world) if args.timeline else 0.0  # collective
     setup = setup_of(args, world, offset=offset)
     model = lay_out(args, task, world, setup, resume.cut)  # all ranks together

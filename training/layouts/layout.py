@@ -200,6 +200,10 @@ class LaidOutModel(ABC):
         parts of parameters; their names say which.)"""
         return {} if self.module is None else dict(self.module.named_parameters())
 
+    def check_replicas(self, when: str) -> None:  # noqa: B027 (one process has nothing to compare)
+        """Compares what several ranks hold of `whole_parameters`; `when` is for the error, as "at
+        the start". Raises RunError, on all ranks, if it differs."""
+
     def state_bytes(self) -> dict[str, int]:
         """Bytes of `parameters`, `gradients` and `optimizer` state that this rank holds."""
         return state_bytes(self.held(), self.optimizers)

@@ -29,7 +29,6 @@ from torch import Tensor
 from data_parallel.dataset import even_slices, partition_dataset, shuffled_indices
 from runtime.dropout import Keys
 from training.files import writing
-from training.launch.compare_ranks import check_same
 from training.launch.world import World, gather_over_ranks, on_all, on_main
 from training.options import Options
 from training.progress import moving
@@ -44,7 +43,6 @@ from .gpt2 import (
     loss_of_targets,
     numbers_of_targets,
     round_vocab,
-    sizes_of_blocks,
 )
 from .task import Step, TrainingTask, Translator, steps_of_epoch, to_device
 from .tokens import (
@@ -91,8 +89,6 @@ class SequenceTask(TrainingTask, ABC):
         self.tokenizer = load_tokenizer(self.files)
         self.examples: Mapping[str, Tokens] = self.load(world)
         self.config, self._initialize = self.config_and_weights(len(self.tokenizer))
-        if world.world_size > 1:
-            check_same(world, {"the model": self.model_content()})
         self.files["config.json"] = self.config.to_json_string().encode()
         self.steps_per_epoch = steps_of_epoch(args, len(self.examples["train"]))
         # Pad all to this; None: each micro-batch to its longest sentence.
@@ -150,9 +146,11 @@ class SequenceTask(TrainingTask, ABC):
         """Embedding, two halves per block, head."""
         return gpt2_layers(model)
 
-    def sizes(self, balance: str, num_stages: int) -> list[int] | None:
-        """Layers per stage; --balance counts blocks."""
-        return sizes_of_blocks(balance, self.config.n_layer, num_stages)
+    @property
+    def blocks(self) -> Sequence[int]:
+        """Two layers a block; the embedding is in the first one, the head in the last."""
+        n = self.config.n_layer
+        return [2 + (k == 0) + (k == n - 1) for k in range(n)]
 
     def steps(
         self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
@@ -290,7 +288,7 @@ class SequenceTask(TrainingTask, ABC):
         return config, initializer(config, args.seed)
 
     def model_content(self) -> bytes:
-        """What must be the same on all ranks, beside options and data."""
+        """See `TrainingTask`."""
         return self.config.to_json_string().encode()
 
     def _shared_files(self, world: World, saved: Mapping[str, bytes] | None) -> dict[str, bytes]:
