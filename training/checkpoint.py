@@ -126,18 +126,6 @@ def _blank(p: Tensor, slots: Mapping[str, Any], fused: bool | None) -> dict[str,
     return state
 
 
-def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Every weight by name, whole, in this process."""
-    found = {
-        name.removeprefix("model."): torch.empty(t.size, dtype=t.properties.dtype)
-        for name, t in checkpoint.tensors.items()
-        if name.startswith("model.")
-    }
-    pieces = [whole(name, t) for name, t in found.items()]
-    Saver(checkpoint.folder.parent).load(checkpoint, _named("model", pieces))
-    return found
-
-
 def _named(prefix: str, pieces: Iterable[Piece]) -> list[Piece]:
     return [replace(piece, name=f"{prefix}.{piece.name}") for piece in pieces]
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from runtime.meta import materialize, names_of
-from training.checkpoint import MANIFEST, Checkpoint, names, newest, open_checkpoint, weights_of
+from training.checkpoint import MANIFEST, Checkpoint, names, newest, open_checkpoint
 from training.files import CHECKPOINTS, OPTIONS
+from training.weights import weights_of
 
 from .launch.errors import UserError
 from .tasks.cache import Cache

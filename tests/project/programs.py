@@ -20,12 +20,13 @@ from torch import Tensor
 from project import run_data_parallel, run_pipeline, train
 from project.utils import read_pairs
 from tests.ranks import Ranks
-from training.checkpoint import newest, weights_of
+from training.checkpoint import newest
 from training.launch.errors import RunError
 from training.launch.world import World, choose_device
 from training.results import Totals
 from training.resume import Saving, find_resume
 from training.tasks.any_text import END
+from training.weights import weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
