@@ -38,7 +38,15 @@ import torch
 
 from data_parallel.gradients import average_gradients, default_bucket_bytes
 from project import rules
-from project.utils import announce, finish, read_pairs, run_program, save_grad_weights, setup_of
+from project.utils import (
+    announce,
+    counted,
+    finish,
+    read_pairs,
+    run_program,
+    save_grad_weights,
+    setup_of,
+)
 from training.files import OPTIONS, show, write_json
 from training.launch.clocks import clock_offset
 from training.launch.compare_ranks import check_same, run_things
@@ -98,7 +106,8 @@ def run_dp(
     if args.pytest:
         write_gradients(world, args, task, model)
         return
-    announce(world, args, model, wanted.timeline)
+    layout = f"{args.strategy}: {counted(args.world_size, 'rank')}"
+    announce(world, args, model, wanted.timeline, layout)
     results = run(world, args, task, model, wanted, model.average_gradients, resume)
     finish(world, results, args)  # collective: rank 0 draws, the others wait
     model.close()

@@ -37,7 +37,7 @@ if __name__ == "__main__":
 import torch
 
 from project import rules, stage_rules
-from project.utils import announce, finish, read_pairs, run_program, setup_of
+from project.utils import announce, counted, finish, read_pairs, run_program, setup_of
 from training.launch.errors import torchrun_world_size
 from training.launch.world import World, choose_device
 from training.layouts.threads import BlocksInThreads, StagesInThreads
@@ -142,7 +142,11 @@ def run_pp(args: PipelineOptions, devices: list[torch.device]) -> None:
             task, world, setup, devices, args.schedule, args.num_microbatches or 1, args.balance,
             resume.cut, args.chunks,
         )  # fmt: skip
-    announce(world, args, model, setup.timeline)
+    strategy = "one device" if args.strategy == "none" else args.strategy
+    layout = f"{strategy}: {counted(args.num_devices, 'rank' if model.ranks else 'stage')}"
+    if args.num_devices > 1:
+        layout += stage_rules.schedule_in_words(args, model)
+    announce(world, args, model, setup.timeline, layout)
     try:
         results = run(world, args, task, model, setup, resume=resume)
         finish(world, results, args)

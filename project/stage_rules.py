@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pipeline.schedules.catalogue import chunks_of
 from training.launch.errors import UserError, works
+from training.layouts.layout import LaidOutModel
 from training.layouts.measure import split_by
 from training.options import Options
 
@@ -47,3 +48,9 @@ def of_stages(
             split_by(args.balance, units, stages, unit)
         except ValueError as error:  # it begins with its own option
             raise UserError(f"--{option} {n} --{error}") from None
+
+
+def schedule_in_words(args: Options, model: LaidOutModel) -> str:
+    """Of several stages, for the first line of a run."""
+    chunks = f", {args.chunks} chunks each, {len(model.ranks)} stages" if model.ranks else ""
+    return f", schedule {model.schedule}{chunks}"

@@ -64,7 +64,7 @@ if __name__ == "__main__":
 # The imports below take seconds: --help and mistyped options are answered by now.
 
 from project import rules, stage_rules, train_rules
-from project.utils import announce, finish, run_program, setup_of
+from project.utils import announce, counted, finish, run_program, setup_of
 from training.check import check, outputs_on_main
 from training.files import SUMMARY, write_json
 from training.launch.clocks import clock_offset
@@ -73,6 +73,7 @@ from training.launch.errors import RunError, works
 from training.launch.launch import Settings, launch
 from training.launch.world import World, on_main
 from training.layouts.choose import lay_out
+from training.layouts.layout import LaidOutModel
 from training.layouts.replicated import Replicated
 from training.loop import run
 from training.profiling import Profile
@@ -146,7 +147,7 @@ def run_rank(
     offset = clock_offset(world) if args.timeline else 0.0  # collective
     setup = setup_of(args, world, offset=offset)
     model = lay_out(args, task, world, setup, resume.cut)  # all ranks together
-    announce(world, args, model, setup.timeline)
+    announce(world, args, model, setup.timeline, layout_in_words(args, model))
     average = model.average_gradients if isinstance(model, Replicated) else None
     profile = Profile(setup.timeline, args.profile, args.workdir)
     try:
@@ -174,6 +175,18 @@ def run_rank(
             raise RunError(f"{args.strategy}: {'; '.join(wrong)}")
 
     on_main(world, conclude)  # to check, rank 0 trains twice; the others wait
+
+
+def layout_in_words(args: TrainOptions, model: LaidOutModel) -> str:
+    """For the first line of a run."""
+    layout = f"{args.strategy}: {counted(args.world_size, 'rank')}"
+    if args.strategy == "3d":
+        layout += f", data {args.dp} x pipeline {args.pp} x tensor {args.tp}"
+    if args.sequence_parallel:
+        layout += ", sequence parallel"
+    if args.zero:
+        layout += f", ZeRO stage {args.zero}"
+    return layout + (stage_rules.schedule_in_words(args, model) if args.pp > 1 else "")
 
 
 def text_task(

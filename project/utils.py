@@ -73,29 +73,21 @@ def setup_of(args: Options, world: World, workers: str = "rank", offset: float =
     )  # fmt: skip
 
 
-def announce(world: World, args: Options, model: LaidOutModel, timeline: Timeline) -> None:
-    """Prints, on rank 0, the layout and the length of the run; and tells them to the timeline."""
+def announce(
+    world: World, args: Options, model: LaidOutModel, timeline: Timeline, layout: str
+) -> None:
+    """Prints, on rank 0, the layout, in words, and the length of the run; and tells them to the
+    timeline."""
     m = args.num_microbatches or model.num_microbatches
     timeline.about |= {"schedule": model.schedule, "num_microbatches": m, "ranks": model.ranks}
-    n = args.num_devices or args.world_size
-    staged = args.num_devices is not None and not model.ranks  # a stage each
-    facts = [f"{n} {'stage' if staged else 'rank'}{'s' * (n > 1)}"]
-    if args.strategy == "3d":
-        facts.append(f"data {args.dp} x pipeline {args.pp} x tensor {args.tp}")
-    if args.sequence_parallel:
-        facts.append("sequence parallel")
-    if args.zero:
-        facts.append(f"ZeRO stage {args.zero}")
-    if model.schedule is not None and (args.num_devices or args.pp) > 1:  # several stages
-        facts.append(f"schedule {model.schedule}")
-        if model.ranks:
-            facts.append(f"{args.chunks} chunks each, {len(model.ranks)} stages")
-    facts.append(f"micro-batches: {m or 'automatic'}")
     n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
-    facts.append(f"{n} {unit}{'s' * (n > 1)}")
     if world.is_main:
-        strategy = "one device" if args.strategy == "none" else args.strategy
-        show(f"{strategy}: {', '.join(facts)}")
+        show(f"{layout}, micro-batches: {m or 'automatic'}, {counted(n, unit)}")
+
+
+def counted(n: int, unit: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{n} {unit}{'s' * (n > 1)}"
 
 
 def make_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
