@@ -83,22 +83,6 @@ def split_into(modules: nn.Sequential, sizes: Sequence[int]) -> list[nn.Sequenti
     return [nn.Sequential(*(layer for layer, _ in flatten(nn.Sequential(*p)))) for p in parts]
 
 
-def split_by_sizes(
-    modules: nn.Sequential, sizes: Sequence[int]
-) -> tuple[nn.ModuleList, list[torch.device]]:
-    """Like `_split_module`, but cut by ``sizes`` like `split_into`."""
-    partitions, devices = nn.ModuleList(), []
-    for s, part in enumerate(_groups(list(modules), sizes)):
-        found, on = _split_module(nn.Sequential(*part))
-        if len(on) > 1:
-            raise ValueError(
-                f"stage {s} is on {' and '.join(map(str, on))}: a stage is on one device"
-            )
-        partitions += found
-        devices += on
-    return partitions, devices
-
-
 def _groups(layers: Sequence[nn.Module], sizes: Sequence[int]) -> list[Sequence[nn.Module]]:
     """The next ``sizes[s]`` layers for each stage s."""
     if sum(sizes) != len(layers) or min(sizes, default=0) < 1:

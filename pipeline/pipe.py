@@ -43,8 +43,8 @@ from . import microbatch
 from .autograd import pipelined
 from .delivery import deliver, hooks_held
 from .executor import Channel, Dataflow, Losses, LossFunction, channels
-from .partition import _split_module, containers, split_by_sizes
-from .replicas import Replicas, gradients_by_stage, trained_parameters
+from .partition import _split_module, containers
+from .replicas import Replicas, gradients_by_stage, split_by_sizes, trained_parameters
 from .schedules.catalogue import plan
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage

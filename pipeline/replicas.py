@@ -14,10 +14,26 @@ from torch import nn
 
 from runtime.graph import Gradients, memory_of
 
-from .partition import WithDevice, _groups
+from .partition import WithDevice, _groups, _split_module
 from .stage import Stage
 
 Replicas = Mapping[nn.Parameter, nn.Parameter]  # copy -> original
+
+
+def split_by_sizes(
+    modules: nn.Sequential, sizes: Sequence[int]
+) -> tuple[nn.ModuleList, list[torch.device]]:
+    """Like `_split_module`, but cut by ``sizes`` like `split_into`."""
+    partitions, devices = nn.ModuleList(), []
+    for s, part in enumerate(_groups(list(modules), sizes)):
+        found, on = _split_module(nn.Sequential(*part))
+        if len(on) > 1:
+            raise ValueError(
+                f"stage {s} is on {' and '.join(map(str, on))}: a stage is on one device"
+            )
+        partitions += found
+        devices += on
+    return partitions, devices
 
 
 def place_layers(

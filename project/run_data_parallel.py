@@ -93,9 +93,8 @@ def run_dp(
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
     resume = resume.of_main(world)  # collective
     task = TranslationTask(args, world, texts, resume.files(FILES) if world.is_main else None)
-    if world.world_size > 1:  # all ranks go on, or none
-        content = task.model_content()
-        check_same(world, run_things(vars(args), task.fingerprints(), content))
+    # All ranks go on, or none.
+    check_same(world, run_things(vars(args), task.fingerprints(), task.model_content()))
     offset = clock_offset(world) if args.timeline else 0.0  # collective
     wanted = setup_of(args, world, offset=offset)
     model = Replicated(

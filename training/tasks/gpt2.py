@@ -105,17 +105,6 @@ def gpt2_config(
     )
 
 
-def build_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
-    """A new model in one process, initialized from `seed`. (Runs fill what each rank holds.)"""
-    from transformers import GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(config)
-    fill = initializer(config, seed)
-    for name, p in model.named_parameters():
-        fill(name, p)
-    return model
-
-
 def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
     """Returns a function that fills a parameter by name, as GPT-2 does: biases 0, norms 1, matrices
     normal with deviation 0.02, divided by sqrt(2 * n_layer) for those that feed the residual."""

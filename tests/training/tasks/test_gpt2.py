@@ -11,15 +11,9 @@ import torch
 from torch import nn
 from transformers import GPT2LMHeadModel
 
+from benchmarks.plain_gpt2 import build_model
 from training.seeds import stream
-from training.tasks.gpt2 import (
-    Sequences,
-    build_model,
-    gpt2_config,
-    gpt2_layers,
-    loss_of_targets,
-    round_vocab,
-)
+from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, loss_of_targets, round_vocab
 from training.tasks.pretrained import check_pretrained, pretrained_config, pretrained_initializer
 from training.tasks.tokens import train_tokenizer
 
