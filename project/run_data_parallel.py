@@ -38,19 +38,11 @@ import torch
 
 from data_parallel.gradients import average_gradients, default_bucket_bytes
 from project import rules
-from project.utils import (
-    announce,
-    counted,
-    finish,
-    read_pairs,
-    run_program,
-    save_grad_weights,
-    setup_of,
-)
+from project.utils import announce, finish, read_pairs, run_program, save_grad_weights, setup_of
 from training.files import OPTIONS, show, write_json
 from training.launch.clocks import clock_offset
 from training.launch.compare_ranks import check_same, run_things
-from training.launch.errors import torchrun
+from training.launch.errors import counted, torchrun
 from training.launch.launch import Settings, launch
 from training.launch.meeting import setup
 from training.launch.world import World, choose_backend

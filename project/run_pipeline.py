@@ -37,8 +37,8 @@ if __name__ == "__main__":
 import torch
 
 from project import rules, stage_rules
-from project.utils import announce, counted, finish, read_pairs, run_program, setup_of
-from training.launch.errors import torchrun_world_size
+from project.utils import announce, finish, read_pairs, run_program, setup_of
+from training.launch.errors import counted, torchrun_world_size
 from training.launch.world import World, choose_device
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.loop import run

@@ -64,12 +64,12 @@ if __name__ == "__main__":
 # The imports below take seconds: --help and mistyped options are answered by now.
 
 from project import rules, stage_rules, train_rules
-from project.utils import announce, counted, finish, run_program, setup_of
+from project.utils import announce, finish, run_program, setup_of
 from training.check import check, outputs_on_main
 from training.files import SUMMARY, write_json
 from training.launch.clocks import clock_offset
 from training.launch.compare_ranks import check_same, run_things
-from training.launch.errors import RunError, works
+from training.launch.errors import RunError, counted, works
 from training.launch.launch import Settings, launch
 from training.launch.world import World, on_main
 from training.layouts.choose import lay_out

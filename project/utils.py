@@ -18,7 +18,15 @@ from torch import nn
 
 from project import rules
 from training.files import PICTURE, show, writing
-from training.launch.errors import RunError, UserError, leave, refuse, signals_end, torchrun
+from training.launch.errors import (
+    RunError,
+    UserError,
+    counted,
+    leave,
+    refuse,
+    signals_end,
+    torchrun,
+)
 from training.launch.notice import Ended
 from training.launch.world import World, on_main, quiet_libraries
 from training.layouts.layout import LaidOutModel, Setup
@@ -83,11 +91,6 @@ def announce(
     n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
     if world.is_main:
         show(f"{layout}, micro-batches: {m or 'automatic'}, {counted(n, unit)}")
-
-
-def counted(n: int, unit: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{n} {unit}{'s' * (n > 1)}"
 
 
 def make_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -38,6 +38,11 @@ def works(option: str, most: int, least: int = 1) -> str:
     return f"{option} {f'{least} to {most}' if most > least else most} works"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 pair, 2 pairs."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 class RunError(Exception):
     """The run cannot continue, and the text explains why, e.g. a NaN loss: programs print it as one
     line, without traceback, and end with its status."""
