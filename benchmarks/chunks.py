@@ -37,9 +37,9 @@ from torch.distributed.pipelining.schedules import (
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, use_cores, write_rows
 from benchmarks.pipeline import BATCH, BLOCKS, LENGTH, WIDTH, K, make_blocks, square_error
-from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
+from pipeline.replicas import place_layers
 from pipeline.schedules.catalogue import places
 from project.figures.compared import compare
 from training.launch.launch import Settings, launch

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, alternate, ratio_of, summarize, write_rows
-from project.run_data_parallel import parse_data_parallel
-from project.utils import read_texts
+from project.train import parse_train, read_texts
 from training.launch.world import World
-from training.tasks import texts as reading
+from training.tasks import any_text as reading
 from training.tasks.tokens import AT_ONCE, write_tokens
 from training.tasks.translation import TranslationTask
 
@@ -56,9 +55,9 @@ def resident() -> float:
 def start(path: Path, workdir: Path) -> tuple[TranslationTask, float]:
     """The task of one process, and the seconds until it has its examples."""
     began = time.perf_counter()
-    args = parse_data_parallel(
-        None, f"--world_size 1 --device cpu --model gpt2-mini --dataset {path} --workdir {workdir} "
-        "--n_validation 1000 --n_test 100".split(),
+    args = parse_train(
+        None, f"single --device cpu --model gpt2-mini --dataset {path} --workdir {workdir} "
+        "--n_validation 1000 --n_test 100 --batch_size 64".split(),
     )  # fmt: skip
     task = TranslationTask(args, World(), read_texts(args))
     return task, time.perf_counter() - began

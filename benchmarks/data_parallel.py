@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
+from benchmarks.plain_gpt2 import build_model
 from data_parallel.gradients import GradientBuckets, average_gradients, average_gradients_flat
 from tests.ranks import sharing
 from training.launch.launch import Settings, launch
 from training.launch.world import World
-from training.tasks.gpt2 import Sequences, build_model, gpt2_config, gpt2_layers, loss_of_targets
+from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, loss_of_targets
 
 TITLE = "Data-parallel step, gpt2-mini, 2 ranks with a core each"
 ROUNDS, STEPS = 11, 2

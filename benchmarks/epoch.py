@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from benchmarks.harness import Row, summarize, write_rows
+from benchmarks.plain_gpt2 import build_model
 from benchmarks.text import benchmark_texts, text_name
 from data_parallel.dataset import partition_dataset
 from data_parallel.gradients import average_gradients
@@ -33,7 +34,7 @@ from training.launch.launch import Settings, launch
 from training.launch.world import World
 from training.layouts.replicated import Replicated
 from training.loop import evaluate_loss
-from training.tasks.gpt2 import build_model, gpt2_config, gpt2_layers
+from training.tasks.gpt2 import gpt2_config, gpt2_layers
 from training.tasks.tokens import Batch
 from training.tasks.translation import TranslationTask
 

@@ -21,19 +21,13 @@ from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
+from benchmarks.plain_gpt2 import build_model
 from data_parallel.fsdp import FullyShardedDataParallel
 from data_parallel.gradients import GradientBuckets
 from tests.ranks import sharing
 from training.launch.launch import Settings, launch
 from training.launch.world import World
-from training.tasks.gpt2 import (
-    Sequences,
-    build_model,
-    gpt2_config,
-    gpt2_layers,
-    initializer,
-    loss_of_targets,
-)
+from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, initializer, loss_of_targets
 
 TITLE = "Sharded step, GPT-2 with 6 blocks of width 512, 2 ranks with a core each"
 ROUNDS, STEPS = 7, 1

@@ -43,8 +43,8 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
 from benchmarks.harness import RESULTS, alternate, ratio_of, summarize
-from project.train import parse_train
-from project.utils import read_texts, setup_of
+from project.train import parse_train, read_texts
+from project.utils import setup_of
 from tests.device import NUMBER, environment
 from tests.device.guard import missing
 from tests.device.seen import watch

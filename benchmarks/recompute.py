@@ -30,6 +30,7 @@ from benchmarks.formulas import (
 )
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
 from benchmarks.live_bytes import LiveBytes
+from benchmarks.plain_gpt2 import build_model
 from pipeline.partition import WithDevice
 from pipeline.pipe import Pipe
 from pipeline.schedules.catalogue import V_SHAPED, places, plan
@@ -37,7 +38,7 @@ from pipeline.schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGH
 from pipeline.stage import Stage
 from project.figures.style import BLUE, GREEN, GREY, picture
 from runtime.recompute import segments
-from training.tasks.gpt2 import Sequences, build_model, gpt2_config, gpt2_layers
+from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers
 
 BLOCKS, HEADS, LENGTH, BATCH, K = 8, 4, 128, 16, 2
 COUNTED, TIMED = 128, 256  # widths

@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import GPT2LMHeadModel
 
 from benchmarks.harness import Row, agree, alternate, ratio_of, summarize, write_rows
+from benchmarks.plain_gpt2 import build_model
 from runtime.mesh import make_mesh
 from runtime.ranks import Ranks
 from tensor_parallel.collectives import replicate
@@ -48,14 +49,7 @@ from training.launch.launch import Settings, launch
 from training.launch.world import World
 from training.layouts.layout import Setup
 from training.layouts.stages import Staged
-from training.tasks.gpt2 import (
-    Sequences,
-    build_model,
-    gpt2_config,
-    gpt2_layers,
-    initializer,
-    loss_of_targets,
-)
+from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, initializer, loss_of_targets
 from training.tasks.task import Step
 
 TITLE = "Tensor parallelism, GPT-2 with 4 blocks of width 768, a core per rank"
@@ -418,9 +412,6 @@ class _Task:
 
     def layers(self, model: Any) -> list[nn.Module]:
         return gpt2_layers(model)
-
-    def sizes(self, *_: Any) -> None:
-        """To be measured, if there were several stages without a cut."""
 
 
 CUT = (6, 4)  # layers per stage, of as much work as can be

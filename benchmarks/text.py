@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training.tasks.texts import Texts, load_texts
+from training.tasks.texts import Texts, load_pairs
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "multi30k"
 
@@ -15,7 +15,7 @@ def benchmark_texts(n_train: int = 5000, n_validation: int = 1000, n_test: int =
         "train": n_train, "validation": n_validation, "test": n_test
     }  # fmt: skip
     dataset = str(REAL) if REAL.is_dir() else "builtin"
-    return load_texts(dataset, "de", "en", sizes, world_size=2)
+    return load_pairs(dataset, "de", "en", sizes, world_size=2)
 
 
 def text_name() -> str:

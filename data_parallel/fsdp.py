@@ -47,13 +47,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from data_parallel.exchange import Exchange, SharedExchange, Wait
-from runtime.guards import Guard, refuse_gradient, refuse_gradient_hooks
+from runtime.guards import Guard, refuse_gradient
 from runtime.meta import Initialize
 from runtime.ranks import where_hosts_meet
 from runtime.recorder import Recorder, acting
 
 from .flat import FlatPiece, make_units
-from .gathered_layer import GatheredLayer, LayerGraph
+from .gathered_layer import GatheredLayer, LayerGraph, refuse_gradient_hooks
 from .units import ShardedUnit, first_value
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

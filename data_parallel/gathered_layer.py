@@ -19,7 +19,7 @@ Cost: about 2 us of Python per saved tensor, 5 us per parameter, and 1 us per no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,8 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from runtime.graph import Graph
-from runtime.guards import Guard, refuse_gradient_hooks, written_by_torch
-from runtime.recompute import SameDraws
+from runtime.guards import Guard, written_by_torch
 
 from .flat import Place
 from .units import ShardedUnit
@@ -44,6 +43,27 @@ class _Note(NamedTuple):
     start: int  # elements from the start of the gathered unit
     size: torch.Size
     stride: tuple[int, ...]
+
+
+class SameDraws:
+    """Inside the first ``with draws.entered():`` torch draws as usual; later ones draw the same
+    again, and restore the generators at the end. Not for threads, which share the CPU generator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpus = [device] if device.type == "cuda" else []
+        self._states: list[Tensor] = []  # of the generators at the first entry, the CPU's first
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        if not self._states:
+            self._states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
+            yield
+            return
+        with torch.random.fork_rng(self._gpus):
+            torch.set_rng_state(self._states[0])
+            for gpu, state in zip(self._gpus, self._states[1:], strict=True):
+                torch.cuda.set_rng_state(state, gpu)
+            yield
 
 
 class LayerGraph(Graph):
@@ -180,3 +200,15 @@ def _unpack(saved: Any) -> Tensor:
             f"a {tuple(tensor.shape)} tensor that backward needs has been modified in place"
         )
     return tensor
+
+
+def refuse_gradient_hooks(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """ValueError if one of the named parameters has a hook on its gradient."""
+    for name, p in parameters:
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"the parameter {name} has a hook on its gradient, which would never run: each "
+                "rank has the sum of a part of the gradient, and none has it whole. Change the "
+                "grad of the shards between finish_gradients() and optimizer_step(), or use "
+                "DistributedDataParallel"
+            )

@@ -7,47 +7,20 @@ Stages add gradients up by themselves (stage.py). Writing the sums to ``.grad`` 
 bypass gradient hooks, such as one that starts an all-reduce. So an autograd function delivers the
 sums; if ``.grad`` is still None, autograd takes the gradient without a copy.
 
-A parameter on several stages (tied weights) gets one sum, in the order of the stages. If its stages
-are on different GPUs, each has a copy; ``replicas`` maps a copy to the original parameter.
+A parameter on several stages (tied weights) gets one sum, in the order of the stages: see
+replicas.py for stages of one process, processes/neighbours.py for ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runtime.graph import Gradients
-
-from .stage import Stage
-
-Replicas = Mapping[nn.Parameter, nn.Parameter]  # copy -> original
-
-
-def trained_parameters(stages: Sequence[Stage], replicas: Replicas) -> list[nn.Parameter]:
-    """All trained parameters, each once, in the order of the stages."""
-    # a copy counts as its original
-    every = (replicas.get(p, p) for stage in stages for p in stage.parameters)
-    return list(dict.fromkeys(every))
-
-
-def gradients_by_stage(stages: Sequence[Stage], replicas: Replicas) -> list[Gradients]:
-    """Take the sums from the stages: per stage for its own parameters; the last for tied ones."""
-    own: list[Gradients] = []
-    for stage in stages:
-        taken = ((replicas.get(p, p), gradient) for p, gradient in stage.take_gradients().items())
-        own.append({p: gradient.to(p.device) for p, gradient in taken})  # from a copy's GPU
-    stages_of = Counter(p for gradients in own for p in gradients)  # per original, its stages
-    tied: Gradients = {}
-    for gradients in own:  # in the order of the stages
-        for p in [p for p in gradients if stages_of[p] > 1]:
-            gradient = gradients.pop(p).to_dense()  # an embedding's may be sparse, a head's is not
-            tied[p] = tied[p] + gradient if p in tied else gradient
-    return [*own, tied]
 
 
 def deliver(gradients: Gradients) -> None:

@@ -32,10 +32,13 @@ from runtime.recorder import Recorder, acting
 from .schedules.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from .stage import Stage
 from .streams import Copier, Transfer
-from .worker import Stopped
 
 LossFunction = Callable[[Any, Any], Tensor]
 RECOMPUTE = "R"  # for the recorder
+
+
+class Stopped(BaseException):
+    """Raised in a worker whose call has failed elsewhere; never seen by the caller."""
 
 
 class Channel:

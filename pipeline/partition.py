@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from runtime.graph import Graph, memory_of
+from runtime.graph import Graph
 
 
 class WithDevice(nn.Module):
@@ -81,22 +81,6 @@ def split_into(modules: nn.Sequential, sizes: Sequence[int]) -> list[nn.Sequenti
     flattened. ValueError unless the sizes add up to the layers."""
     parts = _groups(list(modules), sizes)
     return [nn.Sequential(*(layer for layer, _ in flatten(nn.Sequential(*p)))) for p in parts]
-
-
-def split_by_sizes(
-    modules: nn.Sequential, sizes: Sequence[int]
-) -> tuple[nn.ModuleList, list[torch.device]]:
-    """Like `_split_module`, but cut by ``sizes`` like `split_into`."""
-    partitions, devices = nn.ModuleList(), []
-    for s, part in enumerate(_groups(list(modules), sizes)):
-        found, on = _split_module(nn.Sequential(*part))
-        if len(on) > 1:
-            raise ValueError(
-                f"stage {s} is on {' and '.join(map(str, on))}: a stage is on one device"
-            )
-        partitions += found
-        devices += on
-    return partitions, devices
 
 
 def _groups(layers: Sequence[nn.Module], sizes: Sequence[int]) -> list[Sequence[nn.Module]]:
@@ -220,35 +204,3 @@ def _forward_backward(layer: nn.Module, value: Any, loss_fn: Callable[[Any], Any
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return output
-
-
-def place_layers(
-    layers: Sequence[nn.Module], sizes: Sequence[int], devices: Sequence[str | torch.device]
-) -> tuple[nn.Sequential, dict[nn.Parameter, nn.Parameter]]:
-    """Put ``sizes[s]`` layers on ``devices[s]``; returns the Sequential for a `Pipe`, and replicas.
-
-    A parameter shared by stages on different GPUs stays on the first of these stages; the others
-    get a copy, put into their layers in place: ``replicas[copy]`` is the original.
-    """
-    home: dict[nn.Parameter, torch.device] = {}  # of each parameter, its first stage's
-    replicas: dict[nn.Parameter, nn.Parameter] = {}
-    placed: list[nn.Module] = []
-    for stage, name in zip(_groups(layers, sizes), devices, strict=True):
-        device = torch.device(name)  # may be logical: cpu:1
-        physical = memory_of(device)
-        copies: dict[nn.Parameter, nn.Parameter] = {}  # original -> copy, for this stage
-        for layer in stage:
-            for module in layer.modules():
-                for key, parameter in list(module._parameters.items()):
-                    if parameter is not None and home.setdefault(parameter, physical) != physical:
-                        if parameter not in copies:
-                            copies[parameter] = _copy(parameter, physical)
-                        module._parameters[key] = copies[parameter]
-            # after the swap: `to` would move the original, too
-            placed.append(WithDevice(layer.to(physical), device))
-        replicas.update((copy, original) for original, copy in copies.items())
-    return nn.Sequential(*placed), replicas
-
-
-def _copy(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to(device, copy=True), parameter.requires_grad)

@@ -41,9 +41,10 @@ from runtime.recorder import Recorder
 
 from . import microbatch
 from .autograd import pipelined
-from .delivery import Replicas, deliver, gradients_by_stage, hooks_held, trained_parameters
+from .delivery import deliver, hooks_held
 from .executor import Channel, Dataflow, Losses, LossFunction, channels
-from .partition import _split_module, containers, split_by_sizes
+from .partition import _split_module, containers
+from .replicas import Replicas, gradients_by_stage, split_by_sizes, trained_parameters
 from .schedules.catalogue import plan
 from .schedules.schedule import BACKWARD, FORWARD, Action, BuildSchedule, clock_cycles
 from .stage import Stage
@@ -58,7 +59,7 @@ class Pipe(nn.Module):
     """An `nn.Sequential` whose partitions compute different micro-batches at the same time.
 
     ``split_size``: examples per micro-batch of `forward`. ``recorder``: see runtime/recorder.py.
-    ``replicas``: copies of tied parameters on other devices (made by `partition.place_layers`).
+    ``replicas``: copies of tied parameters on other devices (made by `replicas.place_layers`).
     ``recompute``: a mode of runtime/recompute.py.
     ``sizes``: layers per stage; by default a stage ends where the device changes. With ``sizes`` a
     device may have several stages (chunks), for the schedules of chunks.py.

@@ -36,6 +36,7 @@ from runtime.cores import core_slice
 from runtime.graph import memory_of
 from runtime.recompute import Autocast
 
+from .executor import Stopped
 from .streams import Streams
 
 
@@ -149,10 +150,6 @@ def _run(
         torch.get_num_threads()
     up.set()
     worker(in_queue, out_queue, device)
-
-
-class Stopped(BaseException):
-    """Raised in a worker whose call has failed elsewhere; never seen by the caller."""
 
 
 class Crew:

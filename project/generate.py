@@ -69,7 +69,9 @@ from training.export import export
 from training.launch.errors import UserError
 from training.launch.world import choose_device
 from training.seeds import stream
+from training.tasks.cache import Cache
 from training.tasks.generation import continue_all
+from training.tasks.sampling import SamplingCache
 from training.trained import Trained, Whole, load_trained
 
 
@@ -111,9 +113,15 @@ def continuations(
         prompts += [ids] * n
         most += [0 if nothing else min(args.max_new_tokens, trained.max_length - len(ids))] * n
         seeds += [stream(args.seed, "generation", number, sample) for sample in range(n)]
+    device = trained.model.device
+
+    def sampling(batch: Sequence[int]) -> Cache:
+        lengths, longest = [len(prompts[i]) for i in batch], max(most[i] for i in batch)
+        return SamplingCache(lengths, [seeds[i] for i in batch], longest, device)
+
     rows = continue_all(
         Whole(trained.model, args.temperature, args.top_k), prompts, most, stop, len(tokenizer),
-        trained.model.device, args.batch_size, "Generating", seeds if args.temperature else None,
+        device, args.batch_size, "Generating", sampling if args.temperature else None,
     )  # fmt: skip
     found = []
     for i, row in enumerate(rows):

@@ -41,11 +41,12 @@ from pipeline.schedules.schedule import Kind
 from planning import describe
 from planning.cost import GIB, Prediction, PricedStep
 from project.command_line import Parser
+from project.figures.bars import with_error
 from project.figures.compared import Compared, compare_step, micro_batches
 from project.figures.epochs import read_json
 from project.figures.gantt import draw_step
 from project.figures.recorded import Run, speed_up
-from project.figures.style import LINES, picture, readable, with_error
+from project.figures.style import LINES, picture, readable
 from project.plot import describe as in_words
 from project.plot import plot_memory
 from training.files import OPTIONS, SUMMARY, writing

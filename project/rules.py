@@ -17,17 +17,15 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import fields, replace
 from typing import Any
 
-import torch
-
 from runtime.cores import core_slice
-from training.launch.errors import UserError, counted, torchrun, torchrun_world_size, works
+from training.launch.errors import UserError, counted, torchrun_world_size, works
 from training.launch.world import choose_device
 from training.options import Options, spelt
 from training.resume import options_of_checkpoint
 from training.tasks.gpt2 import PRESETS, gpt2_size
-from training.tasks.pretrained import check_pretrained
 from training.tasks.task import steps_of_epoch
 
+from .command_line import is_it
 from .parser import O, shown
 
 SIZES = {"n_train": 5000, "n_validation": 1000, "n_test": 100}  # used of the built-in data
@@ -129,13 +127,9 @@ def rules(args: Options, parts: int, dealt: str = "world_size") -> Iterator[Row]
 def of_recompute(args: Options, one_at_a_time: bool) -> list[Row]:
     """`one_at_a_time`: the backward of each micro-batch comes before the forward of the next."""
     alone = one_at_a_time or args.num_microbatches == 1
-    sharded = args.strategy == "fsdp" or args.zero == 3
     return [
         ("recompute", args.recompute != "except_last" or not alone,
          "every micro-batch is the last one held: nothing would be recomputed",
-         "--recompute always works"),
-        ("recompute", args.recompute != "sqrt" or not sharded,
-         "shards of segments of several layers would be gathered once more",
          "--recompute always works"),
     ]  # fmt: skip
 
@@ -150,59 +144,21 @@ def warmup(args: Options, num_examples: int) -> Row:
     )  # fmt: skip
 
 
-def of_plain_text(args: Options) -> list[Row]:
-    """Plain text has no pairs, and needs a length that leaves a task."""
-    pairs = "it is for pairs of sentences, and this is plain text"
-    return [
-        ("model_max_length", args.model_max_length >= 2,
-         "it needs a token of context and one to predict", "2 or more works"),
-        ("src dataset", args.src == "de", pairs, "leave it out"),
-        ("tgt dataset", args.tgt == "en", pairs, "leave it out"),
-        ("n_test dataset", args.n_test is None, pairs, "leave it out"),
-    ]  # fmt: skip
-
-
 def of_model(args: Options) -> Iterator[Row]:
-    """A GPT-2 that can be built. Also raises what pretrained weights, or their sizes, say."""
+    """A GPT-2 that can be built from scratch."""
     yield (
         "vocab_size", args.vocab_size is None or args.vocab_size >= LEAST_VOCABULARY,
         f"a byte-level vocabulary has at least {LEAST_VOCABULARY} tokens",
         "--vocab_size 2048 works",
     )  # fmt: skip
-    yield "model", args.model != "vgg16", "it is for pictures", "project/train.py ddp trains it"
-    if args.model in PRESETS:
-        gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
-        return
-    for name in ("n_layer", "n_embd", "n_head", "vocab_size"):
-        yield (
-            f"{name} model", getattr(args, name) is None, "pretrained weights have a fixed size",
-            f"only the presets can be changed ({', '.join(PRESETS)})",
-        )  # fmt: skip
-    check_pretrained(args.model, args.model_max_length)
-
-
-def of_gpus(args: Options) -> list[Row]:
-    """Ranks that send each other tensors need a GPU each: NCCL needs it; gloo can sum tensors on a
-    GPU, but neither send nor gather them."""
-    here = torchrun("LOCAL_WORLD_SIZE", args.world_size)  # ranks of this machine
-    on_gpu = choose_device(args.device, 0, here).type == "cuda"
-    gpus = torch.cuda.device_count()
-    fewer = f"--world_size {gpus}" if here == args.world_size else f"--nproc-per-node {gpus}"
-    return [
-        ("strategy world_size device", not on_gpu or here <= gpus,
-         f"{visible(gpus)}, and every rank needs one", f"{fewer}, or --device cpu, works"),
-    ]  # fmt: skip
+    yield (
+        "model", args.model in PRESETS,
+        f"it must be {' or '.join(PRESETS)}{is_it(args.model, PRESETS)}",
+        "project/train.py ddp also takes pretrained weights",
+    )  # fmt: skip
+    gpt2_size(args.model, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head)
 
 
 def visible(gpus: int) -> str:
     """How many GPUs there are, in words."""
     return f"{gpus} GPU{'s are' if gpus > 1 else ' is'} visible"
-
-
-def size_of_model(args: Options, name: str) -> int:
-    """n_layer or n_head of the GPT-2 that the options name, which fulfils `of_model`."""
-    if args.model in PRESETS:
-        return getattr(args, name) or PRESETS[args.model][name]
-    from transformers import AutoConfig  # here: it takes seconds to import
-
-    return getattr(AutoConfig.from_pretrained(args.model), name)

@@ -38,17 +38,11 @@ import torch
 
 from data_parallel.gradients import average_gradients, default_bucket_bytes
 from project import rules
-from project.utils import (
-    announce,
-    finish,
-    read_texts,
-    run_program,
-    save_grad_weights,
-    setup_of,
-    text_task,
-)
+from project.utils import announce, finish, read_pairs, run_program, save_grad_weights, setup_of
 from training.files import OPTIONS, show, write_json
-from training.launch.errors import torchrun
+from training.launch.clocks import clock_offset
+from training.launch.compare_ranks import check_same, run_things
+from training.launch.errors import counted, torchrun
 from training.launch.launch import Settings, launch
 from training.launch.meeting import setup
 from training.launch.world import World, choose_backend
@@ -57,8 +51,9 @@ from training.loop import recipe_of, run, train
 from training.optimization import Optimizers
 from training.results import options_of
 from training.resume import NO_RESUME, Resume, find_resume
-from training.tasks.sequences import SequenceTask
+from training.tasks.sequences import FILES
 from training.tasks.texts import Texts
+from training.tasks.translation import TranslationTask
 from training.workdir import alone_in_workdir, claim_folders
 
 __all__ = ["average_gradients", "main", "run_dp", "setup"]
@@ -89,8 +84,11 @@ def run_dp(
 ) -> None:
     """One rank of the program: trains, evaluates after each epoch, writes its results."""
     resume = resume.of_main(world)  # collective
-    task = text_task(args, world, texts, resume)
-    wanted = setup_of(args, world)
+    task = TranslationTask(args, world, texts, resume.files(FILES) if world.is_main else None)
+    # All ranks go on, or none.
+    check_same(world, run_things(vars(args), task.fingerprints(), task.model_content()))
+    offset = clock_offset(world) if args.timeline else 0.0  # collective
+    wanted = setup_of(args, world, offset=offset)
     model = Replicated(
         task, world, wanted, args.gradient_sync,
         bucket_bytes=max(1, int(min(args.bucket_mb, 2**30) * 2**20)),
@@ -99,14 +97,15 @@ def run_dp(
     if args.pytest:
         write_gradients(world, args, task, model)
         return
-    announce(world, args, model, wanted.timeline)
+    layout = f"{args.strategy}: {counted(args.world_size, 'rank')}"
+    announce(world, args, model, wanted.timeline, layout)
     results = run(world, args, task, model, wanted, model.average_gradients, resume)
     finish(world, results, args)  # collective: rank 0 draws, the others wait
     model.close()
 
 
 def write_gradients(
-    world: World, args: DataParallelOptions, task: SequenceTask, model: Replicated
+    world: World, args: DataParallelOptions, task: TranslationTask, model: Replicated
 ) -> None:
     """An epoch without evaluation; then each rank writes the gradients of its last step, and the
     first one the options."""
@@ -123,7 +122,7 @@ def main() -> None:
     """The program."""
     args = parse_data_parallel(__doc__)
     with alone_in_workdir(args):
-        texts = read_texts(args)  # once, before ranks start; under torchrun by every rank
+        texts = read_pairs(args)  # once, before ranks start; under torchrun by every rank
         resume = find_resume(args, texts.fingerprints()["train"])
         launch(run_dp, Settings.of(args), args, texts, resume)  # returns when all ranks have
 

@@ -37,12 +37,15 @@ if __name__ == "__main__":
 import torch
 
 from project import rules, stage_rules
-from project.utils import announce, finish, read_texts, run_program, setup_of, text_task
-from training.launch.errors import torchrun_world_size
+from project.utils import announce, finish, read_pairs, run_program, setup_of
+from training.launch.errors import counted, torchrun_world_size
 from training.launch.world import World, choose_device
 from training.layouts.threads import BlocksInThreads, StagesInThreads
 from training.loop import run
 from training.resume import find_resume
+from training.tasks.gpt2 import PRESETS
+from training.tasks.sequences import FILES
+from training.tasks.translation import TranslationTask
 from training.workdir import alone_in_workdir, claim_folders
 
 
@@ -109,7 +112,8 @@ def of_pipeline(args: PipelineOptions) -> Iterator[rules.Row]:
     yield from rules.rules(args, 1)
     yield from rules.of_recompute(args, args.schedule == "sequential" or n == 1)
     yield from rules.of_model(args)
-    yield from stage_rules.of_stages(args, "num_devices", n)
+    blocks = args.n_layer or PRESETS[args.model]["n_layer"]
+    yield from stage_rules.of_stages(args, "num_devices", n, blocks)
 
 
 def choose_devices(args: PipelineOptions) -> list[torch.device]:
@@ -122,9 +126,9 @@ def run_pp(args: PipelineOptions, devices: list[torch.device]) -> None:
     """Trains, evaluates after each epoch, writes the results."""
     # The devices cpu:0, cpu:1 are slices of the cores: tensors are on cpu, the first stage's.
     world = World(device=torch.device("cpu") if devices[0].type == "cpu" else devices[0])
-    texts = read_texts(args)
+    texts = read_pairs(args)
     resume = find_resume(args, texts.fingerprints()["train"])
-    task = text_task(args, world, texts, resume)
+    task = TranslationTask(args, world, texts, resume.files(FILES))
     setup = setup_of(args, world, workers="stage")
     model: BlocksInThreads | StagesInThreads
     if args.pipeline == "blocks":
@@ -138,7 +142,11 @@ def run_pp(args: PipelineOptions, devices: list[torch.device]) -> None:
             task, world, setup, devices, args.schedule, args.num_microbatches or 1, args.balance,
             resume.cut, args.chunks,
         )  # fmt: skip
-    announce(world, args, model, setup.timeline)
+    strategy = "one device" if args.strategy == "none" else args.strategy
+    layout = f"{strategy}: {counted(args.num_devices, 'rank' if model.ranks else 'stage')}"
+    if args.num_devices > 1:
+        layout += stage_rules.schedule_in_words(args, model)
+    announce(world, args, model, setup.timeline, layout)
     try:
         results = run(world, args, task, model, setup, resume=resume)
         finish(world, results, args)

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from pipeline.schedules.catalogue import chunks_of
 from training.launch.errors import UserError, counted, works
+from training.layouts.layout import LaidOutModel
+from training.layouts.measure import split_by
 from training.options import Options
-from training.tasks.gpt2 import split_by
 
 from .parser import O
-from .rules import Row, size_of_model
+from .rules import Row
 
 
 def settled_chunks(args: O) -> O:
@@ -22,16 +23,17 @@ def settled_chunks(args: O) -> O:
         raise UserError(f"--{error}") from None
 
 
-def of_stages(args: Options, option: str, n: int, num_layers: int | None = None) -> Iterator[Row]:
+def of_stages(
+    args: Options, option: str, n: int, blocks: int | None, layers: int = 0
+) -> Iterator[Row]:
     """The model must have a layer for each stage of `n` ranks or devices, whose number `option`
-    sets. A model that is not a GPT-2 has `num_layers`."""
-    if num_layers is not None:
-        units, unit, parts = num_layers, "layer", ""
+    sets. It is a GPT-2 of so many blocks, or another model, of so many layers."""
+    if blocks is None:
+        units, unit, parts = layers, "layer", ""
     elif args.balance == "auto" and args.pipeline == "whole":
-        units, unit = 2 * size_of_model(args, "n_layer") + 2, "layer"
-        parts = " (embedding, halves of blocks, head)"
+        units, unit, parts = 2 * blocks + 2, "layer", " (embedding, halves of blocks, head)"
     else:
-        units, unit, parts = size_of_model(args, "n_layer"), "block", ""
+        units, unit, parts = blocks, "block", ""
     stages, chunks = n * args.chunks, args.chunks
     least = 2 if option == "pp" else 1  # 3d has no schedule without stages
     if units >= least * chunks:
@@ -46,3 +48,9 @@ def of_stages(args: Options, option: str, n: int, num_layers: int | None = None)
             split_by(args.balance, units, stages, f"{unit}s")
         except ValueError as error:  # it begins with its own option
             raise UserError(f"--{option} {n} --{error}") from None
+
+
+def schedule_in_words(args: Options, model: LaidOutModel) -> str:
+    """Of several stages, for the first line of a run."""
+    chunks = f", {args.chunks} chunks each, {len(model.ranks)} stages" if model.ranks else ""
+    return f", schedule {model.schedule}{chunks}"

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +54,10 @@ class TrainOptions(Options):
     learning_rate: Positive = UNSET
     """peak rate; default: 1e-3 for gpt2-mini, 3e-4 for vgg16, else 1e-4; with sgd 30 times that"""
     dataset: str = "builtin"
-    """of text as in run_data_parallel.py; of pictures builtin, a folder (Parquet, or train/CLASS/
-    and test/CLASS/), or a hub name"""
+    """of text as in run_data_parallel.py, or a .txt file or folder; of pictures builtin, a folder
+    (Parquet, or train/CLASS/ and test/CLASS/), or a hub name"""
     model: str = "vgg16"
-    """vgg16 on pictures, or gpt2-mini, gpt2, ... on text, as in run_data_parallel.py"""
+    """vgg16 on pictures; gpt2-mini, gpt2, ... on text; or pretrained: a folder, a hub id"""
     dropout: Fraction = 0.0
     cores_per_rank: Count | None = 1
     """CPU cores per process"""
@@ -71,28 +70,35 @@ if __name__ == "__main__":
 
 # The imports below take seconds: --help and mistyped options are answered by now.
 
-from project import rules, stage_rules
-from project.utils import announce, finish, read_texts, run_program, setup_of, text_task
-from tensor_parallel.gpt2 import degrees
+from project import rules, stage_rules, train_rules
+from project.utils import announce, finish, run_program, setup_of
 from training.check import check, outputs_on_main
 from training.files import SUMMARY, write_json
-from training.launch.errors import RunError, counted, torchrun_world_size, works
+from training.launch.clocks import clock_offset
+from training.launch.compare_ranks import check_same, run_things
+from training.launch.errors import RunError, counted, works
 from training.launch.launch import Settings, launch
-from training.launch.world import World, choose_device, on_main
+from training.launch.world import World, on_main
 from training.layouts.choose import lay_out
+from training.layouts.layout import LaidOutModel
 from training.layouts.replicated import Replicated
 from training.loop import run
 from training.profiling import Profile
 from training.resume import NO_RESUME, Resume, find_resume
+from training.tasks.any_text import AnyTexts, load_texts
+from training.tasks.gpt2 import PRESETS
+from training.tasks.language import LanguageTask
 from training.tasks.pictures import PictureSets, load_pictures
+from training.tasks.pretrained import PretrainedLanguage, PretrainedTranslation
+from training.tasks.sequences import FILES, SequenceTask
 from training.tasks.task import TrainingTask
-from training.tasks.texts import Texts
+from training.tasks.texts import SPLITS
+from training.tasks.tokens import TOKENS
+from training.tasks.translation import TranslationTask
 from training.tasks.vgg import VGG, PictureTask
 from training.trackers import close_trackers, trackers_of
 from training.workdir import alone_in_workdir, claim_folders
 
-OF_SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
-VGG_LAYERS = 16
 AXES = {"pipeline": "pp", "model": "pp", "tensor": "tp"}  # all ranks are on one; otherwise on dp
 
 
@@ -103,9 +109,9 @@ def parse_train(description: str | None, argv: Sequence[str] | None = None) -> T
         has = given.strategy in who
         rules.require(given, rules.only(given, typed, names, has, " or ".join(who)))
     args = rules.resumed(settled_axes(given), typed)
-    rules.require(args, only_for(args, typed))
+    rules.require(args, train_rules.only_for(args, typed))
     args = rules.settled(settled_strategy(args))
-    rules.require(args, of_strategy(args))
+    rules.require(args, train_rules.of_strategy(args))
     claim_folders(args)  # last, since it makes folders
     return args
 
@@ -125,11 +131,6 @@ def settled_axes(args: TrainOptions) -> TrainOptions:
     return replace(args, **sizes, workdir=args.workdir or Path(f"workdir/{args.strategy}{name}"))
 
 
-def option_of(args: TrainOptions, axis: str) -> str:
-    """The option that sets the length of an axis on which there are several ranks."""
-    return axis if args.strategy == "3d" else "world_size"
-
-
 def settled_strategy(args: TrainOptions) -> TrainOptions:
     """With the schedule, the cut, and ZeRO's stage."""
     schedule = "gpipe" if args.strategy == "model" else "1f1b"
@@ -140,81 +141,8 @@ def settled_strategy(args: TrainOptions) -> TrainOptions:
     return stage_rules.settled_chunks(args)
 
 
-def only_for(args: TrainOptions, typed: set[str]) -> Iterator[rules.Row]:
-    """The table of options that only some runs have, of any strategy that has them."""
-    text, only = args.model != VGG, partial(rules.only, args, typed)
-    stages = args.strategy != "3d" or args.pp > 1
-    yield from only("schedule chunks balance", stages, "a run with stages", "--pp 2 works")
-    yield from only(
-        "sequence_parallel", args.tp > 1, "a run whose matrices are cut", "--tp 2 works"
-    )
-    yield from only(OF_SENTENCES, text, "a model of sentences, as gpt2-mini,")
-    yield from only("vgg_width", not text, f"--model {VGG}")
-    yield from only("momentum", args.optimizer == "sgd", "--optimizer sgd")
-
-
-def of_strategy(args: TrainOptions) -> Iterator[rules.Row]:
-    """What a strategy and its options ask of each other, and the rules of its parts."""
-    strategy, vgg = args.strategy, args.model == VGG
-    ranks, zero = args.dp * args.pp * args.tp, args.zero if strategy == "3d" else None
-    elastic = torchrun_world_size() is not None  # another host may join later
-    checked = args.check_weights or args.check_output
-    drawn = args.precision == "bf16" or choose_device(args.device, 0, 1).type != "cpu"
-    mesh = "strategy zero dp pp"
-    yield from [
-        ("strategy world_size", args.world_size == ranks,
-         f"dp x pp x tp is {ranks}", f"start {ranks} ranks: --world_size {ranks} works"),
-        ("strategy world_size", strategy != "single" or args.world_size == 1,
-         "single is one process", "ddp takes several"),
-        ("strategy num_microbatches", strategy != "model" or args.num_microbatches in (None, 1),
-         "with more than one it is pipeline", "leave it out"),
-        ("dataset model", not vgg or Path(args.dataset).suffix != ".txt",
-         f"this is text, and {VGG} learns pictures", "--model gpt2-mini works"),
-        ("strategy model", not vgg or args.tp == 1,
-         "only GPT-2's matrices are cut", "--model gpt2-mini works"),
-        (mesh, zero != 2,
-         "3d has no stage 2", "--zero 1 --dp 2 or, without stages, --zero 3 --dp 2 works"),
-        (mesh, zero != 3 or args.pp == 1,
-         "stages keep their parameters", "--zero 1, or --pp 1, works"),
-        (mesh, zero is None or args.dp > 1 or elastic,
-         "it shards over replicas", "--dp 2 works"),
-        ("keep check_weights", args.keep > 0 or not args.check_weights,
-         "it compares the weights that are saved", "--keep 1 works"),
-        ("dropout check_weights", not (args.dropout and checked and drawn),
-         "on a GPU, and in bf16, the plain run drops other activations",
-         "--dropout 0, or --device cpu and --precision fp32, works"),
-    ]  # fmt: skip
-    trackers_of(args)  # refuses one that is not installed
-    yield from rules.rules(args, args.dp, option_of(args, "dp"))
-    yield from rules.of_recompute(args, one_at_a_time=args.pp == 1 or strategy == "model")
-    if not vgg:
-        yield from rules.of_model(args)
-    if args.pp > 1 or strategy in ("pipeline", "model"):
-        layers = VGG_LAYERS if vgg else None
-        yield from stage_rules.of_stages(args, option_of(args, "pp"), args.pp, layers)
-    if args.tp > 1:
-        yield from of_tensor(args)
-    if strategy not in ("single", "ddp"):
-        yield from rules.of_gpus(args)
-
-
-def of_tensor(args: TrainOptions) -> Iterator[rules.Row]:
-    """GPT-2's matrices are cut evenly."""
-    option, heads = option_of(args, "tp"), rules.size_of_model(args, "n_head")
-    divisors = degrees(heads, args.vocab_size or 256)
-    numbers = " or ".join(map(str, divisors[1:])) or "1"
-    # more: the positions that a full sequence lacks for equal parts.
-    length, more = args.model_max_length, -args.model_max_length % args.tp
-    yield from [
-        (f"{option} model", args.tp in divisors,
-         f"its {heads} heads are dealt out evenly", f"--{option} {numbers} works"),
-        ("sequence_parallel model_max_length", not (args.sequence_parallel and more),
-         f"{args.tp} ranks cannot have equal parts", f"--model_max_length {length + more} works"),
-    ]  # fmt: skip
-
-
 def run_rank(
-    world: World, args: TrainOptions, data: Texts | PictureSets, resume: Resume = NO_RESUME
+    world: World, args: TrainOptions, data: AnyTexts | PictureSets, resume: Resume = NO_RESUME
 ) -> None:
     """One rank of the program. Raises RunError if a check finds a difference from one process."""
     task: TrainingTask
@@ -222,10 +150,14 @@ def run_rank(
     if isinstance(data, PictureSets):
         task = PictureTask(args, world, data)
     else:
-        task = text_task(args, world, data, resume)
-    setup = setup_of(args, world)
+        task = text_task(args, world, data, resume.files(FILES) if world.is_main else None)
+    if world.world_size > 1:  # all ranks go on, or none
+        content = task.model_content()
+        check_same(world, run_things(vars(args), task.fingerprints(), content))
+    offset = clock_offset(world) if args.timeline else 0.0  # collective
+    setup = setup_of(args, world, offset=offset)
     model = lay_out(args, task, world, setup, resume.cut)  # all ranks together
-    announce(world, args, model, setup.timeline)
+    announce(world, args, model, setup.timeline, layout_in_words(args, model))
     average = model.average_gradients if isinstance(model, Replicated) else None
     profile = Profile(setup.timeline, args.profile, args.workdir)
     try:
@@ -255,13 +187,50 @@ def run_rank(
     on_main(world, conclude)  # to check, rank 0 trains twice; the others wait
 
 
-def read_data(args: TrainOptions) -> Texts | PictureSets:
+def layout_in_words(args: TrainOptions, model: LaidOutModel) -> str:
+    """For the first line of a run."""
+    layout = f"{args.strategy}: {counted(args.world_size, 'rank')}"
+    if args.strategy == "3d":
+        layout += f", data {args.dp} x pipeline {args.pp} x tensor {args.tp}"
+    if args.sequence_parallel:
+        layout += ", sequence parallel"
+    if args.zero:
+        layout += f", ZeRO stage {args.zero}"
+    return layout + (stage_rules.schedule_in_words(args, model) if args.pp > 1 else "")
+
+
+def text_task(
+    args: TrainOptions, world: World, texts: AnyTexts, files: dict[str, bytes] | None = None
+) -> SequenceTask:
+    """The task of a text: translation or language modelling, from scratch or pretrained weights."""
+    kind: type[SequenceTask]
+    if args.model in PRESETS:
+        kind = LanguageTask if texts.plain else TranslationTask
+    else:
+        kind = PretrainedLanguage if texts.plain else PretrainedTranslation
+    task = kind(args, world, texts, files)
+    rules.require(args, [rules.warmup(args, len(task.examples["train"]))])
+    return task
+
+
+def read_texts(args: TrainOptions) -> AnyTexts:
+    """Pairs or documents. Raises UserError if they cannot be read or are too few."""
+    sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
+    texts = load_texts(args.dataset, args.src, args.tgt, sizes, args.dp, args.workdir / TOKENS)
+    if texts.plain:  # its steps are known after tokenization
+        rules.require(args, train_rules.of_plain_text(args))
+    else:
+        rules.require(args, [rules.warmup(args, len(texts.splits["train"]))])
+    return texts
+
+
+def read_data(args: TrainOptions) -> AnyTexts | PictureSets:
     """Pictures or texts, as the model needs. Raises UserError if there are none, or fewer than
     ranks."""
     if args.model != VGG:
         return read_texts(args)
     pictures = load_pictures(args.dataset, args.n_train, args.n_validation, seed=1234)
-    fewest, option = min(len(pictures.train), len(pictures.test)), option_of(args, "dp")
+    fewest, option = min(len(pictures.train), len(pictures.test)), train_rules.option_of(args, "dp")
     rules.require(args, [
         (f"{option} dataset", fewest >= args.dp,
          f"it has {counted(fewest, 'picture')}, and each rank needs one",

@@ -35,13 +35,9 @@ from training.layouts.layout import LaidOutModel, Setup
 from training.loop import evaluate_loss, train
 from training.options import Options
 from training.results import Results
-from training.resume import Resume
 from training.tasks.generation import evaluate_bleu
-from training.tasks.language import LanguageTask
-from training.tasks.sequences import FILES, SequenceTask
-from training.tasks.texts import SPLITS, Texts, load_texts
-from training.tasks.tokens import TOKENS, collate_batch, get_tokenizer
-from training.tasks.translation import TranslationTask
+from training.tasks.texts import SPLITS, Texts, load_pairs
+from training.tasks.tokens import collate_batch, get_tokenizer
 from training.timeline import Timeline
 
 __all__ = [
@@ -60,27 +56,17 @@ def save_grad_weights(model: nn.Module, rank: int) -> Path:
     return path
 
 
-def read_texts(args: Options) -> Texts:
-    """The pairs or documents of a run. Raises UserError if they cannot be read or are too few."""
+def read_pairs(args: Options) -> Texts:
+    """The pairs of a run. Raises UserError if they cannot be read or are too few."""
     sizes = {split: getattr(args, f"n_{split}") for split in SPLITS}
-    texts = load_texts(args.dataset, args.src, args.tgt, sizes, args.dp, args.workdir / TOKENS)
-    if texts.plain:  # its steps are known after tokenization
-        rules.require(args, rules.of_plain_text(args))
-    else:
-        rules.require(args, [rules.warmup(args, len(texts.splits["train"]))])
+    texts = load_pairs(args.dataset, args.src, args.tgt, sizes, args.dp)
+    rules.require(args, [rules.warmup(args, len(texts.splits["train"]))])
     return texts
 
 
-def text_task(args: Options, world: World, texts: Texts, resume: Resume) -> SequenceTask:
-    """The task of a text: translation, or language modelling."""
-    kind = LanguageTask if texts.plain else TranslationTask
-    task = kind(args, world, texts, resume.files(FILES) if world.is_main else None)
-    rules.require(args, [rules.warmup(args, len(task.examples["train"]))])
-    return task
-
-
-def setup_of(args: Options, world: World, workers: str = "rank") -> Setup:
-    """What the options ask of a layout. Sets how this process' GPU multiplies."""
+def setup_of(args: Options, world: World, workers: str = "rank", offset: float = 0.0) -> Setup:
+    """What the options ask of a layout. Sets how this process' GPU multiplies. `workers` and
+    `offset` are of the `Timeline`."""
     if world.device.type == "cuda":  # torch's own default has tf32 in convolutions alone
         exact = "tf32" if args.precision == "tf32" else "ieee"
         torch.backends.cuda.matmul.fp32_precision = exact
@@ -88,7 +74,7 @@ def setup_of(args: Options, world: World, workers: str = "rank") -> Setup:
     steps = args.timeline + 1 if args.timeline else 0  # pictures leave out the first step
     timeline = Timeline(
         world.rank, world.world_size, num_steps=steps, workers=workers, device=world.device,
-        about={"strategy": args.strategy}, last=world.last,
+        about={"strategy": args.strategy}, last=world.last, offset=offset,
     )  # fmt: skip
     return Setup(
         # Each rank makes its optimizer, of the parameters or shards that it holds.
@@ -97,29 +83,16 @@ def setup_of(args: Options, world: World, workers: str = "rank") -> Setup:
     )  # fmt: skip
 
 
-def announce(world: World, args: Options, model: LaidOutModel, timeline: Timeline) -> None:
-    """Prints, on rank 0, the layout and the length of the run; and tells them to the timeline."""
+def announce(
+    world: World, args: Options, model: LaidOutModel, timeline: Timeline, layout: str
+) -> None:
+    """Prints, on rank 0, the layout, in words, and the length of the run; and tells them to the
+    timeline."""
     m = args.num_microbatches or model.num_microbatches
     timeline.about |= {"schedule": model.schedule, "num_microbatches": m, "ranks": model.ranks}
-    n = args.num_devices or args.world_size
-    staged = args.num_devices is not None and not model.ranks  # a stage each
-    facts = [counted(n, "stage" if staged else "rank")]
-    if args.strategy == "3d":
-        facts.append(f"data {args.dp} x pipeline {args.pp} x tensor {args.tp}")
-    if args.sequence_parallel:
-        facts.append("sequence parallel")
-    if args.zero:
-        facts.append(f"ZeRO stage {args.zero}")
-    if model.schedule is not None and (args.num_devices or args.pp) > 1:  # several stages
-        facts.append(f"schedule {model.schedule}")
-        if model.ranks:
-            facts.append(f"{args.chunks} chunks each, {len(model.ranks)} stages")
-    facts.append(f"micro-batches: {m or 'automatic'}")
     n, unit = (args.num_batches, "step") if args.num_batches else (args.n_epochs, "epoch")
-    facts.append(counted(n, unit))
     if world.is_main:
-        strategy = "one device" if args.strategy == "none" else args.strategy
-        show(f"{strategy}: {', '.join(facts)}")
+        show(f"{layout}, micro-batches: {m or 'automatic'}, {counted(n, unit)}")
 
 
 def make_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

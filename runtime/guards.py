@@ -12,8 +12,8 @@ refuses after each call
   costs nothing;
 - a change of a buffer, where the layer will run again for its backward.
 
-Other functions refuse, before any layer runs, hooks on modules that are never called, hooks on the
-gradient of a parameter that no rank has whole, and gradients of what is given and not trained.
+Other functions refuse, before any layer runs, hooks on modules that are never called, and gradients
+of what is given and not trained.
 
 Cost of a guard: about 0.4 us per operator of the graph; a copy of the buffers, if it runs again.
 """
@@ -189,18 +189,6 @@ def refuse_gradient(value: Any, what: str, instead: str) -> None:
             f"{what} requires grad, and its gradient would be lost: {instead}; or detach() it, if "
             "no gradient is wanted"
         )
-
-
-def refuse_gradient_hooks(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """ValueError if one of the named parameters has a hook on its gradient."""
-    for name, p in parameters:
-        if p._backward_hooks or p._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"the parameter {name} has a hook on its gradient, which would never run: each "
-                "rank has the sum of a part of the gradient, and none has it whole. Change the "
-                "grad of the shards between finish_gradients() and optimizer_step(), or use "
-                "DistributedDataParallel"
-            )
 
 
 def refuse_hooks(uncalled: Iterable[tuple[str, nn.Module]]) -> None:

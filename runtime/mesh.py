@@ -19,8 +19,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-CHECKPOINTS = "checkpoints"  # the description of a group in which ranks wait for disks
-
 
 class Axis(NamedTuple):
     """This rank's coordinate on one axis: `rank` of `size`, and the `group` of the ranks that
@@ -67,13 +65,6 @@ def make_mesh(dp: int, pp: int, tp: int, timeout: float) -> Mesh:
                 messages = messages or between
     data, pipeline, tensor = axes
     return Mesh(data, pipeline, tensor, messages)
-
-
-def limit_waits(seconds: float) -> None:
-    """From now on this rank waits so long for another, except in the groups of checkpoints."""
-    for group in dist.distributed_c10d._world.pg_map:
-        if group.group_desc != CHECKPOINTS:
-            group.set_timeout(timedelta(seconds=seconds))
 
 
 def message_groups(members: Sequence[int], timeout: float) -> list[dist.ProcessGroup]:

@@ -28,16 +28,14 @@ make its gradients wrong, so `NoDraws` refuses. It sees only calls from Python; 
 makes none.
 
 CUDA keeps its fused kernels: the *device's* default generator is seeded before the first draw of an
-action and restored after it. Only one worker uses a device. A layer may seed a draw itself: inside
-`drawing` the stage's seed is not used (dropout.py).
+action and restored after it. Only one worker uses a device. A layer may seed a draw itself
+(seeded_draws.py): there the stage's seed is not used.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -47,6 +45,8 @@ from torch._ops import OpOverloadPacket
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime.seeded_draws import mixed
 
 _DRAW_NOTHING: set[Any] = {  # for speed only: a missing entry does no harm
     F.layer_norm, F.group_norm, F.batch_norm, F.relu, F.silu, F.softmax, F.log_softmax,
@@ -73,15 +73,6 @@ class StepSeed:
                 source = default.clone_state() if self._peek else default  # the clone advances
                 self._value = int(torch.randint(2**62, (), generator=source, device="cpu"))
             return self._value
-
-
-@contextlib.contextmanager
-def drawing(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, kernels draw from the device's default generator, seeded with ``seed``; a stage's own
-    seeds do not count here. Seeding is the host's work: no kernel runs, and nobody waits."""
-    with torch._C.DisableTorchFunction(), torch.accelerator.device_index(device.index):
-        torch.get_device_module(device).manual_seed(seed)
-        yield
 
 
 class StageRandomness(TorchFunctionMode):
@@ -191,11 +182,3 @@ def _draws(overload: Any) -> bool:
 
 def _is_tagged(overload: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in overload.tags
-
-
-def mixed(number: int, place: int, index: int) -> int:
-    """A well-spread 63-bit seed (the finaliser of splitmix64); ``index`` is below 2^32."""
-    z = (number + 0x9E3779B97F4A7C15 * ((place << 32) + index + 1)) % 2**64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return (z ^ z >> 31) >> 1

@@ -38,7 +38,6 @@ from itertools import pairwise
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 T = TypeVar("T")
 MODES = ("never", "always", "except_last", "sqrt", "layers")
@@ -80,25 +79,4 @@ class Autocast:
             for kind, dtype, enabled in self._before:
                 if enabled or torch.is_autocast_enabled(kind):  # on then, or off then and on now
                     stack.enter_context(torch.autocast(kind, dtype, enabled))
-            yield
-
-
-class SameDraws:
-    """Inside the first ``with draws.entered():`` torch draws as usual; later ones draw the same
-    again, and restore the generators at the end. Not for threads, which share the CPU generator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._gpus = [device] if device.type == "cuda" else []
-        self._states: list[Tensor] = []  # of the generators at the first entry, the CPU's first
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        if not self._states:
-            self._states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
-            yield
-            return
-        with torch.random.fork_rng(self._gpus):
-            torch.set_rng_state(self._states[0])
-            for gpu, state in zip(self._gpus, self._states[1:], strict=True):
-                torch.cuda.set_rng_state(state, gpu)
             yield

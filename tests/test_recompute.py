@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data_parallel.fsdp import FullyShardedDataParallel
+from data_parallel.gathered_layer import SameDraws
 from pipeline.pipe import Pipe
 from pipeline.stage import Stage
-from runtime.recompute import SameDraws, segments
+from runtime.recompute import segments
 from tests.pipeline.pipeline_models import (
     Call,
     assert_same_bits,

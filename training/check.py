@@ -40,10 +40,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.checkpoint import newest, weights_of
+from training.checkpoint import newest
 from training.files import CHECKPOINTS
 from training.options import Options
 from training.progress import moving
+from training.weights import weights_of
 
 from .launch.world import World, gather_over_ranks
 from .layouts.layout import LaidOutModel, Setup

@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.mesh import CHECKPOINTS
+from runtime.waits import CHECKPOINTS
 from training.files import json_text, writing
 
 from .launch.errors import UserError
@@ -124,18 +124,6 @@ def _blank(p: Tensor, slots: Mapping[str, Any], fused: bool | None) -> dict[str,
         number = torch.zeros((), dtype=t.properties.dtype, device=device)
         state[slot] = torch.zeros_like(p) if t.size else number
     return state
-
-
-def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Every weight by name, whole, in this process."""
-    found = {
-        name.removeprefix("model."): torch.empty(t.size, dtype=t.properties.dtype)
-        for name, t in checkpoint.tensors.items()
-        if name.startswith("model.")
-    }
-    pieces = [whole(name, t) for name, t in found.items()]
-    Saver(checkpoint.folder.parent).load(checkpoint, _named("model", pieces))
-    return found
 
 
 def _named(prefix: str, pieces: Iterable[Piece]) -> list[Piece]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
@@ -31,9 +32,9 @@ from training.options import Options
 from training.progress import moving
 from training.results import NOTHING_YET, Results, Totals
 from training.seeds import stream
+from training.timeline import Timeline
 
 from .launch import notice
-from .launch.compare_ranks import check_replicas, check_same, run_things
 from .launch.errors import RunError
 from .launch.world import World
 from .layouts.layout import LaidOutModel, Setup
@@ -196,71 +197,89 @@ def run(
     trackers: Sequence[Tracker] = (),
 ) -> Results:
     """Trains from scratch or from a checkpoint; evaluates after every epoch."""
-    check_same(world, run_things(vars(args), task.fingerprints()))  # all ranks go on, or none
     optimizer = Optimizers(
         model.optimizers, recipe_of(args, task), world, counted=model.counted, run=model.run
     )
     results = Results(world, args, task, model)
     saving = Saving(world, args, task, model, optimizer)
     before = saving.restore(resume)
-    check_replicas(world, model.whole_parameters(), "at the start")  # after weights were loaded
-    notes = [*setup.notes(world.device), *resume.notes]
+    model.check_replicas("at the start")  # after weights were loaded
     total, per_epoch = num_steps(args, task), task.steps_per_epoch
     done = optimizer.steps  # by the run that is resumed
     # An epoch's last checkpoint precedes its evaluation, so a resumed run evaluates it again.
     first = max(0, done - 1) // per_epoch
-    results.begin(notes, resumed=done > 0)
-    note, setup.timeline.last.step = setup.timeline.last.note, done + 1
+    results.begin([*setup.notes(world.device), *resume.notes], resumed=done > 0)
     # After `begin`, which has moved old files away.
     metrics = Metrics(world, args, model, done, trackers)
-    whole_epochs = args.num_batches is None
-
-    def after_step(totals: Totals, seconds: float) -> None:
-        model.limit_waits(step_timeout(args, world, seconds))
-        epoch = (optimizer.steps - 1) // per_epoch
-        metrics.add_step(epoch, optimizer, seconds)
-        asked = optimizer.counts[2] > 0  # on some rank
-        # After the metrics: metrics.jsonl has what a checkpoint has done.
-        saving.after_step(epoch, totals, asked)
-        if asked:
-            raise notice.Ended
-        if setup.timeline.recording and setup.timeline.complete:
-            setup.timeline.save(args.workdir)  # at once: the run may be interrupted later
-        note("next batch")
-        setup.timeline.last.step = optimizer.steps + 1
-
+    setup.timeline.last.step = done + 1
+    epochs = _Epochs(setup.timeline, optimizer, results, saving, metrics, average_gradients_fn)
     with notice.heeded(args.on_signal), saving.before_the_end():
-        if whole_epochs and done == 0 and not args.benchmark_only:
-            note("evaluation")
+        if args.num_batches is None and done == 0 and not args.benchmark_only:
+            setup.timeline.last.note("evaluation")
             results.say_start(*_evaluate(results, "before the first step"))
         for epoch in range(first, -(-total // per_epoch)):  # the last one may be cut short
             length = min(per_epoch, total - epoch * per_epoch)  # steps of this epoch
-            steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
-            ahead = Ahead(islice(steps, length - before.steps))  # none if all are done
-            steps = setup.timeline.over(seeded(ahead, model, args.seed, optimizer.steps))
-            totals = train(
-                model, optimizer, steps, f"Epoch {epoch + 1}", world.rank, average_gradients_fn,
-                length, before, after_step, ahead.prepare,
-            )  # fmt: skip
-            model.limit_waits(args.timeout)
-            note("checkpoint")
-            saving.save(epoch, totals)  # before the evaluation, which can be repeated
-            note("comparison of replicas")
-            check_replicas(world, model.whole_parameters(), f"in epoch {epoch + 1}")
-            note("evaluation")
-            # After so few steps it does not translate yet.
-            few = task.score_name == "BLEU" and not whole_epochs and total < per_epoch
-            found: tuple[float, Score | None] = (math.nan, None)
-            if not args.benchmark_only:
-                found = _evaluate(results, f"after epoch {epoch + 1}", score=not few)
-            result = results.end_epoch(epoch, totals, *found)
-            metrics.add_evaluation(optimizer.steps, epoch, result)
+            epochs.run(epoch, length, before)
             before = NOTHING_YET  # only the first epoch was begun by an earlier run
     saving.close()  # waits for what is written in the background
     if not setup.timeline.complete:  # the run was shorter
         setup.timeline.save(args.workdir)
     results.summarize()
     return results
+
+
+@dataclass(frozen=True)
+class _Epochs:
+    """The epochs of a run, and what they leave behind. All ranks call the methods together."""
+
+    timeline: Timeline
+    optimizer: Optimizers
+    results: Results
+    saving: Saving
+    metrics: Metrics
+    average_gradients_fn: Callable[[nn.Module], None] | None
+
+    def run(self, epoch: int, length: int, before: Totals) -> None:
+        """Trains an epoch of so many steps, of which those in `before` are done; then saves,
+        compares the replicas, and evaluates."""
+        world, args = self.results.world, self.results.args
+        task, model, note = self.results.task, self.results.model, self.timeline.last.note
+        steps = task.steps(epoch, model.part, model.parts, model.num_microbatches, before.steps)
+        ahead = Ahead(islice(steps, length - before.steps))  # none if all are done
+        steps = self.timeline.over(seeded(ahead, model, args.seed, self.optimizer.steps))
+        totals = train(
+            model, self.optimizer, steps, f"Epoch {epoch + 1}", world.rank,
+            self.average_gradients_fn, length, before, self._after_step, ahead.prepare,
+        )  # fmt: skip
+        model.limit_waits(args.timeout)
+        note("checkpoint")
+        self.saving.save(epoch, totals)  # before the evaluation, which can be repeated
+        note("comparison of replicas")
+        model.check_replicas(f"in epoch {epoch + 1}")
+        note("evaluation")
+        # After so few steps it does not translate yet.
+        few = task.score_name == "BLEU" and (args.num_batches or math.inf) < task.steps_per_epoch
+        found: tuple[float, Score | None] = (math.nan, None)
+        if not args.benchmark_only:
+            found = _evaluate(self.results, f"after epoch {epoch + 1}", score=not few)
+        result = self.results.end_epoch(epoch, totals, *found)
+        self.metrics.add_evaluation(self.optimizer.steps, epoch, result)
+
+    def _after_step(self, totals: Totals, seconds: float) -> None:
+        """Raises Ended if a rank was given notice."""
+        world, args, model = self.results.world, self.results.args, self.results.model
+        model.limit_waits(step_timeout(args, world, seconds))
+        epoch = (self.optimizer.steps - 1) // self.results.task.steps_per_epoch
+        self.metrics.add_step(epoch, self.optimizer, seconds)
+        asked = self.optimizer.counts[2] > 0  # on some rank
+        # After the metrics: metrics.jsonl has what a checkpoint has done.
+        self.saving.after_step(epoch, totals, asked)
+        if asked:
+            raise notice.Ended
+        if self.timeline.recording and self.timeline.complete:
+            self.timeline.save(args.workdir)  # at once: the run may be interrupted later
+        self.timeline.last.note("next batch")
+        self.timeline.last.step = self.optimizer.steps + 1
 
 
 def _evaluate(results: Results, when: str, score: bool = True) -> tuple[float, Score | None]:

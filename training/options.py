@@ -116,7 +116,7 @@ class Data:
     """data"""
 
     dataset: str = "builtin"
-    """builtin, a folder (train.de ...), a JSONL, CSV, Parquet or .txt file, a hub name"""
+    """builtin, a folder (train.de ...), a JSONL, CSV or Parquet file, a hub name"""
     n_train: Size = None
     """training examples at most, or all; default: 5000 of builtin, else all"""
     n_validation: Size = None
@@ -138,8 +138,8 @@ class Architecture:
     """model"""
 
     model: str = "auto"
-    """gpt2-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl from scratch, or a folder or hub id with
-    weights; auto: gpt2 on a GPU, gpt2-mini without"""
+    """gpt2-mini, gpt2, gpt2-medium, gpt2-large or gpt2-xl, from scratch; auto: gpt2 on a GPU,
+    gpt2-mini without"""
     n_layer: Count | None = None
     """blocks, instead of the preset's"""
     n_embd: Count | None = None

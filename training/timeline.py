@@ -21,20 +21,17 @@ the timeline is `recording`.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from runtime.recorder import acting
 from training.files import write_text
 
-from .launch.last_actions import LastAction
-from .launch.world import World, gather_over_ranks
+from .launch.world import LastAction, World, gather_over_ranks
 
 T = TypeVar("T")
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -52,7 +49,6 @@ KINDS = {  # kind: its name, and its lane
     "reduce_scatter": ("reduce-scatter", COMMUNICATION),
     "barrier": ("wait for all ranks", COMMUNICATION),
 }
-CLOCK_ROUNDS = 20
 
 
 class Event(NamedTuple):
@@ -71,47 +67,18 @@ class Event(NamedTuple):
         return KINDS[self.kind][1]
 
 
-def clock_offset(rank: int, world_size: int) -> float:
-    """Seconds to add to this rank's `time.perf_counter` to get rank 0's. All ranks call it.
-
-    Cristian, "Probabilistic clock synchronization" (1989): rank r asks rank 0 for its time, and
-    assumes that it was read in the middle of the round trip; the error is at most half of that. Of
-    20 round trips the shortest is used. An offset below its error counts as 0, as on one machine.
-    """
-    if world_size == 1:
-        return 0.0
-    message = torch.zeros(1, dtype=torch.float64)  # a clock, in seconds
-    if rank == 0:
-        for other in range(1, world_size):  # one after the other; those behind wait
-            for _ in range(CLOCK_ROUNDS):
-                dist.recv(message, other)  # its question; the content does not matter
-                message.fill_(time.perf_counter())
-                dist.send(message, other)
-        return 0.0
-    trips = []
-    for _ in range(CLOCK_ROUNDS):
-        start = time.perf_counter()
-        dist.send(message, 0)
-        dist.recv(message, 0)
-        theirs = message.item()
-        end = time.perf_counter()
-        trips.append((end - start, theirs - (start + end) / 2))
-    round_trip, offset = min(trips)  # of the shortest trip
-    return offset if abs(offset) > round_trip / 2 else 0.0
-
-
 class Timeline:
     """The recorder of one rank: call it with (kind, stage or layer, micro-batch, start, end), in
     seconds of `time.perf_counter`, from any thread.
 
     Args:
-        rank, world_size: who this is. All ranks must make their Timeline together: they compare
-            their clocks over the default process group.
+        rank, world_size: who this is.
         num_steps: how many steps are recorded; None: all, and what comes before them.
         workers: `rank`, or `stage` if stages are threads of one rank: the rows of a picture.
         device: of this rank; `span` waits for its kernels.
         about: facts for a picture: strategy, schedule, num_microbatches ...
         last: where every action is noted as it begins, also while nothing is recorded.
+        offset: seconds from this rank's clock to rank 0's (launch/clocks.py).
 
     `recording` says whether an event would be kept now; callers need not time anything else.
     """
@@ -126,6 +93,7 @@ class Timeline:
         device: torch.device | None = None,
         about: Mapping[str, Any] | None = None,
         last: LastAction | None = None,
+        offset: float = 0.0,
     ) -> None:
         self.last = last or LastAction()
         # Of a profiler: around every action, and after every step.
@@ -135,7 +103,7 @@ class Timeline:
         self.device = device or torch.device("cpu")
         self.about = dict(about or {})
         self.recording = num_steps is None
-        self.offset = 0.0 if num_steps == 0 else clock_offset(rank, world_size)
+        self.offset = offset
         self._num_steps = num_steps
         self._step, self._begun = 0, 0  # which step this is; how many were recorded
         self._events: list[Event] = []

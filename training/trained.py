@@ -18,14 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from runtime.meta import materialize, names_of
-from training.checkpoint import MANIFEST, Checkpoint, names, newest, open_checkpoint, weights_of
+from training.checkpoint import MANIFEST, Checkpoint, names, newest, open_checkpoint
 from training.files import CHECKPOINTS, OPTIONS
+from training.weights import weights_of
 
 from .launch.errors import UserError
 from .tasks.cache import Cache
-from .tasks.generation import greedy, sample
+from .tasks.generation import greedy
 from .tasks.gpt2 import gpt2_layers, newest_tokens
 from .tasks.pretrained import check_pretrained, first_sentence
+from .tasks.sampling import SamplingCache, sample
 from .tasks.tokens import TOKENIZER_FILES, load_tokenizer
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
@@ -58,7 +60,7 @@ class Whole:
     """A model in this process that continues sentences; see `training.tasks.generation.Decoder`.
 
     Args:
-        temperature: 0 takes the most probable token; see `training.tasks.generation.sample`.
+        temperature: 0 takes the most probable token; see `training.tasks.sampling.sample`.
     """
 
     def __init__(self, model: Any, temperature: float = 0.0, top_k: int | None = None) -> None:
@@ -68,9 +70,9 @@ class Whole:
     def next_tokens(self, ids: Tensor, cache: Cache, num_tokens: int) -> Tensor:
         """The next token of each sentence."""
         logits = self.layers(newest_tokens(ids, cache))  # [B, V]
-        if cache.chances is None or not self.temperature:
-            return greedy(logits, num_tokens)
-        return sample(logits, num_tokens, cache.chances, self.temperature, self.top_k)
+        if isinstance(cache, SamplingCache):
+            return sample(logits, num_tokens, cache.chances, self.temperature, self.top_k)
+        return greedy(logits, num_tokens)
 
     def end(self, turn: Callable[[], None]) -> None:
         """Waits for nobody."""

@@ -43,14 +43,6 @@ V_SHAPED = ("zbv", "vhalf", "vmin")
 ONE_EACH = tuple(name for name in SCHEDULES if name not in ("interleaved", *V_SHAPED))
 
 
-def in_words(num_ranks: int, chunks: int = 1) -> str:
-    """`2 stages`, of one per rank; of several `2 ranks, 2 chunks each, 4 stages`."""
-    if chunks == 1:
-        return f"{num_ranks} stage{'s' * (num_ranks > 1)}"
-    ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
-    return f"{ranks}, {chunks} chunks each, {num_ranks * chunks} stages"
-
-
 def chunks_of(name: str, chunks: int | None = None) -> int:
     """The stages per rank of the schedule called ``name``: ``chunks``, or its own number.
 

@@ -8,16 +8,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from pipeline.schedules.catalogue import find, in_words
-from pipeline.schedules.schedule import (
-    FORWARD,
-    Action,
-    as_text,
-    bubble,
-    clocks,
-    name_of,
-    peak_alive,
-)
+from pipeline.schedules.catalogue import find
+from pipeline.schedules.printed import as_text, bubble, in_words, name_of, peak_alive
+from pipeline.schedules.schedule import FORWARD, Action, clocks
 from planning.simulate import Simulation, Simulator, Work
 from training.launch.errors import UserError
 from training.timeline import COMMUNICATION, KINDS, Event

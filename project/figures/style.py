@@ -64,15 +64,6 @@ def readable(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
-def with_error(mean: float, std: float, plus_minus: str = " ± ") -> str:
-    """A mean with as many digits as its standard deviation, which has one, or whole ones: 8.80 ±
-    0.04, 5,748 ± 133. Without a deviation `readable`."""
-    if not std:
-        return readable(mean)
-    digits = min(4, max(0, -math.floor(math.log10(std))))
-    return f"{mean:,.{digits}f}{plus_minus}{std:,.{digits}f}"
-
-
 def plot_training(path: Path, workdirs: Sequence[Path], foot: str) -> Path:
     """Draws losses and score of runs after each epoch: a panel per result, a curve per run. Returns
     the path. Raises UserError if results are missing."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.randomness import drawing
+from runtime.seeded_draws import drawing
 from tests.device.seen import watch
 from tests.device.session import NCCL, on_device, ranks
 from tests.equivalence.compare import check, laid_out

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 
 from pipeline.executor import Dataflow
-from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
+from pipeline.replicas import place_layers
 from pipeline.schedules import schedule as sched
 from tests.pipeline.pipeline_models import (
     STEPS,

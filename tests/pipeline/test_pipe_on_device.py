@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
+from pipeline.replicas import place_layers
 from tests.data_parallel.sharded_models import tied
 from tests.device.seen import watch
 from tests.device.session import on_device

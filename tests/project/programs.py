@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from project import run_data_parallel, run_pipeline, train
-from project.utils import read_texts
+from project.utils import read_pairs
 from tests.ranks import Ranks
-from training.checkpoint import newest, weights_of
+from training.checkpoint import newest
 from training.launch.errors import RunError
 from training.launch.world import World, choose_device
 from training.results import Totals
 from training.resume import Saving, find_resume
-from training.tasks.texts import END
+from training.tasks.any_text import END
+from training.weights import weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
@@ -104,7 +105,7 @@ def on_rank(
             if program == "run_pipeline":
                 run_pipeline.run_pp(args, run_pipeline.choose_devices(args))
                 return printed.getvalue(), None
-            data = train.read_data(args) if program == "train" else read_texts(args)
+            data = train.read_data(args) if program == "train" else read_pairs(args)
             resume = find_resume(args, data.fingerprints()["train"])
             work = train.run_rank if program == "train" else run_data_parallel.run_dp
             work(world, args, data, resume)  # type: ignore[arg-type]

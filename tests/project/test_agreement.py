@@ -84,8 +84,9 @@ def test_hosts_need_no_common_folder(ranks: Ranks) -> None:
 
 def test_what_hosts_may_choose_is_not_compared() -> None:
     options = {field.name: 0 for kind in KINDS for field in fields(kind)}
-    compared = run_things(options, {"test": "x"})
-    assert compared.pop("the test data") == b"x" and set(compared.values()) == {b"0"}
+    compared = run_things(options, {"test": "x"}, b"y")
+    assert (compared.pop("the test data"), compared.pop("the model")) == (b"x", b"y")
+    assert set(compared.values()) == {b"0"}
     assert {f"--{name}" for name in options} - compared.keys() == {
         "--workdir", "--dataset", "--model", "--device", "--cores_per_rank", "--timeout",
         "--master_port",

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from project.utils import read_texts, run_program
+from project.utils import read_pairs, run_program
 from tests.project.conftest import write_pairs
 from tests.project.programs import FLOW, KINDS, PROGRAMS, TINY, names_in, parse, run
 from training.launch.errors import UserError, counted
@@ -34,7 +34,7 @@ def no_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for program in ("run_data_parallel", "train"):
         monkeypatch.setattr(f"project.{program}.launch", begin)
-    monkeypatch.setattr("project.run_pipeline.text_task", begin)
+    monkeypatch.setattr("project.run_pipeline.TranslationTask", begin)
 
 
 def ended(line: str, capfd: pytest.CaptureFixture[str]) -> tuple[Any, str]:
@@ -109,7 +109,8 @@ train 3d --dp 4 --batch_size 3 => each rank needs an example; --dp 1 to 3 works
 train ddp --momentum 0.5 => only --optimizer sgd has it
 train ddp --model gpt2-mini --vgg_width 8 => only --model vgg16 has it
 train ddp --n_layer 2 => only a model of sentences, as gpt2-mini, has it; leave it out
-dp --dataset a.txt --n_test 8 => it is for pairs of sentences, and this is plain text; leave it out
+train ddp --model gpt2-mini --dataset a.txt --n_test 8 => and this is plain text; leave it out
+dp --dataset a.txt => plain text, and the program translates; project/train.py ddp --model gpt2-mini
 dp --dataset empty.jsonl => it is empty; --dataset builtin needs neither files nor network
 train ddp --model gpt2-mini --dropout 0.1 --precision bf16 --check_weights => in bf16, the
 train ddp --model gpt2-mini --check_weights --keep 0 => weights that are saved; --keep 1 works
@@ -121,14 +122,15 @@ dp --n_train 33 --batch_size 8 --n_epochs 2 --warmup_steps 10 => last; --warmup_
 dp --src fr => it has no train.fr; --dataset builtin has --src de --tgt en, and the reverse
 dp --dataset builtin --n_test 1 => test has 1 pair with text on both sides, and a run of 2 ranks
 # models
-dp --model vgg16 => it is for pictures; project/train.py ddp trains it
+dp --model vgg16 => it must be gpt2-mini or gpt2 or gpt2-medium or gpt2-large or gpt2-xl; project/train.py ddp also takes pretrained weights
 dp --n_head 3 => the heads must divide the width; --n_head 2 works
 dp --vocab_size 258 => a byte-level vocabulary has at least 259 tokens; --vocab_size 2048 works
 train ddp --model gpt/3 => neither a preset (gpt2-mini, gpt2,
 train ddp --model gpt2-min => there is no such model; is it gpt2-mini?
-dp --model ./nowhere/model => there is no such folder, and no name on the hub is so
-dp --model empty --n_layer 2 => pretrained weights have a fixed size; only the presets can be ch
-dp --model empty => with a GPT-2 and its tokenizer (ValueError Unrecognized
+pp --model gpt2-min => or gpt2-xl; is it gpt2-mini?; project/train.py ddp also takes pretrained
+train ddp --model ./nowhere/model => there is no such folder, and no name on the hub is so
+train ddp --model empty --n_layer 2 => pretrained weights have a fixed size; only the pres
+train ddp --model empty => with a GPT-2 and its tokenizer (ValueError Unrecognized
 # folders
 dp --workdir taken => another run is writing there; --workdir taken_2 works
 """
@@ -245,7 +247,7 @@ def test_what_a_resume_may_change(made: Path) -> None:
     every = {field.name for kind in KINDS for field in fields(kind)}
     assert every > DECIDE and sorted(every - DECIDE) == MAY_CHANGE.split()
     line = f"{MADE} --workdir {made} --resume "
-    fingerprint = read_texts(parse(DP + line)).fingerprints()["train"]
+    fingerprint = read_pairs(parse(DP + line)).fingerprints()["train"]
     for change in (
         "--n_epochs 50", "--save_every 7", "--keep 5", "--timeout 5", "--gradient_sync flat",
         "--num_microbatches 2", "--on_nan skip", "--world_size 4",

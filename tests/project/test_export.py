@@ -18,13 +18,13 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from project.generate import continuations, main, parse_generate
-from project.utils import read_texts
+from project.train import read_texts
 from tests.project.conftest import Learned
 from tests.project.programs import SAME, TEXT, TINY, losses, names_in, parse, run, summary
 from tests.ranks import Ranks
 from training.export import export
 from training.launch.errors import RunError, UserError
-from training.tasks.texts import END
+from training.tasks.any_text import END
 from training.trained import load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -172,7 +172,7 @@ SPOILT: list[tuple[str, Callable[[bytes], bytes], str]] = [
 
 def test_a_model_that_does_not_fit(pairs: Path) -> None:
     shutil.copytree(pairs, "model")
-    line = "run_data_parallel --model model --model_max_length "
+    line = "train ddp --model model --model_max_length "
     parse(line + "24")
     with pytest.raises(UserError, match="has 24 positions; --model_max_length 24 works"):
         parse(line + "25")

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.plain_gpt2 import build_model
 from project import generate
 from tests.project.programs import FLOW, TINY, VGG, recomputed, run
 from training.export import export
 from training.launch.errors import UserError
-from training.tasks.generation import sample
-from training.tasks.gpt2 import build_model, gpt2_config
+from training.tasks.gpt2 import gpt2_config
+from training.tasks.sampling import sample
 from training.tasks.tokens import train_tokenizer
 from training.trained import Trained, load_trained
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from project.generate import continuations, parse_generate
-from project.utils import read_texts
+from project.train import read_texts
 from tests.project.conftest import Learned
 from tests.project.programs import parse, read_json, recomputed
 from training.launch.errors import UserError
 from training.launch.world import World
+from training.tasks.any_text import END
 from training.tasks.language import LanguageTask
-from training.tasks.texts import END
 from training.trained import load_trained
 
 pytestmark = pytest.mark.usefixtures("elsewhere")

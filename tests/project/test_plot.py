@@ -17,12 +17,12 @@ from matplotlib.patches import Rectangle
 
 from planning.simulate import Work, with_times
 from project import plot
-from project.figures.bars import COLOURS
+from project.figures.bars import COLOURS, with_error
 from project.figures.compared import compare_step
 from project.figures.gantt import draw_step
 from project.figures.recorded import Run
 from project.figures.steps import bubbles, in_step, shares, steps_of
-from project.figures.style import STYLE, plot_training, with_error
+from project.figures.style import STYLE, plot_training
 from project.utils import run_program
 from tests.project.made_up import (
     DDP1,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from project.run_pipeline import choose_devices
-from project.utils import read_texts, setup_of
+from project.utils import read_pairs, setup_of
 from tests.project.programs import FLOW, TINY, parse, recomputed
 from tests.ranks import Ranks
 from training.launch.world import World
@@ -76,7 +76,7 @@ def of_one_process(num_sentences: int) -> tuple[list[str], list[int]]:
 
 def made(line: str, rank: int, world_size: int) -> TranslationTask:
     args = parse(line)
-    task = TranslationTask(args, World(rank, world_size, rank), read_texts(args))
+    task = TranslationTask(args, World(rank, world_size, rank), read_pairs(args))
     task._initialize = large_weights
     return task
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.delivery import gradients_by_stage
 from pipeline.pipe import Pipe
+from pipeline.replicas import gradients_by_stage
 from project import verify
 from tests.equivalence.table import TABLE
 from training.launch.errors import UserError

@@ -14,8 +14,10 @@ import pytest
 from project.figures.perfetto import write_trace
 from project.figures.recorded import read_timelines
 from tests.ranks import Ranks
+from training.launch.clocks import clock_offset
 from training.launch.errors import UserError
-from training.timeline import Event, Timeline, clock_offset
+from training.launch.world import World
+from training.timeline import Event, Timeline
 
 
 def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> None:
@@ -24,7 +26,7 @@ def test_steps_of_several_epochs_are_numbered_on_until_enough_are_recorded() -> 
         timeline(kind, 0, 0, now, now)
 
     timeline = Timeline(num_steps=3)
-    nothing = Timeline(rank=1, world_size=2, num_steps=0)  # and no clock is compared
+    nothing = Timeline(rank=1, world_size=2, num_steps=0)
     seen = []
     for _ in range(2):
         for item in timeline.over(nothing.over("xy")):
@@ -121,8 +123,8 @@ def test_boxes_of_a_row_never_cross(tmp_path: Path, begin: float) -> None:
 def offset(rank: int, world_size: int, ahead: list[float]) -> tuple[float, float]:
     """What a rank finds if its clock is ahead, and how long all took."""
     now, start = time.perf_counter, time.perf_counter()
-    with mock.patch("training.timeline.time.perf_counter", lambda: now() + ahead[rank]):
-        return clock_offset(rank, world_size), now() - start
+    with mock.patch("training.launch.clocks.time.perf_counter", lambda: now() + ahead[rank]):
+        return clock_offset(World(rank, world_size)), now() - start
 
 
 def test_each_rank_finds_how_far_its_clock_is_off(three_ranks: Ranks) -> None:

@@ -33,12 +33,15 @@ OF_A_HOST = {
 }  # fmt: skip
 
 
-def run_things(options: Mapping[str, Any], data: Mapping[str, str]) -> dict[str, bytes]:
-    """A run's options and data fingerprints, for `check_same`. (All ranks resume rank 0's
+def run_things(
+    options: Mapping[str, Any], data: Mapping[str, str], model: bytes
+) -> dict[str, bytes]:
+    """A run's options, data fingerprints and model, for `check_same`. (All ranks resume rank 0's
     checkpoint, so it is not compared.)"""
     compared = {f"--{name}": repr(v) for name, v in options.items() if name not in OF_A_HOST}
     splits = {f"the {split} data": value for split, value in data.items()}
-    return {name: value.encode() for name, value in (compared | splits).items()}
+    found = {name: value.encode() for name, value in (compared | splits).items()}
+    return {**found, "the model": model}
 
 
 def check_same(world: World, things: Mapping[str, bytes]) -> None:

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from .meeting import in_time
+from .world import LastAction
 
 WAITS = {  # actions that end when other ranks act
     "send", "receive", "all-reduce", "all-gather", "reduce-scatter", "wait for all ranks",
@@ -40,26 +41,6 @@ WAITS = {  # actions that end when other ranks act
 }  # fmt: skip
 
 SAID = 2.0  # seconds in which a failure of the exchange has reached all ranks that wait
-
-
-class LastAction(ctypes.Structure):
-    """The last action of one rank. Place, micro-batch and peer may be -1: none. `begun` is
-    time.monotonic, which all processes of a machine share; `step` is the step of the run."""
-
-    _fields_ = (
-        ("name", ctypes.c_char * 32),
-        ("place", ctypes.c_int),
-        ("microbatch", ctypes.c_int),
-        ("peer", ctypes.c_int),
-        ("begun", ctypes.c_double),
-        ("step", ctypes.c_int),
-    )
-
-    def note(self, name: str, place: int = -1, microbatch: int = -1, peer: int = -1) -> None:
-        """Notes an action that begins now."""
-        self.name = name.encode()
-        self.place, self.microbatch, self.peer = place, microbatch, peer
-        self.begun = time.monotonic()
 
 
 def in_file(path: Path, size: int) -> Any:

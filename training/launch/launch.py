@@ -65,10 +65,10 @@ from .errors import (
     torchrun,
     torchrun_world_size,
 )
-from .last_actions import WAITS, LastAction, in_file, of_all_machines, table
+from .last_actions import WAITS, in_file, of_all_machines, table
 from .meeting import LOOPBACK, connect, host_store, listen, meet, setup
 from .memory import keep_freed_memory
-from .world import World, choose_backend, choose_device, quiet_libraries
+from .world import LastAction, World, choose_backend, choose_device, quiet_libraries
 
 STARTER = "the process that starts the ranks"
 

@@ -1,10 +1,12 @@
-"""Who a rank is among the others, and what all ranks do together."""
+"""Who a rank is among the others, what it does, and what all ranks do together."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,10 +16,30 @@ import torch
 import torch.distributed as dist
 
 from .errors import UserError
-from .last_actions import LastAction
 
 T = TypeVar("T")
 _BEAT = 0.1  # seconds between signs of life: less than any time-out
+
+
+class LastAction(ctypes.Structure):
+    """What a rank does, or did last; a failure prints that of all (last_actions.py). Place,
+    micro-batch and peer may be -1: none. `begun` is time.monotonic, which all processes of a
+    machine share; `step` is the step of the run."""
+
+    _fields_ = (
+        ("name", ctypes.c_char * 32),
+        ("place", ctypes.c_int),
+        ("microbatch", ctypes.c_int),
+        ("peer", ctypes.c_int),
+        ("begun", ctypes.c_double),
+        ("step", ctypes.c_int),
+    )
+
+    def note(self, name: str, place: int = -1, microbatch: int = -1, peer: int = -1) -> None:
+        """Notes an action that begins now."""
+        self.name = name.encode()
+        self.place, self.microbatch, self.peer = place, microbatch, peer
+        self.begun = time.monotonic()
 
 
 @dataclass(frozen=True)

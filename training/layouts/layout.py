@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from runtime.mesh import limit_waits
+from runtime.waits import limit_waits
 from training.launch.memory import state_bytes
 from training.optimization import Run
 from training.tasks.cache import Cache
@@ -199,6 +199,10 @@ class LaidOutModel(ABC):
         Those that several ranks hold must stay the same on all of them. (In tensor parallelism also
         parts of parameters; their names say which.)"""
         return {} if self.module is None else dict(self.module.named_parameters())
+
+    def check_replicas(self, when: str) -> None:  # noqa: B027 (one process has nothing to compare)
+        """Compares what several ranks hold of `whole_parameters`; `when` is for the error, as "at
+        the start". Raises RunError, on all ranks, if it differs."""
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of `parameters`, `gradients` and `optimizer` state that this rank holds."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
@@ -40,11 +41,11 @@ def stage_sizes(
     """
     if balance == "auto" and cut is not None and len(cut) == num_stages:
         return list(cut)
-    sizes: list[Any] = [task.sizes(balance, num_stages)]  # None: to be measured
-    if sizes[0] is not None:
-        return sizes[0]
+    if balance != "auto":
+        return sizes_as_asked(balance, task.blocks, num_stages)
     if num_stages == 1:
         return [len(task.layers(task.skeleton()))]
+    sizes: list[Any] = [None]  # to be measured
     if world.is_main:  # the others wait in the broadcast
         step = next(task.steps(0, 0, 1, num_microbatches))
         x, target = step.inputs[-1], step.targets[-1]  # the longest sentences
@@ -55,6 +56,29 @@ def stage_sizes(
     if world.world_size > 1:
         dist.broadcast_object_list(sizes, 0)
     return sizes[0]
+
+
+def sizes_as_asked(balance: str, blocks: Sequence[int], num_stages: int) -> list[int]:
+    """Layers per stage; `balance` counts blocks, e.g. 3,5, or is uniform, and `blocks` are the
+    layers of each. Raises ValueError."""
+    edges = accumulate(split_by(balance, len(blocks), num_stages, "blocks"), initial=0)
+    return [sum(blocks[a:b]) for a, b in pairwise(edges)]
+
+
+def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
+    """Blocks or layers per stage, from `uniform` or numbers such as 3,5. Raises ValueError."""
+    part, more = divmod(total, num_stages)
+    uniform = ",".join(str(part + (s < more)) for s in range(num_stages))  # the first get more
+    try:
+        sizes = [int(n) for n in (uniform if balance == "uniform" else balance).split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) != num_stages or sum(sizes) != total or min(sizes) < 1:
+        raise ValueError(
+            f"balance {balance}: it must be auto, or {num_stages} positive numbers that add up to "
+            f"the {total} {unit} (uniform is {uniform})"
+        )
+    return sizes
 
 
 class _OneAtATime:

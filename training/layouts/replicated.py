@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from data_parallel.ddp import DistributedDataParallel
 from data_parallel.gradients import average_gradients, average_gradients_flat
+from training.launch.compare_ranks import check_replicas
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
@@ -64,7 +65,7 @@ class Replicated(LaidOutModel):
         comm_dtype: torch.dtype | None = None,
     ) -> None:
         self.task, self.setup, self.devices = task, setup, [world.device]
-        self.part, self.parts = world.rank, world.world_size
+        self._world, self.part, self.parts = world, world.rank, world.world_size
         self.num_microbatches = setup.num_microbatches
         self.module = whole_model(task, world.device, setup.dtype)  # the same on all ranks
         self.modules = layers = task.layers(self.module)  # they share the module's parameters
@@ -96,6 +97,10 @@ class Replicated(LaidOutModel):
         else:  # an exchange only after backward
             by_hand = {"per_parameter": average_gradients, "flat": average_gradients_flat}
             self.average_gradients = setup.timeline.span("all_reduce")(by_hand[gradient_sync])
+
+    def check_replicas(self, when: str) -> None:
+        """All parameters."""
+        check_replicas(self._world, self.whole_parameters(), when)
 
     def backward(self, step: Step) -> Tensor:
         """Gradients are averaged over the ranks, so each rank divides its summed loss by the mean

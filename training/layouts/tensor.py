@@ -31,6 +31,7 @@ from runtime.ranks import Ranks
 from runtime.recorder import Recorder
 from tensor_parallel.gpt2 import HeadAndLoss, Part, VocabularyParallelHead, cut_matrices
 from tensor_parallel.loss import argmax
+from training.launch.compare_ranks import check_replicas
 from training.launch.world import World
 from training.tasks.generation import greedy
 from training.tasks.task import TrainingTask
@@ -164,10 +165,15 @@ class MeshLayout(LaidOutModel):
         self, task: TrainingTask, world: World, setup: Setup, mesh: Mesh, sequence_parallel: bool
     ) -> None:
         self.task, self.setup, self.mesh, self.devices = task, setup, mesh, [world.device]
+        self._world = world
         self.part, self.parts, self.shard = mesh.data.rank, mesh.data.size, mesh.tensor.rank
         self.cut_task = CutTask(  # on the meta device: no memory yet
             task, mesh.tensor, setup.dtype, sequence_parallel, setup.timeline
         )
+
+    def check_replicas(self, when: str) -> None:
+        """Of stages those that are tied; of shards none."""
+        check_replicas(self._world, self.whole_parameters(), when)
 
     @abstractmethod
     def forward(self, x: Any) -> Tensor | None:

@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pipeline.microbatch import MicroBatches, batch_size
-from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
+from pipeline.replicas import place_layers
 from pipeline.schedules.catalogue import places
 from runtime.graph import move
 from runtime.recompute import mode_of
 from training.launch.world import World
 from training.tasks.cache import Cache
 from training.tasks.generation import greedy
-from training.tasks.gpt2 import Sequences, at_targets, newest_tokens, split_by
+from training.tasks.gpt2 import Sequences, at_targets, newest_tokens
 from training.tasks.task import Step, TrainingTask, whole_model
 
 from .layout import LaidOutModel, Setup
-from .measure import stage_sizes
+from .measure import split_by, stage_sizes
 
 
 class _InOneProcess(LaidOutModel):

@@ -29,39 +29,25 @@ class Cache:
 
     Args:
         lengths: of the prompts, in tokens.
-        chances: [B, most], uniform numbers from 0 to 1 to sample a row's next tokens with; None
-            takes the most probable tokens.
 
     Attributes:
         S: columns so far.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        device: torch.device | str = "cpu",
-        chances: Tensor | None = None,
-    ) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.lengths, self.S = torch.tensor(lengths, device=device), max(lengths)  # [B]
-        self._chances, self._sampled = chances, 0  # how many tokens of each row were
         self._layers: dict[int, Tensor] = {}  # 2 B H room E, by number in the model
         self._mask: Tensor | None = None  # of the newest tokens
 
     def extend(self) -> None:
         """Every sentence has one more token, for the next forward."""
         self.lengths += 1
-        self.S, self._sampled, self._mask = self.S + 1, self._sampled + 1, None
+        self.S, self._mask = self.S + 1, None
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps these rows, in this order, in a copy. Call `extend` next."""
         self.lengths = self.lengths[rows]
-        self._chances = None if self._chances is None else self._chances[rows]
         self._layers = {number: kv[:, rows] for number, kv in self._layers.items()}
-
-    @property
-    def chances(self) -> Tensor | None:
-        """The numbers, [B], that sample the next tokens."""
-        return None if self._chances is None else self._chances[:, self._sampled]
 
     def positions(self, hidden: Tensor) -> Tensor:
         """B T: the position in its sentence, from 0, of each newest token, whose hidden states are

@@ -16,7 +16,6 @@ Shapes: B unfinished sentences, T their newest positions, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,25 +37,6 @@ if TYPE_CHECKING:  # see training/tasks/gpt2.py
 def greedy(logits: Tensor, num_tokens: int) -> Tensor:
     """The most probable tokens, B, from logits B V. Logits beyond `num_tokens` belong to none."""
     return logits[:, :num_tokens].argmax(-1)
-
-
-def sample(
-    logits: Tensor, num_tokens: int, chances: Tensor, temperature: float, top_k: int | None
-) -> Tensor:
-    """Samples tokens, B, from logits B V.
-
-    Args:
-        chances: [B], float64, uniform from 0 to 1: looked up in the cumulative probabilities.
-        temperature: divides the logits; a small one leaves only the most probable token.
-        top_k: samples from this many of the most probable tokens; None: from all.
-    """
-    logits = logits[:, :num_tokens].double() / temperature
-    if top_k is not None and top_k < num_tokens:
-        least = logits.topk(top_k).values[:, -1:]  # [B, 1], the smallest that stays
-        logits = logits.masked_fill(logits < least, -math.inf)
-    ends = logits.softmax(-1).cumsum(-1)  # [B, V], rising to about 1
-    wanted = chances.to(ends.device)[:, None] * ends[:, -1:]  # [B, 1], scaled to the last end
-    return torch.searchsorted(ends, wanted, right=True)[:, 0].clamp(max=ends.size(1) - 1)
 
 
 def translate(
@@ -93,7 +73,7 @@ def continue_all(
     device: torch.device | str,
     batch_size: int = 128,
     bar: str | None = None,
-    seeds: Sequence[int] | None = None,
+    new_cache: Callable[[Sequence[int]], Cache] | None = None,
     world: World = World(),  # noqa: B008 (it is immutable)
 ) -> list[list[int]]:
     """The continuations of this rank's prompts, in their order. All ranks that share the model must
@@ -105,7 +85,8 @@ def continue_all(
         num_tokens: of the vocabulary, without the embedding's unused rows.
         batch_size: prompts of similar lengths that are continued together.
         bar: the text of a line that moves on a terminal; None shows none.
-        seeds: one per prompt, for a decoder that samples; draws do not depend on the batches.
+        new_cache: makes the cache of a batch, from the numbers of its prompts, for a decoder that
+            needs more in it (sampling.py).
         world: its ranks all call this, and end together if one is given notice.
     """
     rows: list[list[int]] = [[] for _ in prompts]
@@ -117,15 +98,11 @@ def continue_all(
     agreement = Agreement(world, every=8)
     line = moving(None, bar or "", total, "token", shown=bar is not None)
     for chunk in chunks:
-        chances = None
-        if seeds is not None:
-            n = max(most[i] for i in chunk)
-            generators = [torch.Generator().manual_seed(seeds[i]) for i in chunk]
-            uniform = [torch.rand(n, dtype=torch.float64, generator=g) for g in generators]
-            chances = torch.stack(uniform).to(device)  # [B, n], used from left to right
+        some = [prompts[i] for i in chunk]
+        cache = new_cache(chunk) if new_cache else Cache([len(ids) for ids in some], device)
         found = continue_together(
-            decoder, [prompts[i] for i in chunk], [most[i] for i in chunk], stop, num_tokens,
-            device, chances, agreement, line.update,
+            decoder, some, [most[i] for i in chunk], stop, num_tokens, device, cache, agreement,
+            line.update,
         )  # fmt: skip
         for i, row in zip(chunk, found, strict=True):
             rows[i] = row
@@ -143,14 +120,13 @@ def continue_together(
     stop: int,
     num_tokens: int,
     device: torch.device | str,
-    chances: Tensor | None,
+    cache: Cache,
     agreement: Agreement,
     advance: Callable[[int], object] = lambda _: None,
 ) -> list[list[int]]:
     """One batch of `continue_all`. Finished sentences leave the batch. `advance` is called with how
     many tokens fewer can follow."""
     rows: list[list[int]] = [[] for _ in prompts]
-    cache = Cache([len(prompt) for prompt in prompts], device, chances)
     newest = _padded(prompts, device)  # [B, T]
     live, left = list(range(len(prompts))), sum(most)  # the sentence of each row
     while True:

@@ -105,17 +105,6 @@ def gpt2_config(
     )
 
 
-def build_model(config: GPT2Config, seed: int) -> GPT2LMHeadModel:
-    """A new model in one process, initialized from `seed`. (Runs fill what each rank holds.)"""
-    from transformers import GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(config)
-    fill = initializer(config, seed)
-    for name, p in model.named_parameters():
-        fill(name, p)
-    return model
-
-
 def initializer(config: GPT2Config, seed: int) -> Callable[[str, Tensor], None]:
     """Returns a function that fills a parameter by name, as GPT-2 does: biases 0, norms 1, matrices
     normal with deviation 0.02, divided by sqrt(2 * n_layer) for those that feed the residual."""
@@ -293,30 +282,3 @@ def gpt2_layers(model: GPT2LMHeadModel) -> list[nn.Module]:
     for k, block in enumerate(body.h):
         layers += [Attention(f"h.{k}", block), FeedForward(f"h.{k}", block)]
     return [*layers, Head(body.ln_f, model.lm_head)]
-
-
-def sizes_of_blocks(balance: str, num_blocks: int, num_stages: int) -> list[int] | None:
-    """Layers per stage; `balance` counts blocks, e.g. 3,5, or is uniform. The first stage also has
-    the embedding, the last the head. None for `auto`. Raises ValueError."""
-    if balance == "auto":
-        return None
-    sizes = [2 * blocks for blocks in split_by(balance, num_blocks, num_stages, "blocks")]
-    sizes[0] += 1
-    sizes[-1] += 1
-    return sizes
-
-
-def split_by(balance: str, total: int, num_stages: int, unit: str) -> list[int]:
-    """Blocks or layers per stage, from `uniform` or numbers such as 3,5. Raises ValueError."""
-    part, more = divmod(total, num_stages)
-    uniform = ",".join(str(part + (s < more)) for s in range(num_stages))  # the first get more
-    try:
-        sizes = [int(n) for n in (uniform if balance == "uniform" else balance).split(",")]
-    except ValueError:
-        sizes = []
-    if len(sizes) != num_stages or sum(sizes) != total or min(sizes) < 1:
-        raise ValueError(
-            f"balance {balance}: it must be auto, or {num_stages} positive numbers that add up to "
-            f"the {total} {unit} (uniform is {uniform})"
-        )
-    return sizes

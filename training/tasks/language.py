@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 from training.launch.errors import UserError
 from training.launch.world import World
 
+from .any_text import END
 from .generation import continue_all
 from .sequences import MAX_VOCAB, SHOWN, SequenceTask
 from .task import Score, Translator
-from .texts import END
 from .tokens import AT_ONCE, Rows, Tokens, evenly, groups, tokens_of, train_bpe
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py

@@ -1,4 +1,5 @@
-"""Pretrained GPT-2 weights, from a folder with weights and tokenizer or by name from the hub.
+"""Pretrained GPT-2 weights, from a folder with weights and tokenizer or by name from the hub, and
+the tasks that begin with them.
 
 Parameters are read by name, one at a time, from safetensors files: no process need hold the whole
 model. This project's special tokens get new rows of the embedding, which depend on the seed and the
@@ -22,6 +23,9 @@ from torch import Tensor
 from training.launch.errors import UserError
 
 from .gpt2 import PRESETS, generator_for
+from .language import LanguageTask
+from .sequences import SequenceTask
+from .translation import TranslationTask
 
 if TYPE_CHECKING:  # see training/tasks/gpt2.py
     from transformers import GPT2Config
@@ -113,8 +117,7 @@ def model_content(name: str, config: GPT2Config) -> bytes:
     """A hash of the model `name`: its configuration and all weights. One pass over its files."""
     settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
     content = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode())
-    stored = {} if name in PRESETS else _stored(name)
-    for path in sorted({path for path, *_ in stored.values()}):
+    for path in sorted({path for path, *_ in _stored(name).values()}):
         with path.open("rb") as file:
             while chunk := file.read(1 << 24):
                 content.update(chunk)
@@ -134,3 +137,35 @@ def _stored(name: str) -> dict[str, tuple[Path, str, list[int]]]:
             for key in file.keys():  # noqa: SIM118 (it is no dictionary)
                 found[key.removeprefix(PREFIX)] = (path, key, file.get_slice(key).get_shape())
     return found
+
+
+class _FromPretrained(SequenceTask):
+    """`args.model` names pretrained weights, which have passed `check_pretrained`."""
+
+    def write_tokenizer(self) -> None:
+        """Theirs, with this project's special tokens."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.args.model)
+        tokenizer.add_special_tokens(self.special_tokens())
+        tokenizer.save_pretrained(self.args.workdir)
+
+    def config_and_weights(
+        self, num_tokens: int
+    ) -> tuple[GPT2Config, Callable[[str, Tensor], None]]:
+        """See `SequenceTask`."""
+        args = self.args
+        config = pretrained_config(args.model, num_tokens, args.dropout)
+        return config, pretrained_initializer(args.model, args.seed)
+
+    def model_content(self) -> bytes:
+        """See the function of this name."""
+        return model_content(self.args.model, self.config)
+
+
+class PretrainedTranslation(_FromPretrained, TranslationTask):
+    """Translation that begins with pretrained weights."""
+
+
+class PretrainedLanguage(_FromPretrained, LanguageTask):
+    """Plain text, likewise."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -29,7 +29,6 @@ from torch import Tensor
 from data_parallel.dataset import even_slices, partition_dataset, shuffled_indices
 from runtime.dropout import Keys
 from training.files import writing
-from training.launch.compare_ranks import check_same
 from training.launch.errors import counted
 from training.launch.world import World, gather_over_ranks, on_all, on_main
 from training.options import Options
@@ -37,7 +36,6 @@ from training.progress import moving
 from training.seeds import stream
 
 from .gpt2 import (
-    PRESETS,
     Sequences,
     gpt2_config,
     gpt2_layers,
@@ -46,9 +44,7 @@ from .gpt2 import (
     loss_of_targets,
     numbers_of_targets,
     round_vocab,
-    sizes_of_blocks,
 )
-from .pretrained import model_content, pretrained_config, pretrained_initializer
 from .task import Step, TrainingTask, Translator, steps_of_epoch, to_device
 from .tokens import (
     AT_ONCE,
@@ -77,7 +73,7 @@ class SequenceTask(TrainingTask, ABC):
     """See `training.tasks.task.TrainingTask`.
 
     Args:
-        args: the options of the run; `args.model` is a preset or names pretrained weights.
+        args: the options of the run; `args.model` is a preset. (Pretrained weights: pretrained.py.)
         files: on rank 0, those of a checkpoint to resume; by default they are made.
     """
 
@@ -93,9 +89,7 @@ class SequenceTask(TrainingTask, ABC):
         self.files = self._shared_files(world, files)  # rank 0 makes them, the others wait
         self.tokenizer = load_tokenizer(self.files)
         self.examples: Mapping[str, Tokens] = self.load(world)
-        self.config, self._initialize = _config_and_weights(args, len(self.tokenizer))
-        if world.world_size > 1:
-            check_same(world, {"the model": model_content(args.model, self.config)})
+        self.config, self._initialize = self.config_and_weights(len(self.tokenizer))
         self.files["config.json"] = self.config.to_json_string().encode()
         self.steps_per_epoch = steps_of_epoch(args, len(self.examples["train"]))
         # Pad all to this; None: each micro-batch to its longest sentence.
@@ -107,7 +101,7 @@ class SequenceTask(TrainingTask, ABC):
 
     @abstractmethod
     def special_tokens(self) -> dict[str, Any]:
-        """What a tokenizer that comes with pretrained weights is given."""
+        """Padding and ends, by their uses."""
 
     @abstractmethod
     def encoded(self, split: str) -> Iterator[Rows]:
@@ -153,9 +147,11 @@ class SequenceTask(TrainingTask, ABC):
         """Embedding, two halves per block, head."""
         return gpt2_layers(model)
 
-    def sizes(self, balance: str, num_stages: int) -> list[int] | None:
-        """Layers per stage; --balance counts blocks."""
-        return sizes_of_blocks(balance, self.config.n_layer, num_stages)
+    @property
+    def blocks(self) -> Sequence[int]:
+        """Two layers a block; the embedding is in the first one, the head in the last."""
+        n = self.config.n_layer
+        return [2 + (k == 0) + (k == n - 1) for k in range(n)]
 
     def steps(
         self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0
@@ -271,21 +267,30 @@ class SequenceTask(TrainingTask, ABC):
         every = [type(self).__name__, self.args.src, self.args.tgt, *of]
         return self.args.workdir / TOKENS / hashlib.sha256(repr(every).encode()).hexdigest()[:16]
 
-    def _write_tokenizer(self) -> None:
+    def write_tokenizer(self) -> None:
+        """Writes the tokenizer to the workdir, on rank 0."""
         args = self.args
-        if args.model in PRESETS:
-            folder = self._made_from("tokenizer", args.vocab_size, self._fingerprints["train"])
-            if not folder.exists():
-                part = folder.with_name(f"{folder.name}.part")
-                self.train_tokenizer().save_pretrained(part)
-                part.replace(folder)
-            shutil.copytree(folder, args.workdir, dirs_exist_ok=True)
-            return
-        from transformers import AutoTokenizer
+        folder = self._made_from("tokenizer", args.vocab_size, self._fingerprints["train"])
+        if not folder.exists():
+            part = folder.with_name(f"{folder.name}.part")
+            self.train_tokenizer().save_pretrained(part)
+            part.replace(folder)
+        shutil.copytree(folder, args.workdir, dirs_exist_ok=True)
 
-        tokenizer = AutoTokenizer.from_pretrained(args.model)  # check_pretrained has seen it
-        tokenizer.add_special_tokens(self.special_tokens())
-        tokenizer.save_pretrained(args.workdir)
+    def config_and_weights(
+        self, num_tokens: int
+    ) -> tuple[GPT2Config, Callable[[str, Tensor], None]]:
+        """The configuration, and a function that fills a parameter by its name."""
+        args = self.args
+        config = gpt2_config(
+            args.model, args.vocab_size or round_vocab(num_tokens), args.model_max_length,
+            dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
+        )  # fmt: skip
+        return config, initializer(config, args.seed)
+
+    def model_content(self) -> bytes:
+        """See `TrainingTask`."""
+        return self.config.to_json_string().encode()
 
     def _shared_files(self, world: World, saved: Mapping[str, bytes] | None) -> dict[str, bytes]:
         """The tokenizer's files, on every rank. Rank 0 also writes them to the workdir."""
@@ -295,7 +300,7 @@ class SequenceTask(TrainingTask, ABC):
             workdir = self.args.workdir
             if saved is None:
                 with writing(workdir / "tokenizer.json"):
-                    self._write_tokenizer()
+                    self.write_tokenizer()
             else:
                 for file in FILES:
                     with writing(workdir / file):
@@ -306,15 +311,3 @@ class SequenceTask(TrainingTask, ABC):
         if world.world_size > 1:
             dist.broadcast_object_list(found, 0)  # contents: hosts share no folder
         return found[0]
-
-
-def _config_and_weights(args: Options, num_tokens: int) -> tuple[GPT2Config, Any]:
-    """The configuration and initializer of a preset, or of pretrained weights."""
-    if args.model not in PRESETS:
-        config = pretrained_config(args.model, num_tokens, args.dropout)
-        return config, pretrained_initializer(args.model, args.seed)
-    config = gpt2_config(
-        args.model, args.vocab_size or round_vocab(num_tokens), args.model_max_length,
-        dropout=args.dropout, n_layer=args.n_layer, n_embd=args.n_embd, n_head=args.n_head,
-    )  # fmt: skip
-    return config, initializer(config, args.seed)

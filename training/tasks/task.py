@@ -83,8 +83,9 @@ class TrainingTask(Protocol):
     def layers(self, model: Any) -> list[nn.Module]:
         """The model as layers that follow each other. They share its parameters."""
 
-    def sizes(self, balance: str, num_stages: int) -> list[int] | None:
-        """Layers per stage, as --balance asks; None for `auto`. Raises ValueError."""
+    @property
+    def blocks(self) -> Sequence[int]:
+        """What --balance counts: the number of layers of each block."""
 
     def loss(self, output: Tensor, target: Any) -> Tensor:
         """The summed loss of a micro-batch, from the last layer's output."""
@@ -118,6 +119,10 @@ class TrainingTask(Protocol):
     def examples_to_show(self, generated: list[str]) -> str:  # noqa: ARG002
         """A few outputs of the trained model, for a person; empty if there are none."""
         return ""
+
+    def model_content(self) -> bytes:
+        """What of the model must be the same on all ranks, beside the options."""
+        return b""
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each split's examples, in their order."""

@@ -1,17 +1,17 @@
-"""Reads the text that --dataset names: pairs of sentences to translate, or documents to model.
+"""Reads the text that --dataset names: pairs of sentences to translate.
 
 Problem: before any process is started, --dataset must become lists of examples, or one line that
 says what is wrong with it.
 
     builtin          the German-English text in training/tasks/corpus, a folder like the next
     a folder         with train.de train.en validation.de ... test.en: line i translates line i
-    a folder, file   JSONL, JSON, CSV or Parquet, with a column per language, a `translation` of
-                     both, or a `text`; or .txt, with <|endoftext|> between documents
+    a folder, file   JSONL, JSON, CSV or Parquet, with a column per language or a `translation` of
+                     both
     anything else    the name of a dataset on the hub, with such columns
 
-`datasets` reads all but the first two, and says what it cannot read. Text of more than `BIG` bytes
-is copied for the ranks to map (stored.py). A file that is named after a split is that split; a
-missing split is cut off the end of train. Rows with an empty text are skipped and counted.
+`datasets` reads all but the first two, and says what it cannot read. A file that is named after a
+split is that split; a missing split is cut off the end of train. Rows with an empty text are
+skipped and counted. Plain text, and text larger than memory: any_text.py.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from training.launch.errors import UserError, counted
-
-from .stored import StoredRows, store
 
 Pair = dict[str, str]  # {"de": ..., "en": ...}
 Sizes = Mapping[str, int | None]
@@ -43,122 +42,79 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {  # of `datasets`, by a file's
     ".csv": ("csv", {"keep_default_na": False}), ".parquet": ("parquet", {}),
     ".tsv": ("csv", {"keep_default_na": False, "sep": "\t"}),
 }  # fmt: skip
-END = "<|endoftext|>"  # GPT-2's own: after every document
 TAKEN = {"validation": 1000, "test": 100}  # pairs at most, out of train if there is no such split
-BIG = 1 << 26  # bytes of files of which a copy is made
-HELD_OUT = 20  # of plain text, one part in so many is held out for validation
 
 
 @dataclass
 class Texts:
-    """The examples of each split, and notes on how they were made.
-
-    Attributes:
-        plain: they are documents to continue, not pairs; there is no test split.
-    """
+    """The examples of each split, and notes on how they were made."""
 
     splits: dict[str, Sequence[Any]]
     notes: list[str] = field(default_factory=list)
-    plain: bool = False
     hashes: dict[str, str] = field(default_factory=dict, repr=False)
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each split's examples, in order; made once, before ranks start."""
-        self.hashes = self.hashes or {split: _hash(rows) for split, rows in self.splits.items()}
+        self.hashes = self.hashes or {split: self.hash(rows) for split, rows in self.splits.items()}
         return self.hashes
 
-    def documents(self, split: str) -> Iterator[str]:
-        """What a language model learns, with an end token after every document."""
-        rows = self.splits[split]
-        return (row if isinstance(rows, StoredRows) else row + END for row in rows)
+    def hash(self, rows: Sequence[Any]) -> str:
+        """Of the examples, in order."""
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    def full(self, rows: Sequence[Pair]) -> Sequence[Any]:
+        """The rows with text on all sides."""
+        return [row for row in rows if all(row.values())]
+
+    def without_empty(self, rows: Sequence[Pair], split: str) -> Sequence[Any]:
+        """The same, with a note on the others."""
+        usable = self.full(rows)
+        if len(usable) < len(rows):
+            empty = counted(len(rows) - len(usable), "row")
+            self.notes.append(f"{split}: skipped {empty} with an empty text.")
+        return usable
 
 
-def _hash(rows: Sequence[Any]) -> str:
-    if isinstance(rows, StoredRows):
-        return rows.fingerprint()
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+TextsT = TypeVar("TextsT", bound=Texts)
 
 
-def load_texts(
-    dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int, folder: Path | None = None
-) -> Texts:
-    """The texts of a run.
+def load_pairs(dataset: str, src: str, tgt: str, sizes: Sizes, world_size: int) -> Texts:
+    """The pairs of a run, in memory.
 
     Args:
         dataset: see the table above.
         src, tgt: the keys of the languages: file endings, columns.
         sizes: the maximum number of pairs per split; None takes all there are.
         world_size: every split must hold at least a pair for each rank.
-        folder: for a copy of large files; by default they are read into memory.
 
     Raises:
-        UserError: there is no usable text; the message says why, and what works.
+        UserError: there are no usable pairs; the message says why, and what works.
     """
-    if src == tgt:
-        raise UserError(f"--src {src} --tgt {tgt}: two languages are needed, as --src de --tgt en")
+    refuse_one_language(src, tgt)
     with refused_if_unreadable(dataset):
-        found, copy, whole = _read(dataset, src, tgt, folder)
-        first = next((row for rows in found.values() for row in rows), None)
-    if first is None:
-        raise UserError(f"--dataset {dataset}: it is empty; {NO_NETWORK}")
-    columns = _columns(first)
-    plain = "text" in columns and not columns.keys() & {src, tgt}
-    keys = ("text",) if plain else (src, tgt)
-    if not columns.keys() >= set(keys):
-        raise UserError(
-            f"--dataset {dataset}: its columns are {', '.join(columns)}, and not {src} "
-            f"and {tgt}; --src and --tgt name them, or a column named text holds plain text"
-        )
-    end = END if plain and whole and copy is not None else ""
-    rows: dict[str, Sequence[Any]] = {}
-    with refused_if_unreadable(dataset):
-        for split in SPLITS:
-            if split in found:
-                every = (
-                    _texts_of(row, keys, f"--dataset {dataset}: row {i} of {split}", end)
-                    for i, row in enumerate(found[split], 1)
-                )
-                rows[split] = list(every) if copy is None else store(copy / split, every, keys)
+        found = _read(dataset, src, tgt)
+        plain = is_plain(dataset, found, src, tgt)
     if plain:
-        return _documents(dataset, rows)
-    texts = _pairs(rows, sizes)
-    for split, pairs in texts.splits.items():
-        if len(pairs) < world_size:
-            raise UserError(
-                f"--dataset {dataset}: {split} has {counted(len(pairs), 'pair')} with text on both "
-                f"sides, and a run of {counted(world_size, 'rank')} needs {world_size} or more; "
-                f"a larger --n_{split}, or more text, works"
-            )
-    return texts
+        raise UserError(
+            f"--dataset {dataset}: this is plain text, and the program translates; "
+            f"project/train.py ddp --model gpt2-mini --dataset {shlex.quote(dataset)} learns it"
+        )
+    rows: dict[str, Sequence[Pair]] = {}
+    with refused_if_unreadable(dataset):
+        for split in [split for split in SPLITS if split in found]:
+            rows[split] = list(pairs_of(dataset, split, found[split], (src, tgt)))
+    return cut_splits(Texts({}), dataset, rows, sizes, world_size)
 
 
-def _read(
-    dataset: str, src: str, tgt: str, copies: Path | None
-) -> tuple[Mapping[str, Any], Path | None, bool]:
-    """The rows of each split; where to copy them to if they are many; whether a row of text is a
-    document, and not some of its lines."""
-    folder = BUILTIN_FOLDER if dataset == BUILTIN else Path(dataset)
-    missing = [key for key in (src, tgt) if not (folder / f"train.{key}").exists()]
-    if dataset == BUILTIN or len(missing) < 2:
-        if missing:
-            raise UserError(
-                f"--dataset {dataset} --src {src} --tgt {tgt}: it has no train.{missing[0]}; "
-                f"--dataset {BUILTIN} has --src de --tgt en, and the reverse"
-            )
-        lines = {split: _ParallelLines(dataset, folder, split, src, tgt) for split in SPLITS}
-        files = [folder / f"{split}.{key}" for split in SPLITS for key in (src, tgt)]
-        return lines, _copy_of_files(copies, files), True
-    if folder.exists():
-        return _rows_of_files(folder, src, tgt, copies)
-    if folder.suffix in READERS or dataset.startswith((".", "/", "~")):  # no name on the hub
-        raise UserError(f"--dataset {dataset}: there is no such file or folder; {NO_NETWORK}")
-    with refused_if_unreadable(f"{dataset} (on the hub)"):
-        found = load_splits(dataset)
-    if copies is None:
-        return found, None, True
-    size = sum(rows.data.nbytes for rows in found.values())
-    of = [rows._fingerprint for rows in found.values()]
-    return found, _copy(copies, size, of, src, tgt), True
+def _read(dataset: str, src: str, tgt: str) -> Mapping[str, Any]:
+    """The rows of each split."""
+    folder = folder_of_lines(dataset, src, tgt)
+    if folder is not None:
+        return parallel_lines(dataset, folder, src, tgt)
+    if not Path(dataset).exists():
+        return from_hub(dataset)
+    reader, options, files = files_of(Path(dataset), src, tgt)
+    return load_splits(dataset, reader, data_files=escape(files), **options) if files else {}
 
 
 @contextmanager
@@ -171,6 +127,48 @@ def refused_if_unreadable(where: object) -> Iterator[None]:
     except Exception as error:  # the readers of `datasets` raise many kinds
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"--dataset {where}: it cannot be read ({reason}); {NO_NETWORK}") from error
+
+
+def refuse_one_language(src: str, tgt: str) -> None:
+    """Raises UserError."""
+    if src == tgt:
+        raise UserError(f"--src {src} --tgt {tgt}: two languages are needed, as --src de --tgt en")
+
+
+def is_plain(dataset: str, found: Mapping[str, Any], src: str, tgt: str) -> bool:
+    """Whether the rows are plain text, and no pairs. Raises UserError if they are neither, or there
+    is none."""
+    first = next((row for rows in found.values() for row in rows), None)
+    if first is None:
+        raise UserError(f"--dataset {dataset}: it is empty; {NO_NETWORK}")
+    columns = _columns(first).keys()
+    if columns >= {src, tgt}:
+        return False
+    if "text" in columns and not columns & {src, tgt}:
+        return True
+    raise UserError(
+        f"--dataset {dataset}: its columns are {', '.join(columns)}, and not {src} "
+        f"and {tgt}; --src and --tgt name them, or a column named text holds plain text"
+    )
+
+
+def folder_of_lines(dataset: str, src: str, tgt: str) -> Path | None:
+    """The folder with train.de and train.en, or alike, if --dataset names one."""
+    folder = BUILTIN_FOLDER if dataset == BUILTIN else Path(dataset)
+    missing = [key for key in (src, tgt) if not (folder / f"train.{key}").exists()]
+    if dataset != BUILTIN and len(missing) == 2:
+        return None
+    if missing:
+        raise UserError(
+            f"--dataset {dataset} --src {src} --tgt {tgt}: it has no train.{missing[0]}; "
+            f"--dataset {BUILTIN} has --src de --tgt en, and the reverse"
+        )
+    return folder
+
+
+def parallel_lines(dataset: str, folder: Path, src: str, tgt: str) -> Mapping[str, Any]:
+    """The pairs of each split of such a folder, which are read anew each time."""
+    return {split: _ParallelLines(dataset, folder, split, src, tgt) for split in SPLITS}
 
 
 @dataclass(frozen=True)
@@ -203,24 +201,9 @@ class _ParallelLines:
                 yield line.removesuffix("\n")
 
 
-def _copy(copies: Path | None, size: int, *content: Any) -> Path | None:
-    """Where to copy text of so many bytes to; None: it is to stay in memory."""
-    if copies is None or size < BIG:
-        return None
-    return copies / hashlib.sha256(repr(content).encode()).hexdigest()[:16]
-
-
-def _copy_of_files(copies: Path | None, files: Iterable[Path], *content: Any) -> Path | None:
-    """The same for files, which their names, sizes and times tell apart."""
-    stats = [(str(file), file.stat()) for file in files if file.exists()]
-    of = [(name, found.st_size, found.st_mtime_ns) for name, found in stats]
-    return _copy(copies, sum(found.st_size for _, found in stats), of, *content)
-
-
-def _rows_of_files(
-    path: Path, src: str, tgt: str, copies: Path | None
-) -> tuple[Mapping[str, Any], Path | None, bool]:
-    """The rows of a file, or of a folder's files of one kind, by split; see `_read`."""
+def files_of(path: Path, src: str, tgt: str) -> tuple[str, dict[str, Any], dict[str, list[Path]]]:
+    """A file, or a folder's files of one kind: the reader of `datasets` and its options, and the
+    files of each split."""
     every = [path] if path.is_file() else sorted([*path.iterdir(), *path.glob("*/*")])
     ending = next((file.suffix for file in every if file.suffix in READERS), None)
     if ending is None:
@@ -228,28 +211,28 @@ def _rows_of_files(
             f"--dataset {path}: no train.{src} and train.{tgt} there, nor any of "
             f"{' '.join(READERS)}; {NO_NETWORK}"
         )
-    reader, options = READERS[ending]
-    files: dict[str, list[str]] = {}  # by split
+    files: dict[str, list[Path]] = {}  # by split
     for file in every:
         if file.suffix != ending or not file.stat().st_size:  # readers take no empty file
             continue
         split = "train"  # or the one that the file or its folder is named after
         for part in file.relative_to(path).parts:
             split = next((s for b, s in BEGINNINGS.items() if part.startswith(b)), split)
-        files.setdefault(split, []).append(glob.escape(str(file)))
-    if not files:
-        return {}, None, True
-    copy = _copy_of_files(copies, [file for file in every if file.suffix == ending], src, tgt)
-    if copy is None:
-        return load_splits(str(path), reader, data_files=files, **options), None, True
-    if reader != "text":
-        return load_splits(str(path), reader, True, data_files=files, **options), copy, True
-    rows = load_splits(str(path), reader, True, data_files=files, keep_linebreaks=True)
-    return {split: lines.map(_joined, batched=True) for split, lines in rows.items()}, copy, False
+        files.setdefault(split, []).append(file)
+    return *READERS[ending], files
 
 
-def _joined(lines: dict[str, list[str]]) -> dict[str, list[str]]:
-    return {"text": ["".join(lines["text"])]}
+def escape(files: Mapping[str, Sequence[Path]]) -> dict[str, list[str]]:
+    """As `datasets` takes them, to which a bracket in a name is a pattern."""
+    return {split: [glob.escape(str(file)) for file in some] for split, some in files.items()}
+
+
+def from_hub(dataset: str) -> Mapping[str, Any]:
+    """The splits of a dataset on the hub. Raises UserError if it is the name of a file."""
+    if Path(dataset).suffix in READERS or dataset.startswith((".", "/", "~")):
+        raise UserError(f"--dataset {dataset}: there is no such file or folder; {NO_NETWORK}")
+    with refused_if_unreadable(f"{dataset} (on the hub)"):
+        return load_splits(dataset)
 
 
 def load_splits(
@@ -271,35 +254,31 @@ def _columns(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return translation if isinstance(translation, Mapping) else row
 
 
-def _texts_of(row: Mapping[str, Any], keys: Sequence[str], where: str, end: str) -> dict[str, str]:
-    """The texts of a row, a pair's without blanks around them, others with `end`; a missing one is
-    empty. Raises UserError, which says `where` the row is, if they are not text."""
-    texts = {key: _columns(row).get(key) or "" for key in keys}
-    for key, text in texts.items():
-        if not isinstance(text, str):
-            raise UserError(f"{where}: {key} is {text!r:.40}, and not text in quotes")
-        if keys[1:] or not text.strip():
-            texts[key] = text.strip()
-        else:
-            texts[key] = text + end
-    return texts
+def pairs_of(dataset: str, split: str, rows: Iterable[Any], keys: Sequence[str]) -> Iterator[Pair]:
+    """The pairs, without blanks around their texts."""
+    for texts in texts_of(dataset, split, rows, keys):
+        yield {key: text.strip() for key, text in texts.items()}
 
 
-def _without_empty(rows: Sequence[Pair], split: str, notes: list[str]) -> Sequence[Pair]:
-    usable: Sequence[Pair]
-    if isinstance(rows, StoredRows):
-        usable = rows.without_empty()
-    else:
-        usable = [row for row in rows if all(row.values())]
-    if len(usable) < len(rows):
-        empty = counted(len(rows) - len(usable), "row")
-        notes.append(f"{split}: skipped {empty} with an empty text.")
-    return usable
+def texts_of(dataset: str, split: str, rows: Iterable[Any], keys: Sequence[str]) -> Iterator[Pair]:
+    """The texts of each row by key; a missing one is empty. Raises UserError, which says where the
+    row is, if one is not text."""
+    for number, row in enumerate(rows, 1):
+        texts = {key: _columns(row).get(key) or "" for key in keys}
+        for key, text in texts.items():
+            if not isinstance(text, str):
+                raise UserError(
+                    f"--dataset {dataset}: row {number} of {split}: {key} is {text!r:.40}, and not "
+                    "text in quotes"
+                )
+        yield texts
 
 
-def _pairs(rows: dict[str, Sequence[Pair]], sizes: Sizes) -> Texts:
-    """The pairs of each split; a missing split is cut off the end of train."""
-    texts = Texts({})
+def cut_splits(
+    texts: TextsT, dataset: str, rows: dict[str, Sequence[Pair]], sizes: Sizes, world_size: int
+) -> TextsT:
+    """With the pairs of each split; a missing split is cut off the end of train. Raises UserError
+    if a split has too few."""
     for split in ("test", "validation"):  # test is cut off first: it has the last pairs
         if split not in rows:
             train = rows.get("train", [])
@@ -310,42 +289,12 @@ def _pairs(rows: dict[str, Sequence[Pair]], sizes: Sizes) -> Texts:
             taken = counted(count, "pair")
             texts.notes.append(f"no {split} split: the end of train is taken, {taken}.")
     for split in SPLITS:
-        usable = _without_empty(rows.get(split, []), split, texts.notes)
-        texts.splits[split] = usable[: sizes[split]]
+        usable = texts.without_empty(rows.get(split, []), split)
+        texts.splits[split] = pairs = usable[: sizes[split]]
+        if len(pairs) < world_size:
+            raise UserError(
+                f"--dataset {dataset}: {split} has {counted(len(pairs), 'pair')} with text on both "
+                f"sides, and a run of {counted(world_size, 'rank')} needs {world_size} or more; "
+                f"a larger --n_{split}, or more text, works"
+            )
     return texts
-
-
-def _documents(dataset: str, rows: dict[str, Sequence[Any]]) -> Texts:
-    """The documents that are not blank; if there is no validation split, one is held out."""
-    texts = Texts({}, plain=True)
-    for split in ("train", "validation"):
-        documents = _without_empty(rows.get(split, []), split, texts.notes)
-        stored = isinstance(documents, StoredRows)
-        texts.splits[split] = documents if stored else [row["text"] for row in documents]
-    train = texts.splits["train"]
-    if not texts.splits["validation"]:
-        at = len(train) * (HELD_OUT - 1) // HELD_OUT
-        parts = (train[:at], train[at:]) if isinstance(train, StoredRows) else held_out(train)
-        texts.splits["train"], texts.splits["validation"] = parts
-        texts.notes.append(
-            f"no validation split: {100 // HELD_OUT} % of the text is taken from its end."
-        )
-    if not all(texts.splits.values()):
-        raise UserError(
-            f"--dataset {dataset}: it has too little text for two parts, to train and to validate; "
-            f"{NO_NETWORK}"
-        )
-    return texts
-
-
-def held_out(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits the text near its end: at the end of a line or document or, within the last line, of a
-    word."""
-    text = END.join(documents).rstrip()
-    least = (len(text) - 1) * (HELD_OUT - 1) // HELD_OUT  # where the last twentieth begins
-    end_of_line, end = text.find("\n", least) + 1, text.find(END, max(0, least - len(END)))
-    found = [at for at in (end_of_line, end) if at > 0]
-    at = min(found) if found else text.find(" ", least) + 1 or least
-    parts = text[:at].split(END), text[at:].split(END)
-    before, behind = ([t for t in part if t.strip()] for part in parts)
-    return before, behind

@@ -39,7 +39,7 @@ from training.launch.world import World
 from training.options import Options
 from training.seeds import stream
 
-from .gpt2 import generator_for, split_by
+from .gpt2 import generator_for
 from .pictures import Pictures, PictureSets, to_inputs
 from .task import Score, Step, TrainingTask, Translator, steps_of_epoch, to_device
 
@@ -135,9 +135,10 @@ class PictureTask(TrainingTask):
         """From the seed and the parameter's name."""
         initialize_vgg_parameter(name, p, self.args.seed)
 
-    def sizes(self, balance: str, num_stages: int) -> list[int] | None:
-        """Layers per stage; --balance counts layers."""
-        return None if balance == "auto" else split_by(balance, 16, num_stages, "layers")
+    @property
+    def blocks(self) -> Sequence[int]:
+        """Each layer is one."""
+        return [1] * 16
 
     def steps(
         self, epoch: int, part: int, parts: int, num_microbatches: int | None, start: int = 0

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from data_parallel.gradients import GradientBuckets
-from pipeline.partition import place_layers
 from pipeline.pipe import Pipe
 from pipeline.processes.process import ProcessPipe
-from pipeline.schedules import catalogue
+from pipeline.replicas import place_layers
+from pipeline.schedules import catalogue, printed
 from pipeline.schedules import schedule as sched
 from pipeline.schedules.schedule import Action
 from runtime.mesh import make_mesh, message_groups
@@ -105,7 +105,7 @@ def test_threads_give_the_bits_of_1f1b_and_hold_what_the_schedule_says(n: int) -
     for (name, v), m in product(schedules(n), NUMBERS):
         found, held = in_threads(n, name, v, m)
         assert_same_bits(found, one_f_one_b(n * v, m))
-        assert held == sched.peak_alive(catalogue.find(name, v)(n, m)), (name, v, m)
+        assert held == printed.peak_alive(catalogue.find(name, v)(n, m)), (name, v, m)
 
 
 def _on_ranks(rank: int, n: int, way: str) -> dict[Any, Found]:

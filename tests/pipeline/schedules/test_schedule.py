@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import formulas as cost
 from pipeline.pipe import _clock_cycles
-from pipeline.schedules import catalogue, chunks
+from pipeline.schedules import catalogue, chunks, printed
 from pipeline.schedules import schedule as sched
 from pipeline.schedules.schedule import BACKWARD, FORWARD, Action
 from planning.simulate import simulate
@@ -54,7 +54,7 @@ def test_clock_cycles(m: int, n: int, expected: list[list[tuple[int, int]]]) -> 
 def test_the_table_in_the_docstring_is_the_schedule(
     module: Any, title: str, schedule: sched.Schedule
 ) -> None:
-    table = textwrap.indent(sched.as_text(schedule), "    ")
+    table = textwrap.indent(printed.as_text(schedule), "    ")
     assert f"{table}\n" in module.__doc__[module.__doc__.index(f"    {title}") :]
 
 
@@ -75,23 +75,23 @@ def test_one_stage_per_rank_holds_and_idles_as_promised(n: int, m: int) -> None:
     """With m < n one micro-batch's way through all stages, not the bubble, is what takes time."""
     for name in catalogue.ONE_EACH:
         held = [cost.held_microbatches(name, n, m, s) for s in range(n)]
-        assert sched.peak_alive(catalogue.find(name)(n, m)) == held
+        assert printed.peak_alive(catalogue.find(name)(n, m)) == held
     bubble = cost.pipeline_bubble(n, m)
-    assert sched.bubble(sched.gpipe(n, m)) == sched.bubble(sched.one_f_one_b(n, m)) == bubble
-    assert sched.bubble(sched.sequential(n, m)) == Fraction(n - 1, n)
+    assert printed.bubble(sched.gpipe(n, m)) == printed.bubble(sched.one_f_one_b(n, m)) == bubble
+    assert printed.bubble(sched.sequential(n, m)) == Fraction(n - 1, n)
     assert clocks(sched.one_f_one_b(n, m)) == clocks(sched.gpipe(n, m)) == 3 * (m + n - 1)
     for order in (sched.gpipe, sched.one_f_one_b):
         early = sched.early(order(n, m))
         kinds = [{a.kind.value for a in actions} for actions in early]
         assert kinds == [{*"FB"}, *([{*"FIW"}] * (n - 1))]  # nobody waits for stage 0's gradient
         assert clocks(early) == 3 * m + 2 * (n - 1)
-        assert sched.bubble(early) == Fraction(2 * (n - 1), 3 * m + 2 * (n - 1))
-        assert sched.peak_alive(early) == sched.peak_alive(order(n, m))
+        assert printed.bubble(early) == Fraction(2 * (n - 1), 3 * m + 2 * (n - 1))
+        assert printed.peak_alive(early) == printed.peak_alive(order(n, m))
     zero_bubble = sched.zero_bubble(n, m)
     assert clocks(zero_bubble) == max(3 * m + n - 1, 2 * m + 2 * n - 1)
     assert len(sched.clock_table(zero_bubble)) == clocks(zero_bubble)
     if m >= n:
-        assert sched.bubble(zero_bubble) == cost.pipeline_bubble(n, m, 3)
+        assert printed.bubble(zero_bubble) == cost.pipeline_bubble(n, m, 3)
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
@@ -102,13 +102,13 @@ def test_interleaving_divides_the_bubble_by_the_chunks(n: int, m: int, v: int) -
     sched.validate(schedule, m)
     assert clocks(schedule) == (3 * (v * m + n - 1) if m >= n else 3 * (n * v + m - 1))
     if m >= n:
-        assert sched.bubble(schedule) == cost.pipeline_bubble(n, m, v)
-        assert sched.bubble(sched.early(schedule)) == cost.pipeline_bubble(n, m, 1.5 * v)
+        assert printed.bubble(schedule) == cost.pipeline_bubble(n, m, v)
+        assert printed.bubble(sched.early(schedule)) == cost.pipeline_bubble(n, m, 1.5 * v)
     if v == 1:
         assert schedule == sched.one_f_one_b(n, m)
     elif m % n == 0:
         held = [min(m * v, (v - 1) * n + 2 * (n - r - 1) + 1) for r in range(n)]
-        assert sched.peak_alive(schedule) == held
+        assert printed.peak_alive(schedule) == held
         assert m == n or max(held) == cost.held_chunks("interleaved", n, v)
 
 
@@ -121,7 +121,7 @@ def test_a_v_holds_and_idles_as_promised_on_every_rank(n: int, m: int) -> None:
     I takes longer than F and W: ZB-V in all for n-1 I, V-Half no longer than 1F1B."""
     lists = {name: catalogue.find(name)(n, m) for name in catalogue.V_SHAPED}
     for name, schedule in lists.items():
-        peaks, promise = sched.peak_alive(schedule), cost.held_chunks(name, n)
+        peaks, promise = printed.peak_alive(schedule), cost.held_chunks(name, n)
         assert max(peaks) <= promise
         if m >= 2 * n:
             assert max(peaks) == promise
@@ -134,7 +134,7 @@ def test_a_v_holds_and_idles_as_promised_on_every_rank(n: int, m: int) -> None:
         assert idle["vhalf"] <= idle["vmin"] <= of_1f1b * 2 / 3
         assert clocks(lists["zbv"], OF_A_BLOCK) - 2 * 63 * m <= 26 * (n - 1)
         assert clocks(lists["vhalf"], OF_A_BLOCK) - 2 * 63 * m <= 2 * 63 * (n - 1)
-        assert n > 1 or sched.bubble(lists["zbv"]) == 0
+        assert n > 1 or printed.bubble(lists["zbv"]) == 0
 
 
 F0, F1, B0, B1 = (Action(kind, 1, i) for kind in (FORWARD, BACKWARD) for i in (0, 1))

@@ -19,7 +19,8 @@ from pipeline.processes.process import ProcessPipe
 from runtime.ranks import Ranks as Group
 from tests.pipeline.pipeline_models import batch, square_error, tower
 from tests.ranks import Ranks
-from training.launch.last_actions import LastAction, in_file, of_all_machines, table, verdict
+from training.launch.last_actions import in_file, of_all_machines, table, verdict
+from training.launch.world import LastAction
 from training.timeline import Timeline
 
 TIMEOUT = 1.5  # seconds: a busy machine may need one for what takes milliseconds

@@ -11,17 +11,9 @@ import torch
 from torch import nn
 from transformers import GPT2LMHeadModel
 
+from benchmarks.plain_gpt2 import build_model
 from training.seeds import stream
-from training.tasks.gpt2 import (
-    Sequences,
-    build_model,
-    gpt2_config,
-    gpt2_layers,
-    loss_of_targets,
-    round_vocab,
-    sizes_of_blocks,
-    split_by,
-)
+from training.tasks.gpt2 import Sequences, gpt2_config, gpt2_layers, loss_of_targets, round_vocab
 from training.tasks.pretrained import check_pretrained, pretrained_config, pretrained_initializer
 from training.tasks.tokens import train_tokenizer
 
@@ -47,17 +39,6 @@ def test_presets_have_the_published_sizes_and_can_be_changed() -> None:
     assert (config.n_positions, config.vocab_size) == (2048, 1000)
     assert (config.attn_pdrop, config.embd_pdrop, config.resid_pdrop) == (0.2, 0.2, 0.2)
     assert [round_vocab(n) for n in (64, 65, 4097)] == [64, 128, 4160]
-
-
-def test_sizes_of_stages() -> None:
-    """Of 5 blocks: 12 layers."""
-    assert sizes_of_blocks("auto", 5, 2) is None
-    assert sizes_of_blocks("uniform", 5, 2) == [7, 5]
-    assert sizes_of_blocks("1,3,1", 5, 3) == [3, 6, 3]
-    assert split_by("uniform", 8, 3, "layers") == [3, 3, 2]
-    for wrong in ("3,3", "5", "5,0", "2,x", ""):
-        with pytest.raises(ValueError, match="2 positive numbers that add up to the 5 blocks"):
-            split_by(wrong, 5, 2, "blocks")
 
 
 def test_no_two_streams_are_the_same_and_each_is_on_every_machine() -> None:

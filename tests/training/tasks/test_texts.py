@@ -16,8 +16,9 @@ import pytest
 from datasets import Dataset
 
 from training.launch.errors import UserError
+from training.tasks.any_text import END, AnyTexts, held_out, load_texts
 from training.tasks.pictures import load_pictures
-from training.tasks.texts import BUILTIN_FOLDER, END, SPLITS, Texts, held_out, load_texts
+from training.tasks.texts import BUILTIN_FOLDER, SPLITS, load_pairs
 
 ALL = {"train": None, "validation": None, "test": None}
 NO_NETWORK = "; --dataset builtin needs neither files nor network"
@@ -25,8 +26,14 @@ NO = re.escape(NO_NETWORK)
 Rows = list[tuple[str, str]]
 
 
-def load(dataset: object, world_size: int = 1, **sizes: int | None) -> Texts:
-    return load_texts(str(dataset), "de", "en", {**ALL, **sizes}, world_size)
+def load(dataset: object, world_size: int = 1, **sizes: int | None) -> AnyTexts:
+    """As train.py reads it; the other programs read the same pairs."""
+    found = load_texts(str(dataset), "de", "en", {**ALL, **sizes}, world_size)
+    if not found.plain and Path(str(dataset)).exists():
+        pairs = load_pairs(str(dataset), "de", "en", {**ALL, **sizes}, world_size)
+        assert (pairs.splits, pairs.notes) == (found.splits, found.notes)
+        assert pairs.fingerprints() == found.fingerprints()
+    return found
 
 
 def pairs(rows: Rows) -> list[dict[str, str]]:
@@ -200,7 +207,7 @@ def test_a_copy_holds_what_is_otherwise_in_memory(
     sizes = {**ALL, "train": 30}
     small = load_texts(str(path), "de", "en", sizes, 1, folder)
     assert not folder.exists()  # less than BIG
-    monkeypatch.setattr("training.tasks.texts.BIG", 0)
+    monkeypatch.setattr("training.tasks.any_text.BIG", 0)
     texts = load_texts(str(path), "de", "en", sizes, 1, folder)
     stored = pickle.loads(pickle.dumps(texts))
     for found in (texts, stored):
@@ -224,7 +231,7 @@ def test_a_folder_of_lines_and_a_dataset_of_the_hub_are_copied_too(
     """Once each; and what does not fit is refused as otherwise."""
     small, copies = load(folder).splits, tmp_path / "copies"
     rows = {split: Dataset.from_list(list(pairs)) for split, pairs in small.items()}
-    monkeypatch.setattr("training.tasks.texts.BIG", 0)
+    monkeypatch.setattr("training.tasks.any_text.BIG", 0)
     hub(rows, rows)
     for dataset, files in ((folder, 1), (folder, 1), ("somebody/iwslt", 2), ("somebody/iwslt", 2)):
         found = load_texts(str(dataset), "de", "en", ALL, 1, copies).splits
@@ -239,7 +246,7 @@ def test_a_folder_of_lines_and_a_dataset_of_the_hub_are_copied_too(
 def test_a_copy_of_documents_has_an_end_after_each_and_lines_of_a_file_stay_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.tasks.texts.BIG", 0)
+    monkeypatch.setattr("training.tasks.any_text.BIG", 0)
     texts = [f"text {i}\nof two lines" for i in range(40)]
     rows = [json.dumps({"text": text}) + "\n" for text in [*texts, " "]]
     (tmp_path / "a.jsonl").write_text("".join(rows))

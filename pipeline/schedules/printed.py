@@ -1,0 +1,48 @@
+"""A schedule as a person reads it: its clock table, how much it idles, and how much it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate
+
+from .schedule import BORN, Action, Schedule, clock_table, stage_ranks
+
+
+def peak_alive(schedule: Schedule) -> list[int]:
+    """Per rank, the most micro-batches whose activations (F until B or W) it holds at once, counted
+    once for each of its stages."""
+    return [max(accumulate(BORN[a.kind] for a in actions)) for actions in schedule]
+
+
+def bubble(schedule: Schedule) -> Fraction:
+    """The idle share of all ranks' `clocks`."""
+    slots = [action for row in clock_table(schedule) for action in row]  # ranks x clocks
+    return Fraction(slots.count(None), len(slots))
+
+
+def as_text(schedule: Schedule) -> str:
+    """The clock table as text, one line per rank, as at the top of schedule.py. If a rank has
+    several stages, a letter names the stage: see chunks.py."""
+    ranks = stage_ranks(schedule)
+    word = "stage" if len(ranks) == len(schedule) else "rank"
+    lines = []
+    for r, column in enumerate(zip(*clock_table(schedule), strict=True)):  # the clocks of rank r
+        cells = ["." if action is None else name_of(action, ranks) for action in column]
+        width = max(len(name_of(action, ranks)) for action in schedule[r])
+        lines.append(f"{word} {r}: " + " ".join(f"{cell:{width}}" for cell in cells).rstrip())
+    return "\n".join(lines)
+
+
+def name_of(action: Action, ranks: Sequence[int]) -> str:
+    """F0; if its rank, from `stage_ranks`, has several stages: F0a, F0b, ..."""
+    mine = [s for s, r in enumerate(ranks) if r == ranks[action.stage]]  # its rank's: a, b, ...
+    return str(action) + (chr(ord("a") + mine.index(action.stage)) if len(mine) > 1 else "")
+
+
+def in_words(num_ranks: int, chunks: int = 1) -> str:
+    """`2 stages`, of one per rank; of several `2 ranks, 2 chunks each, 4 stages`."""
+    if chunks == 1:
+        return f"{num_ranks} stage{'s' * (num_ranks > 1)}"
+    ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+    return f"{ranks}, {chunks} chunks each, {num_ranks * chunks} stages"

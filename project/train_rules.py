@@ -1,0 +1,155 @@
+"""The rules of train.py alone; those of all programs are in project/rules.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tensor_parallel.gpt2 import degrees
+from training.launch.errors import torchrun, torchrun_world_size
+from training.launch.world import choose_device
+from training.options import Options
+from training.tasks.gpt2 import PRESETS
+from training.tasks.pretrained import check_pretrained
+from training.tasks.vgg import VGG
+from training.trackers import trackers_of
+
+from . import rules, stage_rules
+from .rules import Row
+
+OF_SENTENCES = "n_layer n_embd n_head vocab_size dropout padding src tgt model_max_length n_test"
+VGG_LAYERS = 16
+
+
+def option_of(args: Options, axis: str) -> str:
+    """The option that sets the length of an axis on which there are several ranks."""
+    return axis if args.strategy == "3d" else "world_size"
+
+
+def only_for(args: Options, typed: Set[str]) -> Iterator[Row]:
+    """The table of options that only some runs have, of any strategy that has them."""
+    text, only = args.model != VGG, partial(rules.only, args, typed)
+    stages = args.strategy != "3d" or args.pp > 1
+    yield from only("schedule chunks balance", stages, "a run with stages", "--pp 2 works")
+    yield from only(
+        "sequence_parallel", args.tp > 1, "a run whose matrices are cut", "--tp 2 works"
+    )
+    yield from only(OF_SENTENCES, text, "a model of sentences, as gpt2-mini,")
+    yield from only("vgg_width", not text, f"--model {VGG}")
+    yield from only("momentum", args.optimizer == "sgd", "--optimizer sgd")
+
+
+def of_strategy(args: Options) -> Iterator[Row]:
+    """What a strategy and its options ask of each other, and the rules of its parts."""
+    strategy, vgg = args.strategy, args.model == VGG
+    ranks, zero = args.dp * args.pp * args.tp, args.zero if strategy == "3d" else None
+    elastic = torchrun_world_size() is not None  # another host may join later
+    checked = args.check_weights or args.check_output
+    drawn = args.precision == "bf16" or choose_device(args.device, 0, 1).type != "cpu"
+    mesh = "strategy zero dp pp"
+    yield from [
+        ("strategy world_size", args.world_size == ranks,
+         f"dp x pp x tp is {ranks}", f"start {ranks} ranks: --world_size {ranks} works"),
+        ("strategy world_size", strategy != "single" or args.world_size == 1,
+         "single is one process", "ddp takes several"),
+        ("strategy num_microbatches", strategy != "model" or args.num_microbatches in (None, 1),
+         "with more than one it is pipeline", "leave it out"),
+        ("dataset model", not vgg or Path(args.dataset).suffix != ".txt",
+         f"this is text, and {VGG} learns pictures", "--model gpt2-mini works"),
+        ("strategy model", not vgg or args.tp == 1,
+         "only GPT-2's matrices are cut", "--model gpt2-mini works"),
+        (mesh, zero != 2,
+         "3d has no stage 2", "--zero 1 --dp 2 or, without stages, --zero 3 --dp 2 works"),
+        (mesh, zero != 3 or args.pp == 1,
+         "stages keep their parameters", "--zero 1, or --pp 1, works"),
+        (mesh, zero is None or args.dp > 1 or elastic,
+         "it shards over replicas", "--dp 2 works"),
+        ("keep check_weights", args.keep > 0 or not args.check_weights,
+         "it compares the weights that are saved", "--keep 1 works"),
+        ("dropout check_weights", not (args.dropout and checked and drawn),
+         "on a GPU, and in bf16, the plain run drops other activations",
+         "--dropout 0, or --device cpu and --precision fp32, works"),
+    ]  # fmt: skip
+    trackers_of(args)  # refuses one that is not installed
+    yield from rules.rules(args, args.dp, option_of(args, "dp"))
+    yield from rules.of_recompute(args, one_at_a_time=args.pp == 1 or strategy == "model")
+    sharded = args.strategy == "fsdp" or args.zero == 3
+    yield (
+        "recompute", args.recompute != "sqrt" or not sharded,
+        "shards of segments of several layers would be gathered once more",
+        "--recompute always works",
+    )  # fmt: skip
+    if not vgg:
+        yield from of_gpt2(args)
+    if args.pp > 1 or strategy in ("pipeline", "model"):
+        blocks = None if vgg else size_of_model(args, "n_layer")
+        yield from stage_rules.of_stages(args, option_of(args, "pp"), args.pp, blocks, VGG_LAYERS)
+    if args.tp > 1:
+        yield from of_tensor(args)
+    if strategy not in ("single", "ddp"):
+        yield from of_gpus(args)
+
+
+def of_tensor(args: Options) -> Iterator[Row]:
+    """GPT-2's matrices are cut evenly."""
+    option, heads = option_of(args, "tp"), size_of_model(args, "n_head")
+    divisors = degrees(heads, args.vocab_size or 256)
+    numbers = " or ".join(map(str, divisors[1:])) or "1"
+    # more: the positions that a full sequence lacks for equal parts.
+    length, more = args.model_max_length, -args.model_max_length % args.tp
+    yield from [
+        (f"{option} model", args.tp in divisors,
+         f"its {heads} heads are dealt out evenly", f"--{option} {numbers} works"),
+        ("sequence_parallel model_max_length", not (args.sequence_parallel and more),
+         f"{args.tp} ranks cannot have equal parts", f"--model_max_length {length + more} works"),
+    ]  # fmt: skip
+
+
+def of_plain_text(args: Options) -> list[Row]:
+    """Plain text has no pairs, and needs a length that leaves a task."""
+    pairs = "it is for pairs of sentences, and this is plain text"
+    return [
+        ("model_max_length", args.model_max_length >= 2,
+         "it needs a token of context and one to predict", "2 or more works"),
+        ("src dataset", args.src == "de", pairs, "leave it out"),
+        ("tgt dataset", args.tgt == "en", pairs, "leave it out"),
+        ("n_test dataset", args.n_test is None, pairs, "leave it out"),
+    ]  # fmt: skip
+
+
+def of_gpt2(args: Options) -> Iterator[Row]:
+    """A GPT-2 from scratch, or pretrained. Also raises what its weights say."""
+    if args.model in PRESETS:
+        yield from rules.of_model(args)
+        return
+    for name in ("n_layer", "n_embd", "n_head", "vocab_size"):
+        yield (
+            f"{name} model", getattr(args, name) is None, "pretrained weights have a fixed size",
+            f"only the presets can be changed ({', '.join(PRESETS)})",
+        )  # fmt: skip
+    check_pretrained(args.model, args.model_max_length)
+
+
+def of_gpus(args: Options) -> list[Row]:
+    """Ranks that send each other tensors need a GPU each: NCCL needs it; gloo can sum tensors on a
+    GPU, but neither send nor gather them."""
+    here = torchrun("LOCAL_WORLD_SIZE", args.world_size)  # ranks of this machine
+    on_gpu = choose_device(args.device, 0, here).type == "cuda"
+    gpus = torch.cuda.device_count()
+    fewer = f"--world_size {gpus}" if here == args.world_size else f"--nproc-per-node {gpus}"
+    return [
+        ("strategy world_size device", not on_gpu or here <= gpus,
+         f"{rules.visible(gpus)}, and every rank needs one", f"{fewer}, or --device cpu, works"),
+    ]  # fmt: skip
+
+
+def size_of_model(args: Options, name: str) -> int:
+    """n_layer or n_head of the GPT-2 that the options name, which fulfils `of_gpt2`."""
+    if args.model in PRESETS:
+        return getattr(args, name) or PRESETS[args.model][name]
+    from transformers import AutoConfig  # here: it takes seconds to import
+
+    return getattr(AutoConfig.from_pretrained(args.model), name)

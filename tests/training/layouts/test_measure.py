@@ -1,0 +1,18 @@
+"""Layers per stage, as --balance asks."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.layouts.measure import sizes_as_asked, split_by
+
+
+def test_sizes_of_stages() -> None:
+    """Of 5 blocks: 12 layers, with the embedding and the head."""
+    blocks = [3, 2, 2, 2, 3]
+    assert sizes_as_asked("uniform", blocks, 2) == [7, 5]
+    assert sizes_as_asked("1,3,1", blocks, 3) == [3, 6, 3]
+    assert split_by("uniform", 8, 3, "layers") == [3, 3, 2]
+    for wrong in ("3,3", "5", "5,0", "2,x", ""):
+        with pytest.raises(ValueError, match="2 positive numbers that add up to the 5 blocks"):
+            split_by(wrong, 5, 2, "blocks")

@@ -1,0 +1,68 @@
+"""Samples tokens, where generation.py takes the most probable ones.
+
+A prompt has a seed, from which the numbers are drawn that choose its tokens: what is sampled does
+not depend on the prompts beside it. Shapes: B unfinished sentences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .cache import Cache
+
+
+class SamplingCache(Cache):
+    """A cache with the numbers that sample the next tokens.
+
+    Args:
+        lengths: of the prompts, in tokens.
+        seeds: one per prompt.
+        most: new tokens of a prompt, at most.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], seeds: Sequence[int], most: int, device: torch.device | str
+    ) -> None:
+        super().__init__(lengths, device)
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        uniform = [torch.rand(most, dtype=torch.float64, generator=g) for g in generators]
+        self._chances = torch.stack(uniform).to(device)  # [B, most], used from left to right
+        self._sampled = 0  # tokens of each row
+
+    def extend(self) -> None:
+        """See `Cache`."""
+        super().extend()
+        self._sampled += 1
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """See `Cache`."""
+        super().keep(rows)
+        self._chances = self._chances[rows]
+
+    @property
+    def chances(self) -> Tensor:
+        """The numbers, [B], uniform from 0 to 1, that sample the next tokens."""
+        return self._chances[:, self._sampled]
+
+
+def sample(
+    logits: Tensor, num_tokens: int, chances: Tensor, temperature: float, top_k: int | None
+) -> Tensor:
+    """Samples tokens, B, from logits B V.
+
+    Args:
+        chances: [B], float64, uniform from 0 to 1: looked up in the cumulative probabilities.
+        temperature: divides the logits; a small one leaves only the most probable token.
+        top_k: samples from this many of the most probable tokens; None: from all.
+    """
+    logits = logits[:, :num_tokens].double() / temperature
+    if top_k is not None and top_k < num_tokens:
+        least = logits.topk(top_k).values[:, -1:]  # [B, 1], the smallest that stays
+        logits = logits.masked_fill(logits < least, -math.inf)
+    ends = logits.softmax(-1).cumsum(-1)  # [B, V], rising to about 1
+    wanted = chances.to(ends.device)[:, None] * ends[:, -1:]  # [B, 1], scaled to the last end
+    return torch.searchsorted(ends, wanted, right=True)[:, 0].clamp(max=ends.size(1) - 1)
