@@ -50,13 +50,12 @@ from tests.device.guard import missing
 from tests.device.seen import watch
 from tests.equivalence.compare import Result, laid_out
 from tests.equivalence.run import check_all
-from tests.equivalence.table import find
+from tests.equivalence.table import find, sharded
 from training.launch.launch import Settings, launch
 from training.launch.meeting import setup
 from training.launch.world import World
 from training.layouts.layout import Setup
 from training.layouts.replicated import Replicated
-from training.layouts.sharded import Sharded
 from training.loop import recipe_of
 from training.optimization import Optimizers
 from training.tasks.language import LanguageTask
@@ -448,11 +447,12 @@ def _optimizer(parameters: Any) -> torch.optim.Optimizer:
 def _memory_rank(world: World, zero: int, folder: Path) -> None:
     """Three steps of GPT-2 small under a ZeRO stage: what is held between steps, and the peak."""
     torch.cuda.set_device(world.device)
-    options = ("--model", "gpt2", "--precision", "bf16", "--dropout", "0")
-    text = _Text(folder / str(world.rank), 4, 256, *options)
+    size = () if REAL else ("--n_layer", "1", "--n_embd", "32", "--n_head", "2")
+    options = ("--model", "gpt2", "--precision", "bf16", "--dropout", "0", *size)
+    text = _Text(folder / str(world.rank), 4, 256 if REAL else 32, *options)
     task, setup = text.task, Setup(_optimizer, "bf16", 1)
     task.device = world.device
-    model: Any = Sharded(task, world, setup, zero) if zero else Replicated(task, world, setup)
+    model: Any = (sharded(zero) if zero else Replicated)(task, world, setup)
     recipe = recipe_of(text.args, task)
     optimizer = Optimizers(model.optimizers, recipe, world, counted=model.counted)
     for step in islice(task.steps(0, world.rank, 2, 1), 3):
@@ -463,6 +463,7 @@ def _memory_rank(world: World, zero: int, folder: Path) -> None:
             model.average_gradients(model.module)
         optimizer.step(loss, step.count)
     found = model.state_bytes(), torch.cuda.max_memory_allocated()
+    model.close()
     if world.is_main:
         (folder / "memory.json").write_text(json.dumps(found))
 
