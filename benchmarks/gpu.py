@@ -113,13 +113,10 @@ EQUAL = f"{SMALL} --num_batches 4 --check_weights --check_output"
 TESTED = ("tests/pipeline/test_pipe.py", "tests/pipeline/test_randomness.py")
 
 
-def checks() -> list[Line]:
-    """Programs, with evaluation, translation, checkpoint and resume, or compared with one process
-    weight by weight; and those tests that take what devices there are."""
-    if not REAL:
-        return [Line("checks", "programs", "on the device without hardware: make test")]
-    n, several = gpus(), max(2, gpus())
-    chains = [  # the lines of one need what those before have written
+def programs(n: int) -> list[list[str]]:
+    """Command lines for n GPUs, in chains: each line needs what those before it have written."""
+    several, heads = max(2, n), max(t for t in (1, 2, 4) if t <= n)  # gpt2-mini has four
+    return [
         [f"run_data_parallel.py --world_size {several} {SMALL} --n_epochs 1 --workdir workdir",
          f"run_data_parallel.py --world_size {several} {SMALL} --n_epochs 2 --workdir workdir "
          "--resume",
@@ -129,13 +126,20 @@ def checks() -> list[Line]:
         [f"train.py ddp --world_size {several} {EQUAL} --workdir ddp"],
         [f"train.py fsdp --world_size {n} {EQUAL} --workdir fsdp"],
         [f"train.py pipeline --world_size {n} {EQUAL} --schedule zb --workdir pipeline"],
-        [f"train.py tensor --world_size {n} {EQUAL} --workdir tensor"],
+        [f"train.py tensor --world_size {heads} {EQUAL} --workdir tensor"],
         ["train.py single --vgg_width 16 --n_train 256 --n_validation 64 --num_batches 4"],
     ]  # fmt: skip
+
+
+def checks() -> list[Line]:
+    """Programs, with evaluation, translation, checkpoint and resume, or compared with one process
+    weight by weight; and those tests that take what devices there are."""
+    if not REAL:
+        return [Line("checks", "programs", "on the device without hardware: make test")]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(3) as some:
         found = [
             line
-            for of_chain in some.map(partial(_ran, folder=Path(folder)), chains)
+            for of_chain in some.map(partial(_ran, folder=Path(folder)), programs(gpus()))
             for line in of_chain
         ]
     failure = _ended([sys.executable, "-m", "pytest", "-q", "-x", *TESTED], ROOT)

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
+
 from tests.device.session import Device, ranks
+from tests.project.programs import parse
 from training.launch.world import World
 
 
@@ -54,3 +57,17 @@ def test_memory_is_measured_of_every_stage(device: Device) -> None:
     shares = [{kind: zero[kind] / whole[kind] for kind in whole} for zero in zeros]
     assert all(share["optimizer"] < 0.55 and share["gradients"] < 0.55 for share in shares), shares
     assert [share["parameters"] < 1 for share in shares] == [False, False, True]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_its_command_lines_fit_any_number_of_gpus(
+    n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import gpu
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: n)
+    lines = [line.replace(".py", "", 1) for chain in gpu.programs(n) for line in chain]
+    found = [parse(f"{line} --device cuda") for line in lines if not line.startswith("generate")]
+    assert len(found) == 9
+    assert [args.tp for args in found if args.strategy == "tensor"] == [{3: 2, 8: 4}.get(n, n)]
