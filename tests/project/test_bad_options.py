@@ -186,6 +186,26 @@ def test_a_workdir_that_cannot_be_written(capfd: pytest.CaptureFixture[str]) -> 
             )
 
 
+@pytest.mark.parametrize(
+    ("gpus", "needs"), [(0, "a C++ compiler"), (1, "the package triton, and a C compiler,")]
+)
+def test_torch_compile_needs_a_compiler(
+    gpus: int, needs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, too, though triton is there: images of Python alone have none."""
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: "there")
+    with pytest.raises(UserError) as said:
+        parse("train single --compile")
+    assert str(said.value) == f"--compile: torch.compile needs {needs} here; leave it out"
+    if gpus:
+        monkeypatch.setenv("CC", "/a/compiler")  # triton takes it without a look
+        parse("train single --compile")
+
+
 NAME = "000002-epoch1-step4"
 MADE = TINY + "--dropout 0 --n_epochs 2 "
 CHANGED = [
